@@ -1,0 +1,102 @@
+# `make help` lists the targets.
+#
+# Without PYTHON= everything runs in .venv, made from requirements.txt with the python3 on PATH. With PYTHON=/path/to/python
+# it runs in that environment as it is: nothing is installed, and what is missing is named.
+# ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build run test test-gpu matrix bench lint format sanitize wheel clean FORCE
+
+ifdef PYTHON
+READY :=
+else
+PYTHON := .venv/bin/python
+READY := .venv/ready
+endif
+
+# Here a build is for the machine it runs on; wheels are for every GPU, so they leave the list as the user set it.
+ifeq ($(origin TORCH_CUDA_ARCH_LIST),undefined)
+setup build run test test-gpu bench sanitize: export TORCH_CUDA_ARCH_LIST = native
+endif
+
+BUILD_NEEDS := ninja
+TEST_NEEDS := $(BUILD_NEEDS) pytest hypothesis numpy
+C_SOURCES = find extension_cpp templates tests examples -name .venv -prune -o \
+  -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
+CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format
+need = $(if $(READY),,@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON) was not found." >&2; exit 1; }; \
+  $(PYTHON) check_environment.py $(1))
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo '  PYTHON=/path/to/python uses that environment; ARGS="..." is handed on; build_library.py names the build variables'
+
+# The stamp comes last, so that a set-up that broke off is taken up again. A .venv whose python3 is gone is made anew.
+.venv/ready: requirements.txt $(shell test -x .venv/bin/python || echo FORCE)
+	@test -x .venv/bin/python || command -v python3 >/dev/null || \
+	  { echo "error: Python 3.10 or newer is needed, and there is no python3 on PATH." >&2; exit 1; }
+	@if test -x .venv/bin/python; then .venv/bin/python check_environment.py machine; \
+	  else python3 check_environment.py machine && python3 -m venv --clear .venv; fi
+	@echo "Installing requirements.txt into .venv (torch is a download of some gigabytes)"
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+setup: $(READY)  ## make .venv from requirements.txt
+
+build: $(READY)  ## compile the library for the GPU that is there, or 9.0+PTX; nothing if it is up to date
+	$(call need,$(BUILD_NEEDS))
+	@$(PYTHON) build_library.py
+
+run: $(READY)  ## build, then show what the operators do: python -m extension_cpp demo
+	$(call need,$(BUILD_NEEDS) rich matplotlib)
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m extension_cpp demo $(ARGS)
+
+test: $(READY)  ## build, then run the tests, on the GPU too if there is one
+	$(call need,$(TEST_NEEDS))
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m pytest $(ARGS)
+
+test-gpu: $(READY)  ## build, then run the tests that use the GPU
+	$(call need,$(TEST_NEEDS))
+	@$(PYTHON) check_environment.py gpu
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m pytest --device cuda -k cuda $(ARGS)
+
+bench: $(READY)  ## build, then time the operators beside PyTorch's
+	$(call need,$(BUILD_NEEDS) rich matplotlib)
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m benchmarks $(ARGS)
+
+sanitize: $(READY)  ## C tests under address and undefined sanitizers; on a GPU the tests under compute-sanitizer
+	$(call need,$(TEST_NEEDS))
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m pytest tests/test_c.py $(ARGS)
+	@PYTHON=$(PYTHON) scripts/sanitize_gpu
+
+wheel: $(READY)  ## dist/*.whl: one file for every Python from 3.10 and torch from 2.10, every GPU from 7.5
+	$(call need,$(BUILD_NEEDS) setuptools wheel)
+	@rm -rf dist build/bdist.* build/lib.*
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@ls -l dist
+
+matrix: wheel  ## test that wheel on the oldest and newest torch and every Python of this machine (downloads gigabytes)
+	$(call need,rich)
+	@$(PYTHON) scripts/matrix.py dist/*.whl $(ARGS)
+
+lint: $(READY)  ## ruff, mypy, clang-format
+	$(call need,ruff mypy clang_format)
+	@$(PYTHON) -m ruff check --quiet .
+	@$(PYTHON) -m ruff format --check --quiet .
+	@$(PYTHON) -m mypy
+	@$(C_SOURCES) | xargs $(CLANG_FORMAT) --dry-run -Werror
+
+format: $(READY)  ## lay out the code as lint wants it
+	$(call need,ruff clang_format)
+	@$(PYTHON) -m ruff check --quiet --fix-only .
+	@$(PYTHON) -m ruff format .
+	@$(C_SOURCES) | xargs $(CLANG_FORMAT) -i
+
+clean:  ## remove what was built; .venv and .matrix stay
+	rm -rf build dist out *.egg-info extension_cpp/*.so .pytest_cache .mypy_cache .ruff_cache
+	find . -name .venv -prune -o -name .matrix -prune -o -name __pycache__ -type d -print | xargs rm -rf

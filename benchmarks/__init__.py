@@ -1,0 +1,1 @@
+"""Timings against PyTorch and the bandwidth of memory: python -m benchmarks --help."""

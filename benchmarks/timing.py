@@ -1,0 +1,51 @@
+"""Timing one call fairly: contenders take turns, each figure is a median, the copy is measured in the same turns."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one call."""
+
+    median: float
+    low: float  # 10th percentile
+    high: float  # 90th percentile
+
+
+def _once_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _once_cuda(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    # The host runs ahead during this wait, so that the events enclose device time alone.
+    torch.cuda._sleep(2_000_000)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def take_turns(calls: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, Time]:
+    """Times every call once a round, after two rounds that do not count."""
+    once = _once_cuda if device == "cuda" else _once_cpu
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 2):
+        for name, call in calls.items():
+            spent = once(call)
+            if number >= 2:
+                seconds[name].append(spent)
+    result = {}
+    for name, values in seconds.items():
+        deciles = statistics.quantiles(values, n=10)
+        result[name] = Time(statistics.median(values), deciles[0], deciles[-1])
+    return result

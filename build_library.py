@@ -1,0 +1,278 @@
+"""Compiles extension_cpp/csrc into one shared library with ninja.
+
+C sources go through the C compiler once per instruction set, `.cu` through nvcc without any torch header, `.cpp` shims
+through the C++ compiler against PyTorch's stable ABI. Ninja tracks the headers of all three.
+
+Environment variables:
+  USE_CUDA              0: CPU only; 1: CUDA is required; unset: CUDA if nvcc is found
+  TORCH_CUDA_ARCH_LIST  "7.5;9.0+PTX", "Turing;Hopper", or "native" (the GPU of this machine, without one 9.0+PTX);
+                        unset: every architecture from 7.5 up that nvcc knows, PTX for the newest
+  DEBUG                 1: -O0 -g, and -lineinfo for CUDA
+  VERBOSE               1: names what is compiled, also where the output is not a terminal
+  MAX_JOBS              compilations at a time
+  CC, CXX, NVCC         the compilers
+  CUDA_HOME             the CUDA toolkit
+"""
+
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "extension_cpp" / "csrc"
+LIBRARY = "libextension_cpp.so"
+TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
+
+# Level names are those of the x86-64 psABI; common/cpu_level.h says how one is picked at run time.
+X86_LEVELS = {
+    "baseline": [],
+    "v3": ["-mavx2", "-mfma", "-mf16c"],
+    "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+}
+# Contraction stays off so that every instruction set with FMA gives the same bits; without
+# -fno-tree-loop-distribute-patterns gcc turns lane loops into memcpy and sends every lane array through the stack.
+C_FLAGS = ["-std=c17", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+GCC_FLAGS = ["-fno-tree-loop-distribute-patterns"]
+CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
+COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
+
+ARCHITECTURE_NAMES = {
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;12.0+PTX",
+}
+
+
+class BuildError(SystemExit):
+    """Ends the build with one sentence in place of a traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(f"error: {message}")
+
+
+def compiler(variable: str, default: str, package: str) -> list[str]:
+    """The command in an environment variable, or the default; an error if it is not on this machine."""
+    command = shlex.split(os.environ.get(variable) or default)
+    if shutil.which(command[0]) is None:
+        raise BuildError(
+            f"no {variable} compiler: '{command[0]}' was not found; install one (Debian: apt install {package}) "
+            f"or set {variable} to the one you have."
+        )
+    return command
+
+
+def c_flags(cc: list[str]) -> list[str]:
+    """C_FLAGS, and those that only gcc knows."""
+    macros = subprocess.run([*cc, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, text=True).stdout
+    return C_FLAGS if "__clang__" in macros else C_FLAGS + GCC_FLAGS
+
+
+def torch_folder() -> Path:
+    """Where torch is installed, found without the seconds that importing it takes."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError(
+            f"{sys.executable} has no torch; install torch >= 2.10 there, or let pip build in isolation "
+            "(leave out --no-build-isolation)."
+        )
+    version = importlib.metadata.version("torch")
+    if tuple(int(part) for part in version.split(".")[:2]) < TORCH_MINIMUM:
+        raise BuildError(f"torch {version} is too old: extension_cpp needs torch >= 2.10.")
+    return Path(spec.origin).parent
+
+
+def find_nvcc() -> list[str] | None:
+    """nvcc's command, or None for a build without CUDA."""
+    use_cuda = os.environ.get("USE_CUDA", "")
+    if use_cuda not in ("", "0", "1"):
+        raise BuildError(f"USE_CUDA must be 0 or 1, got '{use_cuda}'.")
+    if use_cuda == "0":
+        return None
+    candidates = [os.environ.get("NVCC", "")]
+    candidates += [f"{os.environ[v]}/bin/nvcc" for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
+    candidates += ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    if candidates[0] and shutil.which(shlex.split(candidates[0])[0]) is None:
+        raise BuildError(f"NVCC is set to '{candidates[0]}', which was not found.")
+    for candidate in filter(None, candidates):
+        if shutil.which(shlex.split(candidate)[0]):
+            return shlex.split(candidate)
+    if use_cuda == "1":
+        raise BuildError("USE_CUDA=1, but nvcc was not found; install the CUDA toolkit or set CUDA_HOME.")
+    return None
+
+
+def native_architecture() -> str:
+    """The compute capabilities of this machine's GPUs, or 9.0+PTX where there is none."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        found = []
+    found = [capability for capability in found if re.fullmatch(r"\d+\.\d", capability)]
+    return ";".join(sorted(set(found))) or "9.0+PTX"
+
+
+def architectures(nvcc: list[str]) -> list[str]:
+    """The architectures to build, such as ['8.0', '9.0+PTX']."""
+    listed = subprocess.run([*nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    known = sorted({(int(major), int(minor)) for major, minor in re.findall(r"compute_(\d+)(\d)\b", listed)})
+    if not known:
+        raise BuildError(
+            f"'{shlex.join(nvcc)} --list-gpu-arch' names no architecture: set NVCC or CUDA_HOME to a CUDA toolkit that "
+            "works, or USE_CUDA=0 to build for the CPU only."
+        )
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,")
+    if asked == "native":
+        asked = native_architecture()
+    if not asked:
+        modern = [f"{major}.{minor}" for major, minor in known if (major, minor) >= (7, 5)]
+        return [*modern[:-1], modern[-1] + "+PTX"]
+    for name, numbers in ARCHITECTURE_NAMES.items():
+        asked = re.sub(rf"\b{name}\b(\+PTX)?", numbers, asked, flags=re.IGNORECASE)
+    wanted = [item for item in re.split(r"[;, ]+", asked) if item]
+    for item in wanted:
+        match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", item)
+        if match is None:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST: '{item}' is neither a number such as 9.0 or 9.0+PTX nor one of "
+                f"{', '.join(ARCHITECTURE_NAMES)}."
+            )
+        if (int(match[1]), int(match[2])) not in known:
+            names = ", ".join(f"{major}.{minor}" for major, minor in known)
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST: this nvcc does not know {item}; it knows {names}. "
+                "(CUDA 13 dropped everything before 7.5, Volta included.)"
+            )
+    return wanted
+
+
+def gencode(architecture: str) -> list[str]:
+    number = architecture.removesuffix("+PTX").replace(".", "")
+    flags = [f"-gencode=arch=compute_{number},code=sm_{number}"]
+    if architecture.endswith("+PTX"):
+        flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def cuda_version(nvcc: list[str]) -> str:
+    text = subprocess.run([*nvcc, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"release (\d+\.\d+)", text)
+    if match is None:
+        raise BuildError(f"'{shlex.join(nvcc)} --version' does not name a CUDA release.")
+    return match[1]
+
+
+def quote(*flags: list[str]) -> str:
+    """Flags as a ninja file holds them."""
+    return shlex.join(itertools.chain(*flags)).replace("$", "$$")
+
+
+def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
+    """nvcc with its flags, and what the link needs of its toolkit."""
+    # nvcc wants the compiler itself, not the cache in front of it.
+    host = next(word for word in cxx if Path(word).name not in ("ccache", "sccache"))
+    command = [*nvcc, "-std=c++17", "-ccbin", shutil.which(host) or host, "-Xcompiler", ",".join(COMMON_FLAGS)]
+    if debug:
+        command.append("-lineinfo")
+    for architecture in archs:
+        command += gencode(architecture)
+    toolkit = Path(shutil.which(nvcc[0]) or nvcc[0]).resolve().parent.parent
+    folders = [toolkit / lib for lib in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib")]
+    libraries = [f"-L{folder}" for folder in folders if folder.is_dir()]
+    return command, [*libraries, "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+
+
+def write_ninja(folder: Path) -> None:
+    """Writes folder/build.ninja for what the environment asks for."""
+    from ninja.ninja_syntax import Writer
+
+    torch = torch_folder()
+    cc, cxx, nvcc = compiler("CC", "cc", "gcc"), compiler("CXX", "c++", "g++"), find_nvcc()
+    debug = os.environ.get("DEBUG", "0") == "1"
+    optimise = ["-O0", "-g"] if debug else ["-O3"]
+    levels = X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
+    archs = architectures(nvcc) if nvcc else []
+    cuda = cuda_version(nvcc) if nvcc else "none"
+    info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
+    include = [f"-I{CSRC}"]
+    target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
+    shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}"]
+    # Undefined symbols are then errors of the link, not of the first import.
+    link = ["-lstdc++", "-shared", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL"]
+    link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
+    if nvcc:
+        shim += ["-DWITH_CUDA", "-DUSE_CUDA"]
+        nvcc, toolkit = nvcc_command(nvcc, cxx, debug, archs)
+        link += toolkit
+    commands = {
+        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, include) + " -MMD",
+        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, optimise, include, shim) + " -MMD",
+        "nvcc": quote(nvcc or [], optimise, include) + " -MD",
+    }
+    objects: list[str] = []
+    with (folder / "build.ninja").open("w") as file:
+        ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
+        for rule, command in commands.items():
+            command += " -MF $out.d $flags -c $in -o $out"
+            ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
+        ninja.rule("link", quote(cxx) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
+
+        def add(rule: str, source: Path, flags: list[str], prefix: str = "") -> None:
+            objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
+            ninja.build([objects[-1]], rule, [str(source)], variables={"flags": quote(flags)})
+
+        for source in sorted(CSRC.rglob("*.c")):
+            # Only kernels differ by level; what lies in common/ is built once.
+            for level, flags in levels.items() if source.name.endswith("_cpu.c") else [("baseline", [])]:
+                add("c", source, [*flags, f"-DCPU_LEVEL_{level.upper()}"], f"{level}/")
+        for source in sorted(CSRC.rglob("*.cpp")):
+            add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [])
+        for source in sorted(CSRC.rglob("*.cu")) if nvcc else []:
+            add("nvcc", source, [])
+        ninja.build([LIBRARY], "link", objects)
+        ninja.default([LIBRARY])
+
+
+def build(destination: Path) -> None:
+    """Builds the library and copies it to destination."""
+    nvcc = find_nvcc()
+    archs = "-".join(architectures(nvcc)).replace("+", "") if nvcc else "cpu"
+    debug = "debug" if os.environ.get("DEBUG", "0") == "1" else "release"
+    folder = ROOT / "build" / f"{debug}-{archs}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_ninja(folder)
+    jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+    command = [sys.executable, "-m", "ninja", "-C", str(folder), *jobs]
+    if not os.environ.get("VERBOSE") and not sys.stdout.isatty():
+        command.append("--quiet")
+    if subprocess.run(command).returncode != 0:
+        raise BuildError("the compilation failed; the first message above says where.")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    built = folder / LIBRARY
+    if not (destination.exists() and destination.read_bytes() == built.read_bytes()):
+        # A new file, never the old one rewritten: a process that has it open keeps what it mapped.
+        temporary = destination.with_suffix(".tmp")
+        shutil.copyfile(built, temporary)
+        temporary.replace(destination)
+
+
+def glibc_required(library: Path) -> tuple[int, int]:
+    """The newest glibc version whose symbols the library needs."""
+    table = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
+    return max((int(a), int(b)) for a, b in re.findall(r"GLIBC_(\d+)\.(\d+)", table))
+
+
+if __name__ == "__main__":
+    build(ROOT / "extension_cpp" / LIBRARY)

@@ -1,0 +1,99 @@
+"""Says in one sentence what this machine or environment lacks, before anything is half done.
+
+    python check_environment.py machine       what a new .venv and the build need: Python, venv, compilers
+    python check_environment.py MODULE...     what this environment lacks of torch >= 2.10 and the modules
+
+`make` runs it. Old Pythons must be able to read this file to be told that they are old: no syntax newer than theirs.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+PYTHON_MINIMUM = (3, 10)
+# pip's name where it differs from the module's
+PACKAGES = {"clang_format": "clang-format", "pre_commit": "pre-commit"}
+# Headers are a package of their own on many systems, so a compiler that answers --version may still compile nothing.
+PROBES = {
+    "CC": ("cc", "gcc", "c", "-std=c17", "#include <math.h>\n#include <stdint.h>\nint64_t f(void) { return 1; }\n"),
+    "CXX": ("c++", "g++", "c++", "-std=c++17", "#include <optional>\nstd::optional<int> f() { return 1; }\n"),
+}
+
+
+def fail(sentence):
+    sys.exit("error: " + sentence)
+
+
+def check_python(version=sys.version_info):
+    if tuple(version[:2]) < PYTHON_MINIMUM:
+        fail(
+            f"Python {PYTHON_MINIMUM[0]}.{PYTHON_MINIMUM[1]} or newer is needed, and {sys.executable} is "
+            f"{version[0]}.{version[1]}; put a newer python3 first on PATH, or name one that has torch with PYTHON=."
+        )
+
+
+def check_venv():
+    import importlib.util
+
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(
+            f"{sys.executable} cannot make a virtual environment: it lacks {' and '.join(missing)}; install its venv "
+            f"package (Debian: apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv)."
+        )
+
+
+def check_compilers():
+    import build_library
+
+    for variable, (default, package, language, standard, source) in PROBES.items():
+        command = build_library.compiler(variable, default, package)
+        with tempfile.TemporaryDirectory() as folder:
+            output = os.path.join(folder, "probe.so")
+            probe = [*command, "-x", language, standard, "-shared", "-fPIC", "-", "-o", output]
+            tried = subprocess.run(probe, input=source, stderr=subprocess.PIPE, text=True)
+        if tried.returncode != 0:
+            reason = next((line for line in tried.stderr.splitlines() if "error" in line), f"exit {tried.returncode}")
+            fail(
+                f"{variable} is '{' '.join(command)}', which does not compile and link a small {standard[5:]} library "
+                f"({reason.strip()}); install its headers (Debian: apt install {package} libc6-dev) or set {variable}."
+            )
+    nvcc = build_library.find_nvcc()
+    if nvcc:
+        build_library.architectures(nvcc)
+
+
+def check_modules(modules):
+    import importlib.util
+
+    import build_library
+
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if importlib.util.find_spec("torch") is None:
+        missing.insert(0, "torch>=2.10")
+    if missing:
+        names = " ".join(PACKAGES.get(name, name) for name in missing)
+        fail(
+            f"{sys.executable} lacks {', '.join(names.split())}; install with '{sys.executable} -m pip install "
+            f"{names.replace('>=2.10', '')}', or leave PYTHON out and make sets up .venv."
+        )
+    build_library.torch_folder()
+
+
+def check_gpu():
+    import torch
+
+    if not torch.cuda.is_available():
+        fail(f"no GPU that torch {torch.__version__} can use was found, and this target's tests need one.")
+
+
+if __name__ == "__main__":
+    check_python()
+    if sys.argv[1:] == ["machine"]:
+        check_venv()
+        check_compilers()
+    elif sys.argv[1:] == ["gpu"]:
+        check_gpu()
+    else:
+        check_modules(sys.argv[1:])

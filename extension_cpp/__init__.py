@@ -1,0 +1,54 @@
+"""PyTorch operators whose kernels are plain C (CPU) and CUDA C (GPU).
+
+Importing this package loads one shared library, which registers the operators as torch.ops.extension_cpp.*; the
+functions below call them, with autograd and torch.compile. `python -m extension_cpp info` says what was built and what
+this machine has.
+"""
+
+import sys
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+LIBRARY = Path(__file__).with_name("libextension_cpp.so")
+
+
+def _load() -> None:
+    """Loads the library, or raises an ImportError that says what to do."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"extension_cpp needs torch >= 2.10, and it cannot be imported ({error}): pip install torch."
+        ) from error
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+        raise ImportError(
+            f"extension_cpp needs torch >= 2.10, and torch {torch.__version__} is installed: pip install -U torch."
+        )
+    if not LIBRARY.exists():
+        raise ImportError(f"extension_cpp is not built: {LIBRARY} does not exist. In a checkout run: make build.")
+    try:
+        torch.ops.load_library(LIBRARY)
+    except OSError as error:
+        # torch wraps the linker's words, which name the missing symbol or glibc version.
+        reason = error.__cause__ or error
+        raise ImportError(
+            f"extension_cpp's library cannot be loaded: {reason}. Build it on this machine (in a checkout: make build)."
+        ) from error
+
+
+load_error: ImportError | None = None
+try:
+    _load()
+except ImportError as error:
+    # argv[0] is "-m" while Python looks for the module that -m names: `python -m extension_cpp` then says this in one
+    # sentence, and its info says more.
+    if sys.argv[:1] != ["-m"]:
+        raise
+    load_error = error
+else:
+    # The operators must exist before these modules register fakes and gradients for them.
+    from extension_cpp import nn, reference
+    from extension_cpp.ops import mish, muladd, reduce_sum, relu, scale_bias_relu
+
+__all__ = ["mish", "muladd", "nn", "reduce_sum", "reference", "relu", "scale_bias_relu"]

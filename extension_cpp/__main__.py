@@ -1,0 +1,88 @@
+"""The command line: python -m extension_cpp demo, info."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import extension_cpp
+
+DEMO_NEEDS = ("rich", "matplotlib")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence, where argparse would put the usage in front of it."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, but got '{text}'")
+    return number
+
+
+def parser() -> Parser:
+    top = Parser(prog="python -m extension_cpp", description="PyTorch operators in plain C and CUDA C: see them work.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="compare every operator with eager PyTorch, then train a small language model with them",
+        description="Shows every operator's error and speed beside eager PyTorch's, then trains a small byte-level "
+        "language model on the English text that ships with Python, once with this package's operators and once with "
+        "PyTorch's, both under torch.compile. Writes a picture of both loss curves into out/. Under 2 minutes on 2 "
+        "cores. Exit status 1: the losses differ by more than 1e-3 within the first 50 steps.",
+    )
+    demo.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it, else cpu"
+    )
+    demo.add_argument(
+        "--steps", type=positive, metavar="N", help="training steps of each model (default: 300)", default=300
+    )
+    commands.add_parser(
+        "info",
+        help="say what was built, what this machine has, and whether they fit",
+        description="Prints versions, what the library was built for, what this machine has, what to do where they do "
+        "not fit, and the schema of every operator. Put it into a bug report. Exit status 1: the package cannot be "
+        "used here.",
+    )
+    return top
+
+
+def fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    # The package keeps what stopped it from loading, instead of raising it, when it is run as a command.
+    load_error = getattr(extension_cpp, "load_error", None)
+    if options.command == "info":
+        from extension_cpp import info
+
+        return info.run(str(load_error) if load_error else None)
+    if load_error:
+        return fail(str(load_error))
+    missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        return fail(f"the demo needs {names}, not installed here: {sys.executable} -m pip install {names}")
+    from extension_cpp import demo
+
+    try:
+        return demo.run(options.device, options.steps)
+    except demo.CannotRun as error:
+        return fail(str(error))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,204 @@
+/* Blocks: the unit in which CPU kernels load, compute and store. A block is BLOCK elements widened to float (float64: double)
+ * in a local array, which compilers keep in vector registers when every loop over it has the constant trip count BLOCK.
+ *
+ * Block order. bfloat16 blocks hold the even elements first and the odd ones after them, since widening a pair is then a
+ * shift and a mask, with no shuffle; the other types keep memory order. Every load and store of a type uses the same order,
+ * so element-by-element arithmetic and sums over blocks need not care; anything that looks at v[k]'s column must.
+ *
+ * A load of n < BLOCK elements fills the rest with zeros; a store of n < BLOCK writes n. Pass n as a constant where it is one. */
+#ifndef EXTENSION_CPP_CPU_BLOCK_H
+#define EXTENSION_CPP_CPU_BLOCK_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+enum { BLOCK = 32 };
+
+typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t; /* two neighbouring 16-bit elements */
+
+ALWAYS_INLINE uint32_t float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+ALWAYS_INLINE float bits_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+/* The bits of x rounded to bfloat16 (nearest, ties to even), in the upper half; NaN stays NaN. */
+ALWAYS_INLINE uint32_t bfloat16_bits(float x) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+  return x != x ? 0x7fc00000u : rounded;
+}
+
+/* float16 without F16C: the integer way, equal to the instruction on every input. */
+ALWAYS_INLINE float float16_to_float(uint16_t half) {
+  const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
+  /* 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals on the way. */
+  const float scaled = bits_float(magnitude) * 0x1p112f;
+  const uint32_t bits = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : float_bits(scaled);
+  return bits_float(bits | sign);
+}
+
+ALWAYS_INLINE uint16_t float_to_float16(float x) {
+  const uint32_t sign = float_bits(x) >> 16 & 0x8000;
+  const uint32_t bits = float_bits(x) & 0x7fffffff;
+  /* Subnormal results: adding 0.5 leaves the rounded value in the low bits of the significand. */
+  const uint32_t small = float_bits(bits_float(bits) + 0.5f) - 0x3f000000;
+  const uint32_t normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
+  uint32_t half = bits < 0x38800000 ? small : normal;
+  half = bits >= 0x477ff000 ? 0x7c00 : half; /* 65520 and more round to infinity */
+  half = bits > 0x7f800000 ? 0x7e00 : half;
+  return (uint16_t)(half | sign);
+}
+
+/* 64 bytes written past the caches; p must be aligned to 64. End a range of these with stream_fence(). */
+ALWAYS_INLINE void stream64(void *p, const void *v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512((__m512i *)p, _mm512_loadu_si512(v));
+#elif defined(__AVX__)
+  for (int j = 0; j < 2; ++j) _mm256_stream_si256((__m256i *)p + j, _mm256_loadu_si256((const __m256i *)v + j));
+#elif defined(__x86_64__)
+  for (int j = 0; j < 4; ++j) _mm_stream_si128((__m128i *)p + j, _mm_loadu_si128((const __m128i *)v + j));
+#else
+  memcpy(p, v, 64);
+#endif
+}
+
+ALWAYS_INLINE void stream_fence(void) {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+ALWAYS_INLINE void load_float32(float *restrict v, const float *restrict p, int n) {
+  if (n == BLOCK) {
+    for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
+  } else {
+    for (int k = 0; k < BLOCK; ++k) v[k] = k < n ? p[k] : 0;
+  }
+}
+
+ALWAYS_INLINE void store_float32(float *restrict p, const float *restrict v, int n, int stream) {
+  if (n != BLOCK) {
+    for (int k = 0; k < n; ++k) p[k] = v[k];
+  } else if (stream) {
+    for (int k = 0; k < BLOCK; k += 16) stream64(p + k, v + k);
+  } else {
+    for (int k = 0; k < BLOCK; ++k) p[k] = v[k];
+  }
+}
+
+ALWAYS_INLINE void load_float64(double *restrict v, const double *restrict p, int n) {
+  if (n == BLOCK) {
+    for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
+  } else {
+    for (int k = 0; k < BLOCK; ++k) v[k] = k < n ? p[k] : 0;
+  }
+}
+
+ALWAYS_INLINE void store_float64(double *restrict p, const double *restrict v, int n, int stream) {
+  if (n != BLOCK) {
+    for (int k = 0; k < n; ++k) p[k] = v[k];
+  } else if (stream) {
+    for (int k = 0; k < BLOCK; k += 8) stream64(p + k, v + k);
+  } else {
+    for (int k = 0; k < BLOCK; ++k) p[k] = v[k];
+  }
+}
+
+ALWAYS_INLINE void load_bfloat16(float *restrict v, const uint16_t *restrict p, int n) {
+  uint16_t padded[BLOCK];
+  if (n != BLOCK) {
+    for (int k = 0; k < BLOCK; ++k) padded[k] = k < n ? p[k] : 0;
+    p = padded;
+  }
+  const pair_t *pairs = (const pair_t *)p;
+  for (int k = 0; k < BLOCK / 2; ++k) v[k] = bits_float(pairs[k] << 16);
+  for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = bits_float(pairs[k] & 0xffff0000u);
+}
+
+ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v, int n, int stream) {
+  uint32_t pairs[BLOCK / 2];
+  for (int k = 0; k < BLOCK / 2; ++k) {
+    pairs[k] = (bfloat16_bits(v[BLOCK / 2 + k]) & 0xffff0000u) | bfloat16_bits(v[k]) >> 16;
+  }
+  if (n != BLOCK) {
+    for (int k = 0; k < n; ++k) p[k] = (uint16_t)(pairs[k / 2] >> (k % 2 * 16));
+  } else if (stream) {
+    stream64(p, pairs);
+  } else {
+    pair_t *out = (pair_t *)p;
+    for (int k = 0; k < BLOCK / 2; ++k) out[k] = pairs[k];
+  }
+}
+
+ALWAYS_INLINE void load_float16(float *restrict v, const uint16_t *restrict p, int n) {
+  uint16_t padded[BLOCK];
+  if (n != BLOCK) {
+    for (int k = 0; k < BLOCK; ++k) padded[k] = k < n ? p[k] : 0;
+    p = padded;
+  }
+#if defined(__AVX512F__)
+  for (int k = 0; k < BLOCK; k += 16) {
+    _mm512_storeu_ps(v + k, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + k))));
+  }
+#elif defined(__F16C__)
+  for (int k = 0; k < BLOCK; k += 8) {
+    _mm256_storeu_ps(v + k, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + k))));
+  }
+#else
+  for (int k = 0; k < BLOCK; ++k) v[k] = float16_to_float(p[k]);
+#endif
+}
+
+ALWAYS_INLINE void store_float16(uint16_t *restrict p, const float *restrict v, int n, int stream) {
+  uint16_t half[BLOCK];
+#if defined(__AVX512F__)
+  for (int k = 0; k < BLOCK; k += 16) {
+    _mm256_storeu_si256((__m256i *)(half + k), _mm512_cvtps_ph(_mm512_loadu_ps(v + k), _MM_FROUND_TO_NEAREST_INT));
+  }
+#elif defined(__F16C__)
+  for (int k = 0; k < BLOCK; k += 8) {
+    _mm_storeu_si128((__m128i *)(half + k), _mm256_cvtps_ph(_mm256_loadu_ps(v + k), _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  for (int k = 0; k < BLOCK; ++k) half[k] = float_to_float16(v[k]);
+#endif
+  if (n == BLOCK && stream) {
+    stream64(p, half);
+  } else {
+    memcpy(p, half, (size_t)n * sizeof *p);
+  }
+}
+
+/* Runs block(args, i, n, stream) over the elements of [begin, end), n = BLOCK but for the tail. With `stream`, `out` must be
+ * where the block at `begin` is written; streaming needs it aligned to 64 bytes and is left out where it is not. */
+#define FOR_BLOCKS(block, args, begin, end, out, stream)                         \
+  do {                                                                           \
+    const int64_t blocks_end = (begin) + ((end) - (begin)) / BLOCK * BLOCK;      \
+    if ((stream) && (uintptr_t)(out) % 64 == 0) {                                \
+      for (int64_t i = (begin); i < blocks_end; i += BLOCK) {                    \
+        block(args, i, BLOCK, 1);                                                \
+      }                                                                          \
+      stream_fence();                                                            \
+    } else {                                                                     \
+      for (int64_t i = (begin); i < blocks_end; i += BLOCK) {                    \
+        block(args, i, BLOCK, 0);                                                \
+      }                                                                          \
+    }                                                                            \
+    if (blocks_end < (end)) block(args, blocks_end, (int)((end)-blocks_end), 0); \
+  } while (0)
+
+#endif

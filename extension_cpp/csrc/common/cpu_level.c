@@ -1,0 +1,52 @@
+/* Picks the instruction set once, when the library is loaded; afterwards both answers are constants. */
+#define _GNU_SOURCE
+#include "common/cpu_level.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+static cpu_level_t chosen_level = CPU_BASELINE;
+static int64_t last_level_cache = 32 << 20;
+
+const char *cpu_level_name(cpu_level_t level) {
+  static const char *const names[] = {"baseline", "v3", "v4"};
+  return names[level];
+}
+
+static cpu_level_t detect(void) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  unsigned eax, ebx, ecx = 0, edx;
+  /* clang 14 does not know the name "f16c", so ask cpuid: leaf 1, ecx bit 29. */
+  const int f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
+  if (!(f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return CPU_BASELINE;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    return CPU_V4;
+  }
+  return CPU_V3;
+#else
+  return CPU_BASELINE;
+#endif
+}
+
+__attribute__((constructor)) static void choose(void) {
+  chosen_level = detect();
+  const char *asked = getenv("EXTENSION_CPP_CPU_LEVEL");
+  for (cpu_level_t level = CPU_BASELINE; asked && level < chosen_level; ++level) {
+    if (strcmp(asked, cpu_level_name(level)) == 0) chosen_level = level;
+  }
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  const long size = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (size > 0) last_level_cache = size;
+#endif
+}
+
+cpu_level_t cpu_level(void) { return chosen_level; }
+
+int cpu_should_stream(int64_t bytes) { return bytes > last_level_cache; }

@@ -1,0 +1,65 @@
+/* Instruction sets. Each <op>_cpu.c is compiled once per level, with CPU_LEVEL_<NAME> defined; CPU_ENTRY at its end gives
+ * the level's object a symbol of its own, and the baseline object the public symbol that picks a level at run time.
+ *
+ *   baseline  what every x86-64 has (SSE2); on other machines the only level, and what the compiler takes for granted
+ *   v3        AVX2, FMA, F16C
+ *   v4        AVX-512 F, BW, VL, DQ
+ *
+ * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4, read when the library is loaded, lowers the choice (PyTorch's own variable of
+ * this kind is ATEN_CPU_CAPABILITY). */
+#ifndef EXTENSION_CPP_CPU_LEVEL_H
+#define EXTENSION_CPP_CPU_LEVEL_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum { CPU_BASELINE, CPU_V3, CPU_V4 } cpu_level_t;
+
+cpu_level_t cpu_level(void);
+const char *cpu_level_name(cpu_level_t level);
+
+/* Whether a kernel that touches this many bytes should write past the caches: only when its data clearly exceeds the
+ * last-level cache, for below that the next reader of the buffer would miss. */
+int cpu_should_stream(int64_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#if defined(CPU_LEVEL_V4)
+#define CPU_NAME(name) name##_v4
+#elif defined(CPU_LEVEL_V3)
+#define CPU_NAME(name) name##_v3
+#else
+#define CPU_NAME(name) name##_baseline
+#endif
+
+/* CPU_ENTRY(f, args_type) exports `void f(int64_t begin, int64_t end, void *args)`, the form torch_parallel_for calls, over
+ * `static void f##_range(int64_t begin, int64_t end, const args_type *args)` of this file. */
+#define CPU_ENTRY_LEVEL(name, args_type)                       \
+  void CPU_NAME(name)(int64_t begin, int64_t end, void *args); \
+  void CPU_NAME(name)(int64_t begin, int64_t end, void *args) { name##_range(begin, end, (const args_type *)args); }
+#if defined(CPU_LEVEL_V3) || defined(CPU_LEVEL_V4)
+#define CPU_ENTRY(name, args_type) CPU_ENTRY_LEVEL(name, args_type)
+#elif defined(__x86_64__)
+#define CPU_ENTRY(name, args_type)                                  \
+  CPU_ENTRY_LEVEL(name, args_type)                                  \
+  void name##_v3(int64_t begin, int64_t end, void *args);           \
+  void name##_v4(int64_t begin, int64_t end, void *args);           \
+  void name(int64_t begin, int64_t end, void *args) {               \
+    switch (cpu_level()) {                                          \
+      case CPU_V4: name##_v4(begin, end, args); return;             \
+      case CPU_V3: name##_v3(begin, end, args); return;             \
+      case CPU_BASELINE: name##_baseline(begin, end, args); return; \
+    }                                                               \
+  }
+#else
+#define CPU_ENTRY(name, args_type) \
+  CPU_ENTRY_LEVEL(name, args_type) \
+  void name(int64_t begin, int64_t end, void *args) { name##_baseline(begin, end, args); }
+#endif
+
+#endif

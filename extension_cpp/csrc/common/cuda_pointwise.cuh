@@ -1,0 +1,158 @@
+// Flat pointwise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j], where one more operand of f may be a row
+// that is broadcast: row[i % cols].
+//
+// A block covers THREADS * VECTORS vectors of N elements; a thread loads all its vectors before it computes, so that several
+// 16-byte loads are in flight. Elements before the first aligned address and after the last whole vector go one by one.
+// Where the pointers are misaligned differently, N is the widest vector that all of them can share.
+#ifndef EXTENSION_CPP_CUDA_POINTWISE_CUH
+#define EXTENSION_CPP_CUDA_POINTWISE_CUH
+
+#include "common/cuda_vector.cuh"
+#include "common/range.h"
+
+namespace pointwise {
+
+constexpr int THREADS = 128;
+constexpr int VECTORS = 2;
+
+template <typename T, int IN, int OUT>
+struct Tensors {
+  const T *in[IN];
+  T *out[OUT];
+  int64_t numel;
+  int head;  // elements before the first aligned one
+};
+
+// No row operand.
+struct NoRow {
+  static constexpr int OPERANDS = 0;
+};
+
+// The last operand of f is p[i % cols]. `whole`: every vector's columns are one aligned vector of p.
+template <typename T>
+struct Row {
+  static constexpr int OPERANDS = 1;
+  const T *p;
+  int64_t cols;
+  bool whole;
+  bool aligned;
+};
+
+// Elements c to c + N - 1 of the 16-byte aligned row p, from the two aligned vectors that hold them.
+template <typename T, int N>
+__device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
+  static_assert(sizeof(T) * N == 16 && sizeof(T) == 2);
+  const uint4 low = load_vector<T, N>(p + c / N * N), high = load_vector<T, N>(p + c / N * N + N);
+  const int words = c % N / 2, half = c % 2 * 16;
+  // The words to skip, by selection (an index into registers would send them through memory); then half a word, by funnel.
+  const bool two = words & 2, one = words & 1;
+  const unsigned a0 = two ? low.z : low.x, a1 = two ? low.w : low.y, a2 = two ? high.x : low.z,
+                 a3 = two ? high.y : low.w;
+  const unsigned a4 = two ? high.z : high.x, a5 = two ? high.w : high.y;
+  const unsigned b0 = one ? a1 : a0, b1 = one ? a2 : a1, b2 = one ? a3 : a2, b3 = one ? a4 : a3, b4 = one ? a5 : a4;
+  return {__funnelshift_r(b0, b1, half), __funnelshift_r(b1, b2, half), __funnelshift_r(b2, b3, half),
+          __funnelshift_r(b3, b4, half)};
+}
+
+// Index is uint32_t where it holds every element's number: 64-bit division costs as much as the rest of a kernel.
+template <typename Index, typename T, int N>
+__device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) {
+  int64_t c = static_cast<Index>(i) % static_cast<Index>(row.cols);
+  if (row.whole) return load<T, N>(x, row.p + c);
+  if constexpr (sizeof(T) * N == 16 && sizeof(T) == 2) {
+    if (row.aligned && c + 2 * N <= row.cols) return unpack<T, N>(x, load_shifted<T, N>(row.p, c));
+  }
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    x[k] = to_acc(row.p[c]);
+    c = c + 1 == row.cols ? 0 : c + 1;
+  }
+}
+
+// COUNT vectors of N elements, the first at element i, the others `step` elements apart.
+template <typename Index, typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
+__device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f, int64_t i, int64_t step) {
+  Vector<T, N> raw[COUNT][IN];
+#pragma unroll
+  for (int u = 0; u < COUNT; ++u) {
+#pragma unroll
+    for (int j = 0; j < IN; ++j) raw[u][j] = load_vector<T, N>(t.in[j] + i + u * step);
+  }
+#pragma unroll
+  for (int u = 0; u < COUNT; ++u) {
+    acc_t<T> x[IN + R::OPERANDS][N], y[OUT][N];
+#pragma unroll
+    for (int j = 0; j < IN; ++j) unpack<T, N>(x[j], raw[u][j]);
+    if constexpr (R::OPERANDS == 1) load_row<Index, T, N>(x[IN], row, i + u * step);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      acc_t<T> in[IN + R::OPERANDS], out[OUT];
+#pragma unroll
+      for (int j = 0; j < IN + R::OPERANDS; ++j) in[j] = x[j][k];
+      f(in, out);
+#pragma unroll
+      for (int j = 0; j < OUT; ++j) y[j][k] = out[j];
+    }
+#pragma unroll
+    for (int j = 0; j < OUT; ++j) store<T, N>(t.out[j] + i + u * step, y[j]);
+  }
+}
+
+template <typename Index, typename T, int N, int IN, int OUT, typename R, typename F>
+__global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, F f) {
+  const int64_t vectors = (t.numel - t.head) / N, block = static_cast<int64_t>(blockIdx.x) * (THREADS * VECTORS);
+  const int64_t first = t.head + (block + threadIdx.x) * N;
+  if (block + THREADS * VECTORS <= vectors) {
+    some_vectors<Index, T, N, VECTORS>(t, row, f, first, THREADS * N);
+  } else {
+    for (int u = 0; u < VECTORS; ++u) {
+      if (block + threadIdx.x + u * THREADS < vectors) {
+        some_vectors<Index, T, N, 1>(t, row, f, first + u * THREADS * N, 0);
+      }
+    }
+  }
+  if (N > 1 && blockIdx.x == 0) {
+    const int64_t tail = t.head + vectors * N + threadIdx.x;
+    if (threadIdx.x < t.head) some_vectors<Index, T, 1, 1>(t, row, f, threadIdx.x, 0);
+    if (tail < t.numel) some_vectors<Index, T, 1, 1>(t, row, f, tail, 0);
+  }
+}
+
+template <typename T, int N, int IN, int OUT, typename R, typename F>
+cudaError_t launch_vectors(Tensors<T, IN, OUT> t, R row, F f, cudaStream_t stream) {
+  const auto phase = [](const void *p) { return reinterpret_cast<uintptr_t>(p) % (sizeof(T) * N); };
+  bool same_phase = true;
+  for (int j = 0; j < IN; ++j) same_phase = same_phase && phase(t.in[j]) == phase(t.out[0]);
+  for (int j = 0; j < OUT; ++j) same_phase = same_phase && phase(t.out[j]) == phase(t.out[0]);
+  if constexpr (N > 1) {
+    if (!same_phase) return launch_vectors<T, N / 2>(t, row, f, stream);
+  }
+  const int64_t head = (N - static_cast<int64_t>(phase(t.out[0]) / sizeof(T))) % N;
+  t.head = static_cast<int>(head < t.numel ? head : t.numel);
+  const int64_t blocks = ceil_div((t.numel - t.head) / N, THREADS * VECTORS);
+  const unsigned grid = static_cast<unsigned>(blocks > 0 ? blocks : 1);
+  if constexpr (R::OPERANDS == 1) {
+    row.aligned = phase(row.p) == 0;
+    row.whole = row.aligned && row.cols % N == 0 && head == 0;
+    if (t.numel >= INT64_C(1) << 32) {
+      kernel<uint64_t, T, N><<<grid, THREADS, 0, stream>>>(t, row, f);
+      return cudaGetLastError();
+    }
+  }
+  kernel<uint32_t, T, N><<<grid, THREADS, 0, stream>>>(t, row, f);
+  return cudaGetLastError();
+}
+
+// launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream), with Row<T>{pointer, cols} at the end where f has a row operand.
+template <typename T, int IN, int OUT, typename F, typename R = NoRow>
+cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f, void *stream, R row = {}) {
+  Tensors<T, IN, OUT> tensors;
+  for (int j = 0; j < IN; ++j) tensors.in[j] = static_cast<const T *>(in[j]);
+  for (int j = 0; j < OUT; ++j) tensors.out[j] = static_cast<T *>(out[j]);
+  tensors.numel = numel;
+  return launch_vectors<T, 16 / sizeof(T)>(tensors, row, f, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace pointwise
+
+#endif

@@ -1,0 +1,34 @@
+// Sums over groups of threads, of a small tuple at once so that all its sums share the barriers. The tree is fixed: the
+// result is the same in every run, and every thread of the group gets it.
+#ifndef EXTENSION_CPP_CUDA_REDUCE_CUH
+#define EXTENSION_CPP_CUDA_REDUCE_CUH
+
+#include <cuda_runtime.h>
+
+// Over `width` neighbouring lanes (a power of two up to 32). All lanes of the warp must call it.
+template <typename A, int N>
+__device__ inline void group_sum(A (&v)[N], int width = 32) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) v[n] += __shfl_xor_sync(0xffffffffu, v[n], offset);
+  }
+}
+
+// Over a block of THREADS threads, a power of two from 64 to 1024. All threads must call it.
+template <int THREADS, typename A, int N>
+__device__ inline void block_sum(A (&v)[N]) {
+  constexpr int WARPS = THREADS / 32;
+  __shared__ A warps[WARPS][N];
+  group_sum(v);
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) warps[threadIdx.x / 32][n] = v[n];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N; ++n) v[n] = warps[threadIdx.x % WARPS][n];
+  group_sum(v, WARPS);
+  __syncthreads();  // the next call writes warps again
+}
+
+#endif

@@ -1,0 +1,103 @@
+// Element types and vectors for CUDA kernels: arithmetic in float (float64: double), memory in vectors of up to 16 bytes.
+#ifndef EXTENSION_CPP_CUDA_VECTOR_CUH
+#define EXTENSION_CPP_CUDA_VECTOR_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+template <typename T>
+struct Accumulator {
+  using type = float;
+};
+template <>
+struct Accumulator<double> {
+  using type = double;
+};
+template <typename T>
+using acc_t = typename Accumulator<T>::type;
+
+__device__ inline double to_acc(double x) { return x; }
+__device__ inline float to_acc(float x) { return x; }
+__device__ inline float to_acc(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float to_acc(__half x) { return __half2float(x); }
+
+template <typename T>
+__device__ inline T from_acc(acc_t<T> x) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __float2bfloat16_rn(x);
+  else if constexpr (std::is_same_v<T, __half>)
+    return __float2half_rn(x);
+  else
+    return x;
+}
+
+// N elements as they lie in memory: a built-in type, for nvcc takes structs apart element by element.
+template <int BYTES>
+struct Bits;
+template <>
+struct Bits<16> {
+  using type = uint4;
+};
+template <>
+struct Bits<8> {
+  using type = uint2;
+};
+template <>
+struct Bits<4> {
+  using type = unsigned;
+};
+template <>
+struct Bits<2> {
+  using type = unsigned short;
+};
+template <typename T, int N>
+using Vector = typename Bits<sizeof(T) * N>::type;
+
+// Memory to registers. Load every vector that should be in flight before the first unpack.
+template <typename T, int N>
+__device__ inline Vector<T, N> load_vector(const T *p) {
+  return *reinterpret_cast<const Vector<T, N> *>(p);
+}
+
+template <typename T, int N>
+__device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
+  T v[N];
+  memcpy(v, &bits, sizeof v);
+#pragma unroll
+  for (int k = 0; k < N; ++k) x[k] = to_acc(v[k]);
+}
+
+template <typename T, int N>
+__device__ inline void load(acc_t<T> (&x)[N], const T *p) {
+  unpack<T, N>(x, load_vector<T, N>(p));
+}
+
+// __stwb because a plain store of a vector, too, is split into narrow ones where nvcc sees fit, at half the speed.
+template <typename T, int N>
+__device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
+  T v[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) v[k] = from_acc<T>(x[k]);
+  Vector<T, N> bits;
+  memcpy(&bits, v, sizeof bits);
+  __stwb(reinterpret_cast<Vector<T, N> *>(p), bits);
+}
+
+// The C++ type of a dtype, for host code: with_dtype(dtype, [&](auto zero) { using T = decltype(zero); ... }).
+template <typename F>
+cudaError_t with_dtype(dtype_t dtype, F &&f) {
+  switch (dtype) {
+    case DTYPE_FLOAT64: return f(double{});
+    case DTYPE_FLOAT32: return f(float{});
+    case DTYPE_BFLOAT16: return f(__nv_bfloat16{});
+    case DTYPE_FLOAT16: return f(__half{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+#endif

@@ -1,0 +1,58 @@
+/* Compiles the file named by KERNEL_BODY once per element type, with
+ *   T                    the type in memory (halves: uint16_t)
+ *   ACC                  the type of the arithmetic: float, for float64 double
+ *   NAME(f)              f with the type's name behind it
+ *   LOAD, STORE          the type's block functions of cpu_block.h
+ * KERNEL_BODY is a header, so a debugger steps through its real lines. DISPATCH_DTYPE then calls the right copy. */
+#define NAME_(f, type) f##_##type
+#define NAME_EXPANDED(f, type) NAME_(f, type)
+
+#define T double
+#define ACC double
+#define NAME(f) NAME_EXPANDED(f, float64)
+#define LOAD load_float64
+#define STORE store_float64
+#include KERNEL_BODY
+#undef T
+#undef ACC
+#undef NAME
+#undef LOAD
+#undef STORE
+
+#define T float
+#define ACC float
+#define NAME(f) NAME_EXPANDED(f, float32)
+#define LOAD load_float32
+#define STORE store_float32
+#include KERNEL_BODY
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+
+#define T uint16_t
+#define NAME(f) NAME_EXPANDED(f, bfloat16)
+#define LOAD load_bfloat16
+#define STORE store_bfloat16
+#include KERNEL_BODY
+#undef NAME
+#undef LOAD
+#undef STORE
+
+#define NAME(f) NAME_EXPANDED(f, float16)
+#define LOAD load_float16
+#define STORE store_float16
+#include KERNEL_BODY
+#undef T
+#undef ACC
+#undef NAME
+#undef LOAD
+#undef STORE
+
+#define DISPATCH_DTYPE(dtype, f, ...)                      \
+  switch (dtype) {                                         \
+    case DTYPE_FLOAT64: f##_float64(__VA_ARGS__); break;   \
+    case DTYPE_FLOAT32: f##_float32(__VA_ARGS__); break;   \
+    case DTYPE_BFLOAT16: f##_bfloat16(__VA_ARGS__); break; \
+    case DTYPE_FLOAT16: f##_float16(__VA_ARGS__); break;   \
+  }

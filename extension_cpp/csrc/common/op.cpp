@@ -1,0 +1,204 @@
+#include "common/op.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#ifdef WITH_CUDA
+#include "common/cuda_error.h"
+// Weak: in a PyTorch without CUDA the symbol is missing, and the library must load all the same.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void **stream);
+#endif
+
+namespace extension_cpp {
+
+void fail(const char *op, const std::string &message) {
+  throw std::runtime_error("extension_cpp::" + std::string(op) + ": " + message);
+}
+
+std::string to_string(Sizes sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+std::string device_string(const Tensor &x) {
+  if (x.is_cpu()) return "cpu";
+  return (x.is_cuda() ? "cuda:" : "device ") + std::to_string(x.get_device_index());
+}
+
+static std::string dtype_string(const Tensor &x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::ComplexHalf: return "complex32";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: return torch::headeronly::toString(x.scalar_type());
+  }
+}
+
+dtype_t check_dtype(const char *op, const char *name, const Tensor &x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Double: return DTYPE_FLOAT64;
+    case ScalarType::Float: return DTYPE_FLOAT32;
+    case ScalarType::BFloat16: return DTYPE_BFLOAT16;
+    case ScalarType::Half: return DTYPE_FLOAT16;
+    default:
+      fail(op, "expected " + std::string(name) + " to be float64, float32, bfloat16 or float16, but got " +
+                   dtype_string(x));
+  }
+}
+
+void check_same(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
+  if (x.is_cuda() != like.is_cuda() || x.is_cpu() != like.is_cpu() || x.get_device_index() != like.get_device_index()) {
+    fail(op, "expected " + std::string(name) + " on " + device_string(like) + " like " + like_name + ", but got " +
+                 device_string(x));
+  }
+  if (x.scalar_type() != like.scalar_type()) {
+    fail(op, "expected " + std::string(name) + " to be " + dtype_string(like) + " like " + like_name + ", but got " +
+                 dtype_string(x));
+  }
+}
+
+void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
+  const Sizes a = x.sizes(), b = like.sizes();
+  if (a.size() != b.size() || !std::equal(a.begin(), a.end(), b.begin())) {
+    fail(op, "expected " + std::string(name) + " of shape " + to_string(b) + " like " + like_name + ", but got " +
+                 to_string(a));
+  }
+}
+
+ScalarType scalar_type(dtype_t dtype) {
+  switch (dtype) {
+    case DTYPE_FLOAT64: return ScalarType::Double;
+    case DTYPE_FLOAT32: return ScalarType::Float;
+    case DTYPE_BFLOAT16: return ScalarType::BFloat16;
+    case DTYPE_FLOAT16: return ScalarType::Half;
+  }
+  return ScalarType::Undefined;
+}
+
+static int32_t shim_dtype(dtype_t dtype) {
+  switch (dtype) {
+    case DTYPE_FLOAT64: return aoti_torch_dtype_float64();
+    case DTYPE_FLOAT32: return aoti_torch_dtype_float32();
+    case DTYPE_BFLOAT16: return aoti_torch_dtype_bfloat16();
+    case DTYPE_FLOAT16: return aoti_torch_dtype_float16();
+  }
+  return -1;
+}
+
+Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like) {
+  const int32_t device = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  shim_dtype(dtype), device, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+static std::vector<int64_t> contiguous_strides(Sizes sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  return strides;
+}
+
+Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like) {
+  return allocate_strided(sizes, contiguous_strides(sizes), dtype, like);
+}
+
+// PyTorch's is_non_overlapping_and_dense: sorted by stride, each dimension starts where the smaller ones end.
+bool is_dense(const Tensor &x) {
+  if (x.is_contiguous()) return true;
+  const Sizes sizes = x.sizes(), strides = x.strides();
+  std::vector<size_t> order;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] != 1) order.push_back(i);
+  }
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  int64_t expected = 1;
+  for (const size_t i : order) {
+    if (strides[i] != expected) return false;
+    expected *= sizes[i];
+  }
+  return true;
+}
+
+Tensor allocate_like(const Tensor &x) {
+  const dtype_t dtype = check_dtype("allocate_like", "x", x);
+  return is_dense(x) ? allocate_strided(x.sizes(), x.strides(), dtype, x) : allocate(x.sizes(), dtype, x);
+}
+
+// Whether tensors of one shape have their elements in the same order; the stride of a dimension of size 1 means nothing.
+static bool same_strides(const Tensor &x, const Tensor &y) {
+  const Sizes sizes = x.sizes(), a = x.strides(), b = y.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] != 1 && a[i] != b[i]) return false;
+  }
+  return true;
+}
+
+Tensor with_strides_of(const Tensor &x, const Tensor &like) {
+  if (same_strides(x, like)) return x;
+  Tensor copy = allocate_strided(x.sizes(), like.strides(), check_dtype("with_strides_of", "x", x), x);
+  torch::stable::copy_(copy, x);
+  return copy;
+}
+
+Tensor as_contiguous(const Tensor &x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+Tensor copy_into(const Tensor &to, const Tensor &from) {
+  Tensor target = to;
+  return to.get() == from.get() ? to : torch::stable::copy_(target, from);
+}
+
+void check_writable(const char *op, const Tensor &out) {
+  for (int64_t i = 0; i < out.dim(); ++i) {
+    if (out.size(i) > 1 && out.stride(i) == 0) {
+      fail(op, "expected out without internal overlap, but got stride 0 in dimension " + std::to_string(i));
+    }
+  }
+}
+
+void check_no_partial_overlap(const char *op, const Tensor &out, const char *name, const Tensor &x) {
+  if (out.numel() == 0 || !is_dense(out) || !is_dense(x)) return;
+  const auto bytes = static_cast<uintptr_t>(out.numel()) * out.element_size();
+  const auto a = reinterpret_cast<uintptr_t>(out.const_data_ptr()), b = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  if (a == b && same_strides(out, x)) return;
+  if (a < b + bytes && b < a + bytes) {
+    fail(op,
+         "expected out to be " + std::string(name) + " itself or to share no memory with it, but they overlap in part");
+  }
+}
+
+void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t, void *), void *args) {
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, items, grain, kernel, args));
+}
+
+#ifdef WITH_CUDA
+void *current_cuda_stream(const Tensor &x) {
+  void *stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  return stream;
+}
+
+void check_cuda(const char *op, int error) {
+  if (error != 0) fail(op, std::string("the CUDA kernel was not launched: ") + cuda_error_string(error));
+}
+#else
+void *current_cuda_stream(const Tensor &) { return nullptr; }
+void check_cuda(const char *op, int) { fail(op, "built without CUDA"); }
+#endif
+
+}  // namespace extension_cpp

@@ -1,0 +1,116 @@
+// What every op's shim needs from PyTorch, over the stable ABI alone: checks that speak in sentences, allocation, layouts,
+// and launch(), which runs a kernel on PyTorch's thread pool or on its current CUDA stream.
+#ifndef EXTENSION_CPP_OP_H
+#define EXTENSION_CPP_OP_H
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/dtype.h"
+#include "common/range.h"
+
+namespace extension_cpp {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// ---- errors: "extension_cpp::<op>: expected <argument> ..., but got ..." ----
+
+// Throws std::runtime_error, which Python sees as a RuntimeError with exactly this text.
+[[noreturn]] void fail(const char *op, const std::string &message);
+
+std::string to_string(Sizes sizes);          // "[2, 3]"
+std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
+
+// x's element type; fails for any but the four that the kernels have.
+dtype_t check_dtype(const char *op, const char *name, const Tensor &x);
+
+// Fails unless x is on the device of `like`, then unless it has its dtype.
+void check_same(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
+
+// Fails unless x has the shape of `like`.
+void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
+
+// ---- memory ----
+
+ScalarType scalar_type(dtype_t dtype);
+
+// Uninitialised, on the device of `like`.
+Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like);
+Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like);
+
+// Whether x's elements fill one block of memory without gaps or overlap, in any order of dimensions.
+bool is_dense(const Tensor &x);
+
+// torch.empty_like: x's strides if x is dense, else contiguous ones.
+Tensor allocate_like(const Tensor &x);
+
+// x itself if it has the strides of the dense `like` (of the same shape), else a copy that has.
+Tensor with_strides_of(const Tensor &x, const Tensor &like);
+
+// x itself if it is contiguous, else a contiguous copy.
+Tensor as_contiguous(const Tensor &x);
+
+// `to` with the values of `from`: nothing to do where they are one tensor.
+Tensor copy_into(const Tensor &to, const Tensor &from);
+
+// Fails if two elements of `out` share memory (an expanded tensor).
+void check_writable(const char *op, const Tensor &out);
+
+// Fails if the dense tensors `out` and `x` overlap without being one and the same. (Where one is not dense it is copied
+// before or after the kernel, so that overlap does no harm.)
+void check_no_partial_overlap(const char *op, const Tensor &out, const char *name, const Tensor &x);
+
+// ---- launch ----
+
+template <typename Args>
+struct Kernel {
+  void (*cpu)(int64_t begin, int64_t end, void *args);
+  int (*cuda)(const Args *args, void *stream);
+};
+
+// KERNEL(muladd_forward): muladd_forward_cpu with muladd_forward_cuda, where that was built.
+#ifdef WITH_CUDA
+#define KERNEL(name) \
+  ::extension_cpp::Kernel<name##_args> { name##_cpu, name##_cuda }
+#define ON_DEVICE_OF(x, name) ((x).is_cuda() ? name##_cuda : name##_cpu)  // for functions that both backends have
+#else
+#define KERNEL(name) \
+  ::extension_cpp::Kernel<name##_args> { name##_cpu, nullptr }
+#define ON_DEVICE_OF(x, name) name##_cpu
+#endif
+
+void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t, void *), void *args);
+void *current_cuda_stream(const Tensor &x);
+void check_cuda(const char *op, int error);
+
+// Runs the kernel where x lives. On the CPU over `items` work items, at least `grain` of them a thread.
+template <typename Args>
+void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items, int64_t grain) {
+  if (!x.is_cuda()) return parallel_for(items, grain, kernel.cpu, &args);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));
+}
+
+// An exp costs about as much as this many times the traffic of its element.
+constexpr int64_t EXP_COST = 8;
+
+// The chunks worth a thread at `bytes` of traffic an element: 128 KiB.
+inline int64_t flat_grain(int64_t bytes) { return ceil_div(128 << 10, CHUNK * bytes); }
+
+// launch() for a flat op over args.numel elements.
+template <typename Args>
+void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t bytes) {
+  launch(op, kernel, args, x, ceil_div(args.numel, CHUNK), flat_grain(bytes));
+}
+
+}  // namespace extension_cpp
+
+#endif

@@ -1,0 +1,28 @@
+/* mish on the CPU: flat over the elements, a block at a time; the arithmetic is in mish_cpu_kernel.h. */
+#include "mish/mish.h"
+
+#include "common/cpu_block.h"
+#include "common/cpu_level.h"
+#include "common/cpu_math.h"
+
+/* exp(-746) is 0 in double; the scaled exp of float needs a selection from -131 on, and x exp(x) is 0 from -110 on. */
+#define MISH_ZERO(x) _Generic((x), float : -110.0f, double : -750.0)
+#define MISH_LINEAR(x) _Generic((x), float : 20.0f, double : 24.0)
+
+#define KERNEL_BODY "mish/mish_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void mish_forward_cpu_range(int64_t begin, int64_t end, const mish_forward_args *args) {
+  DISPATCH_DTYPE(args->dtype, mish_forward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel))
+}
+
+static void mish_backward_cpu_range(int64_t begin, int64_t end, const mish_backward_args *args) {
+  DISPATCH_DTYPE(args->dtype, mish_backward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel))
+}
+
+static void mish_double_backward_cpu_range(int64_t begin, int64_t end, const mish_double_backward_args *args){
+    DISPATCH_DTYPE(args->dtype, mish_double_backward, args, chunk_begin(begin, args->numel),
+                   chunk_begin(end, args->numel))}
+
+CPU_ENTRY(mish_forward_cpu, mish_forward_args) CPU_ENTRY(mish_backward_cpu, mish_backward_args)
+    CPU_ENTRY(mish_double_backward_cpu, mish_double_backward_args)

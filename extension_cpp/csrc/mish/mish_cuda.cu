@@ -1,0 +1,96 @@
+// mish on the GPU: flat over the elements, two 16-byte vectors an operand and thread (common/cuda_pointwise.cuh). The
+// formulas are those of mish.h. exp2 and the division are the hardware's (2 ulp each), for float64 the exact ones.
+#include "common/cuda_pointwise.cuh"
+#include "mish/mish.h"
+
+// exp(x) as scaled * UNSCALE. float32: exp(x) * 2^64, so that x exp(x) keeps its digits where exp(x) alone has none left; x is
+// reduced to |r| <= ln2/2 first, for the hardware's exp2 errs with the size of its argument. Half types need neither, and every
+// instruction counts there: two exp and division units serve eight elements a vector.
+template <typename T>
+struct Exp {
+  static constexpr float UNSCALE = 1.0f;
+  static __device__ float scaled(float x) { return exp2f(x * 0x1.715476p0f); }
+};
+template <>
+struct Exp<float> {
+  static constexpr float UNSCALE = 0x1p-64f;
+  static __device__ float scaled(float x) {
+    const float n = rintf(x * 0x1.715476p0f);
+    const float r = fmaf(n, -0x1.7f7d1cp-20f, fmaf(n, -0x1.62e4p-1f, x));
+    const float p = exp2f(r * 0x1.715476p0f);
+    return x < -110.0f ? 0.0f : __int_as_float(__float_as_int(p) + ((static_cast<int>(n) + 64) << 23));
+  }
+};
+template <>
+struct Exp<double> {
+  static constexpr double UNSCALE = 1.0;
+  static __device__ double scaled(double x) { return exp(x); }
+};
+
+__device__ inline float divide(float a, float b) { return __fdividef(a, b); }
+__device__ inline double divide(double a, double b) { return a / b; }
+__device__ inline float linear_from(float) { return 20.0f; }
+__device__ inline double linear_from(double) { return 24.0; }
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline A mish_value(A x) {
+  const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
+  const A denominator = fma(e, e + 2, A(2));
+  return x > linear_from(x) ? x : x * divide(e + 2, denominator) * scaled * Exp<T>::UNSCALE;
+}
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline A mish_derivative(A x) {
+  const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
+  const A denominator = fma(e, e + 2, A(2));
+  const A numerator = fma(e + 2, denominator, 4 * x * (1 + e));
+  return x > linear_from(x) ? A(1) : divide(numerator, denominator * denominator) * scaled * Exp<T>::UNSCALE;
+}
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline A mish_second_derivative(A x) {
+  const A e = Exp<T>::scaled(x) * Exp<T>::UNSCALE;
+  const A denominator = fma(e, e + 2, A(2));
+  const A bracket = 2 + x * divide(denominator - 2 * e * e * (e + 2), denominator * (1 + e));
+  return x > linear_from(x) ? A(0) : divide(4 * e * (1 + e), denominator * denominator) * bracket;
+}
+
+template <typename T, typename A = acc_t<T>>
+struct MishForward {
+  __device__ void operator()(const A (&in)[1], A (&out)[1]) const { out[0] = mish_value<T>(in[0]); }
+};
+
+template <typename T, typename A = acc_t<T>>
+struct MishBackward {
+  __device__ void operator()(const A (&in)[2], A (&out)[1]) const { out[0] = in[0] * mish_derivative<T>(in[1]); }
+};
+
+template <typename T, typename A = acc_t<T>>
+struct MishDoubleBackward {
+  __device__ void operator()(const A (&in)[3], A (&out)[1]) const {
+    out[0] = in[0] * in[1] * mish_second_derivative<T>(in[2]);
+  }
+};
+
+extern "C" int mish_forward_cuda(const mish_forward_args *args, void *stream) {
+  return with_dtype(args->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return pointwise::launch<T, 1, 1>({args->x}, {args->y}, args->numel, MishForward<T>{}, stream);
+  });
+}
+
+extern "C" int mish_backward_cuda(const mish_backward_args *args, void *stream) {
+  return with_dtype(args->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return pointwise::launch<T, 2, 1>({args->grad_out, args->x}, {args->grad_x}, args->numel, MishBackward<T>{},
+                                      stream);
+  });
+}
+
+extern "C" int mish_double_backward_cuda(const mish_double_backward_args *args, void *stream) {
+  return with_dtype(args->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return pointwise::launch<T, 3, 1>({args->grad_grad_x, args->grad_out, args->x}, {args->grad_x}, args->numel,
+                                      MishDoubleBackward<T>{}, stream);
+  });
+}

@@ -1,0 +1,83 @@
+// muladd: schemas, checks, allocation and registration. The kernels' contract is in muladd.h.
+#include "muladd/muladd.h"
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static void check_inputs(const Tensor &a, const Tensor &b) {
+  check_dtype("muladd", "a", a);
+  check_same("muladd", "b", b, "a", a);
+  check_shape("muladd", "b", b, "a", a);
+}
+
+// out is dense and of a's shape; a and b are read in its order of elements.
+static void run_forward(const Tensor &a, const Tensor &b, double c, const Tensor &out) {
+  if (out.numel() == 0) return;
+  const Tensor a_like_out = with_strides_of(a, out), b_like_out = with_strides_of(b, out);
+  muladd_forward_args args{
+      a_like_out.const_data_ptr(),  b_like_out.const_data_ptr(), out.mutable_data_ptr(), c, out.numel(),
+      check_dtype("muladd", "a", a)};
+  launch_flat("muladd", KERNEL(muladd_forward), args, out, 3 * out.element_size());
+}
+
+static Tensor muladd(const Tensor &a, const Tensor &b, double c) {
+  check_inputs(a, b);
+  const Tensor out = allocate_like(a);
+  run_forward(a, b, c, out);
+  return out;
+}
+
+static void muladd_out(const Tensor &a, const Tensor &b, double c, const Tensor &out) {
+  check_inputs(a, b);
+  check_same("muladd", "out", out, "a", a);
+  check_shape("muladd", "out", out, "a", a);
+  check_writable("muladd", out);
+  check_no_partial_overlap("muladd", out, "a", a);
+  check_no_partial_overlap("muladd", out, "b", b);
+  if (is_dense(out)) return run_forward(a, b, c, out);
+  copy_into(out, muladd(a, b, c));
+}
+
+static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const Tensor &a, const Tensor &b) {
+  const dtype_t dtype = check_dtype("muladd_backward", "a", a);
+  check_same("muladd_backward", "grad_out", grad_out, "a", a);
+  check_shape("muladd_backward", "grad_out", grad_out, "a", a);
+  check_same("muladd_backward", "b", b, "a", a);
+  check_shape("muladd_backward", "b", b, "a", a);
+  const Tensor grad_a = allocate_like(a), grad_b = allocate_like(a);
+  if (a.numel() == 0) return {grad_a, grad_b};
+  const Tensor g = with_strides_of(grad_out, grad_a), a_like = with_strides_of(a, grad_a),
+               b_like = with_strides_of(b, grad_a);
+  muladd_backward_args args{g.const_data_ptr(),
+                            a_like.const_data_ptr(),
+                            b_like.const_data_ptr(),
+                            grad_a.mutable_data_ptr(),
+                            grad_b.mutable_data_ptr(),
+                            a.numel(),
+                            dtype};
+  launch_flat("muladd_backward", KERNEL(muladd_backward), args, a, 5 * a.element_size());
+  return {grad_a, grad_b};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  m.def("muladd(Tensor a, Tensor b, float c) -> Tensor");
+  m.def("muladd.out(Tensor a, Tensor b, float c, *, Tensor(a!) out) -> ()");
+  m.def("muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  m.impl("muladd", TORCH_BOX(&muladd));
+  m.impl("muladd.out", TORCH_BOX(&muladd_out));
+  m.impl("muladd_backward", TORCH_BOX(&muladd_backward));
+}
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  m.impl("muladd", TORCH_BOX(&muladd));
+  m.impl("muladd.out", TORCH_BOX(&muladd_out));
+  m.impl("muladd_backward", TORCH_BOX(&muladd_backward));
+}
+#endif
+
+}  // namespace extension_cpp

@@ -1,0 +1,54 @@
+/* reduce_sum on the CPU. An item is a tile of columns over the rows of one chunk: eight rows of a block of 32 columns
+ * are added in lanes and the lanes added to totals in double, which stay in the first-level cache. Rows narrower than
+ * a block are taken several as one, so a sum over the last dimension (rows of one column) runs the same loop with 32
+ * rows as one and folds the 32 totals in the end. The order of every sum is in the source: no instruction set and no
+ * thread changes it. */
+#include "reduce_sum/reduce_sum.h"
+
+#include "common/cpu_block.h"
+#include "common/cpu_level.h"
+
+_Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
+
+/* bfloat16 blocks hold the even elements first (cpu_block.h): the column of lane k, and one element as a number. */
+ALWAYS_INLINE int column_float64(int k) { return k; }
+ALWAYS_INLINE int column_float32(int k) { return k; }
+ALWAYS_INLINE int column_float16(int k) { return k; }
+ALWAYS_INLINE int column_bfloat16(int k) { return k < BLOCK / 2 ? 2 * k : 2 * (k - BLOCK / 2) + 1; }
+
+ALWAYS_INLINE double widen_float64(double x) { return x; }
+ALWAYS_INLINE double widen_float32(float x) { return x; }
+ALWAYS_INLINE double widen_float16(uint16_t x) { return float16_to_float(x); }
+ALWAYS_INLINE double widen_bfloat16(uint16_t x) { return bits_float((uint32_t)x << 16); }
+
+/* Where block b of a tile of `width` columns begins: the last one overlaps its neighbour rather than being cut, and
+ * both arrive at the same sums. */
+ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
+  return b * BLOCK < width - BLOCK ? b * BLOCK : width - BLOCK;
+}
+
+/* out[i .. i + n) = sum[0 .. n), rounded to the type of out. */
+ALWAYS_INLINE void store_sums(const reduce_sum_args *args, int64_t i, const double *restrict sum, int64_t n) {
+  switch (args->out_dtype) {
+    case DTYPE_FLOAT64:
+      for (int64_t k = 0; k < n; ++k) ((double *)args->out)[i + k] = sum[k];
+      break;
+    case DTYPE_FLOAT32:
+      for (int64_t k = 0; k < n; ++k) ((float *)args->out)[i + k] = (float)sum[k];
+      break;
+    case DTYPE_BFLOAT16:
+      for (int64_t k = 0; k < n; ++k) ((uint16_t *)args->out)[i + k] = (uint16_t)(bfloat16_bits((float)sum[k]) >> 16);
+      break;
+    case DTYPE_FLOAT16:
+      for (int64_t k = 0; k < n; ++k) ((uint16_t *)args->out)[i + k] = float_to_float16((float)sum[k]);
+      break;
+  }
+}
+
+#define KERNEL_BODY "reduce_sum/reduce_sum_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void reduce_sum_cpu_range(int64_t begin, int64_t end,
+                                 const reduce_sum_args *args){DISPATCH_DTYPE(args->dtype, reduce_sum, args, begin, end)}
+
+CPU_ENTRY(reduce_sum_cpu, reduce_sum_args)

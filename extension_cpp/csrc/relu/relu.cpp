@@ -1,0 +1,47 @@
+// relu: schemas, checks, allocation and registration. The kernels' contract is in relu.h.
+#include "relu/relu.h"
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static Tensor relu(const Tensor &x) {
+  const dtype_t dtype = check_dtype("relu", "x", x);
+  const Tensor y = allocate_like(x);
+  if (x.numel() == 0) return y;
+  const Tensor x_dense = with_strides_of(x, y);
+  relu_forward_args args{x_dense.const_data_ptr(), y.mutable_data_ptr(), x.numel(), dtype};
+  launch_flat("relu", KERNEL(relu_forward), args, x, 2 * x.element_size());
+  return y;
+}
+
+static Tensor relu_backward(const Tensor &grad_out, const Tensor &y) {
+  const dtype_t dtype = check_dtype("relu_backward", "y", y);
+  check_same("relu_backward", "grad_out", grad_out, "y", y);
+  check_shape("relu_backward", "grad_out", grad_out, "y", y);
+  const Tensor grad_x = allocate_like(y);
+  if (y.numel() == 0) return grad_x;
+  const Tensor g = with_strides_of(grad_out, grad_x), y_dense = with_strides_of(y, grad_x);
+  relu_backward_args args{g.const_data_ptr(), y_dense.const_data_ptr(), grad_x.mutable_data_ptr(), y.numel(), dtype};
+  launch_flat("relu_backward", KERNEL(relu_backward), args, y, 3 * y.element_size());
+  return grad_x;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  m.def("relu(Tensor x) -> Tensor");
+  m.def("relu_backward(Tensor grad_out, Tensor y) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  m.impl("relu", TORCH_BOX(&relu));
+  m.impl("relu_backward", TORCH_BOX(&relu_backward));
+}
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  m.impl("relu", TORCH_BOX(&relu));
+  m.impl("relu_backward", TORCH_BOX(&relu_backward));
+}
+#endif
+
+}  // namespace extension_cpp

@@ -1,0 +1,42 @@
+/* relu: y[i] = x[i] < 0 ? 0 : x[i]
+ * relu_backward: grad_x[i] = y[i] <= 0 ? 0 : grad_out[i]
+ *   every pointer  (numel), dense, all of one type and one element order, no overlap
+ * numel = 0 writes nothing. A NaN in x stays NaN in y, and there grad_x is grad_out, as PyTorch's. Deterministic. */
+#ifndef EXTENSION_CPP_RELU_H
+#define EXTENSION_CPP_RELU_H
+
+#include "common/dtype.h"
+#include "common/range.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  const void *x;
+  void *y;
+  int64_t numel;
+  dtype_t dtype;
+} relu_forward_args;
+
+typedef struct {
+  const void *grad_out;
+  const void *y;
+  void *grad_x;
+  int64_t numel;
+  dtype_t dtype;
+} relu_backward_args;
+
+/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+void relu_forward_cpu(int64_t begin, int64_t end, void *args);
+void relu_backward_cpu(int64_t begin, int64_t end, void *args);
+
+/* CUDA: on a cudaStream_t; returns a cudaError_t. */
+int relu_forward_cuda(const relu_forward_args *args, void *stream);
+int relu_backward_cuda(const relu_backward_args *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,88 @@
+// scale_bias_relu: schemas, checks, allocation and registration. The kernels' contract is in scale_bias_relu.h.
+#include "scale_bias_relu/scale_bias_relu.h"
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static dtype_t check_inputs(const char *op, const Tensor &x, const Tensor &bias) {
+  const dtype_t dtype = check_dtype(op, "x", x);
+  check_same(op, "bias", bias, "x", x);
+  if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
+  if (bias.dim() != 1 || bias.size(0) != x.size(-1)) {
+    fail(op, "expected bias of shape [" + std::to_string(x.size(-1)) + "], the last dimension of x, but got " +
+                 to_string(bias.sizes()));
+  }
+  return dtype;
+}
+
+// The kernels work on rows: contiguous memory with the bias along the last dimension. x's strides are given back at the end.
+static Tensor scale_bias_relu(const Tensor &x, const Tensor &bias, double scale) {
+  const dtype_t dtype = check_inputs("scale_bias_relu", x, bias);
+  const Tensor y = allocate_like(x);
+  if (x.numel() == 0) return y;
+  const Tensor x_rows = as_contiguous(x), bias_row = as_contiguous(bias);
+  const Tensor y_rows = y.is_contiguous() ? y : allocate(x.sizes(), dtype, x);
+  const int64_t cols = x.size(-1);
+  scale_bias_relu_forward_args args{x_rows.const_data_ptr(),
+                                    bias_row.const_data_ptr(),
+                                    y_rows.mutable_data_ptr(),
+                                    scale,
+                                    x.numel() / cols,
+                                    cols,
+                                    dtype};
+  const int64_t bytes = 2 * x.element_size();
+  launch("scale_bias_relu", KERNEL(scale_bias_relu_forward), args, x, ceil_div(x.numel(), CHUNK), flat_grain(bytes));
+  return copy_into(y, y_rows);
+}
+
+static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_out, const Tensor &x, const Tensor &bias,
+                                                           double scale, bool needs_grad_x, bool needs_grad_bias) {
+  const char *op = "scale_bias_relu_backward";
+  const dtype_t dtype = check_inputs(op, x, bias);
+  check_same(op, "grad_out", grad_out, "x", x);
+  check_shape(op, "grad_out", grad_out, "x", x);
+  const int64_t none = 0, cols = x.size(-1), rows = cols == 0 ? 0 : x.numel() / cols;
+  const Tensor grad_x = needs_grad_x ? allocate_like(x) : allocate({&none, 1}, dtype, x);
+  const Tensor grad_bias = allocate({needs_grad_bias ? &cols : &none, 1}, dtype, x);
+  if (cols == 0 || (rows == 0 && !needs_grad_bias) || !(needs_grad_x || needs_grad_bias)) return {grad_x, grad_bias};
+  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x), bias_row = as_contiguous(bias);
+  const Tensor grad_x_rows = grad_x.is_contiguous() ? grad_x : allocate(x.sizes(), dtype, x);
+  const int64_t doubles = !needs_grad_bias ? 0 : ON_DEVICE_OF(x, scale_bias_relu_partial)(rows, cols);
+  const Tensor partial = allocate({&doubles, 1}, DTYPE_FLOAT64, x);
+  scale_bias_relu_backward_args args{g.const_data_ptr(),
+                                     x_rows.const_data_ptr(),
+                                     bias_row.const_data_ptr(),
+                                     needs_grad_x ? grad_x_rows.mutable_data_ptr() : nullptr,
+                                     needs_grad_bias ? grad_bias.mutable_data_ptr() : nullptr,
+                                     needs_grad_bias ? static_cast<double *>(partial.mutable_data_ptr()) : nullptr,
+                                     scale,
+                                     rows,
+                                     cols,
+                                     dtype};
+  const int64_t tiles = scale_bias_relu_tiles(cols);
+  launch(op, KERNEL(scale_bias_relu_backward), args, x, scale_bias_relu_parts(rows, cols) * tiles, 1);
+  if (needs_grad_bias && !x.is_cuda()) parallel_for(tiles, 1, scale_bias_relu_grad_bias_cpu, &args);
+  return {copy_into(grad_x, grad_x_rows), grad_bias};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  m.def("scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
+  m.def(
+      "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, bool needs_grad_x, "
+      "bool needs_grad_bias) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  m.impl("scale_bias_relu", TORCH_BOX(&scale_bias_relu));
+  m.impl("scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
+}
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  m.impl("scale_bias_relu", TORCH_BOX(&scale_bias_relu));
+  m.impl("scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
+}
+#endif
+
+}  // namespace extension_cpp

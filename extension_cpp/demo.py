@@ -1,0 +1,336 @@
+"""python -m extension_cpp demo: every operator beside eager PyTorch, then a small language model trained with them.
+
+The model reads bytes of the English text that ships with every Python. It is written once, over a set of operators; two
+copies with the same weights see the same batches, one with this package's operators and one with PyTorch's.
+"""
+
+import logging
+import os
+import re
+import shutil
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import extension_cpp
+from extension_cpp import demo_table, info, reference
+
+CHECKED_STEPS = 50
+TOLERANCE = 1e-3
+BATCH, CONTEXT = 16, 64
+WIDTH, HEADS, LAYERS, WINDOW = 96, 4, 2, 4
+# A value within rounding of zero flips a ReLU's mask, and the learning rate decides how far two trainings then part.
+# With this slow a start, PyTorch against itself with weights changed by 1e-7 stays below 2e-5 for CHECKED_STEPS (8
+# trials; with a warm-up of 50 steps 6e-4), so what exceeds TOLERANCE points to an operator.
+LEARNING_RATE, WARMUP = 5e-3, 150
+
+
+class CannotRun(Exception):
+    """Says in one sentence why the demo cannot run here."""
+
+
+# ---- the model ----
+
+
+class Operators(NamedTuple):
+    """What the model is built of besides matrix products and attention."""
+
+    muladd: Callable[[Tensor, Tensor, float], Tensor]
+    scale_bias_relu: Callable[[Tensor, Tensor, float], Tensor]
+    relu: Callable[[Tensor], Tensor]
+    mish: Callable[[Tensor], Tensor]
+    reduce_sum: Callable[..., Tensor]
+
+
+OURS = Operators(*(getattr(extension_cpp, name) for name in Operators._fields))
+STOCK = Operators(*(getattr(reference, name) for name in Operators._fields))._replace(mish=functional.mish)
+
+
+def normalize(ops: Operators, x: Tensor) -> Tensor:
+    """RMSNorm without weights: the mean of x*x + eps is the mean square plus eps."""
+    return x * torch.rsqrt(ops.reduce_sum(ops.muladd(x, x, 1e-5), -1, True) / x.shape[-1])
+
+
+class Block(nn.Module):
+    """Causal attention with a ReLU gate, then a perceptron of one hidden layer; x (B, T, WIDTH) to the same."""
+
+    def __init__(self, ops: Operators) -> None:
+        super().__init__()
+        self.ops = ops
+        self.mix = nn.Linear(WIDTH, 4 * WIDTH, bias=False)  # query, key, value, gate
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(4 * WIDTH))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops = self.ops
+        *heads, gate = self.mix(normalize(ops, x)).chunk(4, -1)
+        query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in heads)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = attended.transpose(1, 2).reshape(x.shape)
+        x = x + self.out(ops.muladd(attended, ops.relu(gate), 0.0))
+        return x + self.down(ops.scale_bias_relu(self.up(normalize(ops, x)), self.bias, 1.0))
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next byte: embeddings, a causal convolution over the last WINDOW bytes, blocks, logits."""
+
+    def __init__(self, ops: Operators, vocabulary: int) -> None:
+        super().__init__()
+        self.ops = ops
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.convolution = nn.Linear(WINDOW * WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(ops) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, vocabulary)
+        nn.init.normal_(self.embedding.weight, std=0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)  # (B, T, WIDTH)
+        length = x.shape[1]
+        padded = functional.pad(x, (0, 0, WINDOW - 1, 0))
+        window = torch.cat([padded[:, i : i + length] for i in range(WINDOW)], -1)
+        x = x + self.ops.mish(self.convolution(window)) + self.position[:length]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(normalize(self.ops, x))
+
+    def loss(self, tokens: Tensor, following: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte."""
+        log_probability = functional.log_softmax(self(tokens), -1).gather(-1, following.unsqueeze(-1))
+        return -self.ops.reduce_sum(log_probability) / following.numel()
+
+
+# ---- training ----
+
+
+def read_text() -> tuple[Tensor, Tensor]:
+    """The texts of Python's own `help()`, without tables and indentation: the bytes that occur, and the text as indices
+    into them."""
+    from pydoc_data.topics import topics
+
+    lines = "\n".join(topics[key] for key in sorted(topics)).splitlines()
+    text = "\n".join(re.sub(r"\s+", " ", line).strip() for line in lines if not line.lstrip().startswith(("|", "+")))
+    return torch.unique(torch.tensor(list(text.encode()), dtype=torch.uint8), return_inverse=True)
+
+
+@dataclass
+class Run:
+    """One model in training."""
+
+    name: str
+    model: LanguageModel
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # fullgraph: the operators are part of the graph, or this raises.
+        self.compiled = torch.compile(self.model.loss, fullgraph=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+    def step(self, batch: Tensor, learning_rate: float) -> None:
+        """One step; the first includes the compilation."""
+        started = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = self.compiled(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        if batch.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - started)
+
+    def steps_per_second(self) -> str:
+        return f"{1 / statistics.mean(self.seconds[1:]):.1f}" if len(self.seconds) > 1 else "-"
+
+
+def train(text: Tensor, vocabulary: int, device: str, steps: int, console: Console) -> tuple[Run, Run]:
+    """Trains both models in turns, so that both meet the same state of the machine."""
+    runs = []
+    for name, ops in (("extension_cpp", OURS), ("PyTorch's own", STOCK)):
+        torch.manual_seed(0)
+        runs.append(Run(name, LanguageModel(ops, vocabulary).to(device)))
+    generator = torch.Generator().manual_seed(0)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("compiling", total=steps)
+        for step in range(steps):
+            starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
+            batch = text[starts + torch.arange(CONTEXT + 1)].to(device)
+            rate = LEARNING_RATE * min((step + 1) / WARMUP, 1.0) * (1 - 0.9 * step / steps)
+            for run in runs:
+                run.step(batch, rate)
+            losses = " / ".join(f"{run.losses[-1]:.4f}" for run in runs)
+            progress.update(task, advance=1, description=f"loss {losses}")
+    return runs[0], runs[1]
+
+
+def generate(model: LanguageModel, alphabet: Tensor, prompt: bytes, length: int, temperature: float) -> str:
+    """Continues the prompt byte by byte."""
+    device = model.position.device
+    index = {byte: i for i, byte in enumerate(alphabet.tolist())}
+    tokens = [index[byte] for byte in prompt]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(length):
+            logits = model(torch.tensor([tokens[-CONTEXT:]], device=device))[0, -1].cpu()
+            tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
+    return bytes(alphabet[tokens].tolist()).decode(errors="replace")
+
+
+# ---- showing ----
+
+
+def largest_difference(ours: Run, stock: Run) -> float:
+    """Over the first CHECKED_STEPS; NaN if any loss there is."""
+    pairs = torch.tensor([ours.losses, stock.losses], dtype=torch.float64)[:, :CHECKED_STEPS]
+    return float((pairs[0] - pairs[1]).abs().max())
+
+
+def show_losses(ours: Run, stock: Run, console: Console) -> None:
+    steps = len(ours.losses)
+    shown = sorted(
+        {step for step in (1, 10, 25, CHECKED_STEPS, 100, 200, 500, 1000, 2000, 5000) if step < steps} | {steps}
+    )
+    losses = Table("step", ours.name, stock.name, "difference", title="Loss, nats a byte")
+    for step in shown:
+        a, b = ours.losses[step - 1], stock.losses[step - 1]
+        losses.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+    speed = Table("operators", "first step, with compilation", "steps a second after it", title="Speed")
+    speed.caption = f"{ours.name} compiles first, so its first step also starts the compiler up."
+    for run in (ours, stock):
+        speed.add_row(run.name, f"{run.seconds[0]:.1f} s", run.steps_per_second())
+    console.print(losses, speed)
+
+
+def output_folder() -> Path:
+    """out/ below the current folder, or a temporary folder where that cannot be written."""
+    folder = Path("out")
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="extension_cpp_"))
+
+
+def draw(ours: Run, stock: Run, path: Path) -> None:
+    from matplotlib.figure import Figure  # without pyplot there is no window, and no display is asked for
+
+    steps = range(1, len(ours.losses) + 1)
+    marker = "." if len(steps) == 1 else None
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    top.plot(steps, ours.losses, color="#e69f00", linewidth=4, marker=marker, label="with extension_cpp's operators")
+    top.plot(
+        steps,
+        stock.losses,
+        color="black",
+        linewidth=1,
+        linestyle=(0, (5, 4)),
+        marker=marker,
+        label="with PyTorch's own",
+    )
+    top.set(ylabel="loss (nats a byte)", title="A byte-level language model trained twice from the same seed, float32")
+    top.legend()
+    differences = [abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)]
+    bottom.plot(steps, [max(each, 1e-9) for each in differences], color="#0072b2", linewidth=1, marker=marker)
+    bottom.hlines(
+        TOLERANCE, 1, CHECKED_STEPS, color="#d55e00", label=f"limit over the first {CHECKED_STEPS} steps: {TOLERANCE:g}"
+    )
+    bottom.set(yscale="log", xlabel="step", ylabel="difference of the losses")
+    bottom.legend()
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+# ---- the command ----
+
+
+def choose_device(asked: str | None) -> tuple[str, str]:
+    """The device to run on, and a remark on the choice or nothing."""
+    if asked == "cpu":
+        return "cpu", ""
+    machine = info.read_machine()
+    build = info.read_build()
+    problem = info.cuda_problem(build, machine) if build else "the library does not say what it was built for"
+    if problem and asked == "cuda":
+        raise CannotRun(f"--device cuda: {problem}")
+    return ("cpu", problem if machine.gpus else "") if problem else ("cuda", "")
+
+
+def check_compiler() -> None:
+    """torch.compile writes C++ on the CPU and a C module for Triton on the GPU; both include Python.h."""
+    name = os.environ.get("CXX") or "g++"
+    if shutil.which(name.split()[0]) is None:
+        raise CannotRun(
+            f"the demo uses torch.compile, which needs a C++ compiler, and '{name}' was not found: install one "
+            "(Debian: apt install g++) or set CXX."
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise CannotRun(
+            "the demo uses torch.compile, which needs Python's C headers, and this Python has none: install them "
+            "(Debian: apt install python3-dev)."
+        )
+
+
+def describe(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads, instruction set {info.ask_library('cpu_level')}"
+
+
+def run(asked_device: str | None, steps: int) -> int:
+    """Runs the demo; returns 1 if the losses part within the first CHECKED_STEPS."""
+    check_compiler()
+    device, remark = choose_device(asked_device)
+    # torch warns of a toolkit without a GPU, which is no fault here.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    console = Console()
+    console.print(
+        f"extension_cpp {extension_cpp.__version__}, torch {torch.__version__}, {describe(device)}", highlight=False
+    )
+    if remark:
+        console.print(remark, highlight=False)
+    demo_table.show(device, console)
+
+    alphabet, text = read_text()
+    console.print(
+        f"\nTraining on {len(text)} bytes of Python's help texts, {steps} steps of {BATCH} x {CONTEXT} bytes",
+        highlight=False,
+    )
+    ours, stock = train(text, len(alphabet), device, steps, console)
+    show_losses(ours, stock, console)
+    difference = largest_difference(ours, stock)
+    held = difference <= TOLERANCE
+    verdict = "[green]agree[/green]" if held else "[red]DO NOT agree[/red]"
+    console.print(
+        f"The losses {verdict} over the first {min(CHECKED_STEPS, steps)} steps: they differ by at most "
+        f"{difference:.1e}, the limit is {TOLERANCE:g}.",
+        highlight=False,
+    )
+    console.rule("what the model writes after 'The '")
+    console.print(generate(ours.model, alphabet, b"The ", 400, temperature=0.6), markup=False, highlight=False)
+    console.rule()
+    path = output_folder() / "demo_loss.png"
+    draw(ours, stock, path)
+    console.print(f"The loss curves: {path}", highlight=False, soft_wrap=True)
+    return 0 if held else 1

@@ -1,0 +1,308 @@
+"""python -m extension_cpp info: what was built, what this machine has, and whether they fit.
+
+It also has to answer where the package cannot be used (library missing, torch missing or too old), so nothing here
+needs the library, and torch is imported only where it is asked for a fact. `misfits` decides over plain values alone.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+Version = tuple[int, ...]
+
+OLDEST_GPU = (7, 5)
+# The oldest driver that runs programs of a CUDA release line.
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the library was built for."""
+
+    cuda: str | None  # "13.0"; None: without CUDA
+    architectures: tuple[str, ...]  # as in TORCH_CUDA_ARCH_LIST: "8.0", "9.0+PTX"
+    cpu: tuple[str, ...]  # instruction sets: "baseline", "v3", "v4"
+    debug: bool
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the library meets when it runs."""
+
+    torch: str | None  # version; None: not installed
+    torch_cuda: str | None  # the CUDA that torch was built with
+    driver: str | None  # NVIDIA's driver, "580.65.06"
+    driver_cuda: str | None  # the newest CUDA that the driver knows, "13.0"
+    gpus: tuple[Gpu, ...] = ()
+    torch_sees_gpus: bool = True
+
+
+# ---- deciding ----
+
+
+def parse_build(text: str) -> Build:
+    """Reads the library's own description, `cuda=13.0 architectures=8.0,9.0+PTX cpu=baseline,v3,v4 debug=0`."""
+    fields = dict(item.split("=", 1) for item in text.split())
+    architectures = () if fields["architectures"] == "none" else tuple(fields["architectures"].split(","))
+    cuda = None if fields["cuda"] == "none" else fields["cuda"]
+    return Build(cuda, architectures, tuple(fields["cpu"].split(",")), fields["debug"] == "1")
+
+
+def version(text: str) -> Version:
+    """The leading numbers of a version: "580.65.06" gives (580, 65, 6), "2.11.0+cu130" gives (2, 11, 0)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def serves(architecture: str, capability: tuple[int, int], driver_compiles: bool = True) -> bool:
+    """Whether code built for an architecture, such as "9.0+PTX", runs on a GPU of a compute capability.
+
+    Machine code runs on GPUs of the same major number and the same or a higher minor one (with a suffix a: on that one
+    alone); PTX is compiled by the driver for any GPU as new or newer.
+    """
+    match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
+    if match is None:
+        return False
+    built = (int(match[1]), int(match[2]))
+    if match[3] == "a":
+        return built == capability
+    if built[0] == capability[0] and built <= capability:
+        return True
+    return bool(match[4]) and not match[3] and driver_compiles and built <= capability
+
+
+def misfits(build: Build, machine: Machine) -> list[str]:
+    """What keeps this build from the machine's GPUs, and what to do about it: one sentence each, none where all fits.
+
+    A machine without a GPU fits every build: the CPU operators need nothing but the library.
+    """
+    if not machine.gpus:
+        return []
+    names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
+    supported = sorted({gpu.capability for gpu in machine.gpus if gpu.capability >= OLDEST_GPU})
+    rebuild = f'TORCH_CUDA_ARCH_LIST="{";".join(f"{major}.{minor}" for major, minor in supported)}" make build'
+    found = [
+        f"The GPU {name} (compute capability {major}.{minor}) is older than 7.5, the oldest that CUDA 13 and this "
+        "package build for: use the CPU operators."
+        for name, (major, minor) in sorted({(gpu.name, gpu.capability) for gpu in machine.gpus})
+        if (major, minor) < OLDEST_GPU
+    ]
+    if build.cuda is None:
+        if supported:
+            found.append(
+                f"This build has no CUDA kernels, so the GPU ({names}) is not used: install the CUDA toolkit (nvcc), "
+                f"and in a checkout run: USE_CUDA=1 {rebuild}"
+            )
+        return found
+    return found + _torch_and_driver_misfits(build.cuda, machine) + _architecture_misfits(build, machine, rebuild)
+
+
+def _torch_and_driver_misfits(cuda: str, machine: Machine) -> list[str]:
+    oldest = OLDEST_DRIVER.get(version(cuda)[0], 0)
+    if machine.driver is not None and version(machine.driver) < (oldest,):
+        return [
+            f"The NVIDIA driver is {machine.driver}, and this build's CUDA {cuda} needs {oldest} or newer: update "
+            "the driver (https://www.nvidia.com/drivers); until then the CPU operators work."
+        ]
+    if machine.torch is None:
+        return []  # the package does not load then, and says so
+    if machine.torch_cuda is None:
+        return [
+            f"torch {machine.torch} was built without CUDA, so no tensor can be on the GPU: install a torch with CUDA "
+            "(https://pytorch.org/get-started/locally)."
+        ]
+    if not machine.torch_sees_gpus:
+        return [
+            "nvidia-smi lists a GPU that torch does not see: look at CUDA_VISIBLE_DEVICES, and whether torch's CUDA "
+            f"{machine.torch_cuda} is newer than the driver ({machine.driver or 'unknown'})."
+        ]
+    return []
+
+
+def _architecture_misfits(build: Build, machine: Machine, rebuild: str) -> list[str]:
+    # A driver compiles PTX only of a CUDA that it knows; machine code runs across one release line.
+    knows_ptx = machine.driver_cuda is None or version(machine.driver_cuda) >= version(build.cuda or "")
+    found = []
+    for gpu in sorted(set(machine.gpus), key=lambda gpu: (gpu.capability, gpu.name)):
+        if gpu.capability < OLDEST_GPU or any(serves(each, gpu.capability, knows_ptx) for each in build.architectures):
+            continue
+        built = ", ".join(build.architectures)
+        capability = f"{gpu.capability[0]}.{gpu.capability[1]}"
+        why = f"was built for {built}, which does not cover"
+        if not knows_ptx and any(serves(each, gpu.capability) for each in build.architectures):
+            why = f"was built for {built}, whose PTX a driver for CUDA {machine.driver_cuda} cannot compile for"
+        found.append(f"This library {why} {gpu.name} (compute capability {capability}): in a checkout run: {rebuild}")
+    return found
+
+
+def cuda_problem(build: Build, machine: Machine) -> str | None:
+    """Why the operators cannot run on a GPU here, in one sentence; None where they can."""
+    if build.cuda is None and not machine.gpus:
+        return "This build has no CUDA kernels, and this machine has no NVIDIA GPU."
+    if not machine.gpus:
+        return "This machine has no NVIDIA GPU, or no driver for it."
+    return next(iter(misfits(build, machine)), None)
+
+
+# ---- finding out ----
+
+
+def library() -> Path:
+    return Path(__file__).with_name("libextension_cpp.so")
+
+
+def ask_library(question: str) -> str:
+    """Calls one of the loaded library's functions without arguments that return a string."""
+    function = getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def read_build(loaded: bool = True) -> Build | None:
+    """What the library says of itself; one that cannot be loaded is searched as a file. None: no answer."""
+    if loaded:
+        return parse_build(ask_library("build_info"))
+    try:
+        match = re.search(rb"cuda=\S+ architectures=\S+ cpu=\S+ debug=[01]", library().read_bytes())
+    except OSError:
+        return None
+    return parse_build(match[0].decode()) if match else None
+
+
+def read_machine() -> Machine:
+    driver, gpus = _nvidia_smi()
+    torch_version = torch_cuda = None
+    sees = False
+    try:
+        import torch
+
+        torch_version, torch_cuda = torch.__version__, torch.version.cuda
+        sees = torch.cuda.is_available()
+        if sees:
+            indices = range(torch.cuda.device_count())
+            gpus = tuple(Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices)
+    except ImportError:
+        pass
+    return Machine(torch_version, torch_cuda, driver, _driver_cuda(), gpus, sees)
+
+
+def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
+    """The driver's version and every GPU, also those hidden from torch or too old for it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        text = ""
+    rows = re.findall(r"^([\d.]+), (\d+)\.(\d+), (.+)$", text, re.MULTILINE)
+    gpus = tuple(Gpu(name.strip(), (int(major), int(minor))) for _, major, minor, name in rows)
+    if rows:
+        return rows[0][0], gpus
+    try:  # a container may have the driver without nvidia-smi
+        match = re.search(r"Module +(\d[\d.]+)|x86_64 +(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        match = None
+    return (match[1] or match[2] if match else None), ()
+
+
+def _driver_cuda() -> str | None:
+    try:
+        value = ctypes.c_int()
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(value))
+    except (OSError, AttributeError):
+        return None
+    return None if failed or not value.value else f"{value.value // 1000}.{value.value % 1000 // 10}"
+
+
+def _cpu_name() -> str:
+    try:
+        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1] if match else platform.machine()
+
+
+def schemas() -> list[str]:
+    """The schema of every operator that is registered, out variants and backward operators included."""
+    import torch
+
+    found = set()
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if namespace == "extension_cpp":
+            packet = getattr(torch.ops.extension_cpp, name.split(".")[0])
+            found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
+    return sorted(found)
+
+
+# ---- the command ----
+
+
+def _built_lines(build: Build | None) -> list[str]:
+    lines = [f"library        {library()}"]
+    if build is None:
+        return [*lines, "               there is no such file, or it does not say what it is"]
+    cuda = f"{build.cuda}, for {', '.join(build.architectures)}" if build.cuda else "none: CPU only"
+    return [
+        *lines,
+        f"CUDA           {cuda}",
+        f"CPU            {', '.join(build.cpu)} (each file once per instruction set, picked when loaded)",
+        f"kind           {'debug (-O0: slow)' if build.debug else 'release'}",
+    ]
+
+
+def _machine_lines(machine: Machine, level: str | None) -> list[str]:
+    asked = os.environ.get("EXTENSION_CPP_CPU_LEVEL")
+    lowered = f", EXTENSION_CPP_CPU_LEVEL={asked} is set" if asked else ""
+    libc = " ".join(platform.libc_ver()).strip()
+    known = f" (knows CUDA up to {machine.driver_cuda})" if machine.driver_cuda else ""
+    lines = [
+        f"CPU            {_cpu_name()}, {os.cpu_count()} logical cores",
+        f"instructions   {f'{level} runs{lowered}' if level else 'unknown: the library is not loaded'}",
+        f"C library      {libc or 'not glibc'}",
+        f"NVIDIA driver  {f'{machine.driver}{known}' if machine.driver else 'none'}",
+    ]
+    gpus = [f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}" for gpu in machine.gpus]
+    return [*lines, *(f"GPU {index}          {gpu}" for index, gpu in enumerate(gpus or ["none"]))]
+
+
+def _package_version() -> str:
+    import extension_cpp
+
+    try:
+        return getattr(extension_cpp, "__version__", None) or importlib.metadata.version("extension_cpp")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def run(load_error: str | None = None) -> int:
+    """Prints everything; returns 1 where the package cannot be used at all, which load_error then explains."""
+    build, machine = read_build(loaded=not load_error), read_machine()
+    level = None if load_error else ask_library("cpu_level")
+    torch_cuda = f" (CUDA {machine.torch_cuda})" if machine.torch_cuda else " (no CUDA)"
+    problems = [load_error] if load_error else []
+    problems += misfits(build, machine) if build else []
+    sections = {
+        "Versions": [
+            f"extension_cpp  {_package_version()}",
+            f"Python         {platform.python_version()}",
+            f"torch          {machine.torch + torch_cuda if machine.torch else 'not installed'}",
+        ],
+        "Built": _built_lines(build),
+        "This machine": _machine_lines(machine, level),
+        "Do they fit?": problems or ["Yes" + ("." if machine.gpus else "; without a GPU, the CPU operators run.")],
+        "Operators": ["none: the library is not loaded"] if load_error else schemas(),
+    }
+    for title, lines in sections.items():
+        print(title, *(f"  {line}" for line in lines), "", sep="\n")
+    return 1 if load_error else 0

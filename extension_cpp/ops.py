@@ -1,0 +1,354 @@
+"""The public functions. A section an op, in a fixed order: function, fake, setup_context, backward, register_autograd.
+
+The kernels and the checks of their inputs are in csrc/<op>/; what a fake promises (shape, strides, dtype) is what
+csrc/<op>/<op>.cpp allocates. reference.py holds the same functions in plain PyTorch.
+
+Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA, computes in float32 (float64: in float64), lets
+NaN propagate, takes any strides, storage offset and number of elements, and is deterministic: the same bits for every
+run and number of threads. A wrong argument raises RuntimeError with a sentence that names the op, the argument, what
+was expected and what came.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake
+
+_ops = torch.ops.extension_cpp
+
+
+# ---- muladd ----
+
+
+def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tensor:
+    """Multiplies two tensors element by element and adds a number: ``a * b + c``.
+
+    Args:
+        a: any shape.
+        b: shape, dtype and device of ``a``.
+        c: the number to add.
+        out: where to write the result: shape, dtype and device of ``a``, not requiring grad; it may be ``a`` or ``b``
+            itself, and must not overlap them otherwise.
+
+    Returns:
+        A tensor of ``a``'s shape, and of ``a``'s strides where ``a`` is dense; ``out`` if given.
+
+    Raises:
+        RuntimeError: ``b`` or ``out`` differs from ``a`` in shape, dtype or device, a dtype is not floating point, or
+            ``out`` requires grad, overlaps itself, or overlaps an input in part.
+
+    Differentiable in ``a`` and ``b``, to any order; not with ``out``. The result is rounded once (fused multiply-add).
+    """
+    if out is None:
+        return _ops.muladd(a, b, c)
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("extension_cpp::muladd: expected out not to require grad, since out= is not differentiable")
+    if (a.requires_grad or b.requires_grad) and torch.is_grad_enabled():
+        raise RuntimeError(
+            "extension_cpp::muladd: expected a and b not to require grad with out=, which is not differentiable"
+        )
+    _ops.muladd.out(a, b, c, out=out)
+    return out
+
+
+@register_fake("extension_cpp::muladd")
+def _(a: Tensor, b: Tensor, c: float) -> Tensor:
+    return torch.empty_like(a)
+
+
+@register_fake("extension_cpp::muladd.out")
+def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
+    return None
+
+
+@register_fake("extension_cpp::muladd_backward")
+def _(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(a), torch.empty_like(a)
+
+
+def _muladd_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    a, b, _ = inputs
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+
+
+def _muladd_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    a, b = ctx.saved_tensors
+    if a is None:
+        return _ops.muladd(grad_out, b, 0.0), None, None
+    if b is None:
+        return None, _ops.muladd(grad_out, a, 0.0), None
+    return *_ops.muladd_backward(grad_out, a, b), None
+
+
+register_autograd("extension_cpp::muladd", _muladd_backward, setup_context=_muladd_setup_context)
+
+
+def _muladd_backward_setup_context(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _muladd_double_backward(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # grad_a = grad_out * b, grad_b = grad_out * a: products again, so the op itself differentiates them to any order.
+    grad_out, a, b = ctx.saved_tensors
+    grad_grad_out = _ops.muladd(grad_grad_a, b, 0.0) + _ops.muladd(grad_grad_b, a, 0.0)
+    return grad_grad_out, _ops.muladd(grad_grad_b, grad_out, 0.0), _ops.muladd(grad_grad_a, grad_out, 0.0)
+
+
+register_autograd(
+    "extension_cpp::muladd_backward", _muladd_double_backward, setup_context=_muladd_backward_setup_context
+)
+
+
+# ---- scale_bias_relu ----
+
+
+def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    """Scales, adds a bias over the last dimension and clips at zero: ``relu(x * scale + bias)``.
+
+    Args:
+        x: shape (..., features).
+        bias: shape (features,), dtype and device of ``x``.
+        scale: the factor.
+
+    Returns:
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense.
+
+    Raises:
+        RuntimeError: ``x`` has no dimension, ``bias`` is not (features,) or differs from ``x`` in dtype or device, or a
+            dtype is not floating point.
+
+    Differentiable in ``x`` and ``bias``, to any order. Backward saves ``x`` and ``bias`` alone and recomputes the
+    mask; it reads and writes everything once, and sums the bias gradient over the rows in a fixed order.
+    """
+    return _ops.scale_bias_relu(x, bias, scale)
+
+
+@register_fake("extension_cpp::scale_bias_relu")
+def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::scale_bias_relu_backward")
+def _(
+    grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
+
+
+def _scale_bias_relu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    x, bias, ctx.scale = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _scale_bias_relu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, bias = ctx.saved_tensors
+    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    grad_x, grad_bias = _ops.scale_bias_relu_backward(grad_out, x, bias, ctx.scale, needs_x, needs_bias)
+    return grad_x if needs_x else None, grad_bias if needs_bias else None, None
+
+
+register_autograd(
+    "extension_cpp::scale_bias_relu", _scale_bias_relu_backward, setup_context=_scale_bias_relu_setup_context
+)
+
+
+def _scale_bias_relu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, x, bias, ctx.scale, ctx.needs_x, ctx.needs_bias = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _scale_bias_relu_double_backward(
+    ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor
+) -> tuple[Tensor | None, ...]:
+    # Both gradients are linear in grad_out, masked where the output is zero; the mask itself has no derivative.
+    x, bias = ctx.saved_tensors
+    total = torch.zeros_like(x)
+    if ctx.needs_x:
+        total = total + grad_grad_x * ctx.scale
+    if ctx.needs_bias:
+        total = total + grad_grad_bias
+    return _ops.relu_backward(total, _ops.scale_bias_relu(x, bias, ctx.scale)), None, None, None, None, None
+
+
+register_autograd(
+    "extension_cpp::scale_bias_relu_backward",
+    _scale_bias_relu_double_backward,
+    setup_context=_scale_bias_relu_backward_setup_context,
+)
+
+
+# ---- relu ----
+
+
+def relu(x: Tensor) -> Tensor:
+    """Clips at zero: ``max(x, 0)``, NaN stays NaN.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense.
+
+    Raises:
+        RuntimeError: the dtype is not floating point.
+
+    Differentiable; the derivative at 0 is 0, and the second derivative is zero. Saves its result, not ``x``.
+    """
+    return _ops.relu(x)
+
+
+@register_fake("extension_cpp::relu")
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::relu_backward")
+def _(grad_out: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(y)
+
+
+def _relu_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _relu_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+    (y,) = ctx.saved_tensors
+    return _ops.relu_backward(grad_out, y)
+
+
+register_autograd("extension_cpp::relu", _relu_backward, setup_context=_relu_setup_context)
+
+
+def _relu_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _relu_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, None]:
+    (y,) = ctx.saved_tensors
+    return _ops.relu_backward(grad_grad_x, y), None
+
+
+register_autograd("extension_cpp::relu_backward", _relu_double_backward, setup_context=_relu_backward_setup_context)
+
+
+# ---- mish ----
+
+
+def mish(x: Tensor) -> Tensor:
+    """Mish: ``x * tanh(softplus(x))``, softplus(x) = log(1 + exp(x)).
+
+    Args:
+        x: any shape.
+
+    Returns:
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense. Small results keep their digits (x *
+        exp(x) down to where float32 ends), large ones are ``x``; at -inf the result is NaN, as
+        torch.nn.functional.mish's.
+
+    Raises:
+        RuntimeError: the dtype is not floating point.
+
+    Differentiable twice; a third derivative raises. Source: Misra 2019, arXiv:1908.08681.
+    """
+    return _ops.mish(x)
+
+
+@register_fake("extension_cpp::mish")
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::mish_backward")
+def _(grad_out: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::mish_double_backward")
+def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _mish_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _mish_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return _ops.mish_backward(grad_out, x)
+
+
+register_autograd("extension_cpp::mish", _mish_backward, setup_context=_mish_setup_context)
+
+
+def _mish_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _mish_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor]:
+    grad_out, x = ctx.saved_tensors
+    return _ops.mish_backward(grad_grad_x, x), _ops.mish_double_backward(grad_grad_x, grad_out, x)
+
+
+register_autograd("extension_cpp::mish_backward", _mish_double_backward, setup_context=_mish_backward_setup_context)
+
+
+def _mish_no_third_order(ctx: Any, grad: Tensor) -> None:
+    raise RuntimeError("extension_cpp::mish: the third derivative is not implemented")
+
+
+register_autograd("extension_cpp::mish_double_backward", _mish_no_third_order)
+
+
+# ---- reduce_sum ----
+
+
+def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Sums over all dimensions, one or several, as torch.sum does.
+
+    Args:
+        x: any shape.
+        dim: the dimension or dimensions to sum over, negative ones from the end; None or () means all.
+        keepdim: whether summed dimensions stay, with size 1.
+
+    Returns:
+        The sums, contiguous, of ``x``'s dtype. A sum over no elements is 0.
+
+    Raises:
+        RuntimeError: ``dim`` is out of range or named twice, or the dtype is not floating point.
+
+    Differentiable, to any order; the gradient is an expanded view and costs nothing. Sums pass through float32 lanes
+    (float64: float64) of at most a few dozen terms and then through float64, in an order that the shape alone fixes.
+    """
+    return _ops.reduce_sum(x, (dim,) if isinstance(dim, int) else dim, keepdim)
+
+
+def _reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
+    return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
+
+
+@register_fake("extension_cpp::reduce_sum")
+def _(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    reduced = _reduced_dims(x, dim)
+    shape = [1 if d in reduced else size for d, size in enumerate(x.shape) if keepdim or d not in reduced]
+    return x.new_empty(shape)
+
+
+def _reduce_sum_setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int] | None, bool], output: Tensor) -> None:
+    x, dim, keepdim = inputs
+    ctx.shape = x.shape
+    ctx.summed_away = () if keepdim else sorted(_reduced_dims(x, dim))
+
+
+def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+    # Each summand's gradient is the sum's: a view with stride 0, as torch.sum's is, not an op that writes it out.
+    for d in ctx.summed_away:
+        grad_out = grad_out.unsqueeze(d)
+    return grad_out.expand(ctx.shape), None, None
+
+
+register_autograd("extension_cpp::reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context)

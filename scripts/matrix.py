@@ -1,0 +1,150 @@
+"""Tests one wheel, and so one compiled library, in clean environments of several Pythons and PyTorchs.
+
+    python scripts/matrix.py dist/*.whl [--python PATH]... [-- PYTEST ARGUMENTS]
+
+Oldest Python with the oldest torch that is supported, newest with the newest, every one between with the torch that
+requirements.txt pins. The environments stay under .matrix/ for the next time. What is tested is the installed wheel:
+the tests are copied to where the checkout's package is out of reach.
+"""
+
+import argparse
+import glob
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_OLDEST, TORCH_NEWEST = "2.10", "2.15"
+PYTHON_OLDEST = (3, 10)
+TOOLS_NOT_NEEDED = ("torch", "ruff", "mypy", "clang-format", "pre-commit")
+TESTS_OF_THE_CHECKOUT = ("test_build.py", "test_c.py")  # they compile; the others use the package as installed
+
+ASK_PYTHON = "import sys, venv, ensurepip; print(sys.version_info[0], sys.version_info[1])"
+ASK_ENVIRONMENT = """
+import platform, torch, extension_cpp
+from pathlib import Path
+library = Path(extension_cpp.__file__).with_name("libextension_cpp.so")
+print(platform.python_version(), torch.__version__, platform.libc_ver()[1], library, sep="\\n")
+"""
+
+
+def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
+    """One Python of every minor version from 3.10 up: those named, else what PATH and pyenv have."""
+    candidates = named
+    if not named:
+        candidates = [path for minor in range(10, 30) if (path := shutil.which(f"python3.{minor}"))]
+        candidates += sorted(glob.glob(os.path.expanduser("~/.pyenv/versions/*/bin/python3")))
+    found: dict[tuple[int, int], str] = {}
+    for candidate in candidates:
+        asked = subprocess.run([candidate, "-c", ASK_PYTHON], capture_output=True, text=True)
+        if asked.returncode == 0:
+            major, minor = map(int, asked.stdout.split())
+            if (major, minor) >= PYTHON_OLDEST:
+                found.setdefault((major, minor), candidate)
+        elif named:
+            sys.exit(f"error: {candidate} cannot make environments: {asked.stderr.strip().splitlines()[-1]}")
+    return dict(sorted(found.items()))
+
+
+def plan(versions: list[tuple[int, int]], pinned: str) -> list[tuple[tuple[int, int], str]]:
+    """Which torch each Python gets; a Python that is alone gets the oldest and the newest."""
+    if len(versions) == 1:
+        return [(versions[0], TORCH_OLDEST), (versions[0], TORCH_NEWEST)]
+    return [(versions[0], TORCH_OLDEST), *((v, pinned) for v in versions[1:-1]), (versions[-1], TORCH_NEWEST)]
+
+
+def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
+    """The Python of .matrix's environment, made if it is not there as requirements.txt now says."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = [line for line in lines if not line.startswith(("#", *(f"{tool}==" for tool in TOOLS_NOT_NEEDED)))]
+    wanted.append(f"torch=={torch}.*")
+    folder = ROOT / ".matrix" / f"python{version[0]}.{version[1]}-torch{torch}"
+    python, stamp = folder / "bin" / "python", folder / "ready"
+    if not (stamp.exists() and stamp.read_text().splitlines() == wanted):
+        stamp.unlink(missing_ok=True)
+        subprocess.run([interpreter, "-m", "venv", folder], check=True)
+        requirements = folder / "requirements.txt"
+        requirements.write_text("\n".join(wanted) + "\n")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", requirements], check=True)
+        requirements.rename(stamp)
+    return python
+
+
+def run_tests(python: Path, wheel: Path, arguments: list[str]) -> tuple[list[str], str]:
+    """Installs the wheel and tests it: the table's cells, and the library's sha256."""
+    install = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--force-reinstall",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
+    subprocess.run(install, check=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(
+            ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", *TESTS_OF_THE_CHECKOUT)
+        )
+        shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's settings
+        asked = subprocess.run([python, "-c", ASK_ENVIRONMENT], cwd=folder, check=True, capture_output=True, text=True)
+        *cells, library = asked.stdout.splitlines()
+        if not Path(library).is_relative_to(ROOT / ".matrix"):
+            sys.exit(f"error: {python} loads {library}, which is not the installed wheel's.")
+        start = time.monotonic()
+        report = folder / "report.xml"
+        subprocess.run([python, "-m", "pytest", "-q", f"--junitxml={report}", *arguments], cwd=folder)
+        seconds = time.monotonic() - start
+        if not report.exists():
+            sys.exit(f"error: the tests did not run with {python}.")
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    count = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    passed = count["tests"] - failed - count["skipped"]
+    cells += [str(passed), str(failed), str(count["skipped"]), f"{seconds:.0f}"]
+    return cells, hashlib.sha256(Path(library).read_bytes()).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--python", action="append", default=[], help="an interpreter to use; may be repeated")
+    parser.add_argument("pytest", nargs="*", metavar="PYTEST ARGUMENTS", help="after --")
+    options = parser.parse_args()
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    found = interpreters(options.python)
+    if not found:
+        sys.exit("error: no Python from 3.10 up that can make environments was found; name some with --python.")
+    console, hashes, failed = Console(), set(), 0
+    table = Table("Python", "torch", "glibc", "passed", "failed", "skipped", "seconds", title=options.wheel.name)
+    for version, torch in plan(list(found), pinned[1]):
+        console.rule(f"Python {version[0]}.{version[1]}, torch {torch}")
+        python = environment(found[version], version, torch)
+        cells, digest = run_tests(python, options.wheel.resolve(), options.pytest)
+        hashes.add(digest)
+        failed += int(cells[4])
+        table.add_row(*cells)
+    console.print(table)
+    if len(hashes) != 1:
+        sys.exit("error: the environments hold different libraries; they must all test one file.")
+    console.print(f"one library in all of them: sha256 {hashes.pop()}", soft_wrap=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

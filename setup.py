@@ -1,0 +1,39 @@
+"""The package's metadata is in pyproject.toml; here are the two commands that differ from setuptools' own."""
+
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # pip does not put this folder on the path
+import build_library
+
+
+class BuildLibrary(build_ext):
+    """Builds a plain shared library: no PyInit, no Python version in its name."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], build_library.LIBRARY))
+
+    def build_extension(self, ext: Extension) -> None:
+        build_library.build(Path(self.get_ext_fullpath(ext.name)))
+
+
+class StableWheel(bdist_wheel):
+    """One wheel for every Python 3: the library uses neither Python's nor PyTorch's C++ ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        library = Path(self.bdist_dir) / "extension_cpp" / build_library.LIBRARY
+        if not library.exists():  # an editable install asks before it builds; its wheel never leaves this machine
+            return "py3", "none", f"linux_{platform.machine()}"
+        major, minor = build_library.glibc_required(library)
+        return "py3", "none", f"manylinux_{major}_{minor}_{platform.machine()}"
+
+
+setup(
+    ext_modules=[Extension("extension_cpp.libextension_cpp", sources=[])],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": StableWheel},
+)

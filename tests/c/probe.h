@@ -1,0 +1,39 @@
+/* The blocks of csrc/common that have no symbol of their own, as kernels: compiled and dispatched like an op's, so that
+ * each is tested as each instruction set compiles it. */
+#ifndef EXTENSION_CPP_TESTS_PROBE_H
+#define EXTENSION_CPP_TESTS_PROBE_H
+
+#include <stdint.h>
+
+#include "common/dtype.h"
+
+typedef struct {
+  const float *x;
+  float *y;
+} exp_args;
+
+/* y[i] = exp(x[i]) * 2^64 for i in [begin, end), a multiple of BLOCK. */
+void exp_cpu(int64_t begin, int64_t end, void *args);
+
+/* One block: memory holds n elements of dtype, lanes 32 floats (for float64 doubles). */
+typedef struct {
+  void *memory;
+  void *lanes;
+  dtype_t dtype;
+  int n;
+  int stream;
+} block_args;
+
+void load_block_cpu(int64_t begin, int64_t end, void *args);
+void store_block_cpu(int64_t begin, int64_t end, void *args);
+
+typedef struct {
+  const float *x;
+  uint16_t *half;
+  dtype_t dtype;
+} store_args;
+
+/* half[i] = x[i] rounded for i in [begin, end), a multiple of BLOCK; x lies in block order. */
+void store_all_cpu(int64_t begin, int64_t end, void *args);
+
+#endif

@@ -1,0 +1,52 @@
+/* tests <name> [step]: runs one test, at the instruction set that EXTENSION_CPP_CPU_LEVEL asks for; exits with 0 if it
+ * passes. Lines that begin with "bits" hold hashes of results, equal at all instruction sets that have FMA. */
+#include "check.h"
+#include "common/cpu_level.h"
+
+/* tests/test_c.py builds common/cpu_level.c with its cpu_should_stream renamed, so that small data can stream too. */
+int real_cpu_should_stream(int64_t bytes);
+
+int should_stream = 0;
+int64_t streaming_bytes = -1;
+
+int cpu_should_stream(int64_t bytes) {
+  streaming_bytes = bytes;
+  return should_stream;
+}
+
+static void test_level(uint32_t step) {
+  (void)step;
+  CHECK(!real_cpu_should_stream(0) && !real_cpu_should_stream(64 << 10), "64 KiB would be written past the caches");
+  CHECK(real_cpu_should_stream(INT64_MAX), "no size at all would be written past the caches");
+  printf("%s\n", cpu_level_name(cpu_level()));
+}
+
+int main(int argc, char **argv) {
+  static const struct {
+    const char *name;
+    void (*run)(uint32_t step);
+  } tests[] = {
+      {"level", test_level},
+      {"exp", test_exp},
+      {"mish", test_mish},
+      {"mish_halves", test_mish_halves},
+      {"loads", test_loads},
+      {"stores", test_stores},
+      {"flat_sizes", test_flat_sizes},
+      {"flat_ranges", test_flat_ranges},
+      {"scale_bias_relu_sizes", test_scale_bias_relu_sizes},
+      {"scale_bias_relu_ranges", test_scale_bias_relu_ranges},
+      {"reduce_sum_sizes", test_reduce_sum_sizes},
+      {"reduce_sum_ranges", test_reduce_sum_ranges},
+  };
+  const uint32_t step = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 61;
+  for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {
+    if (argc < 2 || strcmp(argv[1], tests[i].name) != 0) continue;
+    tests[i].run(step);
+    return 0;
+  }
+  printf("usage: tests <name> [step]; the names:");
+  for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) printf(" %s", tests[i].name);
+  printf("\n");
+  return 2;
+}

@@ -1,0 +1,161 @@
+"""How the battery makes inputs, runs an op forward and backward, and judges a result against float64."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.opspec import Make, OpSpec, Sample
+
+LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels_last")
+
+
+def with_layout(x: Tensor, layout: str) -> Tensor:
+    """The values of x (expanded: of its first slice) in memory of another layout."""
+    if layout == "sliced":
+        wide = x.new_full([*x.shape[:-1], 2 * x.shape[-1] + 1], 7.0)
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    if layout == "transposed":
+        return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+    if layout == "expanded":
+        return x[:1].clone().expand(x.shape)
+    if layout == "offset":
+        return torch.cat([x.new_full((1,), 7.0), x.flatten()])[1:].view(x.shape)
+    if layout == "channels_last" and x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous()
+
+
+def maker(
+    device: str,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    layout: str = "contiguous",
+    spread: float = 1.0,
+    mean: float = 0.0,
+) -> Make:
+    """make(shape): random normal leaves that require grad, the same values on every device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(shape: Sequence[int]) -> Tensor:
+        x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * spread + mean
+        x = x.to(dtype).to(device)
+        return (with_layout(x, layout) if x.dim() else x).detach().requires_grad_()
+
+    return make
+
+
+def convert(sample: Sample, dtype: torch.dtype) -> Sample:
+    """The same call with leaves of another dtype."""
+
+    def one(x: Any) -> Any:
+        return x.detach().to(dtype).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+    return Sample(tuple(one(x) for x in sample.args), {key: one(x) for key, x in sample.kwargs.items()})
+
+
+def leaves(sample: Sample) -> list[Tensor]:
+    return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+
+
+@dataclass
+class Result:
+    output: Tensor
+    gradients: list[Tensor]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "output", self.output
+        for i, gradient in enumerate(self.gradients):
+            yield f"gradient {i}", gradient
+
+
+def run(function: Callable[..., Tensor], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
+    """Forward and backward; grad_out(output) gives the gradient that comes in."""
+    output = function(*sample.args, **sample.kwargs)
+    return Result(output.detach(), list(torch.autograd.grad(output, leaves(sample), grad_out(output))))
+
+
+def random_grad(layout: str = "contiguous") -> Callable[[Tensor], Tensor]:
+    """The same values for every dtype and device: multiples of 1/8 up to 2, exact in all of them."""
+
+    def grad_out(output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(99)
+        g = torch.randint(-16, 17, tuple(output.shape), generator=generator).double() / 8
+        g = g.to(output.dtype).to(output.device)
+        return with_layout(g, layout) if g.dim() else g
+
+    return grad_out
+
+
+def largest_error(x: Tensor, exact: Tensor, where: Tensor) -> float:
+    return (x.double() - exact)[where].abs().nan_to_num(0.0, 0.0, 0.0).max().item() if where.any() else 0.0
+
+
+def assert_right(
+    ours: Result, eager_errors: list[float], exact: Result, reduction: int, what: str, limits: bool
+) -> None:
+    """Every tensor: error <= max(2 x eager's error, 4 eps max|exact| sqrt(reduction)); NaN and inf where exact has
+    them.
+
+    The first bound asks for no more than twice PyTorch's own rounding. The second allows 4 roundings an element,
+    growing as independent rounding errors of a sum do; it serves where eager happens to be exact. `limits`: a finite
+    value is right where the reference's formula gives NaN.
+    """
+    for (name, a), (_, c), eager_error in zip(ours.tensors(), exact.tensors(), eager_errors, strict=True):
+        where = f"{what}, {name}"
+        assert a.shape == c.shape, f"{where}: shape {tuple(a.shape)}, expected {tuple(c.shape)}"
+        finite = is_finite(c, a.dtype)
+        special = c.isnan() | c.isinf()
+        got, expected = a.double()[special], c[special]
+        if limits:
+            got = torch.where(expected.isnan(), expected, got)
+        assert torch.equal(got.isnan(), expected.isnan()), f"{where}: NaN in the wrong places"
+        assert torch.equal(got[~got.isnan()], expected[~expected.isnan()]), f"{where}: infinities differ"
+        if not finite.any():
+            continue
+        eps, smallest = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).smallest_normal
+        scale = c[finite].abs().max().item()
+        bound = max(2 * eager_error, 4 * eps * scale * math.sqrt(max(reduction, 1)), smallest * eps)
+        error = (a.double() - c)[finite].abs().max().item()
+        assert error <= bound, f"{where}: error {error:.3g} over the bound {bound:.3g} (eager {eager_error:.3g})"
+
+
+def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the exact value is well inside the dtype's range."""
+    return exact.isfinite() & (exact.abs() < torch.finfo(dtype).max * 0.99)
+
+
+def check(
+    spec: OpSpec, sample: Sample, grad_layout: str = "contiguous", what: str = "", limits: bool = False
+) -> Result:
+    """Runs the op and judges output and gradients against the float64 reference and eager PyTorch.
+
+    In float64 the reference is eager PyTorch, and rounds as much as the op. Its error is taken to be that of eager
+    float32 on the same inputs, less the factor between the two types' eps, and counts on top of the twice
+    that the op is allowed (so 1.5 x 2).
+    """
+    dtype, grad_out = sample.args[0].dtype, random_grad(grad_layout)
+    ours = run(spec.function, sample, grad_out)
+    exact = run(spec.reference, convert(sample, torch.float64), grad_out)
+    if dtype is torch.float64:
+        rounded = convert(sample, torch.float32)
+        eager, eager_exact = (
+            run(spec.reference, rounded, grad_out),
+            run(spec.reference, convert(rounded, dtype), grad_out),
+        )
+        factor = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    else:
+        eager, eager_exact, factor = run(spec.reference, sample, grad_out), exact, 1.0
+    assert ours.output.dtype == dtype and all(g.dtype == dtype for g in ours.gradients)
+    errors = [
+        factor * largest_error(b, c, is_finite(c, b.dtype))
+        for (_, b), (_, c) in zip(eager.tensors(), eager_exact.tensors(), strict=True)
+    ]
+    shapes = [tuple(x.shape) for x in leaves(sample)]
+    assert_right(ours, errors, exact, spec.reduction(sample), f"{spec.name}{shapes} {dtype} {what}", limits)
+    return ours

@@ -1,0 +1,50 @@
+"""Options, devices, and poisoned memory: an element that a kernel forgets to write is never right by luck."""
+
+import ctypes
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+# Fresh blocks of the C allocator are filled with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16); the
+# compiled ops allocate without PyTorch's own fill_uninitialized_memory. M_PERTURB takes the complement of the fill.
+M_PERTURB = -6
+ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the slow tier")
+    parser.addoption(
+        "--device", choices=["cpu", "cuda", "all"], default="all", help="devices to test (all: those there are)"
+    )
+
+
+def _devices(config: pytest.Config) -> list[str]:
+    asked = config.getoption("--device")
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if asked == "all":
+        return there
+    if asked not in there:
+        raise pytest.UsageError(f"--device {asked}: this machine has no such device")
+    return [asked]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", _devices(metafunc.config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow tier: run with --slow"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_gpu_memory(request: pytest.FixtureRequest) -> None:
+    """Leaves NaN in the blocks that PyTorch's CUDA allocator will hand out next."""
+    if request.node.callspec.params.get("device") == "cuda" if hasattr(request.node, "callspec") else False:
+        blocks = [torch.full((elements,), float("nan"), device="cuda") for elements in [256] * 512 + [1 << 19] * 32]
+        del blocks

@@ -1,0 +1,70 @@
+"""OpSpec: what one op promises, in the shape of PyTorch's OpInfo. tests/specs/<op>.py defines SPEC; the battery
+(test_battery.py) and the benchmarks find it by glob."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# make(shape) gives a tensor of the dtype, device, layout and requires_grad under test.
+Make = Callable[[Sequence[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: function(*args, **kwargs)."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ErrorSample:
+    """A call that must raise RuntimeError with exactly this message."""
+
+    args: tuple[Any, ...]
+    message: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What to time. The floor counts every input read once and every output written once."""
+
+    sample: Callable[[Make, Sequence[int]], Sample]
+    forward: float  # floor, elements moved per element of the shape
+    backward: float  # 0: backward moves nothing
+    flat: bool = False  # the width makes no difference: one shape is enough
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    # Samples whose first tensor has the given shape; yields nothing for a shape the op does not take.
+    sample_inputs: Callable[[Make, Sequence[int]], Iterator[Sample]]
+    error_inputs: Callable[[str], Iterator[ErrorSample]]
+    # The number of terms behind one element of the results and gradients, for the tolerance.
+    reduction: Callable[[Sample], int]
+    bench: Bench
+    keeps_strides: bool  # the result has the strides of a dense first input
+    # Kernels on the GPU for one forward and one backward.
+    launches: tuple[int, int]
+    second_order: bool = True
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def all_specs() -> list[OpSpec]:
+    folder = Path(__file__).parent / "specs"
+    names = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    return [importlib.import_module(f"tests.specs.{name}").SPEC for name in names]

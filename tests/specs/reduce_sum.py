@@ -1,0 +1,56 @@
+import math
+
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+
+
+def sample_inputs(make, shape):
+    yield Sample((make(shape),))
+    yield Sample((make(shape), ()), {"keepdim": True})
+    if len(shape) == 0:
+        yield Sample((make(shape), -1))
+        return
+    yield Sample((make(shape), -1))
+    yield Sample((make(shape), 0), {"keepdim": True})
+    if len(shape) > 2:
+        yield Sample((make(shape), 1))
+        yield Sample((make(shape), (0, -1)))
+        yield Sample((make(shape), (1, 0)), {"keepdim": True})
+    if len(shape) > 3:
+        yield Sample((make(shape), (-3, -1)))
+
+
+def error_inputs(device):
+    x = torch.ones(2, 3, device=device)
+    op = "extension_cpp::reduce_sum: expected"
+    yield ErrorSample((x.int(),), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample((x.cfloat(), 0), f"{op} x to be float64, float32, bfloat16 or float16, but got complex64")
+    yield ErrorSample((x, 2), f"{op} dim in [-2, 1], but got 2")
+    yield ErrorSample((x, (0, -3)), f"{op} dim in [-2, 1], but got -3")
+    yield ErrorSample((x[0, 0], 1), f"{op} dim in [-1, 0], but got 1")
+    yield ErrorSample((x, (1, 1)), f"{op} each dim once, but got 1 twice")
+    yield ErrorSample((x, (1, 0, -1)), f"{op} each dim once, but got 1 twice")
+
+
+def reduction(sample):
+    x, dim = sample.args[0], sample.args[1] if len(sample.args) > 1 else None
+    if dim is None or dim == ():
+        return max(x.numel(), 1)
+    dims = (dim,) if isinstance(dim, int) else dim
+    return max(math.prod(x.shape[d] for d in dims) if x.dim() else 1, 1)
+
+
+SPEC = OpSpec(
+    name="reduce_sum",
+    function=extension_cpp.reduce_sum,
+    reference=extension_cpp.reference.reduce_sum,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=reduction,
+    bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=1, backward=0),
+    keeps_strides=False,
+    # One for a sum over the last dimension; two where too few sums are left to fill the GPU (reduce_sum.cpp).
+    launches=(1, 0),
+)

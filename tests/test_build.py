@@ -1,0 +1,357 @@
+"""The build: what the library may ask of its host, what the variables mean, and that each mistake gets one sentence."""
+
+import ast
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import build_library
+import check_environment
+
+ROOT = Path(build_library.__file__).parent
+BUILD_VARIABLES = [
+    "USE_CUDA",
+    "TORCH_CUDA_ARCH_LIST",
+    "DEBUG",
+    "MAX_JOBS",
+    "CC",
+    "CXX",
+    "NVCC",
+    "CUDA_HOME",
+    "CUDA_PATH",
+]
+BUILD_VARIABLES += ["MAKEFLAGS", "MAKELEVEL", "PYTHON"]  # when `make test` runs these tests
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for variable in BUILD_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def run(*command, **options):
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+# The library
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    path = ROOT / "extension_cpp" / build_library.LIBRARY
+    assert path.exists(), "the library is not built: make build"
+    return path
+
+
+def symbols(library: Path, which: str) -> list[str]:
+    table = run("nm", "-D", which, library)
+    assert table.returncode == 0, table.stderr
+    return [line.split()[-1] for line in table.stdout.splitlines()]
+
+
+def test_library_asks_torch_for_c_functions_only(library):
+    undefined = symbols(library, "--undefined-only")
+    assert any(name.startswith("aoti_torch_") for name in undefined)  # or the next two lines would prove nothing
+    assert [name for name in undefined if re.match(r"_Z\w*?(2at|3c10|5torch)", name)] == []
+    assert [name for name in undefined if re.match(r"_*(cuda|cu|nv)[A-Z]|Py|_Py", name)] == []
+
+
+def test_library_is_no_python_module_and_exports_its_own_names_only(library):
+    table = run("nm", "-D", "--defined-only", library).stdout.splitlines()
+    # The C++ library's own templates are exported as weak symbols, which many libraries share.
+    exported = [line.split()[2] for line in table if line.split()[1] in "TDBR"]
+    assert exported != [] and [name for name in exported if not name.startswith("extension_cpp_")] == []
+
+
+def test_library_needs_torch_alone_to_load(library):
+    needed = re.findall(r"NEEDED +(\S+)", run("objdump", "-p", library).stdout)
+    assert "libtorch_cpu.so" in needed
+    assert [name for name in needed if re.search(r"cuda|cudart|c10|python", name)] == []
+
+
+def test_wheel_tag_names_the_newest_glibc_used(library):
+    used = re.findall(r"@GLIBC_(\d+)\.(\d+)", run("nm", "-D", library).stdout)
+    assert build_library.glibc_required(library) == max((int(major), int(minor)) for major, minor in used)
+
+
+def test_versions_agree():
+    import extension_cpp
+
+    assert f'version = "{extension_cpp.__version__}"' in (ROOT / "pyproject.toml").read_text().splitlines()
+
+
+def test_torch_minimum_is_the_same_everywhere():
+    asked = re.findall(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert [(int(major), int(minor)) for major, minor in asked] == [build_library.TORCH_MINIMUM] * 2
+
+
+# Architectures
+
+
+@pytest.fixture
+def nvcc(tmp_path) -> list[str]:
+    """An nvcc that knows what CUDA 13.0's does."""
+    known = "compute_75 compute_80 compute_86 compute_89 compute_90 compute_100 compute_120"
+    return [str(script(tmp_path / "nvcc", f"printf '%s\\n' {known}\n"))]
+
+
+@pytest.mark.parametrize(
+    "asked, built",
+    [
+        ("", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"]),
+        ("9.0", ["9.0"]),
+        ("7.5;9.0+PTX", ["7.5", "9.0+PTX"]),
+        ("8.0 8.6, 8.9", ["8.0", "8.6", "8.9"]),
+        ("Turing;Hopper", ["7.5+PTX", "9.0+PTX"]),
+        ("ampere", ["8.0", "8.6+PTX"]),
+        ("Ada+PTX", ["8.9+PTX"]),
+        ("9.0a", ["9.0a"]),
+    ],
+)
+def test_architecture_list(asked, built, nvcc, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    assert build_library.architectures(nvcc) == built
+
+
+def test_architecture_flags():
+    assert build_library.gencode("8.6") == ["-gencode=arch=compute_86,code=sm_86"]
+    assert build_library.gencode("12.0+PTX") == [
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+
+
+@pytest.mark.parametrize(
+    "output, built", [("8.6\n9.0\n8.6\n", ["8.6", "9.0"]), ("", ["9.0+PTX"]), ("[N/A]\n", ["9.0+PTX"])]
+)
+def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, tmp_path, monkeypatch):
+    script(tmp_path / "nvidia-smi", f"printf '{output}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
+    assert build_library.architectures(nvcc) == built
+
+
+@pytest.mark.parametrize(
+    "asked, sentence",
+    [
+        ("Hoppper", "'Hoppper' is neither a number such as 9.0 or 9.0+PTX nor one of "),
+        ("sm_90", "'sm_90' is neither a number"),
+        ("9.0;90", "'90' is neither a number"),
+        ("9.9", "this nvcc does not know 9.9; it knows 7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0."),
+        ("7.0", "(CUDA 13 dropped everything before 7.5, Volta included.)"),
+        ("Volta", "(CUDA 13 dropped everything before 7.5, Volta included.)"),
+    ],
+)
+def test_bad_architecture(asked, sentence, nvcc, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    with pytest.raises(build_library.BuildError, match=re.escape(sentence)):
+        build_library.architectures(nvcc)
+
+
+def test_nvcc_that_does_not_work():
+    with pytest.raises(build_library.BuildError, match="--list-gpu-arch' names no architecture"):
+        build_library.architectures(["false"])
+
+
+# Variables
+
+
+@pytest.mark.parametrize(
+    "variables, sentence",
+    [
+        ({"USE_CUDA": "yes"}, "error: USE_CUDA must be 0 or 1, got 'yes'."),
+        ({"NVCC": "/nowhere/nvcc"}, "error: NVCC is set to '/nowhere/nvcc', which was not found."),
+    ],
+)
+def test_bad_nvcc_variables(variables, sentence, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(build_library.BuildError) as error:
+        build_library.find_nvcc()
+    assert str(error.value) == sentence
+
+
+def test_nvcc_that_is_chosen(monkeypatch, nvcc):
+    monkeypatch.setenv("NVCC", nvcc[0])
+    assert build_library.find_nvcc() == nvcc
+    monkeypatch.setenv("USE_CUDA", "0")
+    assert build_library.find_nvcc() is None
+    monkeypatch.setenv("USE_CUDA", "1")
+    monkeypatch.delenv("NVCC")
+    monkeypatch.setattr(shutil, "which", lambda command: None)
+    with pytest.raises(build_library.BuildError, match="USE_CUDA=1, but nvcc was not found"):
+        build_library.find_nvcc()
+    monkeypatch.delenv("USE_CUDA")
+    assert build_library.find_nvcc() is None
+
+
+@pytest.mark.parametrize("variable", ["CC", "CXX"])
+def test_missing_compiler(variable, monkeypatch):
+    monkeypatch.setenv(variable, "no-such-compiler -m64")
+    with pytest.raises(build_library.BuildError, match=f"no {variable} compiler: 'no-such-compiler' was not found"):
+        build_library.compiler(variable, "cc", "gcc")
+
+
+def test_gcc_flags_are_for_gcc(tmp_path):
+    clang = script(tmp_path / "clang", "echo '#define __clang__ 1'\n")
+    assert not set(build_library.GCC_FLAGS) & set(build_library.c_flags([str(clang)]))
+    gcc = script(tmp_path / "gcc", "echo '#define __GNUC__ 12'\n")
+    assert set(build_library.GCC_FLAGS) < set(build_library.c_flags([str(gcc)]))
+
+
+def test_old_torch(monkeypatch):
+    monkeypatch.setattr(build_library.importlib.metadata, "version", lambda name: "2.9.1+cu128")
+    with pytest.raises(build_library.BuildError) as error:
+        build_library.torch_folder()
+    assert str(error.value) == "error: torch 2.9.1+cu128 is too old: extension_cpp needs torch >= 2.10."
+
+
+# What is compiled again
+
+
+def steps(folder: Path) -> list[str]:
+    """What ninja would compile now."""
+    planned = run(sys.executable, "-m", "ninja", "-C", folder, "-n", "-v")
+    assert planned.returncode == 0, planned.stdout
+    return re.findall(r"-o (\S+)$", planned.stdout, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def small_tree(tmp_path_factory) -> Path:
+    """A copy of the sources with a single op, built for the CPU."""
+    root = tmp_path_factory.mktemp("a tree")
+    csrc = ROOT / "extension_cpp" / "csrc"
+    for part in ("common", "muladd"):
+        shutil.copytree(csrc / part, root / "extension_cpp" / "csrc" / part)
+    shutil.copy(csrc / "library.cpp", root / "extension_cpp" / "csrc")
+    shutil.copy(build_library.__file__, root)
+    environment = {name: value for name, value in os.environ.items() if name not in BUILD_VARIABLES}
+    built = run(sys.executable, root / "build_library.py", env=environment | {"USE_CUDA": "0"})
+    assert built.returncode == 0, built.stdout + built.stderr
+    return root
+
+
+def touch(path: Path) -> None:
+    """Makes a file newer than every object, however coarse the clock."""
+    later = max(file.stat().st_mtime_ns for file in path.parents[3].rglob("*") if file.is_file()) + 10**9
+    os.utime(path, ns=(later, later))
+
+
+def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
+    library = small_tree / "extension_cpp" / build_library.LIBRARY
+    before = library.stat()
+    assert run(sys.executable, small_tree / "build_library.py", env=os.environ | {"USE_CUDA": "0"}).returncode == 0
+    assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_header_change_rebuilds_c_and_cpp(small_tree):
+    folder = small_tree / "build" / "release-cpu"
+    assert steps(folder) == []
+    touch(small_tree / "extension_cpp" / "csrc" / "muladd" / "muladd.h")
+    levels = ["baseline", "v3", "v4"] if build_library.platform.machine() == "x86_64" else ["baseline"]
+    expected = [f"{level}/muladd/muladd_cpu.c.o" for level in levels] + ["muladd/muladd.cpp.o", build_library.LIBRARY]
+    assert sorted(steps(folder)) == sorted(expected)
+
+
+def test_header_change_rebuilds_cu(small_tree, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    if build_library.find_nvcc() is None:
+        pytest.skip("there is no nvcc")
+    monkeypatch.setattr(build_library, "CSRC", small_tree / "extension_cpp" / "csrc")
+    folder = small_tree / "build" / "cuda"
+    folder.mkdir()
+    build_library.write_ninja(folder)
+    target = "common/cuda_error.cu.o"
+    built = run(sys.executable, "-m", "ninja", "-C", folder, target)
+    assert built.returncode == 0, built.stdout
+    assert target not in steps(folder)
+    touch(small_tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h")
+    assert target in steps(folder)
+
+
+def test_small_library_loads_and_runs(small_tree):
+    call = f"import torch; torch.ops.load_library(r'{small_tree / 'extension_cpp' / build_library.LIBRARY}'); "
+    call += "print(torch.ops.extension_cpp.muladd(torch.ones(3), torch.ones(3), 2.0).tolist())"
+    assert run(sys.executable, "-c", call).stdout == "[3.0, 3.0, 3.0]\n"
+
+
+# The checks before the build
+
+
+def test_old_python_gets_a_sentence():
+    source = Path(check_environment.__file__).read_text()
+    ast.parse(source, feature_version=(3, 6))  # an old Python must get as far as the check
+    with pytest.raises(SystemExit, match=r"error: Python 3\.10 or newer is needed, and \S+ is 3\.6; "):
+        check_environment.check_python((3, 6, 15))
+    check_environment.check_python((3, 10, 0))
+
+
+def test_compiler_that_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", str(script(tmp_path / "cc", "echo 'stdint.h: error: no such file' >&2; exit 1\n")))
+    with pytest.raises(SystemExit, match=r"CC is '.*/cc', which does not compile .* \(stdint.h: error: no such file\)"):
+        check_environment.check_compilers()
+
+
+def test_working_compilers_pass(monkeypatch):
+    monkeypatch.setenv("USE_CUDA", "0")
+    check_environment.check_compilers()
+
+
+def test_missing_modules_are_named():
+    # Without site-packages there is neither.
+    result = run(sys.executable, "-S", check_environment.__file__, "ninja", "clang_format")
+    assert result.returncode == 1
+    assert f"{sys.executable} lacks torch>=2.10, ninja, clang-format; install with '" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+# make, as far as the sentences: each must come before .venv is begun
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    for name in ("Makefile", "requirements.txt", "check_environment.py", "build_library.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def test_make_without_compiler(checkout):
+    result = run("make", "run", cwd=checkout, env=os.environ | {"CC": "no-such-compiler", "PIP_NO_INDEX": "1"})
+    assert "error: no CC compiler: 'no-such-compiler' was not found" in result.stderr
+    assert result.returncode != 0 and not (checkout / ".venv").exists()
+
+
+def test_make_with_old_python(checkout, monkeypatch):
+    pretend = "import runpy, sys; sys.version_info = (3, 9, 18); del sys.argv[0]; "
+    pretend += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    (checkout / "bin").mkdir()
+    script(checkout / "bin" / "python3", f'exec {sys.executable} -c "{pretend}" "$@"\n')
+    path = f"{checkout / 'bin'}:{os.environ['PATH']}"
+    result = run("make", "run", cwd=checkout, env=os.environ | {"PATH": path, "PIP_NO_INDEX": "1"})
+    assert "error: Python 3.10 or newer is needed, and " in result.stderr and " is 3.9; " in result.stderr
+    assert result.returncode != 0 and not (checkout / ".venv").exists()
+
+
+def test_make_with_python_that_is_not_there(checkout):
+    result = run("make", "run", "PYTHON=/nowhere/python", cwd=checkout)
+    assert "error: PYTHON=/nowhere/python was not found." in result.stderr
+    assert result.returncode != 0 and not (checkout / ".venv").exists()
+
+
+def test_make_with_python_that_lacks_modules(checkout):
+    bare = script(checkout / "python", f'exec {sys.executable} -S "$@"\n')
+    result = run("make", "run", f"PYTHON={bare}", cwd=checkout)
+    assert "lacks torch>=2.10, ninja, rich, matplotlib; install with '" in result.stderr
+    assert result.returncode != 0 and not (checkout / ".venv").exists()

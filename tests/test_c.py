@@ -1,0 +1,124 @@
+"""The C kernels without torch: tests/c as one program, at every instruction set, plain and under sanitizers.
+
+The program is linked like the library: every kernel once per instruction set, and common/cpu_level.c, which picks one
+by EXTENSION_CPP_CPU_LEVEL. Only its cpu_should_stream is put aside for one that the tests set.
+"""
+
+import functools
+import os
+import platform
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import build_library
+
+SOURCES = Path(__file__).parent / "c"
+LEVELS = build_library.X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
+BUILDS = {
+    "plain": ["-O3"],
+    # -Og keeps the source's loads and stores, and compiles in half the time of -O1.
+    "sanitized": ["-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
+SWEEPS = ["exp", "mish", "stores"]  # over the floats
+TESTS = [
+    *SWEEPS,
+    "mish_halves",
+    "loads",
+    "flat_sizes",
+    "flat_ranges",
+    "scale_bias_relu_sizes",
+    "scale_bias_relu_ranges",
+    "reduce_sum_sizes",
+    "reduce_sum_ranges",
+]
+# Every 61st float; sanitizers look for other things than the last bit, and cost more.
+STEPS = {"plain": 61, "sanitized": 4999}
+
+
+def compile_program(build: str, folder: Path) -> Path:
+    compiler = build_library.compiler("CC", "cc", "gcc")
+    include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
+    flags = [*compiler, *build_library.c_flags(compiler), *build_library.COMMON_FLAGS, *BUILDS[build]]
+    commands = []
+
+    def add(source: Path, name: str, extra: list[str]) -> None:
+        commands.append([*flags, *extra, *include, "-c", str(source), "-o", str(folder / f"{name}.o")])
+
+    for source in [*sorted(build_library.CSRC.rglob("*_cpu.c")), SOURCES / "probe_cpu.c"]:
+        for level, level_flags in LEVELS.items():
+            add(source, f"{source.stem}.{level}", [*level_flags, f"-DCPU_LEVEL_{level.upper()}"])
+    for source in [SOURCES / "check.c", *sorted(SOURCES.glob("test*.c"))]:
+        add(source, source.stem, ["-O2"])
+    add(build_library.CSRC / "common/cpu_level.c", "cpu_level", ["-Dcpu_should_stream=real_cpu_should_stream"])
+
+    program = folder / "tests"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for result in pool.map(functools.partial(subprocess.run, capture_output=True, text=True), commands):
+            assert result.returncode == 0 and not result.stderr, f"{shlex.join(result.args)}\n{result.stderr}"
+    link = [*flags, *(command[-1] for command in commands), "-lm", "-o", str(program)]
+    result = subprocess.run(link, capture_output=True, text=True)
+    assert result.returncode == 0, f"{shlex.join(link)}\n{result.stderr}"
+    return program
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """run(build, level, test, step): what the program prints; built once a session, run at all levels at once."""
+
+    @functools.cache
+    def program(build: str) -> Path:
+        return compile_program(build, tmp_path_factory.mktemp(f"c_{build}"))
+
+    def at_level(build: str, level: str, test: str, step: int) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
+        return subprocess.run([program(build), test, str(step)], env=environment, capture_output=True, text=True)
+
+    @functools.cache
+    def at_all_levels(build: str, test: str, step: int) -> dict[str, subprocess.CompletedProcess[str]]:
+        program(build)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return dict(zip(LEVELS, pool.map(lambda level: at_level(build, level, test, step), LEVELS), strict=True))
+
+    def checked(build: str, level: str, test: str, step: int) -> str:
+        picked = at_all_levels(build, "level", 0)[level]
+        assert picked.returncode == 0, picked.stdout + picked.stderr
+        if picked.stdout.strip() != level:
+            pytest.skip(f"this machine does not have the instruction set {level}")
+        result = at_all_levels(build, test, step)[level]
+        assert result.returncode == 0, f"{test} at {level}:\n{result.stdout}{result.stderr}"
+        return result.stdout
+
+    return checked
+
+
+def bits(output: str) -> list[str]:
+    """The lines that hash results."""
+    return [line for line in output.splitlines() if line.startswith("bits ")]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("test", TESTS)
+def test_c(run, build, level, test):
+    print(run(build, level, test, STEPS[build]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("test", SWEEPS)
+def test_every_float(run, level, test):
+    print(run("plain", level, test, 1))
+
+
+@pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
+@pytest.mark.parametrize("test", [test for test in TESTS if test != "loads" and not test.endswith("_sizes")])
+def test_same_bits_on_all_levels_with_fma(run, test):
+    """v3 and v4 agree in every bit. Without fma the last ones differ, but not where there is nothing to fuse."""
+    v3 = bits(run("plain", "v3", test, STEPS["plain"]))
+    assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
+    if test in ("stores", "reduce_sum_ranges"):
+        assert v3 == bits(run("plain", "baseline", test, STEPS["plain"]))

@@ -1,0 +1,307 @@
+"""python -m extension_cpp: the demo on a few steps, info, whether a build fits a machine, and one sentence an error."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import extension_cpp
+from extension_cpp import __main__ as command
+from extension_cpp import demo, info
+from extension_cpp.info import Build, Gpu, Machine
+
+PACKAGE = Path(extension_cpp.__file__).parent
+OPERATORS = ("muladd", "scale_bias_relu", "relu", "mish", "reduce_sum")
+
+
+def run(*words, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, **options)
+
+
+# demo
+
+
+# The demo itself, with a table of small tensors and one block in the model, which halves the compilation.
+SMALL_DEMO = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from extension_cpp import __main__, demo, demo_table
+demo.LAYERS = 1
+demo_table.ROWS_TIMED, demo_table.SECONDS_A_ROW = {"cpu": 64}, 0
+sys.exit(__main__.main(["demo", "--device", "cpu", "--steps", "50"]))
+"""
+
+
+def test_demo(tmp_path):
+    done = run("-c", SMALL_DEMO, PACKAGE.parent, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    for name in OPERATORS:
+        rows = [line.split() for line in lines if line.startswith(f"{name} ") and line.count(" / ") == 3]
+        assert [row[1] for row in rows] == ["fp32", "bf16"]
+        for row in rows:
+            ours, eager = float(row[2]), float(row[4])
+            assert ours <= max(2 * eager, 4 * torch.finfo(torch.float32 if row[1] == "fp32" else torch.bfloat16).eps)
+    assert "The losses agree over the first 50 steps" in done.stdout
+    picture = tmp_path / "out" / "demo_loss.png"
+    assert "The loss curves: out/demo_loss.png" in lines
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+    assert done.stderr == ""
+
+
+def trained(name: str, losses: list[float]) -> demo.Run:
+    model = demo.LanguageModel(demo.STOCK, len(demo.read_text()[0]))
+    return demo.Run(name, model, losses, [1.0] * len(losses))
+
+
+@pytest.mark.parametrize(
+    "step, difference, status",
+    [(49, 9e-4, 0), (49, 1.1e-3, 1), (0, -1.1e-3, 1), (3, float("nan"), 1), (50, 0.5, 0)],
+)
+def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, difference, status):
+    ours = [4.0] * 60
+    ours[step] += difference
+    monkeypatch.setattr(demo, "train", lambda *_: (trained("ours", ours), trained("stock", [4.0] * 60)))
+    monkeypatch.setattr(demo.demo_table, "show", lambda *_: None)
+    monkeypatch.setattr(demo, "generate", lambda *_, **__: "text")
+    monkeypatch.setattr(demo, "draw", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["demo", "--device", "cpu"]) == status
+    assert ("DO NOT agree" in capsys.readouterr().out) == bool(status)
+
+
+def test_demo_model_learns_through_the_package():
+    # One step of the whole model, so that a mistake in an op set shows as a gradient that differs.
+    alphabet, text = demo.read_text()
+    batch = text[torch.arange(4)[:, None] * 1000 + torch.arange(demo.CONTEXT + 1)]
+    gradients = []
+    for ops in (demo.OURS, demo.STOCK):
+        torch.manual_seed(0)
+        model = demo.LanguageModel(ops, len(alphabet)).double()
+        torch.nn.init.normal_(model.blocks[0].out.weight, std=0.1)  # zero at first, which would hide what is behind it
+        torch.nn.init.normal_(model.blocks[0].down.weight, std=0.1)
+        model.loss(batch[:, :-1], batch[:, 1:]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_output_folder_where_none_can_be_made(monkeypatch, tmp_path):
+    (tmp_path / "out").write_text("in the way")
+    monkeypatch.chdir(tmp_path)
+    folder = demo.output_folder()
+    assert folder.is_dir() and folder != Path("out")
+    shutil.rmtree(folder)
+
+
+# info
+
+
+def test_info(capsys):
+    assert command.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"extension_cpp  {extension_cpp.__version__}\n" in printed and torch.__version__ in printed
+    assert info.ask_library("cpu_level") in printed
+    schemas = info.schemas()
+    assert all(f"  {schema}\n" in printed for schema in schemas)
+    for name in OPERATORS:
+        assert [schema for schema in schemas if schema.startswith(f"extension_cpp::{name}(")] != []
+
+
+def package_without(tmp_path, *missing: str, torch_text: str | None = None) -> Path:
+    """A copy of the package that cannot be loaded."""
+    ignore = shutil.ignore_patterns("csrc", "__pycache__", *missing)
+    shutil.copytree(PACKAGE, tmp_path / "extension_cpp", ignore=ignore)
+    if torch_text is not None:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text(torch_text)
+    return tmp_path
+
+
+OLD_TORCH = """
+__version__ = "2.5.1+cpu"
+class version: cuda = None
+class cuda: is_available = staticmethod(lambda: False)
+"""
+
+
+@pytest.mark.parametrize(
+    "missing, torch_text, sentence",
+    [
+        (["*.so"], None, "extension_cpp is not built"),
+        ([], OLD_TORCH, "extension_cpp needs torch >= 2.10, and torch 2.5.1+cpu is installed"),
+        ([], "raise ImportError('no such thing')", "extension_cpp needs torch >= 2.10"),
+    ],
+    ids=["no library", "old torch", "no torch"],
+)
+def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_text, sentence):
+    folder = package_without(tmp_path, *missing, torch_text=torch_text)
+    told = run("-m", "extension_cpp", "info", cwd=folder)
+    assert told.returncode == 1 and told.stderr == ""
+    assert sentence in told.stdout and "Python  " in told.stdout
+    assert ("cpu=" in told.stdout or "baseline" in told.stdout) == (not missing)  # what was built, read from the file
+    refused = run("-m", "extension_cpp", "demo", cwd=folder)
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert refused.stderr.startswith(f"error: {sentence}") and refused.stderr.count("\n") == 1
+    # An import by anything else raises.
+    imported = run("-c", "import extension_cpp", cwd=folder)
+    assert imported.returncode == 1 and f"ImportError: {sentence}" in imported.stderr
+
+
+# Whether they fit
+
+
+def build(cuda: str | None = "13.0", *architectures: str) -> Build:
+    return Build(cuda, architectures or ("9.0+PTX",), ("baseline", "v3", "v4"), False)
+
+
+def machine(*capabilities: tuple[int, int], **changes) -> Machine:
+    facts = {"torch": "2.11.0", "torch_cuda": "13.0", "driver": "580.65.06", "driver_cuda": "13.0"} | changes
+    return Machine(**facts, gpus=tuple(Gpu(f"GPU{major}{minor}", (major, minor)) for major, minor in capabilities))
+
+
+@pytest.mark.parametrize(
+    "build, machine, expected",
+    [
+        (build(), machine(driver=None, driver_cuda=None, torch_cuda=None), []),
+        (build(None), machine(), []),
+        (build(), machine((9, 0)), []),
+        (build(), machine((10, 0)), []),
+        (build("13.0", "7.5", "8.0"), machine((8, 6)), []),
+        (build("12.8", "8.0"), machine((8, 0), driver="525.60.13", driver_cuda="12.0", torch_cuda="12.8"), []),
+        (build(), machine((9, 0), driver=None, driver_cuda=None), []),
+        (build(), machine((8, 6)), ["does not cover GPU86", 'TORCH_CUDA_ARCH_LIST="8.6" make build']),
+        (build("13.0", "8.6"), machine((8, 0)), ["does not cover GPU80", 'TORCH_CUDA_ARCH_LIST="8.0" make build']),
+        (build("13.0", "9.0"), machine((10, 0)), ["does not cover GPU100", 'LIST="10.0" make build']),
+        (build("13.0", "9.0"), machine((9, 0), (12, 0)), ["does not cover GPU120", 'LIST="9.0;12.0" make build']),
+        (build("13.2", "9.0+PTX"), machine((10, 0)), ["PTX a driver for CUDA 13.0 cannot compile for GPU100"]),
+        (build("13.2", "9.0+PTX"), machine((9, 0)), []),
+        (
+            build(),
+            machine((9, 0), driver="570.86.10", driver_cuda="12.8"),
+            ["driver is 570.86.10", "needs 580 or newer"],
+        ),
+        (build(), machine((7, 0)), ["GPU70 (compute capability 7.0) is older than 7.5"]),
+        (
+            build(None),
+            machine((9, 0)),
+            ["no CUDA kernels", "(GPU90)", 'USE_CUDA=1 TORCH_CUDA_ARCH_LIST="9.0" make build'],
+        ),
+        (build(None), machine((7, 0)), ["older than 7.5"]),
+        (build(), machine((9, 0), torch_cuda=None), ["torch 2.11.0 was built without CUDA"]),
+        (build(), machine((9, 0), torch=None, torch_cuda=None), []),
+        (build(), machine((9, 0), torch_sees_gpus=False), ["torch does not see", "CUDA_VISIBLE_DEVICES"]),
+    ],
+)
+def test_fit(build, machine, expected):
+    found = info.misfits(build, machine)
+    assert len(found) == min(1, len(expected)), found
+    assert all(words in found[0] for words in expected), found
+    # A CPU-only build fits a machine without a GPU, and yet nothing runs on a GPU there.
+    assert (info.cuda_problem(build, machine) is None) == (not expected and bool(machine.gpus))
+
+
+@pytest.mark.parametrize(
+    "architecture, capability, runs",
+    [
+        ("8.0", (8, 0), True),
+        ("8.0", (8, 9), True),
+        ("8.6", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("8.0+PTX", (9, 0), True),
+        ("9.0+PTX", (8, 9), False),
+        ("9.0a", (9, 0), True),
+        ("10.0a", (10, 3), False),
+        ("10.0f", (10, 3), True),
+        ("9.0a+PTX", (10, 0), False),
+        ("none", (9, 0), False),
+    ],
+)
+def test_serves(architecture, capability, runs):
+    assert info.serves(architecture, capability) is runs
+
+
+def test_parse_build():
+    text = "cuda=13.0 architectures=7.5,9.0+PTX cpu=baseline,v3,v4 debug=0"
+    assert info.parse_build(text) == Build("13.0", ("7.5", "9.0+PTX"), ("baseline", "v3", "v4"), False)
+    assert info.parse_build("cuda=none architectures=none cpu=baseline debug=1") == Build(None, (), ("baseline",), True)
+    assert info.read_build(loaded=True) == info.read_build(loaded=False)
+
+
+# One sentence an error
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["demo", "--steps", "0"], "argument --steps: expected a whole number of at least 1, but got '0'"),
+        (["demo", "--steps", "-3"], "argument --steps: expected a whole number of at least 1, but got '-3'"),
+        (["demo", "--steps", "many"], "argument --steps: expected a whole number of at least 1, but got 'many'"),
+        (["demo", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["dance"], "argument COMMAND: invalid choice: 'dance'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_usage_errors(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    assert printed.err.startswith(f"error: {sentence}") and printed.err.count("\n") == 1
+
+
+def refused(capsys, *arguments) -> str:
+    assert command.main(["demo", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_missing_packages(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "the demo needs matplotlib, not installed here:" in refused(capsys)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert "-m pip install rich matplotlib" in refused(capsys)
+
+
+def test_no_compiler(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert "needs a C++ compiler, and '/nowhere/c++' was not found" in refused(capsys)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(demo.shutil, "which", lambda name: name)
+    monkeypatch.setattr(demo.sysconfig, "get_path", lambda name: "/nowhere")
+    assert "needs Python's C headers" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    "built, there, sentence",
+    [
+        (build(), machine(), "--device cuda: This machine has no NVIDIA GPU, or no driver for it."),
+        (build(None), machine(), "--device cuda: This build has no CUDA kernels, and this machine has no NVIDIA GPU."),
+        (build(None), machine((9, 0)), "--device cuda: This build has no CUDA kernels, so the GPU (GPU90) is not used"),
+        (build(), machine((8, 6)), "--device cuda: This library was built for 9.0+PTX, which does not cover GPU86"),
+    ],
+)
+def test_device_cuda_where_it_cannot_run(monkeypatch, capsys, built, there, sentence):
+    monkeypatch.setattr(info, "read_build", lambda: built)
+    monkeypatch.setattr(info, "read_machine", lambda: there)
+    assert sentence in refused(capsys, "--device", "cuda")
+    device, remark = demo.choose_device(None)
+    assert device == "cpu" and bool(remark) == bool(there.gpus)
+    assert demo.choose_device("cpu") == ("cpu", "")
+
+
+def test_device_is_the_gpu_where_it_fits(monkeypatch):
+    monkeypatch.setattr(info, "read_build", build)
+    monkeypatch.setattr(info, "read_machine", lambda: machine((9, 0)))
+    assert demo.choose_device(None) == demo.choose_device("cuda") == ("cuda", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["info", "--help"]])
+def test_help(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 0 and len(capsys.readouterr().out) > 200

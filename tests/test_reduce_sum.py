@@ -1,0 +1,146 @@
+"""What only reduce_sum promises; tests/specs/reduce_sum.py has the rest."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from extension_cpp import reduce_sum
+from tests.opspec import DTYPES
+
+# The kernels' edges: blocks of 32 columns, narrow rows taken several as one, tiles of 1024 columns and of 512 bytes,
+# rows a group of lanes, a warp or a block sums, and runs of terms long enough to be cut in chunks.
+SHAPES = [
+    (70000,),
+    (300, 33),
+    (20000, 3),
+    (60000, 2),
+    (33, 3584),
+    (64, 17, 32),
+    (2, 3000, 40),
+    (3, 9000, 7),
+    (2, 900, 1100),
+    (5, 2100, 31),
+    (2000, 5, 12),
+    (40, 5, 1, 3),
+    (9, 16, 7, 8),
+]
+
+
+def layouts(shape, dtype, device):
+    """The shape contiguous, offset by one element, reversed and rotated in memory, and channels_last."""
+
+    def make(*sizes):
+        return torch.randn(sizes, dtype=torch.float64, device=device).to(dtype)
+
+    yield "contiguous", make(*shape)
+    yield "offset", make(torch.Size(shape).numel() + 1)[1:].view(shape)
+    if len(shape) > 1:
+        yield "reversed", make(*reversed(shape)).permute(*reversed(range(len(shape))))
+        yield "rotated", make(*shape[1:], shape[0]).permute(-1, *range(len(shape) - 1))
+    if len(shape) == 4:
+        yield "channels_last", make(*shape).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_subset_of_dimensions_and_layout(shape, dtype, device):
+    torch.manual_seed(0)
+    for layout, x in layouts(shape, dtype, device):
+        for count in range(1, len(shape) + 1):
+            for dim in itertools.combinations(range(len(shape)), count):
+                expected, eager = x.double().sum(dim), x.sum(dim)
+                actual = reduce_sum(x, dim)
+                terms = x.numel() / expected.numel()
+                tolerance = max(
+                    2 * (eager - expected).abs().max().item(),
+                    4 * torch.finfo(dtype).eps * expected.abs().max().item() * terms**0.5,
+                )
+                error = (actual - expected).abs().max().item()
+                assert actual.shape == eager.shape and actual.is_contiguous(), (layout, dim)
+                assert error <= tolerance, (layout, dim)
+
+
+def test_no_worse_than_eager_on_long_sums(device):
+    torch.manual_seed(0)
+    n = 1 << 24
+    ramp = torch.linspace(0, 1, n, device=device)
+    spike = torch.ones(n, device=device)
+    spike[0] = 2.0**24  # adding ones to it one by one in float32 would lose every one of them
+    alternating = torch.randn(n, device=device) * 1e4
+    alternating[1::2] = -alternating[::2] + 1e-3
+    for x in (torch.rand(n, device=device), ramp, spike, alternating):
+        for view, dim in ((x, None), (x.view(4, -1), 1), (x.view(-1, 64), 0)):
+            exact = view.double().sum(dim)
+            bound = torch.maximum((view.sum(dim) - exact).abs().max(), torch.finfo(x.dtype).eps * exact.abs().max())
+            assert (reduce_sum(view, dim) - exact).abs().max() <= bound
+
+
+def test_one_large_term_keeps_the_small_ones():
+    x = torch.ones(1 << 20)
+    x[5] = 2.0**24
+    # Only the terms that share a lane and a batch with it can be lost.
+    assert abs(reduce_sum(x).item() - (2.0**24 + 2.0**20)) <= 64
+
+
+DETERMINISM = """
+import sys, torch
+from extension_cpp import reduce_sum
+torch.manual_seed(0)
+sums = []
+for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    for shape, dim in (((1 << 21,), None), ((8, 200001), 1), ((5000, 33), 1), ((40000, 48), 0), ((30, 501, 7), 1),
+                       ((3000, 1100), 0), ((16, 24, 900), (0, 2))):
+        x = torch.randn(shape, dtype=torch.float64).to(dtype)
+        results = []
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            results.append(reduce_sum(x, dim))
+        assert all(torch.equal(results[0], other) for other in results[1:]), (dtype, shape)
+        sums.append(results[0])
+torch.save(sums, sys.argv[1])
+"""
+
+
+def test_same_bits_for_any_threads_and_instruction_set(tmp_path):
+    saved = []
+    for level in ("baseline", "v3", "v4"):  # a level the machine lacks runs as its highest one
+        path = tmp_path / f"{level}.pt"
+        environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
+        subprocess.run([sys.executable, "-c", DETERMINISM, str(path)], env=environment, check=True)
+        saved.append(torch.load(path))
+    for other in saved[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(saved[0], other, strict=True))
+
+
+def test_sums_over_nothing_are_zero():
+    assert torch.equal(reduce_sum(torch.ones(3, 0), 1), torch.zeros(3))
+    assert torch.equal(reduce_sum(torch.ones(0, 3)), torch.tensor(0.0))
+    assert reduce_sum(torch.ones(0, 3), 1).shape == (0,)
+    assert torch.equal(reduce_sum(torch.ones(2, 0, 3), 1, keepdim=True), torch.zeros(2, 1, 3))
+
+
+def test_dim_arguments_of_torch_sum(device):
+    x = torch.randn(3, 4, 5, device=device, dtype=torch.float64)
+    for dim in (None, (), 0, -1, [1], (0, 2), (-1, 0), (2, 1, 0)):
+        for keepdim in (False, True):
+            torch.testing.assert_close(reduce_sum(x, dim, keepdim), torch.sum(x, dim, keepdim))
+    scalar = torch.tensor(3.0, device=device)
+    assert reduce_sum(scalar).item() == reduce_sum(scalar, 0).item() == reduce_sum(scalar, -1, keepdim=True).item() == 3
+
+
+def test_infinities_and_nan(device):
+    for position in range(0, 200, 7):
+        for shape, dim in (((200,), 0), ((200, 40), 0), ((200, 3), 0)):
+            x = torch.ones(shape, device=device)
+            x[position] = float("inf")
+            assert torch.isposinf(reduce_sum(x, dim)).all()
+            x[199 - position] = -float("inf")
+            assert torch.isnan(reduce_sum(x, dim)).all()
+            x = torch.ones(shape, device=device)
+            x.view(200, -1)[position, 0] = float("nan")
+            result = reduce_sum(x, dim).view(-1)
+            assert torch.isnan(result[0]) and not torch.isnan(result[1:]).any()
