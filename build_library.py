@@ -38,10 +38,11 @@ X86_LEVELS = {
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
 # Contraction stays off so that every instruction set with FMA gives the same bits; without
-# -fno-tree-loop-distribute-patterns gcc turns lane loops into memcpy and sends every lane array through the stack.
+# -fno-tree-loop-distribute-patterns gcc turns lane loops into memcpy and sends every lane array through the stack, and
+# without -fno-tree-pre it turns selections between a constant and a result into branches, which do not vectorise.
 C_FLAGS = ["-std=c17", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-GCC_FLAGS = ["-fno-tree-loop-distribute-patterns"]
+GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 

@@ -172,19 +172,21 @@ static uint64_t check_ranges(const sbr_case *c) {
   return hash;
 }
 
-/* A million rows of one number: a column summed in float by itself, a part of the rows at a time, would be off by 1e-5. */
+/* Many rows of one number: a column summed in float by itself, a part of the rows at a time, would be off by more. */
 static void check_long_columns(void) {
-  sbr_case c = new_case(1 << 20, 1, DTYPE_FLOAT32, 0);
+  sbr_case c = new_case(1 << 18, 1, DTYPE_FLOAT32, 0);
   for (int64_t i = 0; i < c.rows; ++i) ((float *)c.x)[i] = 1, ((float *)c.grad_out)[i] = 4.0f / 3;
   ((float *)c.bias)[0] = 1;
   for (int k = 0; k < OUTPUTS; ++k) free(c.want[k]), free(c.slack[k]);
   set_wants(&c, 0);
+  /* Errors of equal terms partly cancel: 64 of them are a few roundings off, a thousand many. */
+  c.slack[GRAD_BIAS][0] /= 32;
   run_case(&c, 0);
   free_case(&c);
 }
 
 void test_scale_bias_relu_ranges(uint32_t step) {
-  static const int64_t shapes[][2] = {{9000, 33}, {150, 5001}, {1, 70001}};
+  static const int64_t shapes[][2] = {{4000, 33}, {70, 5001}, {1, 40001}};
   (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
     for (int s = 0; s < 3; ++s) {

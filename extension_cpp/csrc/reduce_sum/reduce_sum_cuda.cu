@@ -122,9 +122,9 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   const int width = 1 << log_width;
   const int64_t head = smaller((16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / sizeof(T), n);
   const int64_t vectors = (n - head) / N, tail = head + vectors * N;
-  acc_t<T> edge = 0;
-  for (int64_t i = lane; i < head; i += width) edge += to_acc(p[i]);
-  for (int64_t i = tail + lane; i < n; i += width) edge += to_acc(p[i]);
+  // At most N - 1 elements at either end, and at least N lanes. Loaded here, added at the end, so that nothing waits for them.
+  const acc_t<T> first = lane < head ? to_acc(p[lane]) : acc_t<T>(0);
+  const acc_t<T> last = tail + lane < n ? to_acc(p[tail + lane]) : acc_t<T>(0);
   double total = 0;
   const int64_t count = (vectors - lane + width - 1) >> log_width;
   walk<T, N, U>(p + head + lane * N, count, width * N, [&](acc_t<T>(&sum)[N]) {
@@ -135,7 +135,7 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
     }
     total += sum[0];
   });
-  return total + edge;
+  return total + first + last;
 }
 
 // A group of 2^log_width lanes a span; WHOLE_BLOCK: a block a span, 2^log_width is THREADS.
@@ -267,13 +267,16 @@ int log_at_least(int64_t n, int limit) {
 template <typename T>
 void launch_spans(const reduce_sum_args &args, cudaStream_t stream) {
   const int64_t spans = args.outer * args.chunks, vectors = ceil_div(smaller(args.chunk, args.reduce), LANES<T>);
-  if (vectors > 1024 || (vectors > 128 && spans < 1024)) {
+  if (vectors > 2048 || (vectors > 128 && spans < 1024)) {
     sum_spans<T, 4, true><<<grid(spans), THREADS, 0, stream>>>(args, LOG_THREADS);
     return;
   }
-  const int log_width = log_at_least(ceil_div(vectors, 2), 5);
+  // About eight vectors a lane: fewer, and a row is over before the memory has answered. At least as many lanes as a vector
+  // has elements (sum_span).
+  const int log_lanes = log_at_least(LANES<T>, 5), log_wanted = log_at_least(ceil_div(vectors, 8), 5);
+  const int log_width = log_wanted > log_lanes ? log_wanted : log_lanes;
   const unsigned blocks = grid(ceil_div(spans, THREADS >> log_width));
-  if (vectors > 64)
+  if (vectors >> log_width > 2)
     sum_spans<T, 4, false><<<blocks, THREADS, 0, stream>>>(args, log_width);
   else
     sum_spans<T, 2, false><<<blocks, THREADS, 0, stream>>>(args, log_width);

@@ -1,0 +1,94 @@
+"""What only muladd promises: out=, and its place in a compiled graph."""
+
+import pytest
+import torch
+
+import extension_cpp
+
+
+def inputs(shape: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+    return a, b, extension_cpp.muladd(a, b, 0.5)
+
+
+def test_out_is_written_and_returned(device: str) -> None:
+    a, b, expected = inputs((33, 65), device)
+    out = torch.full_like(a, float("nan"))
+    assert extension_cpp.muladd(a, b, 0.5, out=out) is out
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "offset"])
+def test_out_of_any_strides(layout: str, device: str) -> None:
+    """The strides of out are its own; what lies between its elements stays as it was."""
+    a, b, expected = inputs((33, 65), device)
+    if layout == "transposed":
+        out = torch.zeros(65, 33, device=device).t()
+    elif layout == "sliced":
+        buffer = torch.full((33, 131), 7.0, device=device)
+        out = buffer[:, 1::2]
+    else:
+        out = torch.zeros(33 * 65 + 1, device=device)[1:].view(33, 65)
+    strides = out.stride()
+    extension_cpp.muladd(a, b, 0.5, out=out)
+    assert torch.equal(out, expected)
+    assert out.stride() == strides
+    if layout == "sliced":
+        assert torch.equal(buffer[:, ::2], torch.full((33, 66), 7.0, device=device))
+
+
+def test_out_may_be_an_input(device: str) -> None:
+    a, b, expected = inputs((4099,), device)
+    extension_cpp.muladd(a, b, 0.5, out=b)
+    assert torch.equal(b, expected)
+
+
+def test_out_may_interleave_with_an_input(device: str) -> None:
+    """Even and odd columns of one buffer overlap in extent but share no element."""
+    a, b, expected = inputs((33, 65), device)
+    buffer = torch.zeros(33, 130, device=device)
+    buffer[:, ::2] = a
+    extension_cpp.muladd(buffer[:, ::2], b, 0.5, out=buffer[:, 1::2])
+    assert torch.equal(buffer[:, 1::2], expected)
+    assert torch.equal(buffer[:, ::2], a)
+
+
+def test_out_with_inputs_that_require_grad(device: str) -> None:
+    """No silent loss of gradients: an error with grad on, a result under no_grad."""
+    a, b, expected = inputs((5,), device)
+    a.requires_grad_()
+    out = torch.empty_like(b)
+    with pytest.raises(RuntimeError, match="expected a and b not to require grad with out="):
+        extension_cpp.muladd(a, b, 0.5, out=out)
+    with torch.no_grad():
+        extension_cpp.muladd(a, b, 0.5, out=out)
+    assert torch.equal(out, expected)
+
+
+def test_out_is_functionalized(device: str) -> None:
+    """The schema says that out is written, so a compiled graph orders its readers behind it."""
+    a, b, expected = inputs((33, 65), device)
+
+    def step(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.zeros_like(a)
+        before = out + 1
+        torch.ops.extension_cpp.muladd.out(a, b, 0.5, out=out)
+        return before, out * 2
+
+    before, after = torch.compile(step, fullgraph=True)(a, b)
+    assert torch.equal(before, torch.ones_like(a))
+    assert torch.equal(after, expected * 2)
+    torch.library.opcheck(torch.ops.extension_cpp.muladd.out, (a, b, 0.5), {"out": torch.empty_like(a)})
+
+
+def test_gradients_only_for_what_needs_them(device: str) -> None:
+    """With one input frozen the other is not kept: backward is one product."""
+    a, b, _ = inputs((33, 65), device)
+    b.requires_grad_()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        result = extension_cpp.muladd(a, b, 0.5)
+    (gradient,) = torch.autograd.grad(result.sum(), b)
+    assert torch.equal(gradient, a)
+    assert len(saved) == 1 and saved[0].data_ptr() == a.data_ptr()

@@ -1,0 +1,81 @@
+"""The modules: the ops they call, and what torch.nn users expect of a module."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import extension_cpp
+from extension_cpp.nn import Mish, ReLU, ScaleBiasReLU
+
+MODULES = [ScaleBiasReLU(33, scale=0.5), ReLU(), Mish()]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+def test_copies_and_pickles(module: torch.nn.Module) -> None:
+    x = torch.randn(4, 33)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)]
+    for twin in twins:
+        assert torch.equal(twin(x), module(x))
+        assert repr(twin) == repr(module)
+        assert twin.state_dict().keys() == module.state_dict().keys()
+
+
+def test_modules_call_their_ops() -> None:
+    x = torch.randn(4, 33)
+    layer = ScaleBiasReLU(33, scale=0.5)
+    torch.nn.init.normal_(layer.bias)
+    assert torch.equal(layer(x), extension_cpp.scale_bias_relu(x, layer.bias, 0.5))
+    assert torch.equal(ReLU()(x), extension_cpp.relu(x))
+    assert torch.equal(Mish()(x), extension_cpp.mish(x))
+
+
+def test_scale_bias_relu_as_a_module() -> None:
+    layer = ScaleBiasReLU(8, scale=2.0, dtype=torch.bfloat16)
+    assert repr(layer) == "ScaleBiasReLU(features=8, scale=2.0)"
+    assert layer.bias.dtype is torch.bfloat16 and not layer.bias.any()
+    assert list(layer.state_dict()) == ["bias"]
+    with torch.device("meta"):
+        assert ScaleBiasReLU(8)(torch.empty(3, 8)).shape == (3, 8)
+
+
+def test_trains_in_a_sequential_model(device: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), ScaleBiasReLU(32), torch.nn.Linear(32, 16), Mish()).to(device)
+    x = torch.randn(64, 16, device=device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_third_derivative_of_mish_is_refused() -> None:
+    """An error, in place of the silent zero that an op without autograd gives."""
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(extension_cpp.mish(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="extension_cpp::mish: the third derivative is not implemented"):
+        torch.autograd.grad(second.sum(), x)
+
+
+def test_saved_tensors_are_few() -> None:
+    """scale_bias_relu keeps x and bias alone; relu its result; the mask is never stored."""
+    x, bias = torch.randn(64, 33, requires_grad=True), torch.randn(33, requires_grad=True)
+    for function, kept in [
+        (lambda: extension_cpp.scale_bias_relu(x, bias, 0.5), 2),
+        (lambda: extension_cpp.relu(x), 1),
+    ]:
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            function()
+        assert len(saved) == kept
