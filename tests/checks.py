@@ -137,7 +137,7 @@ def check(
 
     In float64 the reference is eager PyTorch, and rounds as much as the op. Its error is taken to be that of eager
     float32 on the same inputs, less the factor between the two types' eps, and counts on top of the twice
-    that the op is allowed (so 1.5 x 2).
+    that the op is allowed (so 2 x 2; eager's own order of summation may be better by luck).
     """
     dtype, grad_out = sample.args[0].dtype, random_grad(grad_layout)
     ours = run(spec.function, sample, grad_out)
@@ -148,7 +148,7 @@ def check(
             run(spec.reference, rounded, grad_out),
             run(spec.reference, convert(rounded, dtype), grad_out),
         )
-        factor = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        factor = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     else:
         eager, eager_exact, factor = run(spec.reference, sample, grad_out), exact, 1.0
     assert ours.output.dtype == dtype and all(g.dtype == dtype for g in ours.gradients)

@@ -43,16 +43,18 @@ template <typename T, typename A = acc_t<T>>
 __device__ inline A mish_derivative(A x) {
   const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
   const A denominator = fma(e, e + 2, A(2));
-  const A numerator = fma(e + 2, denominator, 4 * x * (1 + e));
-  return x > linear_from(x) ? A(1) : divide(numerator, denominator * denominator) * scaled * Exp<T>::UNSCALE;
+  // A quarter of it, so that no finite x overflows; exact, as the factor 4 at the end is.
+  const A numerator = fma((e + 2) / 4, denominator, x * (1 + e));
+  return x > linear_from(x) ? A(1) : divide(numerator, denominator * denominator) * scaled * (4 * Exp<T>::UNSCALE);
 }
 
 template <typename T, typename A = acc_t<T>>
 __device__ inline A mish_second_derivative(A x) {
-  const A e = Exp<T>::scaled(x) * Exp<T>::UNSCALE;
+  const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
   const A denominator = fma(e, e + 2, A(2));
   const A bracket = 2 + x * divide(denominator - 2 * e * e * (e + 2), denominator * (1 + e));
-  return x > linear_from(x) ? A(0) : divide(4 * e * (1 + e), denominator * denominator) * bracket;
+  const A second = divide(1 + e, denominator * denominator) * bracket * scaled * (4 * Exp<T>::UNSCALE);
+  return x > linear_from(x) ? A(0) : second;
 }
 
 template <typename T, typename A = acc_t<T>>

@@ -61,7 +61,10 @@ __device__ inline void walk(const T *p, int64_t count, int64_t stride, Add &&add
 #pragma unroll 1
   for (; count > 0; count -= U) {
     p += U * stride;
-    if (count > U) {
+    if (count >= 2 * U) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) next[u] = load_vector<T, N>(p + u * stride);
+    } else if (count > U) {
 #pragma unroll
       for (int u = 0; u < U; ++u) next[u] = load_if<T, N>(U + u < count, p + u * stride);
     }
@@ -271,9 +274,9 @@ void launch_spans(const reduce_sum_args &args, cudaStream_t stream) {
     sum_spans<T, 4, true><<<grid(spans), THREADS, 0, stream>>>(args, LOG_THREADS);
     return;
   }
-  // About eight vectors a lane: fewer, and a row is over before the memory has answered. At least as many lanes as a vector
-  // has elements (sum_span).
-  const int log_lanes = log_at_least(LANES<T>, 5), log_wanted = log_at_least(ceil_div(vectors, 8), 5);
+  // About sixteen vectors a lane: a row costs some two hundred instructions besides its loads. At least as many lanes as a
+  // vector has elements (sum_span).
+  const int log_lanes = log_at_least(LANES<T>, 5), log_wanted = log_at_least(ceil_div(vectors, 16), 5);
   const int log_width = log_wanted > log_lanes ? log_wanted : log_lanes;
   const unsigned blocks = grid(ceil_div(spans, THREADS >> log_width));
   if (vectors >> log_width > 2)

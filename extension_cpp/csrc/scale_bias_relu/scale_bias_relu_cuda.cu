@@ -29,7 +29,7 @@ struct Backward {
   int halo;       // columns by which the tiles of different rows are shifted: 0, or N - 1 where rows are not aligned
 };
 
-constexpr int THREADS = 288;
+constexpr int THREADS = 256;
 constexpr int LOADS = 2;
 constexpr int BLOCKS_PER_SM = 4;
 constexpr int WAVE = 132 * BLOCKS_PER_SM;  // an H100's multiprocessors; fixed, so that sums do not depend on the chip
@@ -54,7 +54,7 @@ struct Geometry {
   int64_t row_blocks;
 };
 
-constexpr int MAX_THREADS_X = 36;
+constexpr int MAX_THREADS_X = 32;
 constexpr int MAX_THREADS_Y = 64;
 constexpr int MIN_THREADS_Y = 8;  // and always a multiple of every n, so that a thread's rows have one phase
 
@@ -62,10 +62,8 @@ Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
   Geometry g;
   g.halo = phase == 0 && cols % n == 0 ? 0 : n - 1;
   const int64_t vectors = ceil_div(cols + g.halo, n);
-  // 32 threads where rows are aligned, so that tiles are; else up to 36, whatever leaves the last tile fullest.
-  const int64_t limit = g.halo == 0 ? 32 : MAX_THREADS_X;
-  g.tiles = ceil_div(vectors, limit);
-  g.threads_x = static_cast<int>(g.halo == 0 && g.tiles > 1 ? 32 : ceil_div(vectors, g.tiles));
+  g.threads_x = static_cast<int>(vectors < MAX_THREADS_X ? vectors : MAX_THREADS_X);
+  g.tiles = ceil_div(vectors, g.threads_x);
   g.threads_y = MAX_THREADS_Y;
   while (g.threads_y > MIN_THREADS_Y && g.threads_y * g.threads_x > THREADS) g.threads_y /= 2;
   g.row_blocks = row_blocks(rows, g.tiles);
