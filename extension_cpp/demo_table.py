@@ -118,6 +118,9 @@ def seconds(function: Callable[[], Any], device: str) -> float:
         return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    torch.cuda._sleep(
+        2_000_000
+    )  # a millisecond, in which the host runs ahead: what is timed is the device's work alone
     start.record()
     function()
     end.record()

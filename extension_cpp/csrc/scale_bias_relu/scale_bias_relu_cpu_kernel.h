@@ -17,6 +17,13 @@ static void NAME(scale_bias_relu_forward)(const scale_bias_relu_forward_args *ar
   const int stream = cpu_should_stream(2 * args->rows * cols * (int64_t)sizeof(T));
   for (int64_t i = begin, c = begin % cols; i < end; c = 0) {
     const int64_t row_end = i + (cols - c) < end ? i + (cols - c) : end;
+    /* A row of odd width begins anywhere: up to the next 64 bytes it goes alone, so that the rest can be streamed. */
+    const int64_t head = (int64_t)((64 - (uintptr_t)((T *)args->y + i) % 64) % 64 / sizeof(T));
+    if (stream && head > 0 && head < row_end - i) {
+      NAME(forward_block)(args, i, c, (int)head, 0);
+      i += head;
+      c += head;
+    }
     const int64_t blocks_end = row_end - (row_end - i) % BLOCK;
     if (stream && (uintptr_t)((T *)args->y + i) % 64 == 0) {
       for (; i < blocks_end; i += BLOCK, c += BLOCK) NAME(forward_block)(args, i, c, BLOCK, 1);
