@@ -49,7 +49,7 @@ def test_demo(tmp_path):
     picture = tmp_path / "out" / "demo_loss.png"
     assert "The loss curves: out/demo_loss.png" in lines
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr  # (torch may warn there, of the Python it runs on for one)
 
 
 def trained(name: str, losses: list[float]) -> demo.Run:
