@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def poisoned_gpu_memory(request: pytest.FixtureRequest) -> None:
     """Leaves NaN in the blocks that PyTorch's CUDA allocator will hand out next."""
-    if request.node.callspec.params.get("device") == "cuda" if hasattr(request.node, "callspec") else False:
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if parameters.get("device") == "cuda":
         blocks = [torch.full((elements,), float("nan"), device="cuda") for elements in [256] * 512 + [1 << 19] * 32]
         del blocks

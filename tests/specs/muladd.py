@@ -19,6 +19,7 @@ def error_inputs(device):
     if device != "cpu":
         yield ErrorSample((a, a.cpu(), 1.0), f"{op} b on {a.device} like a, but got cpu")
         yield ErrorSample((a.cpu(), a, 1.0), f"{op} b on cpu like a, but got {a.device}")
+        yield ErrorSample((a, a, 1.0), f"{op} out on {a.device} like a, but got cpu", {"out": a.cpu()})
     buffer = torch.ones(7, device=device)
     flat = buffer[:6].view(2, 3)
     errors = {
