@@ -4,8 +4,8 @@
 #include "mish/mish.h"
 
 // exp(x) as scaled * UNSCALE. float32: exp(x) * 2^64, so that x exp(x) keeps its digits where exp(x) alone has none left; x is
-// reduced to |r| <= ln2/2 first, for the hardware's exp2 errs with the size of its argument. Half types need neither, and every
-// instruction counts there: two exp and division units serve eight elements a vector.
+// reduced to |r| <= ln2/2 first, for the hardware's exp2 errs with the size of its argument. Half types need neither, and with
+// eight elements a vector the instructions are what limits them.
 template <typename T>
 struct Exp {
   static constexpr float UNSCALE = 1.0f;
