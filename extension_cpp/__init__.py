@@ -49,6 +49,16 @@ except ImportError as error:
 else:
     # The operators must exist before these modules register fakes and gradients for them.
     from extension_cpp import nn, reference
-    from extension_cpp.ops import mish, muladd, reduce_sum, relu, scale_bias_relu
+    from extension_cpp.ops import layer_norm, mish, muladd, reduce_sum, relu, rms_norm, scale_bias_relu
 
-__all__ = ["mish", "muladd", "nn", "reduce_sum", "reference", "relu", "scale_bias_relu"]
+__all__ = [
+    "layer_norm",
+    "mish",
+    "muladd",
+    "nn",
+    "reduce_sum",
+    "reference",
+    "relu",
+    "rms_norm",
+    "scale_bias_relu",
+]

@@ -55,3 +55,23 @@ class Mish(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.mish(x)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch.nn.LayerNorm, arguments, parameters and state_dict included, over extension_cpp.layer_norm.
+
+    The parameters may be float32 where the input is half; the result has the input's dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch.nn.RMSNorm, arguments, parameters and state_dict included, over extension_cpp.rms_norm.
+
+    The parameters may be float32 where the input is half; the result has the input's dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps)

@@ -352,3 +352,254 @@ def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None
 
 
 register_autograd("extension_cpp::reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context)
+
+
+# ---- layer_norm ----
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
+
+    Args:
+        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie (a slice, a packed QKV); other
+            strides cost a copy.
+        normalized_shape: the last dimensions of ``x``, over which mean and (biased) variance are taken.
+        weight: shape normalized_shape, ``x``'s device, and its dtype, or float32 where ``x`` is half; None: ones.
+        bias: as ``weight``, and of its dtype; None: zeros.
+        eps: added to the variance.
+
+    Returns:
+        A contiguous tensor of ``x``'s shape and dtype.
+
+    Raises:
+        RuntimeError: normalized_shape is empty or not the end of ``x``'s shape; ``weight`` or ``bias`` has another
+            shape, dtype or device; or ``x`` is not floating point.
+
+    Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and a mean and a reciprocal
+    standard deviation a row, in float32 (float64: float64). The variance takes a second pass over the row; the rows
+    of the weight gradients are summed in a fixed order. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+    return _ops.layer_norm(x, normalized_shape, weight, bias, eps)[0]
+
+
+def _statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
+    """Room for a number a row, which broadcasts against x."""
+    shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
+    return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
+
+
+@register_fake("extension_cpp::layer_norm")
+def _(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), _statistics(x, normalized_shape), _statistics(x, normalized_shape)
+
+
+@register_fake("extension_cpp::layer_norm_backward")
+def _(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+    needs_grad_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    some = next((w for w in (weight, bias) if w is not None), x)
+    grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
+    grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)
+    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight, grad_bias
+
+
+def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, ctx.normalized_shape, weight, bias, _ = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(x, weight, bias, mean, rstd)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # else backward would fill zeros for mean and rstd
+
+
+def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return None, None, None, None, None
+    x, weight, bias, mean, rstd = ctx.saved_tensors
+    needs_x = ctx.needs_input_grad[0]
+    needs_weight = weight is not None and ctx.needs_input_grad[2]
+    needs_bias = bias is not None and ctx.needs_input_grad[3]
+    grad_x, grad_weight, grad_bias = _ops.layer_norm_backward(
+        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, needs_x, needs_weight, needs_bias
+    )
+    return (
+        grad_x if needs_x else None,
+        None,
+        grad_weight if needs_weight else None,
+        grad_bias if needs_bias else None,
+        None,
+    )
+
+
+register_autograd("extension_cpp::layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context)
+
+
+def _norm_second_order(
+    ctx: Any, grad_grad_x: Tensor, grad_grad_weight: Tensor, grad_grad_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of <grad_grad_x, grad_x> + <grad_grad_weight, grad_weight> + <grad_grad_bias, grad_bias> with
+    respect to grad_out, x and weight; for rms_norm, grad_grad_bias is None.
+
+    In plain tensor operations of x, so that autograd takes it from here to any order. With P(z) = z - mean(z) - xhat *
+    mean(xhat * z), grad_x is rstd * P(grad_out * weight), and P is symmetric; rms_norm leaves out the mean(z).
+    """
+    grad_out, x, rstd, weight = ctx.saved_tensors
+    centered = grad_grad_bias is not None
+    dims, dtype = tuple(range(-len(ctx.normalized_shape), 0)), rstd.dtype
+    g, v = grad_out.to(dtype), grad_grad_x.to(dtype) if ctx.needs_x else None
+    w = None if weight is None else weight.to(dtype)
+
+    def mean(z: Tensor) -> Tensor:
+        return z.mean(dims, keepdim=True)
+
+    d = x.to(dtype) - mean(x.to(dtype)) if centered else x.to(dtype)
+    variance = mean(d.square())
+    # rstd as the forward had it, but as a function of x: what it adds to the variance is a constant.
+    rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
+    xhat = d * rstd
+
+    def project(z: Tensor) -> Tensor:
+        return z - (mean(z) if centered else 0) - xhat * mean(xhat * z)
+
+    grad_grad_out, grad_x, grad_weight = torch.zeros_like(xhat), torch.zeros_like(xhat), None
+    if v is not None:
+        gw = g if w is None else g * w
+        h = rstd * project(v)
+        grad_grad_out = h if w is None else h * w
+        grad_weight = None if w is None else (g * h).sum(tuple(range(g.dim() - len(dims))))
+        along = mean(v * gw) - (mean(v) * mean(gw) if centered else 0) - mean(xhat * v) * mean(xhat * gw)
+        grad_x = -rstd.square() * (xhat * along + mean(xhat * gw) * project(v) + mean(xhat * v) * project(gw))
+    if ctx.needs_weight:
+        u = grad_grad_weight.to(dtype)
+        grad_grad_out = grad_grad_out + u * xhat
+        grad_x = grad_x + rstd * project(u * g)
+    if ctx.needs_bias and grad_grad_bias is not None:
+        grad_grad_out = grad_grad_out + grad_grad_bias.to(dtype)
+    return (
+        grad_grad_out.to(grad_out.dtype),
+        grad_x.to(x.dtype),
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+    )
+
+
+def _layer_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, ctx.needs_x, ctx.needs_weight, ctx.needs_bias = inputs
+    ctx.save_for_backward(grad_out, x, rstd, weight)
+
+
+def _layer_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad_grad_out, grad_x, grad_weight = _norm_second_order(ctx, *grads)
+    return grad_grad_out, grad_x, None, None, None, grad_weight, None, None, None, None
+
+
+register_autograd(
+    "extension_cpp::layer_norm_backward",
+    _layer_norm_double_backward,
+    setup_context=_layer_norm_backward_setup_context,
+)
+
+
+# ---- rms_norm ----
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args:
+        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie; other strides cost a copy.
+        normalized_shape: the last dimensions of ``x``, over which the mean is taken.
+        weight: shape normalized_shape, ``x``'s device, and its dtype, or float32 where ``x`` is half; None: ones.
+        eps: added to the mean square; None: the machine epsilon of the type of the arithmetic (float32, for float64
+            float64), as torch.nn.functional.rms_norm's.
+
+    Returns:
+        A contiguous tensor of ``x``'s shape and dtype.
+
+    Raises:
+        RuntimeError: normalized_shape is empty or not the end of ``x``'s shape; ``weight`` has another shape, dtype or
+            device; or ``x`` is not floating point.
+
+    Differentiable in ``x`` and ``weight``, to any order. Backward saves ``x`` and a reciprocal root mean square a row,
+    in float32 (float64: float64); the rows of the weight gradient are summed in a fixed order. Source: Zhang and
+    Sennrich 2019, arXiv:1910.07467.
+    """
+    return _ops.rms_norm(x, normalized_shape, weight, eps)[0]
+
+
+@register_fake("extension_cpp::rms_norm")
+def _(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _statistics(x, normalized_shape)
+
+
+@register_fake("extension_cpp::rms_norm_backward")
+def _(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    grad_weight = (x if weight is None else weight).new_empty(list(normalized_shape) if needs_grad_weight else 0)
+    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
+
+
+def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.normalized_shape, weight, _ = inputs
+    _, rstd = output
+    ctx.save_for_backward(x, weight, rstd)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return None, None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]
+    grad_x, grad_weight = _ops.rms_norm_backward(grad_out, x, ctx.normalized_shape, rstd, weight, needs_x, needs_weight)
+    return grad_x if needs_x else None, None, grad_weight if needs_weight else None, None
+
+
+register_autograd("extension_cpp::rms_norm", _rms_norm_backward, setup_context=_rms_norm_setup_context)
+
+
+def _rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, x, ctx.normalized_shape, rstd, weight, ctx.needs_x, ctx.needs_weight = inputs
+    ctx.needs_bias = False
+    ctx.save_for_backward(grad_out, x, rstd, weight)
+
+
+def _rms_norm_double_backward(ctx: Any, grad_grad_x: Tensor, grad_grad_weight: Tensor) -> tuple[Tensor | None, ...]:
+    grad_grad_out, grad_x, grad_weight = _norm_second_order(ctx, grad_grad_x, grad_grad_weight, None)
+    return grad_grad_out, grad_x, None, None, grad_weight, None, None
+
+
+register_autograd(
+    "extension_cpp::rms_norm_backward", _rms_norm_double_backward, setup_context=_rms_norm_backward_setup_context
+)

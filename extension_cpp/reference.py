@@ -24,3 +24,19 @@ def mish(x: Tensor) -> Tensor:
 
 def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     return torch.sum(x, dim if dim is None or isinstance(dim, int) else tuple(dim), keepdim)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return torch.nn.functional.rms_norm(x, normalized_shape, weight, eps)

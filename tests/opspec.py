@@ -58,6 +58,8 @@ class OpSpec:
     # Kernels on the GPU for one forward and one backward.
     launches: tuple[int, int]
     second_order: bool = True
+    # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
+    terms: Callable[[Sample], float] = lambda sample: 0.0
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
     def __str__(self) -> str:

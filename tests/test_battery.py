@@ -136,7 +136,8 @@ def test_hostile_numbers(spec: OpSpec, dtype: torch.dtype, device: str, mean: fl
 def test_rows_of_minus_infinity(spec: OpSpec, device: str) -> None:
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 65)):
         sample.args[0].detach()[1] = -float("inf")
-        check(spec, sample)
+        # One row for all of x is finite * 0 where x is finite; PyTorch's fused rms_norm on the GPU makes NaN of that.
+        check(spec, sample, limits=True)
 
 
 @every_op

@@ -34,6 +34,9 @@ TESTS = [
     "scale_bias_relu_ranges",
     "reduce_sum_sizes",
     "reduce_sum_ranges",
+    "norm_sizes",
+    "norm_hostile",
+    "norm_ranges",
 ]
 # Every 61st float; sanitizers look for other things than the last bit, and cost more.
 STEPS = {"plain": 61, "sanitized": 4999}

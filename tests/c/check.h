@@ -140,5 +140,8 @@ void test_scale_bias_relu_sizes(uint32_t step);
 void test_scale_bias_relu_ranges(uint32_t step);
 void test_reduce_sum_sizes(uint32_t step);
 void test_reduce_sum_ranges(uint32_t step);
+void test_norm_sizes(uint32_t step);
+void test_norm_hostile(uint32_t step);
+void test_norm_ranges(uint32_t step);
 
 #endif

@@ -38,6 +38,9 @@ int main(int argc, char **argv) {
       {"scale_bias_relu_ranges", test_scale_bias_relu_ranges},
       {"reduce_sum_sizes", test_reduce_sum_sizes},
       {"reduce_sum_ranges", test_reduce_sum_ranges},
+      {"norm_sizes", test_norm_sizes},
+      {"norm_hostile", test_norm_hostile},
+      {"norm_ranges", test_norm_ranges},
   };
   const uint32_t step = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 61;
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {

@@ -26,7 +26,7 @@ std::string device_string(const Tensor &x) {
   return (x.is_cuda() ? "cuda:" : "device ") + std::to_string(x.get_device_index());
 }
 
-static std::string dtype_string(const Tensor &x) {
+std::string dtype_string(const Tensor &x) {
   switch (x.scalar_type()) {
     case ScalarType::Double: return "float64";
     case ScalarType::Float: return "float32";
@@ -57,11 +57,15 @@ dtype_t check_dtype(const char *op, const char *name, const Tensor &x) {
   }
 }
 
-void check_same(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
+void check_device(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
   if (x.is_cuda() != like.is_cuda() || x.is_cpu() != like.is_cpu() || x.get_device_index() != like.get_device_index()) {
     fail(op, "expected " + std::string(name) + " on " + device_string(like) + " like " + like_name + ", but got " +
                  device_string(x));
   }
+}
+
+void check_same(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
+  check_device(op, name, x, like_name, like);
   if (x.scalar_type() != like.scalar_type()) {
     fail(op, "expected " + std::string(name) + " to be " + dtype_string(like) + " like " + like_name + ", but got " +
                  dtype_string(x));

@@ -28,11 +28,15 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 std::string to_string(Sizes sizes);          // "[2, 3]"
 std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
+std::string dtype_string(const Tensor &x);   // "float32"
 
 // x's element type; fails for any but the four that the kernels have.
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x);
 
-// Fails unless x is on the device of `like`, then unless it has its dtype.
+// Fails unless x is on the device of `like`.
+void check_device(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
+
+// The same, and then unless x has the dtype of `like`.
 void check_same(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
 
 // Fails unless x has the shape of `like`.

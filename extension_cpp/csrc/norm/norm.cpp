@@ -1,0 +1,274 @@
+// layer_norm and rms_norm: schemas, checks, allocation and registration. The kernels' contract is in norm.h.
+#include "norm/norm.h"
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+using Shape = std::vector<int64_t>;
+using Optional = std::optional<Tensor>;
+
+// x as rows: the dimensions of normalized_shape side by side.
+struct Problem {
+  dtype_t dtype;
+  dtype_t weight_dtype;
+  int64_t rows;
+  int64_t cols;
+};
+
+// The accumulation type, in which mean and rstd are kept.
+static dtype_t statistics_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
+
+// Fails unless weight (or bias) has normalized_shape, x's device, and x's dtype or float32.
+static dtype_t check_weight(const char *op, const char *name, const Tensor &weight, const Tensor &x,
+                            const Shape &normalized_shape) {
+  check_device(op, name, weight, "x", x);
+  const ScalarType dtype = weight.scalar_type();
+  if (dtype != x.scalar_type() && (dtype != ScalarType::Float || x.scalar_type() == ScalarType::Double)) {
+    const std::string or_float32 = x.element_size() < 4 ? " or float32" : "";
+    fail(op, "expected " + std::string(name) + " to be " + dtype_string(x) + " like x" + or_float32 + ", but got " +
+                 dtype_string(weight));
+  }
+  const Sizes sizes = weight.sizes();
+  if (sizes.size() != normalized_shape.size() || !std::equal(sizes.begin(), sizes.end(), normalized_shape.begin())) {
+    fail(op, "expected " + std::string(name) + " of shape " +
+                 to_string({normalized_shape.data(), normalized_shape.size()}) + ", normalized_shape, but got " +
+                 to_string(sizes));
+  }
+  return check_dtype(op, name, weight);
+}
+
+static Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                            const Optional &bias) {
+  Problem problem{};
+  problem.dtype = problem.weight_dtype = check_dtype(op, "x", x);
+  const size_t dims = normalized_shape.size(), x_dims = static_cast<size_t>(x.dim());
+  if (dims == 0) fail(op, "expected normalized_shape to have at least one dimension, but got []");
+  const Sizes sizes = x.sizes();
+  if (dims > x_dims || !std::equal(normalized_shape.begin(), normalized_shape.end(), sizes.end() - dims)) {
+    fail(op, "expected normalized_shape to be the last dimensions of x, of shape " + to_string(sizes) + ", but got " +
+                 to_string({normalized_shape.data(), dims}));
+  }
+  if (weight) problem.weight_dtype = check_weight(op, "weight", *weight, x, normalized_shape);
+  if (bias) {
+    problem.weight_dtype = check_weight(op, "bias", *bias, x, normalized_shape);
+    if (weight) check_same(op, "bias", *bias, "weight", *weight);
+  }
+  problem.rows = problem.cols = 1;
+  for (size_t d = 0; d < x_dims; ++d) (d < x_dims - dims ? problem.rows : problem.cols) *= sizes[d];
+  return problem;
+}
+
+// A tensor seen as rows: unit stride inside a row, one stride from row to row.
+struct Rows {
+  Tensor tensor;
+  int64_t stride;
+};
+
+// The stride from row to row if x's strides allow for rows of `cols` elements that do not overlap, else -1.
+static int64_t row_stride(const Tensor &x, int64_t row_dims, int64_t cols) {
+  int64_t expected = 1, d = x.dim() - 1;
+  for (; d >= x.dim() - row_dims; expected *= x.size(d--)) {
+    if (x.size(d) != 1 && x.stride(d) != expected) return -1;
+  }
+  int64_t stride = -1;
+  for (; d >= 0; expected *= x.size(d--)) {
+    if (x.size(d) == 1) continue;
+    if (stride < 0) {
+      stride = expected = x.stride(d);
+      if (stride < cols) return -1;
+    } else if (x.stride(d) != expected) {
+      return -1;
+    }
+  }
+  return stride < 0 ? cols : stride;
+}
+
+static Rows as_rows(const Tensor &x, int64_t row_dims, int64_t cols) {
+  const int64_t stride = x.is_contiguous() ? cols : row_stride(x, row_dims, cols);
+  return stride < 0 ? Rows{torch::stable::contiguous(x), cols} : Rows{x, stride};
+}
+
+// What the kernels read as a weight: on CUDA the tensor itself, on the CPU its widened copy (norm_widen_cpu).
+static Optional weight_for_kernel(const Optional &weight, double missing, const Problem &problem, const Tensor &x) {
+  Optional source;
+  if (weight) source.emplace(as_contiguous(*weight));
+  if (x.is_cuda()) return source;
+  const int64_t padded = norm_wide_cols(problem.cols);
+  const Tensor wide = allocate({&padded, 1}, statistics_dtype(problem.dtype), x);
+  norm_widen_args args{source ? source->const_data_ptr() : nullptr,
+                       wide.mutable_data_ptr(),
+                       missing,
+                       problem.cols,
+                       problem.dtype,
+                       problem.weight_dtype};
+  norm_widen_cpu(0, problem.cols, &args);
+  return wide;
+}
+
+static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
+
+// The rows worth a thread on the CPU: 128 KiB of traffic.
+static int64_t row_grain(const Problem &problem, int64_t element_size) {
+  return ceil_div(128 << 10, std::max<int64_t>(2 * problem.cols * element_size, 1));
+}
+
+// Forward of both: writes mean only where it is given.
+static void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims,
+                         const Optional &weight, const Optional &bias, double eps, const Tensor &y, const Tensor *mean,
+                         const Tensor &rstd) {
+  if (problem.rows == 0) return;
+  const Rows rows = as_rows(x, row_dims, problem.cols);
+  const Optional w = weight_for_kernel(weight, 1, problem, x);
+  const Optional b = mean || bias ? weight_for_kernel(bias, 0, problem, x) : bias;
+  norm_forward_args args{rows.tensor.const_data_ptr(),
+                         pointer(w),
+                         pointer(b),
+                         y.mutable_data_ptr(),
+                         mean ? mean->mutable_data_ptr() : nullptr,
+                         rstd.mutable_data_ptr(),
+                         eps,
+                         problem.rows,
+                         problem.cols,
+                         rows.stride,
+                         problem.dtype,
+                         problem.weight_dtype};
+  launch(op, KERNEL(norm_forward), args, x, problem.rows, row_grain(problem, x.element_size()));
+}
+
+// x's shape with the normalized dimensions of size 1: mean and rstd broadcast against x.
+static Tensor allocate_statistics(const Tensor &x, size_t row_dims, dtype_t dtype) {
+  Shape shape(x.sizes().begin(), x.sizes().end());
+  std::fill(shape.end() - row_dims, shape.end(), 1);
+  return allocate({shape.data(), shape.size()}, statistics_dtype(dtype), x);
+}
+
+static std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor &x, const Shape &normalized_shape,
+                                                     const Optional &weight, const Optional &bias, double eps) {
+  const Problem problem = check_inputs("layer_norm", x, normalized_shape, weight, bias);
+  const size_t dims = normalized_shape.size();
+  const Tensor y = allocate(x.sizes(), problem.dtype, x), mean = allocate_statistics(x, dims, problem.dtype),
+               rstd = allocate_statistics(x, dims, problem.dtype);
+  norm_forward("layer_norm", problem, x, dims, weight, bias, eps, y, &mean, rstd);
+  return {y, mean, rstd};
+}
+
+static std::tuple<Tensor, Tensor> rms_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                                           std::optional<double> eps) {
+  const Problem problem = check_inputs("rms_norm", x, normalized_shape, weight, std::nullopt);
+  const size_t dims = normalized_shape.size();
+  const Tensor y = allocate(x.sizes(), problem.dtype, x), rstd = allocate_statistics(x, dims, problem.dtype);
+  const double epsilon = problem.dtype == DTYPE_FLOAT64 ? 0x1p-52 : 0x1p-23;  // of the type of the arithmetic
+  norm_forward("rms_norm", problem, x, dims, weight, std::nullopt, eps.value_or(epsilon), y, nullptr, rstd);
+  return {y, rstd};
+}
+
+static void check_statistics(const char *op, const char *name, const Tensor &statistics, const Tensor &x,
+                             const Problem &problem) {
+  check_device(op, name, statistics, "x", x);
+  if (statistics.scalar_type() != scalar_type(statistics_dtype(problem.dtype)) || !statistics.is_contiguous() ||
+      statistics.numel() != problem.rows) {
+    fail(op, "expected " + std::string(name) + " as the forward returned it");
+  }
+}
+
+struct Gradients {
+  Tensor x, weight, bias;
+};
+
+// Backward of both; gradients that are not needed are empty tensors.
+static Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x, const Shape &normalized_shape,
+                               const Tensor *mean, const Tensor &rstd, const Optional &weight, const Optional &bias,
+                               bool needs_x, bool needs_weight, bool needs_bias) {
+  const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
+  check_same(op, "grad_out", grad_out, "x", x);
+  check_shape(op, "grad_out", grad_out, "x", x);
+  if (mean) check_statistics(op, "mean", *mean, x, problem);
+  check_statistics(op, "rstd", rstd, x, problem);
+  const int64_t none = 0, row_dims = static_cast<int64_t>(normalized_shape.size());
+  const Sizes empty{&none, 1}, shape{normalized_shape.data(), normalized_shape.size()};
+  const Gradients gradients{allocate(needs_x ? x.sizes() : empty, problem.dtype, x),
+                            allocate(needs_weight ? shape : empty, problem.weight_dtype, x),
+                            allocate(needs_bias ? shape : empty, problem.weight_dtype, x)};
+  const bool sums = needs_weight || needs_bias;
+  if (problem.cols == 0 || !(sums || needs_x) || (problem.rows == 0 && !sums)) return gradients;
+
+  const Rows x_rows = as_rows(x, row_dims, problem.cols), g_rows = as_rows(grad_out, row_dims, problem.cols);
+  const Optional w = weight_for_kernel(weight, 1, problem, x);
+  norm_backward_args args{g_rows.tensor.const_data_ptr(),
+                          x_rows.tensor.const_data_ptr(),
+                          mean ? mean->const_data_ptr() : nullptr,
+                          rstd.const_data_ptr(),
+                          pointer(w),
+                          needs_x ? gradients.x.mutable_data_ptr() : nullptr,
+                          needs_weight ? gradients.weight.mutable_data_ptr() : nullptr,
+                          needs_bias ? gradients.bias.mutable_data_ptr() : nullptr,
+                          nullptr,
+                          problem.rows,
+                          problem.cols,
+                          x_rows.stride,
+                          g_rows.stride,
+                          problem.dtype,
+                          problem.weight_dtype};
+  const int64_t doubles = sums ? ceil_div(ON_DEVICE_OF(x, norm_partial)(&args), 8) : 0;
+  const Tensor partial = allocate({&doubles, 1}, DTYPE_FLOAT64, x);
+  if (sums) args.partial = partial.mutable_data_ptr();
+  launch(op, KERNEL(norm_backward), args, x, norm_parts(problem.rows, problem.cols), 1);
+  if (sums && !x.is_cuda()) parallel_for(ceil_div(problem.cols, NORM_TILE), 1, norm_grad_weight_cpu, &args);
+  return gradients;
+}
+
+static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor &grad_out, const Tensor &x,
+                                                              const Shape &normalized_shape, const Tensor &mean,
+                                                              const Tensor &rstd, const Optional &weight,
+                                                              const Optional &bias, bool needs_grad_x,
+                                                              bool needs_grad_weight, bool needs_grad_bias) {
+  const Gradients g = norm_backward("layer_norm_backward", grad_out, x, normalized_shape, &mean, rstd, weight, bias,
+                                    needs_grad_x, needs_grad_weight, needs_grad_bias);
+  return {g.x, g.weight, g.bias};
+}
+
+static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, const Tensor &x,
+                                                    const Shape &normalized_shape, const Tensor &rstd,
+                                                    const Optional &weight, bool needs_grad_x, bool needs_grad_weight) {
+  const Gradients g = norm_backward("rms_norm_backward", grad_out, x, normalized_shape, nullptr, rstd, weight,
+                                    std::nullopt, needs_grad_x, needs_grad_weight, false);
+  return {g.x, g.weight};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  m.def(
+      "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def("rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight, "
+      "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+}
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+}
+#endif
+
+}  // namespace extension_cpp

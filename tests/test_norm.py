@@ -1,0 +1,192 @@
+"""What only the norms promise: mixed dtypes, strided rows, many rows, frozen weights, the modules, two GPUs."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import extension_cpp
+from extension_cpp import reference
+from extension_cpp.nn import LayerNorm, RMSNorm
+
+NORMS = ["layer_norm", "rms_norm"]
+every_norm = pytest.mark.parametrize("name", NORMS)
+HALF = [torch.bfloat16, torch.float16]
+
+
+def arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
+    shape = (x.shape[-1],)
+    return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
+
+
+@every_norm
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_float32_weights_under_half_inputs(name: str, dtype: torch.dtype, device: str) -> None:
+    """The result has x's dtype, the weights' gradients theirs; against float64."""
+    x = torch.randn(70, 1025, device=device).to(dtype).requires_grad_()
+    weight, bias = (torch.randn(1025, device=device, requires_grad=True) for _ in range(2))
+    grad_out = torch.randn(70, 1025, device=device).to(dtype)
+    inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
+    y = getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
+    gradients = torch.autograd.grad(y, inputs, grad_out)
+    doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    exact = getattr(reference, name)(*arguments(name, *doubles))
+    exact_gradients = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
+    assert y.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    assert (y.double() - exact).abs().max() <= 2 * eps * exact.abs().max()
+    for got, want, of in zip(gradients, exact_gradients, inputs, strict=True):
+        assert got.dtype == of.dtype
+        # Weight gradients are sums of 70 float32 products; grad_x is rounded to half.
+        bound = 2 * eps if of is x else 70 * torch.finfo(torch.float32).eps
+        assert (got.double() - want).abs().max() <= bound * want.abs().max()
+
+
+def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
+    """float32's for half types: at x of the size of its root, every other eps shows."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = torch.full((3, 8), 2.0**-13 if dtype is not torch.float64 else 2.0**-27, device=device, dtype=dtype)
+        torch.testing.assert_close(extension_cpp.rms_norm(x, (8,)), reference.rms_norm(x, (8,)))
+
+
+@every_norm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, device: str) -> None:
+    """A packed QKV: the result of its contiguous copy, bit for bit, and no copy is made."""
+    packed = torch.randn(5, 7, 3 * 64, device=device).to(dtype)
+    function = getattr(extension_cpp, name)
+    for part in packed.split(64, dim=-1):
+        with torch.profiler.profile() as profiler:
+            y = function(part, (64,))
+        names = {event.name for event in profiler.events()}
+        assert not names & {"aten::contiguous", "aten::clone", "aten::copy_"}
+        assert torch.equal(y, function(part.contiguous(), (64,)))
+        x = part.detach().requires_grad_()
+        twin = part.contiguous().requires_grad_()
+        grad_out = torch.randn(5, 7, 64, device=device).to(dtype)
+        (a,), (b,) = (torch.autograd.grad(function(t, (64,)), t, grad_out) for t in (x, twin))
+        assert torch.equal(a, b)
+
+
+@every_norm
+def test_only_what_needs_a_gradient_gets_one(name: str, device: str) -> None:
+    x, weight, bias = (torch.randn(9, 33, device=device), *(torch.randn(33, device=device) for _ in range(2)))
+    count = 3 if name == "layer_norm" else 2
+    function = getattr(extension_cpp, name)
+
+    def gradients(needed: tuple[bool, ...]) -> list[Tensor | None]:
+        leaves = [t.clone().requires_grad_(n) for t, n in zip((x, weight, bias), (*needed, False), strict=False)]
+        leaves += [bias] * (3 - len(leaves))
+        function(*arguments(name, *leaves[:3])).square().sum().backward()
+        return [leaf.grad for leaf in leaves[:count]]
+
+    everything = gradients((True,) * count)
+    for bits in range(1, 2**count):
+        needed = tuple(bool(bits >> i & 1) for i in range(count))
+        for got, want, n in zip(gradients(needed), everything, needed, strict=True):
+            assert (got is not None) == n
+            if got is not None:
+                torch.testing.assert_close(got, want)
+
+
+@every_norm
+def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
+    """Sums over many rows: in bfloat16 they would stop growing at 256."""
+    x = torch.randn(131072, 64, device=device).bfloat16()
+    weight = torch.ones(64, device=device, requires_grad=True)
+    bias = torch.zeros(64, device=device, requires_grad=True)
+    grad_out = torch.ones_like(x)
+    inputs = [weight, bias] if name == "layer_norm" else [weight]
+    got = torch.autograd.grad(getattr(extension_cpp, name)(*arguments(name, x, weight, bias)), inputs, grad_out)
+    doubles = [t.detach().double().requires_grad_() for t in (weight, bias)]
+    exact = getattr(reference, name)(*arguments(name, x.double(), *doubles))
+    want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
+    for a, b in zip(got, want, strict=True):
+        # Partial sums in float32 of terms near 1, of which sqrt(rows) survive, and their magnitudes add up to rows.
+        assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.float32).eps * 131072**0.5 * max(b.abs().max(), 1)
+
+
+@pytest.mark.parametrize("module", [LayerNorm(48), RMSNorm(48)], ids=lambda module: type(module).__name__)
+def test_gradients_accumulate_over_micro_batches(module: torch.nn.Module, device: str) -> None:
+    """float32 weights under bfloat16 activations: four backward calls add up to one over the whole batch."""
+    module = module.to(device)
+    x, grad_out = (torch.randn(64, 48, device=device).bfloat16() for _ in range(2))
+    module.zero_grad()
+    for part, grad in zip(x.chunk(4), grad_out.chunk(4), strict=True):
+        module(part).backward(grad)
+    added = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    module(x).backward(grad_out)
+    for a, parameter in zip(added, module.parameters(), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, parameter.grad, rtol=1e-5, atol=64 * 2.0**-23)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (LayerNorm((4, 8), eps=1e-3), torch.nn.LayerNorm((4, 8), eps=1e-3)),
+        (LayerNorm(8, bias=False), torch.nn.LayerNorm(8, bias=False)),
+        (LayerNorm(8, elementwise_affine=False), torch.nn.LayerNorm(8, elementwise_affine=False)),
+        (RMSNorm((4, 8), eps=1e-3), torch.nn.RMSNorm((4, 8), eps=1e-3)),
+        (RMSNorm(8, elementwise_affine=False), torch.nn.RMSNorm(8, elementwise_affine=False)),
+    ],
+    ids=lambda module: repr(module),
+)
+def test_modules_are_torchs(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    assert isinstance(ours, type(theirs)) and repr(ours) == repr(theirs)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 4, 8)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@every_norm
+@pytest.mark.parametrize("shape, normalized", [((0, 5), (5,)), ((3, 0), (0,)), ((2, 0, 4), (0, 4)), ((0, 0), (0,))])
+def test_empty_as_pytorch(name: str, shape: tuple, normalized: tuple, device: str) -> None:
+    results = []
+    for function in (getattr(extension_cpp, name), getattr(reference, name)):
+        x, weight = (torch.ones(s, device=device, requires_grad=True) for s in (shape, normalized))
+        y = function(x, normalized, weight)
+        y.sum().backward()
+        results.append((y, x.grad, weight.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_norm
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_gpu_and_one_model_a_gpu_in_two_threads(name: str) -> None:
+    """Device 1 while device 0 is current; then both at once."""
+    cases = {}
+    for index in range(2):
+        x = torch.randn(300, 16384, generator=torch.Generator().manual_seed(index)).to(f"cuda:{index}").requires_grad_()
+        weight, bias = (torch.ones(16384, device=x.device, requires_grad=True) for _ in range(2))
+        cases[index] = arguments(name, x, weight, bias)
+
+    def run(index: int) -> list[Tensor]:
+        y = getattr(extension_cpp, name)(*cases[index])
+        assert y.device.index == index and torch.cuda.current_device() == 0
+        leaves = [t for t in cases[index] if isinstance(t, Tensor)]
+        leaves = leaves if name == "layer_norm" else leaves[:2]
+        return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    alone = {index: run(index) for index in range(2)}
+    exact = getattr(reference, name)(*cases[1])
+    torch.testing.assert_close(alone[1][0], exact.detach())
+    together: dict[int, list[Tensor]] = {}
+
+    def many(index: int) -> None:
+        for _ in range(20):
+            together[index] = run(index)
+
+    threads = [threading.Thread(target=many, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        for a, b in zip(together[index], alone[index], strict=True):
+            assert torch.equal(a, b)
