@@ -1,16 +1,20 @@
 // The gradients of layer_norm and rms_norm on the GPU, in one pass over x and grad_out (norm_rows.cuh says how rows meet threads).
 //
-// A row is read twice from shared memory: for its sums of g * (x - mean) and of g, and, when the whole team's are there, for
-// grad_x. The weights and the sums of the weight gradients stay in registers over all rows of a block; at the end a block
-// writes them as one partial row (one a class of rows), and a second kernel adds the partial rows in order. Nothing is
-// atomic. In a cluster the sums of row i + 1 are sent before row i is finished, so that nobody waits for them.
+// A row comes from the ring into registers, where its sums of g * xhat and of g are taken, and, when the whole team's are
+// there, grad_x. The weights and the sums of the weight gradients stay in registers over all rows of a block; at the end a block
+// writes them as one partial row, and a second kernel adds the partial rows in order. Nothing is atomic.
 #include "norm/norm_rows.cuh"
 
 namespace norm_cuda {
 
 // Blocks that a multiprocessor holds: two, so that one computes while the other waits for its sums, where registers allow.
-template <bool CENTERED, int ELEMENTS>
-constexpr int BLOCKS = ELEMENTS <= (CENTERED ? 8 : 16) ? 2 : 1;
+template <bool CENTERED, int TEAM, int E>
+constexpr int BLOCKS = TEAM <= 256 && E <= (CENTERED || TEAM > 32 ? 16 : 24) ? 2 : 1;
+
+// Whether a row's xhat and g stay in registers between its sums and grad_x; else x and grad_out are read from the ring again,
+// for which there is time where elements are long, or need less work.
+template <typename T, bool CENTERED, int E>
+constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&E <= 32;
 
 template <typename T>
 struct Backward : Geometry {
@@ -18,16 +22,13 @@ struct Backward : Geometry {
   const T *x;
   const float *mean;  // NULL: rms_norm
   const float *rstd;
-  const void *weight;  // may be NULL
-  bool float_weight;
+  Weights weight;
   bool wants_weight;
   bool wants_bias;
   T *grad_x;       // may be NULL
-  float *partial;  // (wants_weight + wants_bias, parts, cols)
+  float *partial;  // (wants_weight + wants_bias, chunks, cols)
   int64_t x_stride;
   int64_t grad_out_stride;
-
-  __host__ __device__ int64_t parts() const { return chunks + classes - 1; }
 };
 
 struct Statistics {
@@ -35,49 +36,53 @@ struct Statistics {
   float rstd;
 };
 
-// One block's rows of one class.
-template <typename T, bool CENTERED, int TEAM, int K, bool CLUSTER>
+// One team's rows.
+template <typename T, bool CENTERED, int TEAM, int K, int N, bool CLUSTER>
 struct BackwardRows {
-  static constexpr int N = 16 / sizeof(T);
-  static constexpr int TEAMS = THREADS / TEAM;
-  static constexpr int STAGE = 2 * K * THREADS;  // vectors: x, and behind it grad_out
+  static constexpr int TEAMS = THREADS<TEAM> / TEAM;
+  static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, K * N>;
+  static constexpr int KEPT = KEEP ? K : 1;
+  using TeamRing = Ring<T, 2, TEAM, K, N, CLUSTER>;
+  // A row's part of x and grad_out.
+  struct Loaded {
+    Vector<T, N> x[K], grad_out[K];
+  };
 
   const Backward<T> &p;
-  uint4 *ring;  // this thread's first slot
-  Exchange &exchange;
+  TeamRing ring;
   const int rank;
-  const int turns;  // rows of the busiest team
-  const int rows;   // of this team: from `first` on, every `step`-th
-  const int64_t first;
+  const int64_t first;  // row; from there on every `step`-th
   const int64_t step;
-  const Columns<T, TEAM, K> columns;
-  Fetcher<T, TEAM, K> x_rows, grad_out_rows;
+  const int rows;
+  const int turns;  // of a warp: the rows of its busiest team
+  const Columns<TEAM, K, N> columns;
   float weight[K][N], grad_weight[K][N], grad_bias[CENTERED ? K : 1][N];
+  float xhat[KEPT][N], g[KEPT][N];
 
-  __device__ BackwardRows(const Backward<T> &p, uint4 *ring, Exchange &exchange, int rank, int64_t klass, int64_t begin,
-                          int64_t end, int64_t jump)
+  __device__ BackwardRows(const Backward<T> &p, uint4 *slots, Exchange<TEAM, CLUSTER> &exchange, int64_t chunk,
+                          int rank)
       : p(p),
-        ring(ring),
-        exchange(exchange),
+        ring{slots, exchange, p.stages},
         rank(rank),
-        turns(static_cast<int>((end - begin + jump - 1) / jump)),
-        rows(static_cast<int>((end - begin - team() + jump - 1) / jump)),
-        first(klass + p.classes * (begin + team())),
-        step(p.classes * jump),
-        columns(p, static_cast<int>(klass), threadIdx.x % TEAM, rank),
-        x_rows(p.x, first, step, p.x_stride, columns),
-        grad_out_rows(p.grad_out, first, step, p.grad_out_stride, columns) {}
+        first(chunk * TEAMS + team()),
+        step(p.chunks * TEAMS),
+        rows(static_cast<int>((p.rows - first + step - 1) / step)),
+        turns(TEAM < 32 ? static_cast<int>((p.rows - chunk * TEAMS + step - 1) / step) : rows),
+        columns(p, lane(), rank) {}
 
   __device__ static int team() { return threadIdx.x / TEAM; }
+  __device__ static int lane() { return threadIdx.x % TEAM; }
   __device__ int64_t row(int i) const { return first + i * step; }
 
-  __device__ void fetch(int i, uint4 *slots) {
-    if (i < rows) {
-      const int64_t r = row(i);
-      x_rows.fetch(slots, columns, r == 0, r == p.rows - 1);
-      grad_out_rows.fetch(slots + K * THREADS, columns, r == 0, r == p.rows - 1);
-    }
-    commit_copies();
+  __device__ void fetch(int i) {
+    if (lane() > 0 || i >= rows) return;
+    const T *const starts[2] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
+    ring.fetch(starts, columns, row(i) == p.rows - 1);
+  }
+
+  __device__ void load(Loaded &loaded, int i) const {
+    ring.load(loaded.x, 0, p.x + row(i) * p.x_stride, columns);
+    ring.load(loaded.grad_out, 1, p.grad_out + row(i) * p.grad_out_stride, columns);
   }
 
   __device__ Statistics statistics(int i) const {
@@ -85,180 +90,192 @@ struct BackwardRows {
     return {CENTERED ? p.mean[row(i)] : 0, p.rstd[row(i)]};
   }
 
-  // This warp's (TEAM <= 32: team's) sums over a row: of g * rstd * (x - mean) and g * rstd.
-  __device__ float2 sums(uint4 *slots, const Statistics &s) const {
-    clear_outside<T>(slots, columns);
-    clear_outside<T>(slots + K * THREADS, columns);
-    float v[CENTERED ? 2 : 1] = {};
-    uint4 x_bits[K], g_bits[K];
-    load_slots(x_bits, slots);
-    load_slots(g_bits, slots + K * THREADS);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      float x[N], g[N];
-      unpack<T, N>(x, x_bits[k]);
-      unpack<T, N>(g, g_bits[k]);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        g[j] = g[j] * s.rstd * weight[k][j];  // rstd first: where it is 0, x - mean is huge
-        v[0] = fmaf(g[j], CENTERED ? x[j] - s.mean : x[j], v[0]);
-        if (CENTERED) v[1] += g[j];
-      }
-    }
-    group_sum(v, TEAM < 32 ? TEAM : 32);
-    return {v[0], CENTERED ? v[1] : 0};
+  // Half types cannot hold a mean so large that the product's rounding would show; float can.
+  __device__ static float normalize(float x, const Statistics &s) {
+    if (!CENTERED) return x * s.rstd;
+    return sizeof(T) == 2 ? fmaf(x, s.rstd, -s.mean * s.rstd) : (x - s.mean) * s.rstd;
   }
 
-  // The team's sums for row number `turn` of this block, from those of its warps.
-  __device__ float2 total(int turn, float2 mine) const {
+  // grad_out * weight; for float also times rstd, before which the digits of the smallest numbers would be lost.
+  __device__ static float weighted(float grad, float weight, const Statistics &s) {
+    return sizeof(T) == 2 ? grad * weight : grad * s.rstd * weight;
+  }
+
+  // The row's part in the weight gradients, and this warp's (TEAM < 32: team's) sums of g * xhat and of g = weighted().
+  __device__ float2 sums(const Loaded &loaded, const Statistics &s) {
+    float along[2] = {}, sum[2] = {};  // two of each: shorter chains
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float x[N], grad[N];
+      unpack<T, N>(x, loaded.x[k]);
+      unpack<T, N>(grad, loaded.grad_out[k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int chain = (k * N + j) % 2;
+        x[j] = normalize(x[j], s);
+        grad_weight[k][j] = fmaf(grad[j], x[j], grad_weight[k][j]);
+        if (CENTERED) grad_bias[k][j] += grad[j];
+        grad[j] = weighted(grad[j], weight[k][j], s);
+        along[chain] = fmaf(grad[j], x[j], along[chain]);
+        if (CENTERED) sum[chain] += grad[j];
+        if (KEEP) xhat[KEEP ? k : 0][j] = x[j], g[KEEP ? k : 0][j] = grad[j];
+      }
+    }
+    float2 v = {along[0] + along[1], sum[0] + sum[1]};
+    if constexpr (TEAM >= 32) return warp_sum<CENTERED>(v);
+    float both[2] = {v.x, v.y};
+    group_sum(both, TEAM);
+    return {both[0], both[1]};
+  }
+
+  // The team's sums for row i, from those of its warps.
+  __device__ float2 total(int i, float2 mine) const {
     if constexpr (TEAM <= 32) {
+      __syncwarp();
       return mine;
     } else {
-      const float2 *slots = collect<TEAM, CLUSTER>(exchange, turn);
-      float v[2] = {};
+      constexpr int WARPS = TEAM / 32;
+      const float2 *parts = ring.exchange.collect(i);
       if constexpr (CLUSTER) {
-        for (int i = threadIdx.x % 32; i < p.cluster * WARPS; i += 32) {
-          v[0] += slots[i].x;
-          v[1] += slots[i].y;
+        float2 v = {};
+#pragma unroll 4
+        for (int q = threadIdx.x % 32; q < p.cluster * WARPS; q += 32) {
+          v.x += parts[q].x;
+          v.y += parts[q].y;
         }
-        group_sum(v);
+        return warp_sum<CENTERED>(v);
       } else {
-        constexpr int TEAM_WARPS = TEAM / 32;
-        v[0] = slots[threadIdx.x % TEAM_WARPS].x;
-        v[1] = slots[threadIdx.x % TEAM_WARPS].y;
-        group_sum(v, TEAM_WARPS);
+        const float2 part = parts[threadIdx.x % WARPS];
+        float v[2] = {part.x, part.y};
+        group_sum(v, WARPS);
+        return {v[0], v[1]};
       }
-      return {v[0], v[1]};
     }
   }
 
-  // grad_x of row i, and the row's part in the weight gradients.
-  __device__ void finish(int i, uint4 *slots, const Statistics &s, float2 total) {
-    if (i >= rows) return;
-    T *grad_x = p.grad_x == nullptr ? nullptr : p.grad_x + row(i) * p.cols + columns.first;
-    const float along = total.x * p.per_col * s.rstd * s.rstd, shift = total.y * p.per_col;
-    uint4 x_bits[K], g_bits[K];
-    load_slots(x_bits, slots);
-    load_slots(g_bits, slots + K * THREADS);
+  // grad_x of row i.
+  __device__ void finish(int i, const Loaded &loaded, const Statistics &s, float2 total) const {
+    if (p.grad_x == nullptr) return;
+    T *grad_x = p.grad_x + row(i) * p.cols;
+    const float along = -total.x * p.per_col, shift = -total.y * p.per_col;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      float x[N], g[N];
-      unpack<T, N>(x, x_bits[k]);
-      unpack<T, N>(g, g_bits[k]);
+      if (!columns.has(k)) continue;
+      float x[N], grad[N];
+      if (!KEEP) {
+        unpack<T, N>(x, loaded.x[k]);
+        unpack<T, N>(grad, loaded.grad_out[k]);
+      }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const float d = CENTERED ? x[j] - s.mean : x[j], scaled = g[j] * s.rstd;
-        grad_weight[k][j] = fmaf(scaled, d, grad_weight[k][j]);
-        if (CENTERED) grad_bias[k][j] += g[j];
-        // The product is rounded as in sums(), so that a row of one column has a gradient of exactly 0.
-        x[j] = fmaf(-along, d, CENTERED ? __fmul_rn(scaled, weight[k][j]) - shift : scaled * weight[k][j]);
+        const float h = KEEP ? xhat[KEEP ? k : 0][j] : normalize(x[j], s);
+        const float w = KEEP ? g[KEEP ? k : 0][j] : weighted(grad[j], weight[k][j], s);
+        x[j] = sizeof(T) == 2 ? fmaf(h, along * s.rstd, CENTERED ? fmaf(w, s.rstd, shift * s.rstd) : w * s.rstd)
+                              : fmaf(h, along, CENTERED ? w + shift : w);
       }
-      if (grad_x != nullptr) store_vector<T>(grad_x, slots, k, x, columns);
-    }
-    if (grad_x != nullptr) store_edges<T>(grad_x, slots, columns);
-  }
-
-  // One of the sums over the rows to its partial row.
-  __device__ void write_partial(const float (&sums)[K][N], float *partial) const {
-    float *to = partial;
-    if constexpr (TEAMS > 1) {
-      to = reinterpret_cast<float *>(ring - threadIdx.x) + team() * p.cols;  // the ring has no rows left
-      __syncthreads();
-    }
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (columns.in_row(k, j)) to[columns.first + k * columns.STEP + j] = sums[k][j];
-      }
-    }
-    if constexpr (TEAMS > 1) {
-      __syncthreads();
-      const float *from = reinterpret_cast<const float *>(ring - threadIdx.x);
-      for (int c = threadIdx.x; c < p.cols; c += THREADS) {
-        float sum = 0;
-        for (int t = 0; t < TEAMS; ++t) sum += from[t * p.cols + c];
-        partial[c] = sum;
-      }
-      __syncthreads();
+      store<T, N>(grad_x + columns.column(k), x);
     }
   }
 
-  // `turn` counts the rows of the block over all its classes.
-  __device__ void run(int &turn, int64_t part) {
-    // A vector that this class has not is zero throughout.
-    for (int i = 0; i < p.stages * (STAGE / THREADS); ++i) {
-      if (i % K >= columns.present) store_shared(ring + i * THREADS, uint4{});
-    }
-    for (int i = 0; i < p.stages; ++i) fetch(i, ring + i * STAGE);
+  // All rows, and this block's partial row of the weight gradients.
+  __device__ void run(int64_t chunk, float *shared) {
+    for (int i = 0; i < p.stages; ++i) fetch(i);
     Statistics now = statistics(0), next = statistics(1);
-    load_weights<T>(weight, p.weight, p.float_weight, 1, columns);
+    load_weights<T>(weight, p.weight, columns);
     memset(grad_weight, 0, sizeof grad_weight);
     memset(grad_bias, 0, sizeof grad_bias);
-    uint4 *slots = ring, *const ring_end = ring + p.stages * STAGE;
-    if (CLUSTER && turns > 0) {
-      wait_for_copies(p.stages - 1);
-      post<TEAM, CLUSTER>(exchange, turn, sums(slots, now), rank, p.cluster);
+    Loaded loaded;
+    if (CLUSTER && rows > 0) {
+      ring.wait();
+      load(loaded, 0);
+      ring.exchange.post(0, sums(loaded, now), rank, p.cluster);
+      ring.now.advance(p.stages);
     }
-    for (int i = 0; i < turns; ++i, ++turn) {
-      uint4 *const next_slots = slots + STAGE == ring_end ? ring : slots + STAGE;
-      float2 mine{};
+    for (int i = 0; i < turns; ++i) {
       const Statistics after = statistics(i + 2);
-      if (!CLUSTER) {
-        wait_for_copies(p.stages - 1);
-        mine = sums(slots, now);
-        post<TEAM, CLUSTER>(exchange, turn, mine, rank, p.cluster);
-      } else if (i + 1 < turns) {
-        wait_for_copies(p.stages - 2);
-        post<TEAM, CLUSTER>(exchange, turn + 1, sums(next_slots, next), rank, p.cluster);
+      if constexpr (CLUSTER) {
+        Loaded following;
+        if (i + 1 < rows) {
+          ring.wait();
+          load(following, i + 1);
+          ring.exchange.post(i + 1, sums(following, next), rank, p.cluster);
+          ring.now.advance(p.stages);
+        }
+        const float2 sum = total(i, {});
+        fetch(i + p.stages);  // all warps have posted row i, so they have read it
+        finish(i, loaded, now, sum);
+        loaded = following;
+      } else {
+        loaded = {};
+        if (i < rows) {
+          ring.wait();
+          load(loaded, i);
+        }
+        const float2 mine = sums(loaded, now);
+        ring.exchange.post(i, mine, rank, p.cluster);
+        const float2 sum = total(i, mine);
+        if (KEEP) {
+          fetch(i + p.stages);
+        } else {
+          if (i > 0) fetch(i - 1 + p.stages);  // of row i - 1 the team has made grad_x
+          if (i < rows) load(loaded, i);
+        }
+        if (i < rows) finish(i, loaded, now, sum);
+        ring.now.advance(p.stages);
       }
-      finish(i, slots, now, total(turn, mine));
-      fetch(i + p.stages, slots);
-      slots = next_slots;
       now = next;
       next = after;
     }
-    float *partial = p.partial + part * p.cols;
-    if (p.wants_weight) write_partial(grad_weight, partial);
+    float *partial = p.partial + chunk * p.cols;
+    if (p.wants_weight) write_partial(grad_weight, shared, partial);
     if constexpr (CENTERED) {
-      if (p.wants_bias) write_partial(grad_bias, partial + (p.wants_weight ? p.parts() * p.cols : 0));
+      if (p.wants_bias) write_partial(grad_bias, shared, partial + (p.wants_weight ? p.chunks * p.cols : 0));
+    }
+  }
+
+  // One of the sums over the rows to its partial row; the teams' are added in shared memory, where the ring has no rows left.
+  __device__ void write_partial(const float (&sums)[K][N], float *shared, float *partial) const {
+    float *to = TEAMS > 1 ? shared + team() * p.cols : partial;
+    if (TEAMS > 1) __syncthreads();
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+#pragma unroll
+      for (int j = 0; j < N; ++j) to[columns.column(k) + j] = sums[k][j];
+    }
+    if (TEAMS == 1) return;
+    __syncthreads();
+    for (int c = threadIdx.x; c < p.cols; c += THREADS<TEAM>) {
+      float sum = 0;
+      for (int t = 0; t < TEAMS; ++t) sum += shared[t * p.cols + c];
+      partial[c] = sum;
     }
   }
 };
 
-template <typename T, bool CENTERED, int TEAM, int K, bool CLUSTER>
-__global__ void __launch_bounds__(THREADS, BLOCKS<CENTERED, K * 16 / sizeof(T)>)
+template <typename T, bool CENTERED, int TEAM, int K, int N, bool CLUSTER>
+__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, TEAM, K * N>)
     backward_kernel(const __grid_constant__ Backward<T> p) {
-  extern __shared__ uint4 ring[];
-  __shared__ Exchange exchange;
+  using Rows = BackwardRows<T, CENTERED, TEAM, K, N, CLUSTER>;
+  extern __shared__ __align__(128) uint4 shared[];
+  __shared__ Exchange<TEAM, CLUSTER> exchanges[Rows::TEAMS];
+  Exchange<TEAM, CLUSTER> &exchange = exchanges[Rows::team()];
+  const int64_t chunk = blockIdx.x / p.cluster;
   int rank = 0;
 #if HAS_CLUSTERS
   if (CLUSTER) rank = cluster_rank();
 #endif
-  open_exchange<CLUSTER>(exchange);
-  const int64_t chunk = blockIdx.x / p.cluster;
-  int turn = 0;
-  constexpr int TEAMS = THREADS / TEAM;
-  if (p.classes == 1) {  // all blocks move on together
-    BackwardRows<T, CENTERED, TEAM, K, CLUSTER> rows(p, ring + threadIdx.x, exchange, rank, 0, chunk * TEAMS, p.rows,
-                                                     p.chunks * TEAMS);
-    rows.run(turn, chunk);
-    return;
-  }
-  const int64_t first = p.rows * chunk / p.chunks, last = p.rows * (chunk + 1) / p.chunks;
-  // A class that begins where the chunk ends has a partial row, too: of zeros.
-  for (int64_t c = 0; c < p.classes && class_begin(p, c) <= last; ++c) {
-    const int64_t start = class_begin(p, c), end = class_begin(p, c + 1);
-    if (end <= first) continue;
-    const int64_t b = (start > first ? start : first) - start, e = (end < last ? end : last) - start;
-    BackwardRows<T, CENTERED, TEAM, K, CLUSTER> rows(p, ring + threadIdx.x, exchange, rank, c, b, e, TEAMS);
-    rows.run(turn, chunk + c);
-  }
+  exchange.open(Rows::lane());
+  Rows rows(p, shared + Rows::team() * p.stages * Rows::TeamRing::STAGE, exchange, chunk, rank);
+  rows.run(chunk, reinterpret_cast<float *>(shared));
+#if HAS_CLUSTERS
+  if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
+#endif
 }
 
-// For what the fast kernel does not take: a block a row, which it reads twice, element by element; its partial row is in memory.
+// For what the other kernel does not take: a block a row, which it reads twice, element by element; its partial row is in memory.
 template <typename T, bool CENTERED>
-__global__ void __launch_bounds__(THREADS) plain_backward_kernel(const norm_backward_args p) {
+__global__ void __launch_bounds__(PLAIN_THREADS) plain_backward_kernel(const norm_backward_args p) {
   using A = acc_t<T>;
   A *const partial = static_cast<A *>(p.partial);
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
@@ -266,14 +283,14 @@ __global__ void __launch_bounds__(THREADS) plain_backward_kernel(const norm_back
     const T *grad_out = static_cast<const T *>(p.grad_out) + r * p.grad_out_stride;
     const A mean = CENTERED ? static_cast<const A *>(p.mean)[r] : A(0), rstd = static_cast<const A *>(p.rstd)[r];
     A v[2] = {};
-    for (int64_t c = threadIdx.x; c < p.cols; c += THREADS) {
+    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
       const A g = to_acc(grad_out[c]) * rstd * weight_at<T>(p.weight, p.weight_dtype, 1, c);
       v[0] += g * (to_acc(x[c]) - mean);
       v[1] += g;
     }
-    block_sum<THREADS>(v);
+    block_sum<PLAIN_THREADS>(v);
     const A along = v[0] / p.cols * rstd * rstd, shift = CENTERED ? v[1] / p.cols : A(0);
-    for (int64_t c = threadIdx.x; c < p.cols; c += THREADS) {
+    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
       const A g = to_acc(grad_out[c]), d = to_acc(x[c]) - mean, w = weight_at<T>(p.weight, p.weight_dtype, 1, c);
       if (p.grad_x != nullptr) {
         static_cast<T *>(p.grad_x)[r * p.cols + c] = from_acc<T>(g * rstd * w - shift - along * d);
@@ -333,7 +350,7 @@ template <typename T>
 cudaError_t plain_backward(const norm_backward_args &args, cudaStream_t stream) {
   const int64_t blocks = args.rows < MAX_PARTS ? args.rows : MAX_PARTS;
   const auto kernel = args.mean ? plain_backward_kernel<T, true> : plain_backward_kernel<T, false>;
-  if (blocks > 0) kernel<<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(args);
+  if (blocks > 0) kernel<<<static_cast<unsigned>(blocks), PLAIN_THREADS, 0, stream>>>(args);
   const cudaError_t error = cudaGetLastError();
   return error != cudaSuccess ? error : sum_partial<acc_t<T>>(args, blocks, stream);
 }
@@ -346,8 +363,7 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
   p.x = static_cast<const T *>(args.x);
   p.mean = static_cast<const float *>(args.mean);
   p.rstd = static_cast<const float *>(args.rstd);
-  p.weight = args.weight;
-  p.float_weight = args.weight_dtype != args.dtype;
+  p.weight = {args.weight, 1, args.weight_dtype != args.dtype};
   p.wants_weight = args.grad_weight != nullptr;
   p.wants_bias = args.grad_bias != nullptr;
   p.grad_x = static_cast<T *>(args.grad_x);
@@ -357,26 +373,60 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
   return p;
 }
 
+template <typename T, bool CENTERED, int TEAM, int ELEMENTS, int N, bool CLUSTER>
+cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int K = ELEMENTS / N, blocks = BLOCKS<CENTERED, TEAM, ELEMENTS>;
+  constexpr int ring = (!CLUSTER && KEEPS<T, CENTERED, ELEMENTS> ? 96
+                        : CLUSTER && sizeof(T) * ELEMENTS > 32   ? 192
+                                                                 : 128)
+                       << 10;
+  return launch_ring<Ring<T, 2, TEAM, K, N, CLUSTER>, TEAM, K, N, CLUSTER, blocks>(
+      backward_kernel<T, CENTERED, TEAM, K, N, CLUSTER>, p, ring / blocks, MAX_PARTS, stream, launched);
+}
+
+template <typename T, bool CENTERED, int N>
+cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr bool HALF = sizeof(T) == 2;
+  using Odd = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 18>, Shape<64, 32>,
+                     Shape<128, 32>, Shape<256, 18>, Shape<512, 16>>;
+  using Halves = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
+                        Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
+  using Floats = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
+                        Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
+  using Known = std::conditional_t<N == 1, Odd, std::conditional_t<HALF, Halves, Floats>>;
+  cudaError_t error = with_shape(p.cols, Known{}, [&](auto shape) {
+    using S = decltype(shape);
+    return launch_backward<T, CENTERED, S::TEAM, S::ELEMENTS, N, false>(p, stream, launched);
+  });
+  if (error != cudaErrorNotSupported) return error;
+  if constexpr (N < 8) {
+    error = launch_backward<T, CENTERED, 512, 8, N, true>(p, stream, launched);
+    if (error != cudaSuccess || launched) return error;
+  }
+  return launch_backward<T, CENTERED, 512, 16, N, true>(p, stream, launched);
+}
+
 template <typename T, bool CENTERED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
+  constexpr int N = 16 / sizeof(T);
   Backward<T> p = fast_parameters<T>(args);
-  const RowsOf<T> tensors[] = {{p.x, p.x_stride}, {p.grad_out, p.grad_out_stride}, {p.grad_x, args.cols}};
-  if (args.rows == 0 || !align_rows(p, args.rows, args.cols, tensors, 3)) return plain_backward<T>(args, stream);
+  // One column: the gradient is exactly 0, which needs the plain kernel's order of operations.
+  if (args.rows == 0 || args.cols == 1 || !set_shape(p, args.rows, args.cols)) return plain_backward<T>(args, stream);
+  const bool aligned = is_aligned<T>(args.x, args.x_stride) && is_aligned<T>(args.grad_out, args.grad_out_stride) &&
+                       is_aligned<T>(args.grad_x, args.cols) && is_aligned<T>(args.weight);
   bool launched = false;
-  const cudaError_t error = with_shape<T>(p, [&](auto team, auto k, auto cluster) {
-    return launch_rows<2, team, k, cluster, BLOCKS<CENTERED, k * 16 / sizeof(T)>>(
-        backward_kernel<T, CENTERED, team, k, cluster>, p, MAX_PARTS, stream, launched);
-  });
+  const cudaError_t error = aligned ? launch_backward<T, CENTERED, N>(p, stream, launched)
+                                    : launch_backward<T, CENTERED, 1>(p, stream, launched);
   if (error != cudaSuccess) return error;
   if (!launched) return plain_backward<T>(args, stream);
-  return sum_partial<float>(args, p.parts(), stream);
+  return sum_partial<float>(args, p.chunks, stream);
 }
 
 }  // namespace norm_cuda
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
   const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
-  const int64_t parts = args->rows < norm_cuda::MAX_PARTS ? args->rows + norm_cuda::MAX_CLASSES : norm_cuda::MAX_PARTS;
+  const int64_t parts = args->rows < norm_cuda::MAX_PARTS ? args->rows : norm_cuda::MAX_PARTS;
   return sums * parts * args->cols * (args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float));
 }
 

@@ -1,22 +1,22 @@
 // layer_norm and rms_norm on the GPU, in one pass over x (norm_rows.cuh says how rows meet threads).
 //
-// A warp takes mean and squared deviations of its part of the row in registers, in two passes with the correction for the
-// rounding of the mean; the parts are then joined: the row's mean is that of the parts' means, and each part's distance from
-// it counts as many times as the part has columns. In a cluster the numbers of row i + 1 are sent before row i is finished.
+// Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for; a block takes 16 KB or more,
+// for more than one block in 900 cycles a multiprocessor cannot start. Plain loads and stores: with any other cache policy on
+// one of the two sides they are 4 % slower. Wider rows: clusters of persistent blocks behind a ring.
+//
+// Mean and squared deviations take two passes over the registers, for float with the correction for the rounding of the mean
+// (half types cannot hold a mean so large that it would show). In a cluster every warp does so for its part of the row, and the
+// parts are then joined: the row's mean is that of the parts' means, and each part's distance from it counts as many times as
+// the part has columns.
 #include "norm/norm_rows.cuh"
 
 namespace norm_cuda {
 
-// Blocks that a multiprocessor holds: two, so that one computes while the other waits for its sums, unless registers forbid.
-template <bool CENTERED, int TEAM, int ELEMENTS>
-constexpr int BLOCKS = CENTERED &&TEAM == 32 && ELEMENTS > 24 ? 1 : 2;
-
 template <typename T>
 struct Forward : Geometry {
   const T *x;
-  const void *weight;  // may be NULL
-  const void *bias;    // may be NULL
-  bool float_weight;
+  Weights weight;
+  Weights bias;
   T *y;
   float *mean;  // NULL: rms_norm
   float *rstd;
@@ -24,248 +24,277 @@ struct Forward : Geometry {
   int64_t x_stride;
 };
 
-// One block's rows of one class.
-template <typename T, bool CENTERED, int TEAM, int K, bool CLUSTER>
-struct ForwardRows {
-  static constexpr int N = 16 / sizeof(T);
-  static constexpr int TEAMS = THREADS / TEAM;
-  static constexpr int WIDTH = TEAM < 32 ? TEAM : 32;  // lanes that sum together
-  static constexpr int STAGE = K * THREADS;
-  static constexpr int PARTS = CLUSTER ? MAX_CLUSTER * WARPS / 32 : 1;  // parts of a row that one lane joins
+// Sums of v over a team; `shared` is for the warps of the block, and for this sum alone.
+template <int TEAM, int COUNT>
+__device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM> / 32][COUNT]) {
+  if constexpr (TEAM >= 32 && COUNT == 2) {
+    const float2 both = warp_sum<true>({v[0], v[1]});
+    v[0] = both.x, v[1] = both.y;
+  } else {
+    group_sum(v, TEAM < 32 ? TEAM : 32);
+  }
+  if constexpr (TEAM > 32) {
+    constexpr int WARPS = TEAM / 32;
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) shared[threadIdx.x / 32][n] = v[n];
+    }
+    sync_group(1 + threadIdx.x / TEAM, TEAM);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) v[n] = shared[threadIdx.x / TEAM * WARPS + threadIdx.x % WARPS][n];
+    group_sum(v, WARPS);
+  }
+}
+
+template <typename T, bool CENTERED, int TEAM, int K, int N>
+__global__ void __launch_bounds__(THREADS<TEAM>, (K * N <= 32 && (N > 1 || K <= 16) ? 1024 : 768) / THREADS<TEAM>)
+    forward_kernel(const __grid_constant__ Forward<T> p) {
+  constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
+  constexpr int TEAMS = THREADS<TEAM> / TEAM, COUNT = CORRECTS ? 2 : 1;
+  __shared__ float sums[THREADS<TEAM> / 32][1], squares[THREADS<TEAM> / 32][COUNT];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
+  const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
+  const Columns<TEAM, K, N> columns(p, threadIdx.x % TEAM, 0);
+  Vector<T, N> bits[K] = {};
+  if (is_row) load_row<T>(bits, p.x + row * p.x_stride, columns);
+  float x[K][N], mean = 0, shift = 0, sum[1] = {}, v[COUNT] = {};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    unpack<T, N>(x[k], bits[k]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
+  }
+  team_sum<TEAM>(sum, sums);
+  if (CENTERED) {
+    mean = sum[0] * p.per_col;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        x[k][j] -= mean;
+        v[0] = fmaf(x[k][j], x[k][j], v[0]);
+        if (CORRECTS) v[COUNT - 1] += x[k][j];
+      }
+    }
+    team_sum<TEAM>(v, squares);
+    sum[0] = v[0];
+    if (CORRECTS) {
+      shift = v[COUNT - 1] * p.per_col;  // how far the mean is off
+      mean += shift;
+      if (!isinf(v[0])) sum[0] -= shift * shift * p.cols;
+    }
+  }
+  const float rstd = rsqrtf(fmaf(sum[0], p.per_col, p.eps));
+  if (!is_row) return;
+  if (threadIdx.x % TEAM == 0) {
+    if (CENTERED) p.mean[row] = mean;
+    p.rstd[row] = rstd;
+  }
+  T *const y = p.y + row * p.cols;
+  const auto finish = [&](auto load_weight, auto load_bias) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      float w[N], b[N];
+      load_weight(w, columns.column(k));
+      if (CENTERED) load_bias(b, columns.column(k));
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float xhat = CORRECTS ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
+        x[k][j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
+      }
+      store<T, N>(y + columns.column(k), x[k]);
+    }
+  };
+  // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one.
+  if (p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
+    finish([&](float(&w)[N], int c) { load<T, N>(w, static_cast<const T *>(p.weight.data) + c); },
+           [&](float(&b)[N], int c) { load<T, N>(b, static_cast<const T *>(p.bias.data) + c); });
+  } else {
+    finish([&](float(&w)[N], int c) { p.weight.template load<T>(w, c); },
+           [&](float(&b)[N], int c) { p.bias.template load<T>(b, c); });
+  }
+}
+
+// One cluster's rows; the walk is that of BackwardRows.
+template <typename T, bool CENTERED, int TEAM, int K, int N>
+struct WideRows {
+  static constexpr int PARTS = MAX_CLUSTER * TEAM / 32 / 32;  // parts of a row that one lane joins
+  using TeamRing = Ring<T, 1, TEAM, K, N, true>;
 
   const Forward<T> &p;
-  uint4 *ring;  // this thread's first slot
-  Exchange &exchange;
+  TeamRing ring;
   const int rank;
-  const int turns;  // rows of the busiest team
-  const int rows;   // of this team: from `first` on, every `step`-th
-  const int64_t first;
-  const int64_t step;
-  const Columns<T, TEAM, K> columns;
-  Fetcher<T, TEAM, K> x_rows;
-  bool ragged;          // whether these lanes have fewer columns than slots
-  float count;          // the columns of these lanes
-  float per_count;      // 1 / count
+  const int64_t first;  // row; from there on every `chunks`-th
+  const int rows;
+  const Columns<TEAM, K, N> columns;
+  float count;          // the columns of this warp
   float counts[PARTS];  // those of the parts that this lane joins
   float weight[K][N], bias[CENTERED ? K : 1][N];
 
-  __device__ ForwardRows(const Forward<T> &p, uint4 *ring, Exchange &exchange, int rank, int64_t klass, int64_t begin,
-                         int64_t end, int64_t jump)
+  __device__ WideRows(const Forward<T> &p, uint4 *slots, Exchange<TEAM, true> &exchange, int64_t chunk, int rank)
       : p(p),
-        ring(ring),
-        exchange(exchange),
+        ring{slots, exchange, p.stages},
         rank(rank),
-        turns(static_cast<int>((end - begin + jump - 1) / jump)),
-        rows(static_cast<int>((end - begin - team() + jump - 1) / jump)),
-        first(klass + p.classes * (begin + team())),
-        step(p.classes * jump),
-        columns(p, static_cast<int>(klass), threadIdx.x % TEAM, rank),
-        x_rows(p.x, first, step, p.x_stride, columns) {}
+        first(chunk),
+        rows(static_cast<int>((p.rows - first + p.chunks - 1) / p.chunks)),
+        columns(p, threadIdx.x, rank) {}
 
-  __device__ static int team() { return threadIdx.x / TEAM; }
-  __device__ int64_t row(int i) const { return first + i * step; }
+  __device__ int64_t row(int i) const { return first + i * p.chunks; }
 
-  __device__ void fetch(int i, uint4 *slots) {
-    if (i < rows) x_rows.fetch(slots, columns, row(i) == 0, row(i) == p.rows - 1);
-    commit_copies();
+  __device__ void fetch(int i) {
+    if (threadIdx.x > 0 || i >= rows) return;
+    const T *const starts[1] = {p.x + row(i) * p.x_stride};
+    ring.fetch(starts, columns, row(i) == p.rows - 1);
+  }
+
+  // Row i from the ring, its numbers to the cluster.
+  __device__ void read(Vector<T, N> (&bits)[K], int i, int turn) {
+    ring.wait();
+    ring.load(bits, 0, p.x + row(i) * p.x_stride, columns);
+    ring.exchange.post(turn, deviations(bits), rank, p.cluster);
+    ring.now.advance(p.stages);
   }
 
   // The parts of the row that this lane joins: f(j, numbers of the part).
   template <typename F>
   __device__ void for_parts(const float2 *parts, F &&f) const {
-    if constexpr (CLUSTER) {
 #pragma unroll
-      for (int j = 0; j < PARTS; ++j) {
-        const int part = threadIdx.x % 32 + 32 * j;
-        if (part < p.cluster * WARPS) f(j, parts[part]);
-      }
-    } else {
-      f(0, parts[threadIdx.x % (TEAM / 32)]);
+    for (int j = 0; j < PARTS; ++j) {
+      const int part = threadIdx.x % 32 + 32 * j;
+      if (part < p.cluster * (TEAM / 32)) f(j, parts[part]);
     }
   }
-  static constexpr int JOINED = CLUSTER ? 32 : TEAM / 32;  // lanes over which the parts are spread
 
-  // Counts the columns; for rows of several warps, of all parts.
-  __device__ void count_columns(int &turn) {
-    const int mine = __popc(columns.valid);
-    ragged = __any_sync(0xffffffffu, mine < K * N);
-    float v[1] = {static_cast<float>(mine)};
-    group_sum(v, WIDTH);
+  // Counts the columns, of this warp and of all parts.
+  __device__ void count_columns() {
+    float v[1] = {static_cast<float>(columns.count())};
+    group_sum(v);
     count = v[0];
-    per_count = 1 / fmaxf(count, 1);
-    if constexpr (TEAM > 32) {
-      post<TEAM, CLUSTER>(exchange, turn, {count, 0}, rank, p.cluster);
-      for_parts(collect<TEAM, CLUSTER>(exchange, turn), [&](int j, float2 part) { counts[j] = part.x; });
-      ++turn;
-    }
+    ring.exchange.post(0, {count, 0}, rank, p.cluster);
+    for_parts(ring.exchange.collect(0), [&](int j, float2 part) { counts[j] = part.x; });
   }
 
-  // Mean and squared deviations of these lanes' part of a row; for rms_norm, 0 and the sum of squares.
-  __device__ float2 deviations(uint4 *slots) const {
-    clear_outside<T>(slots, columns);
-    uint4 bits[K];
-    load_slots(bits, slots);
-    float x[K][N], v[2] = {};
+  // Mean and squared deviations of this warp's part of a row; for rms_norm, 0 and the sum of squares. Half types take one pass,
+  // around the warp's first element: were it far away from all others, 9 of 24 bits would be lost.
+  __device__ float2 deviations(const Vector<T, N> (&bits)[K]) const {
+    float x[K][N], sum[1] = {};
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       unpack<T, N>(x[k], bits[k]);
 #pragma unroll
-      for (int j = 0; j < N; ++j) v[0] = CENTERED ? v[0] + x[k][j] : fmaf(x[k][j], x[k][j], v[0]);
+      for (int j = 0; j < N; ++j) sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
     }
-    float sum[1] = {v[0]};
-    group_sum(sum, WIDTH);
+    if (!CENTERED || sizeof(T) == 4) group_sum(sum);
     if (!CENTERED) return {0, sum[0]};
-    const float mean = sum[0] * per_count;
-    v[0] = 0;
-    if (ragged) {
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) x[k][j] = columns.in_row(k, j) ? x[k][j] : mean;
-      }
-    }
+    const float per_count = 1 / fmaxf(count, 1);
+    const float center = sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0);
+    float2 v = {};
 #pragma unroll
     for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const float d = x[k][j] - mean;
-        v[0] += d;
-        v[1] = fmaf(d, d, v[1]);
+        const float d = x[k][j] - center;
+        v.x += d;
+        v.y = fmaf(d, d, v.y);
       }
     }
-    group_sum(v, WIDTH);
-    return {mean + v[0] * per_count, isinf(v[1]) ? v[1] : v[1] - v[0] * v[0] * per_count};
+    v = warp_sum<true>(v);
+    return {center + v.x * per_count, isinf(v.y) ? v.y : v.y - v.x * v.x * per_count};
   }
 
-  // Mean and rstd of the row that is number `turn` of this block.
-  __device__ float2 statistics(int turn, float2 mine) const {
-    float mean[1] = {mine.x}, squares[1] = {mine.y};
-    if constexpr (TEAM > 32) {
-      const float2 *parts = collect<TEAM, CLUSTER>(exchange, turn);
-      mean[0] = squares[0] = 0;
-      if (CENTERED) {  // the first part's mean, and how far the row's is from it
-        const float start = parts[0].x;
-        for_parts(parts, [&](int j, float2 part) { mean[0] = fmaf(counts[j], part.x - start, mean[0]); });
-        group_sum(mean, JOINED);
-        mean[0] = fmaf(mean[0], p.per_col, start);
-      }
-      for_parts(parts, [&](int j, float2 part) {
-        squares[0] += part.y;
-        if (CENTERED) squares[0] = fmaf(counts[j] * (part.x - mean[0]), part.x - mean[0], squares[0]);
-      });
-      group_sum(squares, JOINED);
+  // Mean and rstd of the row that is number `turn` of this block, around the mean of its first part.
+  __device__ float2 statistics(int turn) const {
+    const float2 *parts = ring.exchange.collect(turn);
+    const float center = CENTERED ? parts[0].x : 0;
+    float2 v = {};
+    for_parts(parts, [&](int j, float2 part) {
+      const float d = part.x - center;
+      const float square = CENTERED ? fmaf(counts[j] * d, d, part.y) : part.y;
+      if (CENTERED) v.x = fmaf(counts[j], d, v.x);
+      v.y += square;
+    });
+    if (CENTERED) {
+      v = warp_sum<true>(v);
+      if (!isinf(v.y)) v.y -= v.x * v.x * p.per_col;
+    } else {
+      v.y = warp_sum<false>({v.y, 0}).x;
     }
-    return {mean[0], rsqrtf(fmaf(squares[0], p.per_col, p.eps))};
+    return {fmaf(v.x, p.per_col, center), rsqrtf(fmaf(v.y, p.per_col, p.eps))};
   }
 
-  __device__ void finish(int i, uint4 *slots, float2 statistics) const {
-    if (i >= rows) return;
+  __device__ void finish(int i, const Vector<T, N> (&bits)[K], float2 statistics) const {
     const int64_t r = row(i);
-    if (threadIdx.x % TEAM == 0 && rank == 0) {
+    if (threadIdx.x == 0 && rank == 0) {
       if (CENTERED) p.mean[r] = statistics.x;
       p.rstd[r] = statistics.y;
     }
-    T *y = p.y + r * p.cols + columns.first;
-    uint4 bits[K];
-    load_slots(bits, slots);
-    const float shift = -statistics.x * statistics.y;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
       float x[N];
       unpack<T, N>(x, bits[k]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        // Half types cannot hold a mean so large that the product's rounding would show; float can.
-        const float xhat = !CENTERED        ? x[j] * statistics.y
-                           : sizeof(T) == 2 ? fmaf(x[j], statistics.y, shift)
-                                            : (x[j] - statistics.x) * statistics.y;
+        const float xhat = (CENTERED ? x[j] - statistics.x : x[j]) * statistics.y;
         x[j] = CENTERED ? fmaf(xhat, weight[k][j], bias[k][j]) : xhat * weight[k][j];
       }
-      store_vector<T>(y, slots, k, x, columns);
+      store<T, N>(p.y + r * p.cols + columns.column(k), x);
     }
-    store_edges<T>(y, slots, columns);
   }
 
-  // `turn` counts the rows of the block over all its classes.
-  __device__ void run(int &turn) {
-    // A vector that this class has not is zero throughout.
-    for (int i = 0; i < p.stages * (STAGE / THREADS); ++i) {
-      if (i % K >= columns.present) store_shared(ring + i * THREADS, uint4{});
+  __device__ void run() {
+    for (int i = 0; i < p.stages; ++i) fetch(i);
+    load_weights<T>(weight, p.weight, columns);
+    if constexpr (CENTERED) {
+      load_weights<T>(bias, p.bias, columns);
+      count_columns();
     }
-    for (int i = 0; i < p.stages; ++i) fetch(i, ring + i * STAGE);
-    load_weights<T>(weight, p.weight, p.float_weight, 1, columns);
-    if constexpr (CENTERED) load_weights<T>(bias, p.bias, p.float_weight, 0, columns);
-    if constexpr (CENTERED) count_columns(turn);
-    uint4 *slots = ring, *const ring_end = ring + p.stages * STAGE;
-    if (CLUSTER && turns > 0) {
-      wait_for_copies(p.stages - 1);
-      post<TEAM, CLUSTER>(exchange, turn, deviations(slots), rank, p.cluster);
-    }
-    for (int i = 0; i < turns; ++i, ++turn) {
-      uint4 *const next_slots = slots + STAGE == ring_end ? ring : slots + STAGE;
-      float2 mine{};
-      if (!CLUSTER) {
-        wait_for_copies(p.stages - 1);
-        mine = deviations(slots);
-        post<TEAM, CLUSTER>(exchange, turn, mine, rank, p.cluster);
-      } else if (i + 1 < turns) {
-        wait_for_copies(p.stages - 2);
-        post<TEAM, CLUSTER>(exchange, turn + 1, deviations(next_slots), rank, p.cluster);
-      }
-      finish(i, slots, statistics(turn, mine));
-      fetch(i + p.stages, slots);
-      slots = next_slots;
+    constexpr int COUNTED = CENTERED ? 1 : 0;  // turns
+    Vector<T, N> bits[K], following[K];
+    if (rows > 0) read(bits, 0, COUNTED);
+    for (int i = 0; i < rows; ++i) {
+      if (i + 1 < rows) read(following, i + 1, i + 1 + COUNTED);
+      const float2 s = statistics(i + COUNTED);
+      fetch(i + p.stages);  // all warps have posted row i, so they have read it
+      finish(i, bits, s);
+#pragma unroll
+      for (int k = 0; k < K; ++k) bits[k] = following[k];
     }
   }
 };
 
-template <typename T, bool CENTERED, int TEAM, int K, bool CLUSTER>
-__global__ void __launch_bounds__(THREADS, BLOCKS<CENTERED, TEAM, K * 16 / sizeof(T)>)
-    forward_kernel(const __grid_constant__ Forward<T> p) {
-  extern __shared__ uint4 ring[];
-  __shared__ Exchange exchange;
-  int rank = 0;
+template <typename T, bool CENTERED, int TEAM, int K, int N, int BLOCKS>
+__global__ void __launch_bounds__(TEAM, BLOCKS) wide_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
-  if (CLUSTER) rank = cluster_rank();
+  extern __shared__ __align__(128) uint4 shared[];
+  __shared__ Exchange<TEAM, true> exchange;
+  exchange.open(threadIdx.x);
+  WideRows<T, CENTERED, TEAM, K, N>(p, shared, exchange, blockIdx.x / p.cluster, cluster_rank()).run();
+  sync_cluster();  // no block ends while another still sends to it
 #endif
-  open_exchange<CLUSTER>(exchange);
-  const int64_t chunk = blockIdx.x / p.cluster;
-  int turn = 0;
-  constexpr int TEAMS = THREADS / TEAM;
-  if (p.classes == 1) {  // all blocks move on together
-    ForwardRows<T, CENTERED, TEAM, K, CLUSTER> rows(p, ring + threadIdx.x, exchange, rank, 0, chunk * TEAMS, p.rows,
-                                                    p.chunks * TEAMS);
-    rows.run(turn);
-    return;
-  }
-  const int64_t first = p.rows * chunk / p.chunks, last = p.rows * (chunk + 1) / p.chunks;
-  for (int64_t c = 0; c < p.classes; ++c) {
-    const int64_t start = class_begin(p, c), end = class_begin(p, c + 1);
-    const int64_t b = (start > first ? start : first) - start, e = (end < last ? end : last) - start;
-    if (b >= e) continue;
-    ForwardRows<T, CENTERED, TEAM, K, CLUSTER> rows(p, ring + threadIdx.x, exchange, rank, c, b, e, TEAMS);
-    rows.run(turn);
-  }
 }
 
-// For what the fast kernel does not take: a block a row, which it reads three times, element by element.
+// For what the others do not take: a block a row, which it reads three times, element by element.
 template <typename T, bool CENTERED>
-__global__ void __launch_bounds__(THREADS) plain_forward_kernel(const norm_forward_args p) {
+__global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm_forward_args p) {
   using A = acc_t<T>;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const T *x = static_cast<const T *>(p.x) + r * p.x_stride;
     A mean[1] = {}, v[2] = {};
     if (CENTERED) {
-      for (int64_t c = threadIdx.x; c < p.cols; c += THREADS) mean[0] += to_acc(x[c]);
-      block_sum<THREADS>(mean);
+      for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) mean[0] += to_acc(x[c]);
+      block_sum<PLAIN_THREADS>(mean);
       mean[0] /= p.cols;
     }
-    for (int64_t c = threadIdx.x; c < p.cols; c += THREADS) {
+    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
       const A d = to_acc(x[c]) - mean[0];
       v[0] += d;
       v[1] += d * d;
     }
-    block_sum<THREADS>(v);
+    block_sum<PLAIN_THREADS>(v);
     if (CENTERED) mean[0] += v[0] / p.cols;
     const A squares = CENTERED ? v[1] - v[0] * v[0] / p.cols : v[1];
     const A rstd = 1 / sqrt(squares / p.cols + static_cast<A>(p.eps));
@@ -273,7 +302,7 @@ __global__ void __launch_bounds__(THREADS) plain_forward_kernel(const norm_forwa
       if (CENTERED) static_cast<A *>(p.mean)[r] = mean[0];
       static_cast<A *>(p.rstd)[r] = rstd;
     }
-    for (int64_t c = threadIdx.x; c < p.cols; c += THREADS) {
+    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
       const A xhat = (to_acc(x[c]) - mean[0]) * rstd;
       const A w = weight_at<T>(p.weight, p.weight_dtype, 1, c), b = weight_at<T>(p.bias, p.weight_dtype, 0, c);
       static_cast<T *>(p.y)[r * p.cols + c] = from_acc<T>(xhat * w + b);
@@ -284,32 +313,60 @@ __global__ void __launch_bounds__(THREADS) plain_forward_kernel(const norm_forwa
 template <typename T>
 cudaError_t plain_forward(const norm_forward_args &args, cudaStream_t stream) {
   const auto kernel = args.mean ? plain_forward_kernel<T, true> : plain_forward_kernel<T, false>;
-  kernel<<<static_cast<unsigned>(std::min<int64_t>(args.rows, 1 << 16)), THREADS, 0, stream>>>(args);
+  kernel<<<static_cast<unsigned>(std::min<int64_t>(args.rows, 1 << 16)), PLAIN_THREADS, 0, stream>>>(args);
   return cudaGetLastError();
+}
+
+template <typename T, bool CENTERED, int TEAM, int ELEMENTS, int N, int BLOCKS>
+cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int K = ELEMENTS / N;
+  return launch_ring<Ring<T, 1, TEAM, K, N, true>, TEAM, K, N, true, BLOCKS>(
+      wide_forward_kernel<T, CENTERED, TEAM, K, N, BLOCKS>, p, (96 << 10) / BLOCKS, INT32_MAX, stream, launched);
+}
+
+template <typename T, bool CENTERED, int N>
+cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  using Odd = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 18>, Shape<64, 32>,
+                     Shape<128, 32>, Shape<256, 18>, Shape<256, 32>, Shape<512, 32>>;
+  using Even = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
+                      Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<256, 32>,
+                      Shape<512, 24>, Shape<512, 32>>;
+  cudaError_t error = with_shape(p.cols, std::conditional_t<N == 1, Odd, Even>{}, [&](auto shape) {
+    using S = decltype(shape);
+    constexpr int threads = THREADS<S::TEAM>;
+    const int64_t blocks = ceil_div(p.rows, threads / S::TEAM);
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    launched = true;
+    forward_kernel<T, CENTERED, S::TEAM, S::ELEMENTS / N, N><<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
+  if (error != cudaErrorNotSupported) return error;
+  if constexpr (N == 8) return launch_wide<T, CENTERED, 512, 16, N, 1>(p, stream, launched);
+  error = launch_wide<T, CENTERED, 256, 16, N, 2>(p, stream, launched);
+  if (error == cudaSuccess && !launched) error = launch_wide<T, CENTERED, 512, 16, N, 1>(p, stream, launched);
+  return error;
 }
 
 template <typename T, bool CENTERED>
 cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
+  constexpr int N = 16 / sizeof(T);
+  const bool is_float = args.weight_dtype != args.dtype;
   Forward<T> p{};
   p.x = static_cast<const T *>(args.x);
-  p.weight = args.weight;
-  p.bias = args.bias;
-  p.float_weight = args.weight_dtype != args.dtype;
+  p.weight = {args.weight, 1, is_float};
+  p.bias = {args.bias, 0, is_float};
   p.y = static_cast<T *>(args.y);
   p.mean = static_cast<float *>(args.mean);
   p.rstd = static_cast<float *>(args.rstd);
   p.eps = static_cast<float>(args.eps);
   p.x_stride = args.x_stride;
-  const RowsOf<T> tensors[] = {{p.x, p.x_stride}, {p.y, args.cols}};
+  if (args.cols == 0 || !set_shape(p, args.rows, args.cols)) return plain_forward<T>(args, stream);
+  const bool aligned = is_aligned<T>(args.x, args.x_stride) && is_aligned<T>(args.y, args.cols) &&
+                       is_aligned<T>(args.weight) && is_aligned<T>(args.bias);
   bool launched = false;
-  if (args.cols > 0 && align_rows(p, args.rows, args.cols, tensors, 2)) {
-    const cudaError_t error = with_shape<T>(p, [&](auto team, auto k, auto cluster) {
-      return launch_rows<1, team, k, cluster, BLOCKS<CENTERED, team, k * 16 / sizeof(T)>>(
-          forward_kernel<T, CENTERED, team, k, cluster>, p, INT32_MAX, stream, launched);
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return launched ? cudaSuccess : plain_forward<T>(args, stream);
+  const cudaError_t error = aligned ? launch_forward<T, CENTERED, N>(p, stream, launched)
+                                    : launch_forward<T, CENTERED, 1>(p, stream, launched);
+  return error != cudaSuccess || launched ? error : plain_forward<T>(args, stream);
 }
 
 }  // namespace norm_cuda

@@ -1,14 +1,16 @@
-// How the fast kernels of norm_forward_cuda.cu and norm_backward_cuda.cu walk over rows.
+// What the kernels of norm_forward_cuda.cu and norm_backward_cuda.cu share: how rows meet threads.
 //
-// A team of TEAM threads takes a row; a block of THREADS threads is one team or several, or the blocks of a cluster together
-// are one. The blocks are persistent. Thread t of a team owns the 16-byte vectors t, t + TEAM, ... of every row it meets, at most
-// K of them, so that weights and sums over the rows stay in its registers. The rows pass through a ring in shared memory: a
-// thread copies its own vectors several rows ahead, asynchronously, and no other thread reads them. No load ever waits for
-// a sum.
+// A team of TEAM threads takes a row: part of a warp, a warp, several, or a whole block. A block has THREADS threads, that is
+// one team or several. Thread t of the team owns the columns t * N, (t + TEAM) * N, ... and the N - 1 behind each, at most K
+// times N. N is a 16-byte vector where all rows of all tensors are aligned, else 1: odd widths go element by element, side by
+// side, so that no row has ends to treat apart.
 //
-// Odd widths. Row r begins (phase + r * cols) % N elements past an aligned address. Rows whose numbers differ by a multiple of
-// `classes` share that offset: a block takes its rows class by class, and within a class every access is aligned and every
-// column has its place. Of a vector that straddles the end of a row, what lies outside is set to zero in shared memory.
+// The ring. Persistent blocks read ahead: one thread of a team asks for a row several turns before its time, by one bulk copy
+// into shared memory (from sm_90 on; before, a row is read when its turn comes). Too many bytes on their way are slower than
+// too few: reads then crowd out the writes (docs/performance.md).
+//
+// Clusters. A row wider than a block's registers is shared by the blocks of a cluster, a slice each. The row's sums go to all
+// of them with st.async, and the sums of row i + 1 are sent before row i is finished, so that nobody waits for them.
 #ifndef EXTENSION_CPP_NORM_ROWS_CUH
 #define EXTENSION_CPP_NORM_ROWS_CUH
 
@@ -22,251 +24,236 @@
 
 namespace norm_cuda {
 
-constexpr int THREADS = 256;
-constexpr int WARPS = THREADS / 32;
+template <int TEAM>
+constexpr int THREADS = TEAM > 256 ? TEAM : 256;
+constexpr int PLAIN_THREADS = 256;
 constexpr int MAX_CLUSTER = 16;
-constexpr int MAX_STAGES = 4;
+constexpr int MAX_STAGES = 6;
 
-// What the walk over the rows depends on, besides the template's TEAM and K.
+// What the walk over the rows depends on, besides the template's TEAM, K and N.
 struct Geometry {
   int64_t rows;
   int cols;
   float per_col;   // 1 / cols
-  int classes;     // 1 where rows are aligned alike
-  int phase;       // elements from an aligned address to the first row; for all tensors the same
-  int stages;      // rows in flight
+  int stages;      // rows of a team in the ring
   int cluster;     // blocks that share a row
-  int slice;       // vectors of a row that one block of the cluster takes
+  int slice;       // columns of a row that one block of the cluster takes
   int64_t chunks;  // shares of the rows: one a block or cluster
 };
 
-// Where class p begins when the rows are listed class by class.
-__host__ __device__ inline int64_t class_begin(const Geometry &g, int64_t p) {
-  const int64_t more = g.rows % g.classes;
-  return p * (g.rows / g.classes) + (p < more ? p : more);
-}
-
-// The columns of one thread in the rows of one class: `present` vectors, of which the first may begin before the row (left)
-// and the last may end behind it (right).
-template <typename T, int TEAM, int K>
+// The columns of one thread.
+template <int TEAM, int K, int N>
 struct Columns {
-  static constexpr int N = 16 / sizeof(T);
-  static constexpr int STEP = TEAM * N;  // from vector to vector
-  static_assert(K * N <= 32, "a thread's columns are the bits of a word");
-  int first;       // column of vector 0; negative where that begins before the row
-  int present;     // vectors
-  uint32_t valid;  // bit k * N + j: element j of vector k lies in the row
-  bool left, right;
+  int begin;  // of the block's slice
+  int end;
+  int first;  // of this thread
 
-  __device__ Columns(const Geometry &g, int klass, int lane, int rank) {
-    const int phase = static_cast<int>((g.phase + static_cast<int64_t>(klass) * g.cols) % N);
-    const int limit = g.cluster == 1 ? g.cols : min(g.cols, (rank + 1) * g.slice * N - phase);
-    first = (rank * g.slice + lane) * N - phase;
-    present = 0;
-    valid = 0;
+  __device__ Columns(const Geometry &g, int lane, int rank)
+      : begin(rank * g.slice), end(g.cluster > 1 ? min(begin + g.slice, g.cols) : g.cols), first(begin + lane * N) {}
+  __device__ int column(int k) const { return first + k * TEAM * N; }
+  __device__ bool has(int k) const { return column(k) < end; }
+  __device__ int count() const {
+    int n = 0;
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (first + k * STEP >= limit) continue;
-      ++present;
+    for (int k = 0; k < K; ++k) n += has(k) ? N : 0;
+    return n;
+  }
+};
+
+// This thread's part of a row that begins at `row`, zeros where it has no columns.
+template <typename T, int TEAM, int K, int N>
+__device__ inline void load_row(Vector<T, N> (&bits)[K], const T *row, const Columns<TEAM, K, N> &columns) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const int c = first + k * STEP + j;
-        if (c >= 0 && c < g.cols) valid |= 1u << (k * N + j);
+  for (int k = 0; k < K; ++k) bits[k] = columns.has(k) ? load_vector<T, N>(row + columns.column(k)) : Vector<T, N>{};
+}
+
+// weight or bias, as the kernels read it.
+struct Weights {
+  const void *data;  // NULL: `missing` everywhere
+  float missing;
+  bool is_float;
+
+  // Whether they are there, and of x's type.
+  __device__ bool is_plain() const { return data != nullptr && !is_float; }
+
+  // N of them from column c on.
+  template <typename T, int N>
+  __device__ void load(float (&w)[N], int c) const {
+    if (data == nullptr) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) w[j] = missing;
+    } else if (is_float) {
+      constexpr int M = N < 4 ? N : 4;
+#pragma unroll
+      for (int j = 0; j < N; j += M) {
+        ::load<float, M>(reinterpret_cast<float(&)[M]>(w[j]), static_cast<const float *>(data) + c + j);
       }
-    }
-    left = present > 0 && first < 0;
-    right = present > 0 && first + (present - 1) * STEP + N > g.cols;
-  }
-  __device__ bool in_row(int k, int j) const { return valid >> (k * N + j) & 1; }
-  __device__ bool whole(int k) const { return k < present - right && k >= left; }
-  __device__ uint32_t valid_of(int k) const { return valid >> (k * N) & ((1u << N) - 1); }
-};
-
-// Element by element between a slot and a row, where `valid` has bits: of vectors that straddle an end of the row.
-template <typename T>
-__device__ inline void load_elements(uint4 *slot, const T *from, uint32_t valid) {
-  constexpr int N = 16 / sizeof(T);
-  T v[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) v[j] = valid >> j & 1 ? from[j] : from_acc<T>(0.0f);
-  uint4 bits;
-  memcpy(&bits, v, sizeof bits);
-  store_shared(slot, bits);
-}
-
-template <typename T>
-__device__ inline void store_elements(T *to, const uint4 *slot, uint32_t valid) {
-  constexpr int N = 16 / sizeof(T);
-  const uint4 bits = load_shared(slot);
-  T v[N];
-  memcpy(v, &bits, sizeof v);
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    if (valid >> j & 1) to[j] = v[j];
-  }
-}
-
-// Zeros where `valid` has no bits.
-template <typename T>
-__device__ inline void clear_elements(uint4 *slot, uint32_t valid) {
-  uint4 bits = load_shared(slot);
-  uint32_t *words[4] = {&bits.x, &bits.y, &bits.z, &bits.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      *words[i] &= valid >> i & 1 ? ~0u : 0u;
     } else {
-      *words[i] &= (valid >> 2 * i & 1 ? 0xffffu : 0u) | (valid >> (2 * i + 1) & 1 ? 0xffff0000u : 0u);
+      ::load<T, N>(w, static_cast<const T *>(data) + c);
     }
-  }
-  store_shared(slot, bits);
-}
-
-// One tensor's rows on their way through one thread: `next` is where its vector 0 of the next row to fetch lies.
-template <typename T, int TEAM, int K>
-struct Fetcher {
-  using Cols = Columns<T, TEAM, K>;
-  const T *next;
-  int64_t step;
-
-  __device__ Fetcher(const T *data, int64_t row, int64_t rows_step, int64_t stride, const Cols &columns)
-      : next(data + row * stride + columns.first), step(rows_step * stride) {}
-
-  // Begins to copy the row to slots[k * THREADS]. Vectors that reach out of the tensor, of its first or last row, are
-  // copied element by element, so that nothing outside is read.
-  __device__ void fetch(uint4 *slots, const Cols &columns, bool is_first, bool is_last) {
-    const bool skip_left = columns.left && is_first, skip_right = columns.right && is_last;
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (k < columns.present - skip_right && k >= skip_left) copy_async(slots + k * THREADS, next + k * Cols::STEP);
-    }
-    const int last = columns.present - 1;
-    if (skip_left) load_elements(slots, next, columns.valid_of(0));
-    if (skip_right) load_elements(slots + last * THREADS, next + last * Cols::STEP, columns.valid_of(last));
-    next += step;
   }
 };
 
-// Zeros in place of what this thread's vectors hold from outside the row.
-template <typename T, int TEAM, int K>
-__device__ inline void clear_outside(uint4 *slots, const Columns<T, TEAM, K> &columns) {
-  const int last = columns.present - 1;
-  if (columns.left) clear_elements<T>(slots, columns.valid_of(0));
-  if (columns.right) clear_elements<T>(slots + last * THREADS, columns.valid_of(last));
-}
-
-// All K vectors of this thread, on their way before the first is used.
-template <int K>
-__device__ inline void load_slots(uint4 (&v)[K], const uint4 *slots) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) v[k] = load_shared(slots + k * THREADS);
-}
-
-// Writes vector k of a row; one that straddles an end goes to its slot, for store_edges.
-template <typename T, int TEAM, int K>
-__device__ inline void store_vector(T *row, uint4 *slots, int k, const float (&v)[16 / sizeof(T)],
-                                    const Columns<T, TEAM, K> &columns) {
-  constexpr int N = 16 / sizeof(T);
-  if (columns.whole(k)) {
-    store<T, N>(row + k * TEAM * N, v);
-  } else if (k < columns.present) {
-    T elements[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) elements[j] = from_acc<T>(v[j]);
-    uint4 bits;
-    memcpy(&bits, elements, sizeof bits);
-    store_shared(slots + k * THREADS, bits);
-  }
-}
-
-template <typename T, int TEAM, int K>
-__device__ inline void store_edges(T *row, const uint4 *slots, const Columns<T, TEAM, K> &columns) {
-  const int last = columns.present - 1;
-  if (columns.left) store_elements(row, slots, columns.valid_of(0));
-  if (columns.right && !(columns.left && last == 0)) {
-    store_elements(row + last * columns.STEP, slots + last * THREADS, columns.valid_of(last));
-  }
-}
-
-// This thread's part of a row of weights; `missing` where there are none, 0 outside the row.
-template <typename T, int TEAM, int K>
-__device__ inline void load_weights(float (&w)[K][16 / sizeof(T)], const void *weights, bool is_float, float missing,
-                                    const Columns<T, TEAM, K> &columns) {
-  constexpr int N = 16 / sizeof(T);
-  const T *p = static_cast<const T *>(weights) + columns.first;
-  const float *floats = static_cast<const float *>(weights) + columns.first;
-  const bool vectors = weights != nullptr && !is_float && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+// This thread's part of a row of weights, 0 where it has no columns.
+template <typename T, int TEAM, int K, int N>
+__device__ inline void load_weights(float (&w)[K][N], const Weights &weights, const Columns<TEAM, K, N> &columns) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    if (vectors && columns.whole(k)) {
-      load<T, N>(w[k], p + k * columns.STEP);
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      w[k][j] = 0;
-      if (!columns.in_row(k, j)) continue;
-      const int c = k * columns.STEP + j;
-      w[k][j] = weights == nullptr ? missing : is_float ? floats[c] : to_acc(p[c]);
-    }
+    memset(w[k], 0, sizeof w[k]);
+    if (columns.has(k)) weights.load<T>(w[k], columns.column(k));
   }
 }
 
-// Where the warps of a team leave their numbers for each other: a float2 a warp, `slots` rows in turn. Within a block two rows
-// do, with a barrier a row. In a cluster every warp sends its numbers to every block, nobody waits before the next row's
-// numbers are sent, and four rows are on their way at most.
-struct Exchange {
-  float2 slots[4][MAX_CLUSTER * WARPS];
-  uint64_t arrived[4];
-};
+// The sums of v.x and v.y over a warp, in all its lanes: one half of it sums x, the other y. CENTERED false: x alone.
+template <bool CENTERED>
+__device__ inline float2 warp_sum(float2 v) {
+  if (!CENTERED) {
+    float x[1] = {v.x};
+    group_sum(x);
+    return {x[0], 0};
+  }
+  const bool upper = threadIdx.x & 16;
+  float mine[1] = {(upper ? v.y : v.x) + __shfl_xor_sync(0xffffffffu, upper ? v.x : v.y, 16)};
+  group_sum(mine, 16);
+  const float other = __shfl_xor_sync(0xffffffffu, mine[0], 16);
+  return upper ? float2{other, mine[0]} : float2{mine[0], other};
+}
 
-template <bool CLUSTER>
-__device__ inline void open_exchange(Exchange &exchange) {
+// Where the warps of a team leave their numbers for each other. Within a block two rows are in turn, with a barrier a row; in a
+// cluster four, and every warp sends its numbers to every block.
+template <int TEAM, bool CLUSTER>
+struct Exchange {
+  static constexpr int WARPS = TEAM > 32 ? TEAM / 32 : 1;
+  float2 slots[CLUSTER ? 4 : 2][CLUSTER ? MAX_CLUSTER * WARPS : WARPS];
+  uint64_t arrived[4];
+  uint64_t filled[MAX_STAGES];  // of the ring
+
+  __device__ void open(int lane) {
 #if HAS_CLUSTERS
-  if constexpr (CLUSTER) {
-    if (threadIdx.x == 0) {
-      for (uint64_t &barrier : exchange.arrived) init_mbarrier(&barrier);
+    if (lane == 0) {
+      for (uint64_t &barrier : arrived) init_mbarrier(&barrier);
+      for (uint64_t &barrier : filled) init_mbarrier(&barrier);
       fence_mbarrier_init();
     }
-    sync_cluster();
-  }
+    if constexpr (CLUSTER) sync_cluster();
 #endif
-}
+    __syncthreads();
+  }
 
-// Gives the warp's numbers for row number i of this block, the same in all its lanes, to the other warps of the team.
-template <int TEAM, bool CLUSTER>
-__device__ inline void post(Exchange &exchange, int i, float2 value, int rank, int cluster) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if constexpr (CLUSTER) {
+  // Gives the warp's numbers for row number i, the same in all its lanes, to the other warps of the team.
+  __device__ void post(int i, float2 value, int rank, int cluster) {
+    const int warp = threadIdx.x % TEAM / 32, lane = threadIdx.x % 32;
+    if constexpr (CLUSTER) {
 #if HAS_CLUSTERS
-    if (threadIdx.x == 0) expect_bytes(&exchange.arrived[i % 4], cluster * WARPS * sizeof(float2));
-    if (lane < cluster) send(&exchange.slots[i % 4][rank * WARPS + warp], &exchange.arrived[i % 4], lane, value);
+      if (threadIdx.x == 0) expect_bytes(&arrived[i % 4], cluster * WARPS * sizeof(float2));
+      if (lane < cluster) send(&slots[i % 4][rank * WARPS + warp], &arrived[i % 4], lane, value);
 #endif
-  } else if constexpr (TEAM > 32) {
-    if (lane == 0) exchange.slots[i % 2][warp] = value;
+    } else if constexpr (TEAM > 32) {
+      if (lane == 0) slots[i % 2][warp] = value;
+    }
   }
-}
 
-// Waits for the numbers of row i; they are then at the address returned, one a warp of the team.
-template <int TEAM, bool CLUSTER>
-__device__ inline const float2 *collect(Exchange &exchange, int i) {
-  if constexpr (CLUSTER) {
+  // Waits for the numbers of row i; they are then at the address returned, one a warp of the team.
+  __device__ const float2 *collect(int i) {
+    if constexpr (CLUSTER) {
 #if HAS_CLUSTERS
-    wait_phase(&exchange.arrived[i % 4], i / 4 % 2);
+      wait_phase(&arrived[i % 4], i / 4 % 2);
 #endif
-    return exchange.slots[i % 4];
-  } else {
-    const int team = threadIdx.x / TEAM;
-    sync_group(1 + team, TEAM);
-    return exchange.slots[i % 2] + team * (TEAM / 32);
+      return slots[i % 4];
+    } else {
+      sync_group(1 + threadIdx.x / TEAM, TEAM);
+      return slots[i % 2];
+    }
   }
-}
+};
+
+// A place in the ring, and how often the ring has gone round.
+struct Place {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ void advance(int stages) {
+    if (++slot == stages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The rows of TENSORS tensors on their way to one team.
+template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER>
+struct Ring {
+  static constexpr int A_VECTOR = 16 / sizeof(T);
+  // Vectors that a row takes: it may begin and end within one.
+  static constexpr int SLOT = (K * TEAM * N + A_VECTOR - 1) / A_VECTOR + (N == 1 ? 1 : 0);
+  static constexpr int STAGE = TENSORS * SLOT;
+  uint4 *slots;  // of this team
+  Exchange<TEAM, CLUSTER> &exchange;
+  int stages;
+  Place next, now;  // of the next row to ask for, and of the next one to read
+
+  // Elements from an aligned address to `p`.
+  __device__ static int skew(const T *p) { return N == 1 ? reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T) : 0; }
+
+  // By one thread of the team, when nobody reads the place any more. is_last: of the tensor, behind which nothing is read.
+  __device__ void fetch(const T *const (&rows)[TENSORS], const Columns<TEAM, K, N> &columns, bool is_last) {
+#if HAS_CLUSTERS
+    uint64_t *const filled = &exchange.filled[next.slot];
+    uint4 *const slot = slots + next.slot * STAGE;
+    int vectors[TENSORS], sum = 0;
+#pragma unroll
+    for (int t = 0; t < TENSORS; ++t) {
+      const T *const from = rows[t] + columns.begin;
+      const int elements = max(columns.end - columns.begin, 0) + skew(from);
+      vectors[t] = (elements + A_VECTOR - 1) / A_VECTOR;
+      if (N == 1 && is_last && columns.end == columns.begin + elements - skew(from) && elements % A_VECTOR > 0) {
+        --vectors[t];
+        for (int e = vectors[t] * A_VECTOR; e < elements; ++e) {
+          if (e >= skew(from)) reinterpret_cast<T *>(slot + t * SLOT)[e] = from[e - skew(from)];
+        }
+      }
+      sum += vectors[t];
+    }
+    expect_bytes(filled, sum * 16);
+#pragma unroll
+    for (int t = 0; t < TENSORS; ++t) {
+      const T *const from = rows[t] + columns.begin;
+      if (vectors[t] > 0) copy_bulk(slot + t * SLOT, from - skew(from), vectors[t] * 16, filled);
+    }
+    next.advance(stages);
+#endif
+  }
+
+  __device__ void wait() const {
+#if HAS_CLUSTERS
+    wait_copies(&exchange.filled[now.slot], now.parity);
+#endif
+  }
+
+  // This thread's part of tensor t at `now`; the row begins at `row`.
+  __device__ void load(Vector<T, N> (&bits)[K], int t, const T *row, const Columns<TEAM, K, N> &columns) const {
+#if HAS_CLUSTERS
+    const uint4 *const slot = slots + now.slot * STAGE + t * SLOT;
+    if constexpr (N == 1) {
+      const auto *from = reinterpret_cast<const Vector<T, 1> *>(slot) + skew(row + columns.begin) - columns.begin;
+#pragma unroll
+      for (int k = 0; k < K; ++k) bits[k] = columns.has(k) ? from[columns.column(k)] : Vector<T, 1>{};
+    } else {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        bits[k] = {};
+        if (columns.has(k)) bits[k] = load_shared(slot + threadIdx.x % TEAM + k * TEAM);
+      }
+    }
+#else
+    load_row<T>(bits, row, columns);
+#endif
+  }
+};
 
 // ---- host: which kernel for which rows ----
 
-constexpr int MAX_CLASSES = 8;
 // Most partial rows: two blocks on each multiprocessor of the largest chip.
-constexpr int64_t MAX_PARTS = 2 * 160 + MAX_CLASSES;
+constexpr int64_t MAX_PARTS = 2 * 160;
 
 // A launch and its attributes.
 struct Launch {
@@ -299,83 +286,64 @@ inline bool is_for_sm_90(const void *function) {
   return cudaFuncGetAttributes(&attributes, function) == cudaSuccess && attributes.ptxVersion >= 90;
 }
 
-template <typename T>
-struct RowsOf {
-  const T *data;  // NULL: is not there
-  int64_t stride;
-};
-
-// Fills in rows, cols, phase and classes; false if the rows of the tensors are not all misaligned alike.
-template <typename T>
-bool align_rows(Geometry &g, int64_t rows, int64_t cols, const RowsOf<T> *tensors, int count) {
-  constexpr int N = 16 / sizeof(T);
+// Fills in what the shape fixes; false if it is beyond the fast kernels' indices.
+inline bool set_shape(Geometry &g, int64_t rows, int64_t cols) {
+  if (cols > 1 << 24) return false;
   g.rows = rows;
   g.cols = static_cast<int>(cols);
   g.per_col = 1 / static_cast<float>(cols);
-  if (cols > THREADS * 32 * MAX_CLUSTER) return false;
-  g.phase = static_cast<int>(reinterpret_cast<uintptr_t>(tensors[0].data) / sizeof(T) % N);
-  for (int i = 0; i < count; ++i) {
-    if (tensors[i].data == nullptr) continue;
-    const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(tensors[i].data) / sizeof(T) % N);
-    if (phase != g.phase || (rows > 1 && (tensors[i].stride - cols) % N != 0)) return false;
-  }
-  g.classes = 1;
-  while (g.classes * cols % N != 0) g.classes *= 2;
-  if (g.classes > rows) g.classes = static_cast<int>(rows);
+  g.cluster = 1;
   return true;
 }
 
-// Calls f(team, k, cluster) with the smallest shape that has room for a row.
-template <typename T, typename F>
-cudaError_t with_shape(const Geometry &g, F &&f) {
-  constexpr int N = 16 / sizeof(T);
-  const int64_t vectors = ceil_div(g.cols + (g.classes > 1 || g.phase > 0 ? N - 1 : 0), N), slots = vectors * N;
-  using std::integral_constant;
-  const auto with = [&](auto team, auto elements) {
-    return f(team, integral_constant<int, elements / N>{}, integral_constant<bool, false>{});
-  };
-  if (slots <= 64) return with(integral_constant<int, 8>{}, integral_constant<int, 8>{});
-  if (slots <= 256) return with(integral_constant<int, 32>{}, integral_constant<int, 8>{});
-  if (slots <= 512) return with(integral_constant<int, 32>{}, integral_constant<int, 16>{});
-  if (slots <= 768) return with(integral_constant<int, 32>{}, integral_constant<int, 24>{});
-  if (slots <= 1024) return with(integral_constant<int, 32>{}, integral_constant<int, 32>{});
-  if (slots <= 1536) return with(integral_constant<int, 64>{}, integral_constant<int, 24>{});
-  if (slots <= 2048) return with(integral_constant<int, 64>{}, integral_constant<int, 32>{});
-  if (slots <= 3072) return with(integral_constant<int, 128>{}, integral_constant<int, 24>{});
-  if (slots <= 4096) return with(integral_constant<int, 128>{}, integral_constant<int, 32>{});
-  if (slots <= 6144) return with(integral_constant<int, 256>{}, integral_constant<int, 24>{});
-  if (slots <= 8192) return with(integral_constant<int, 256>{}, integral_constant<int, 32>{});
-  return f(integral_constant<int, 256>{}, integral_constant<int, 32 / N>{}, integral_constant<bool, true>{});
+// Whether rows from `data` on, `stride` elements apart, all begin at a multiple of 16 bytes.
+template <typename T>
+bool is_aligned(const void *data, int64_t stride = 0) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * static_cast<int64_t>(sizeof(T)) % 16 == 0;
 }
 
-// Launches `kernel`, whose ring has `tensors` vectors for each of K, on as many blocks as run at once. Where the chip has no
-// room for the ring or no clusters, nothing is launched.
-template <int TENSORS, int TEAM, int K, bool CLUSTER, int BLOCKS, typename P>
-cudaError_t launch_rows(void (*kernel)(P), P &p, int64_t max_blocks, cudaStream_t stream, bool &launched) {
-  constexpr int stage = TENSORS * K * THREADS * 16, own = sizeof(Exchange) + 1024;
+// A kernel's shape: threads a row, and elements a thread.
+template <int TEAM_, int ELEMENTS_>
+struct Shape {
+  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_;
+};
+template <typename...>
+struct Shapes {};
+
+// Calls f(shape) with the first of the shapes that has room for a row; cudaErrorNotSupported if none has.
+template <typename F, typename... S>
+cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
+  cudaError_t error = cudaErrorNotSupported;
+  (void)((cols <= S::TEAM * S::ELEMENTS && (error = f(S{}), true)) || ...);
+  return error;
+}
+
+// Launches `kernel` on as many blocks (or clusters) as run at once. Where the chip has no room for two rows, nothing is launched.
+template <typename RING, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, typename P>
+cudaError_t launch_ring(void (*kernel)(P), P &p, int ring_bytes, int64_t max_blocks, cudaStream_t stream,
+                        bool &launched) {
+  constexpr int threads = THREADS<TEAM>, teams = threads / TEAM, stage = teams * RING::STAGE * 16;
+  constexpr int own = teams * static_cast<int>(sizeof(Exchange<TEAM, CLUSTER>));
+  const auto function = reinterpret_cast<const void *>(kernel);
+  const bool for_sm_90 = is_for_sm_90(function);
   int device, processors, most, most_a_block;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   cudaDeviceGetAttribute(&most_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int shared = std::min(most / BLOCKS - own, most_a_block - static_cast<int>(sizeof(Exchange)));
-  p.stages = std::min(MAX_STAGES, shared / stage);
-  if (p.stages < 2) return cudaSuccess;
-  const auto function = reinterpret_cast<const void *>(kernel);
-  const size_t bytes = static_cast<size_t>(p.stages) * stage;
-  cudaError_t error =
-      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  const int room = std::min(most / BLOCKS - 1024, most_a_block) - own;
+  p.stages = for_sm_90 ? std::min({MAX_STAGES, std::max(2, ring_bytes / stage), room / stage}) : 0;
+  // The blocks also add their teams' sums there, a float a column and team.
+  const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
+  if ((for_sm_90 && p.stages < 2) || bytes > room || (CLUSTER && !for_sm_90)) return cudaSuccess;
+  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  Launch launch(1, THREADS, bytes, stream);
-  p.cluster = 1;
-  p.chunks = std::min<int64_t>(ceil_div(p.rows, THREADS / TEAM), processors * BLOCKS);
+  Launch launch(1, threads, bytes, stream);
+  p.chunks = std::min<int64_t>(ceil_div(p.rows, teams), processors * BLOCKS);
   if (CLUSTER) {
-    if (!is_for_sm_90(function)) return cudaSuccess;
-    const int N = 32 / K;
-    const int64_t vectors = ceil_div(p.cols + (p.classes > 1 || p.phase > 0 ? N - 1 : 0), N);
-    for (p.cluster = 2; p.cluster * TEAM * K < vectors;) p.cluster *= 2;
+    for (p.cluster = 2; p.cluster * TEAM * K * N < p.cols;) p.cluster *= 2;
     if (p.cluster > MAX_CLUSTER) return cudaSuccess;
-    p.slice = static_cast<int>(ceil_div(vectors, p.cluster));
+    p.slice = static_cast<int>(ceil_div(p.cols, p.cluster * N)) * N;
     if (p.cluster > 8) {
       error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error != cudaSuccess) return error;
@@ -388,7 +356,7 @@ cudaError_t launch_rows(void (*kernel)(P), P &p, int64_t max_blocks, cudaStream_
     if (clusters == 0) return cudaSuccess;
     p.chunks = std::min<int64_t>(p.rows, clusters);
   }
-  p.chunks = std::min(p.chunks, max_blocks - p.classes + 1);
+  p.chunks = std::min(p.chunks, max_blocks);
   launch.config.gridDim = static_cast<unsigned>(p.chunks * p.cluster);
   launched = true;
   return cudaLaunchKernelEx(&launch.config, kernel, p);
