@@ -49,9 +49,10 @@ except ImportError as error:
 else:
     # The operators must exist before these modules register fakes and gradients for them.
     from extension_cpp import nn, reference
-    from extension_cpp.ops import layer_norm, mish, muladd, reduce_sum, relu, rms_norm, scale_bias_relu
+    from extension_cpp.ops import dropout, layer_norm, mish, muladd, reduce_sum, relu, rms_norm, scale_bias_relu
 
 __all__ = [
+    "dropout",
     "layer_norm",
     "mish",
     "muladd",

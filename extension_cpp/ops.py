@@ -354,6 +354,67 @@ def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None
 register_autograd("extension_cpp::reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context)
 
 
+# ---- dropout ----
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
+
+    Args:
+        x: any shape.
+        p: the probability, from 0 to 1, taken to the nearest multiple of 2^-32.
+        training: False: returns ``x``.
+
+    Returns:
+        A contiguous tensor of ``x``'s shape; ``x`` itself if ``p`` is 0 or not ``training``. A dropped element is 0,
+        also where ``x`` is NaN or infinite.
+
+    Raises:
+        RuntimeError: ``p`` is not between 0 and 1, or the dtype is not floating point.
+
+    Differentiable, to any order. The mask is never stored: which elements are kept is a function of a seed, drawn from
+    PyTorch's generator on ``x``'s device, and of the element's index in ``x``, the same on CPU and CUDA and for every
+    dtype, layout and number of threads; backward makes the mask again. So torch.manual_seed rules, checkpointing makes
+    the same mask again, and a CUDA graph draws a fresh one at every replay. Under torch.compile Inductor draws the
+    seed: eager's, where torch._inductor.config.fallback_random is set. Sources: Srivastava et al. 2014, JMLR 15; Philox
+    4x32-10 of Salmon et al. 2011.
+    """
+    _check_probability("dropout", p)
+    if p == 0 or not training:
+        return x
+    return _ops.dropout(x, p, _seed(x, p))
+
+
+def _check_probability(op: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"extension_cpp::{op}: expected p to be between 0 and 1, but got {p}")
+
+
+def _seed(x: Tensor, p: float) -> Tensor:
+    """One number for the whole of x, on its device, so that no random number passes through the host."""
+    if p == 1:  # nothing is kept, whatever the seed
+        return torch.zeros(1, dtype=torch.int64, device=x.device)
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+
+
+@register_fake("extension_cpp::dropout")
+def _(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _dropout_setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -> None:
+    _, ctx.p, seed = inputs
+    ctx.save_for_backward(seed)
+
+
+def _dropout_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+    (seed,) = ctx.saved_tensors
+    return _ops.dropout(grad_out, ctx.p, seed), None, None
+
+
+register_autograd("extension_cpp::dropout", _dropout_backward, setup_context=_dropout_setup_context)
+
+
 # ---- layer_norm ----
 
 

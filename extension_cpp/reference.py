@@ -1,4 +1,6 @@
-"""Every op in plain PyTorch, with the same signature: what it means, and the truth of its tests (run in float64)."""
+"""Every op in plain PyTorch, with the same signature: what it means, and the truth of its tests (run in float64).
+
+What draws random numbers takes its seed too; None: one is drawn."""
 
 from collections.abc import Sequence
 
@@ -24,6 +26,33 @@ def mish(x: Tensor) -> Tensor:
 
 def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     return torch.sum(x, dim if dim is None or isinstance(dim, int) else tuple(dim), keepdim)
+
+
+def philox(seed: Tensor, numel: int) -> Tensor:
+    """The 32 random bits of elements 0 to numel - 1, as int64: Philox 4x32-10 of Salmon et al. 2011."""
+    group, zero, low = torch.arange((numel + 3) // 4, device=seed.device), seed.new_zeros(()), 0xFFFFFFFF
+    word = [group & low, group >> 32, zero, zero]
+    key = [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        product = [word[0] * 0xD2511F53, word[2] * 0xCD9E8D57]  # modulo 2^64, which is all that is needed
+        word = [
+            product[1] >> 32 & low ^ word[1] ^ key[0],
+            product[1] & low,
+            product[0] >> 32 & low ^ word[3] ^ key[1],
+            product[0] & low,
+        ]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    return torch.stack(word, -1).flatten()[:numel]
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, seed: Tensor | None = None) -> Tensor:
+    if p == 0 or not training:
+        return x
+    if seed is None:
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    dropped = max(int(p * 2**32 + 0.5), 1)  # of the 2^32 values of an element's bits
+    kept = (philox(seed, x.numel()) >= dropped).view(x.shape)
+    return torch.where(kept, x / (1 - p), 0) if p < 1 else torch.where(kept, x, 0)
 
 
 def layer_norm(

@@ -51,10 +51,11 @@ def maker(
 
 
 def convert(sample: Sample, dtype: torch.dtype) -> Sample:
-    """The same call with leaves of another dtype."""
+    """The same call with leaves of another dtype; a seed stays what it is."""
 
     def one(x: Any) -> Any:
-        return x.detach().to(dtype).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().to(dtype).requires_grad_(x.requires_grad) if floating else x
 
     return Sample(tuple(one(x) for x in sample.args), {key: one(x) for key, x in sample.kwargs.items()})
 

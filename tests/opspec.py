@@ -41,6 +41,8 @@ class Bench:
     forward: float  # floor, elements moved per element of the shape
     backward: float  # 0: backward moves nothing
     flat: bool = False  # the width makes no difference: one shape is enough
+    # What PyTorch offers for it, where that is not the reference.
+    stock: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class OpSpec:
     # Kernels on the GPU for one forward and one backward.
     launches: tuple[int, int]
     second_order: bool = True
+    positional: bool = False  # what an element becomes depends on where it lies
     # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0
     dtypes: tuple[torch.dtype, ...] = DTYPES

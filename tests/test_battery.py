@@ -413,6 +413,8 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(spec: OpSpec, device: str) -> None:
     """int64 everywhere: the last rows of a tensor of 2^31 + 2^17 elements are what a small tensor of them gives."""
+    if spec.positional:
+        pytest.skip("no small tensor has these elements' masks: tests/test_dropout.py has this test")
     cols, rows = 1 << 16, (1 << 15) + 2
     generator = torch.Generator().manual_seed(0)
     last = torch.randn(4, cols, generator=generator).bfloat16().to(device)

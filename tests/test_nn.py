@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import extension_cpp
-from extension_cpp.nn import LayerNorm, Mish, ReLU, RMSNorm, ScaleBiasReLU
+from extension_cpp.nn import Dropout, LayerNorm, Mish, ReLU, RMSNorm, ScaleBiasReLU
 
-MODULES = [ScaleBiasReLU(33, scale=0.5), ReLU(), Mish(), LayerNorm(33), RMSNorm(33, eps=1e-6)]
+MODULES = [ScaleBiasReLU(33, scale=0.5), ReLU(), Mish(), Dropout(0.3).eval(), LayerNorm(33), RMSNorm(33, eps=1e-6)]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)

@@ -36,4 +36,13 @@ typedef struct {
 /* half[i] = x[i] rounded for i in [begin, end), a multiple of BLOCK; x lies in block order. */
 void store_all_cpu(int64_t begin, int64_t end, void *args);
 
+typedef struct {
+  uint32_t *bits; /* 32, in the block order of dtype */
+  int64_t seed;
+  dtype_t dtype;
+} philox_args;
+
+/* The bits of elements [begin, begin + 32). */
+void philox_block_cpu(int64_t begin, int64_t end, void *args);
+
 #endif

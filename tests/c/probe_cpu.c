@@ -3,6 +3,7 @@
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
+#include "common/cpu_philox.h"
 
 static void exp_cpu_range(int64_t begin, int64_t end, const exp_args *args) {
   for (int64_t i = begin; i < end; i += BLOCK) {
@@ -55,7 +56,19 @@ static void store_all_cpu_range(int64_t begin, int64_t end, const store_args *ar
   }
 }
 
+static void philox_block_cpu_range(int64_t begin, int64_t end, const philox_args *args) {
+  (void)end;
+  uint32_t bits[BLOCK];
+  if (args->dtype == DTYPE_BFLOAT16) {
+    philox_block_bfloat16(bits, begin, args->seed);
+  } else {
+    philox_block_float32(bits, begin, args->seed);
+  }
+  memcpy(args->bits, bits, sizeof bits);
+}
+
 CPU_ENTRY(exp_cpu, exp_args)
 CPU_ENTRY(load_block_cpu, block_args)
 CPU_ENTRY(store_block_cpu, block_args)
 CPU_ENTRY(store_all_cpu, store_args)
+CPU_ENTRY(philox_block_cpu, philox_args)

@@ -1,6 +1,7 @@
 #include "common/op.h"
 
 #include <algorithm>
+#include <sstream>
 #include <stdexcept>
 
 #ifdef WITH_CUDA
@@ -78,6 +79,20 @@ void check_shape(const char *op, const char *name, const Tensor &x, const char *
     fail(op, "expected " + std::string(name) + " of shape " + to_string(b) + " like " + like_name + ", but got " +
                  to_string(a));
   }
+}
+
+void check_probability(const char *op, double p) {
+  if (!(p >= 0 && p <= 1)) {
+    std::ostringstream text;
+    text << p;
+    fail(op, "expected p to be between 0 and 1, but got " + text.str());
+  }
+}
+
+void check_seed(const char *op, const Tensor &seed, const Tensor &x) {
+  check_device(op, "seed", seed, "x", x);
+  if (seed.scalar_type() != ScalarType::Long) fail(op, "expected seed to be int64, but got " + dtype_string(seed));
+  if (seed.numel() != 1) fail(op, "expected seed to have one element, but got shape " + to_string(seed.sizes()));
 }
 
 ScalarType scalar_type(dtype_t dtype) {

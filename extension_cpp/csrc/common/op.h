@@ -42,6 +42,12 @@ void check_same(const char *op, const char *name, const Tensor &x, const char *l
 // Fails unless x has the shape of `like`.
 void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
 
+// Fails unless 0 <= p <= 1.
+void check_probability(const char *op, double p);
+
+// Fails unless seed is one int64 number on x's device: what a random op draws from (common/philox.h).
+void check_seed(const char *op, const Tensor &seed, const Tensor &x);
+
 // ---- memory ----
 
 ScalarType scalar_type(dtype_t dtype);

@@ -1,0 +1,65 @@
+/* Random bits for dropout: Philox 4x32-10, a bijection of a counter of four words under a key of two, for C and CUDA.
+ * Which bits an element gets is fixed for ever, on every device: element i, in the order of a contiguous tensor, has word i % 4
+ * of philox((i / 4, high word of i / 4, 0, 0), (seed, high word of seed)). Any part of a mask can be made again from the seed
+ * alone, in any order.
+ * Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". */
+#ifndef EXTENSION_CPP_PHILOX_H
+#define EXTENSION_CPP_PHILOX_H
+
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define PHILOX_FUNCTION static inline __host__ __device__
+#else
+#define PHILOX_FUNCTION static inline
+#endif
+
+#define PHILOX_ROUNDS 10
+#define PHILOX_MULTIPLIER_0 0xD2511F53u
+#define PHILOX_MULTIPLIER_1 0xCD9E8D57u
+#define PHILOX_WEYL_0 0x9E3779B9u
+#define PHILOX_WEYL_1 0xBB67AE85u
+
+typedef struct {
+  uint32_t word[4];
+} philox_t;
+
+PHILOX_FUNCTION philox_t philox(philox_t counter, uint32_t key_0, uint32_t key_1) {
+  uint32_t *c = counter.word;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+  for (int round = 0; round < PHILOX_ROUNDS; ++round) {
+    const uint64_t product_0 = (uint64_t)PHILOX_MULTIPLIER_0 * c[0], product_1 = (uint64_t)PHILOX_MULTIPLIER_1 * c[2];
+    c[0] = (uint32_t)(product_1 >> 32) ^ c[1] ^ key_0;
+    c[1] = (uint32_t)product_1;
+    c[2] = (uint32_t)(product_0 >> 32) ^ c[3] ^ key_1;
+    c[3] = (uint32_t)product_0;
+    key_0 += PHILOX_WEYL_0;
+    key_1 += PHILOX_WEYL_1;
+  }
+  return counter;
+}
+
+/* The bits of elements 4 * group to 4 * group + 3. */
+PHILOX_FUNCTION philox_t philox_of(int64_t seed, int64_t group) {
+  const philox_t counter = {{(uint32_t)group, (uint32_t)((uint64_t)group >> 32), 0, 0}};
+  return philox(counter, (uint32_t)seed, (uint32_t)((uint64_t)seed >> 32));
+}
+
+/* What a kernel is told of its dropout: an element whose bits are above last_dropped is kept and scaled, another one is 0. */
+typedef struct {
+  const int64_t *seed;   /* one number, in the memory of the device; NULL: no dropout */
+  double scale;          /* 1 / (1 - p) */
+  uint32_t last_dropped; /* round(p * 2^32) - 1, at least 0 */
+} dropout_t;
+
+/* For 0 < p <= 1. */
+static inline dropout_t dropout_of(double p, const int64_t *seed) {
+  const double dropped = p * 0x1p32 + 0.5;
+  const uint64_t count = dropped < 1 ? 1 : (uint64_t)dropped;
+  const dropout_t dropout = {seed, 1 / (1 - p), (uint32_t)(count - 1)};
+  return dropout;
+}
+
+#endif

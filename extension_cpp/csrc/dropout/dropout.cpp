@@ -1,0 +1,30 @@
+// dropout: schema, checks, allocation and registration. The kernel's contract is in dropout.h.
+#include "dropout/dropout.h"
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static Tensor dropout(const Tensor &x, double p, const Tensor &seed) {
+  const dtype_t dtype = check_dtype("dropout", "x", x);
+  check_probability("dropout", p);
+  check_seed("dropout", seed, x);
+  const Tensor y = allocate(x.sizes(), dtype, x);
+  if (x.numel() == 0) return y;
+  if (p == 0) return copy_into(y, x);
+  const Tensor x_contiguous = as_contiguous(x);
+  dropout_forward_args args{x_contiguous.const_data_ptr(), y.mutable_data_ptr(),
+                            dropout_of(p, static_cast<const int64_t *>(seed.const_data_ptr())), x.numel(), dtype};
+  launch_flat("dropout", KERNEL(dropout_forward), args, x, 2 * x.element_size());
+  return y;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) { m.def("dropout(Tensor x, float p, Tensor seed) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { m.impl("dropout", TORCH_BOX(&dropout)); }
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { m.impl("dropout", TORCH_BOX(&dropout)); }
+#endif
+
+}  // namespace extension_cpp

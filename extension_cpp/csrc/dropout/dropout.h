@@ -1,0 +1,37 @@
+/* dropout: y[i] = x[i] / (1 - p) if element i is kept, else 0
+ *   x, y  (numel)  contiguous, one type, no overlap
+ *   seed  one number, where the kernel runs: on CUDA it is never read by the host
+ * 0 < p <= 1. Which elements are kept is a function of the seed and i alone (common/philox.h): the mask is never stored, and the
+ * op applied to grad_out is its own backward. What is dropped is 0, a NaN too; what is kept is scaled in float (float64: double).
+ * numel = 0 writes nothing. Deterministic.
+ * Source: Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov 2014, JMLR 15. */
+#ifndef EXTENSION_CPP_DROPOUT_H
+#define EXTENSION_CPP_DROPOUT_H
+
+#include "common/dtype.h"
+#include "common/philox.h"
+#include "common/range.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  const void *x;
+  void *y;
+  dropout_t dropout;
+  int64_t numel;
+  dtype_t dtype;
+} dropout_forward_args;
+
+/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+void dropout_forward_cpu(int64_t begin, int64_t end, void *args);
+
+/* CUDA: on a cudaStream_t; returns a cudaError_t. */
+int dropout_forward_cuda(const dropout_forward_args *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,15 @@
+/* dropout on the CPU: flat over the elements, a block at a time; the arithmetic is in dropout_cpu_kernel.h, the random bits are
+ * made in lanes by common/cpu_philox.h. */
+#include "dropout/dropout.h"
+
+#include "common/cpu_block.h"
+#include "common/cpu_level.h"
+#include "common/cpu_philox.h"
+
+#define KERNEL_BODY "dropout/dropout_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void dropout_forward_cpu_range(int64_t begin, int64_t end, const dropout_forward_args *args){
+    DISPATCH_DTYPE(args->dtype, dropout_forward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel))}
+
+CPU_ENTRY(dropout_forward_cpu, dropout_forward_args)

@@ -1,0 +1,158 @@
+/* Philox against its published vectors, in lanes against one at a time; dropout over sizes, offsets, streaming and ranges. */
+#include "check.h"
+#include "common/range.h"
+#include "dropout/dropout.h"
+#include "probe.h"
+
+/* Of the file kat_vectors of Random123, the authors' library: philox4x32 with 10 rounds. */
+static void check_vectors(void) {
+  static const struct {
+    philox_t counter;
+    uint32_t key[2];
+    philox_t want;
+  } vectors[] = {
+      {{{0, 0, 0, 0}}, {0, 0}, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
+      {{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}},
+       {0xffffffff, 0xffffffff},
+       {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
+      {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
+       {0xa4093822, 0x299f31d0},
+       {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}},
+  };
+  for (int i = 0; i < 3; ++i) {
+    const philox_t got = philox(vectors[i].counter, vectors[i].key[0], vectors[i].key[1]);
+    for (int k = 0; k < 4; ++k) {
+      CHECK(got.word[k] == vectors[i].want.word[k], "vector %d: word %d is %08x, not %08x", i, k, got.word[k],
+            vectors[i].want.word[k]);
+    }
+  }
+}
+
+/* Blocks at every alignment, where the counter's low word turns over too. */
+static void check_blocks(void) {
+  static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1},
+                       starts[] = {0, 4096, 4 * 0xfffffffcLL, 1LL << 40};
+  uint64_t hash = 0;
+  for (int s = 0; s < 5; ++s) {
+    for (int dtype = DTYPE_FLOAT32; dtype <= DTYPE_BFLOAT16; ++dtype) {
+      for (int64_t i = starts[s % 4]; i < starts[s % 4] + 40; ++i) {
+        uint32_t bits[32];
+        philox_args args = {bits, seeds[s], (dtype_t)dtype};
+        philox_block_cpu(i, i + 32, &args);
+        for (int k = 0; k < 32; ++k) {
+          const int lane_order = k < 16 ? 2 * k : 2 * (k - 16) + 1;
+          const int64_t j = i + (dtype == DTYPE_BFLOAT16 ? lane_order : k);
+          const uint32_t want = philox_of(seeds[s], j / 4).word[j % 4];
+          CHECK(bits[k] == want, "seed %lld, element %lld: bits %08x, not %08x", (long long)seeds[s], (long long)j,
+                bits[k], want);
+        }
+        hash = hash_elements(hash, DTYPE_FLOAT32, bits, 32);
+      }
+    }
+  }
+  printf("bits philox %016llx\n", (unsigned long long)hash);
+}
+
+/* p as bits: its multiple of 2^-32, at least one and at most all. */
+static void check_thresholds(void) {
+  static const struct {
+    double p;
+    uint32_t last_dropped;
+  } cases[] = {{0x1p-40, 0},
+               {0x1p-32, 0},
+               {0x1.8p-31, 2},
+               {0.25, 0x3fffffff},
+               {0.5, 0x7fffffff},
+               {1 - 0x1p-32, 0xfffffffe},
+               {1 - 0x1p-40, 0xffffffff},
+               {1, 0xffffffff}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+    const dropout_t got = dropout_of(cases[i].p, NULL);
+    CHECK(got.last_dropped == cases[i].last_dropped && got.scale == 1 / (1 - cases[i].p), "p = %a gives %08x and %a",
+          cases[i].p, got.last_dropped, got.scale);
+  }
+}
+
+void test_philox(uint32_t step) {
+  (void)step;
+  check_vectors();
+  check_blocks();
+  check_thresholds();
+}
+
+typedef struct {
+  dtype_t dtype;
+  int64_t numel, seed;
+  double p;
+  void *x;
+} dropout_case;
+
+static dropout_case new_case(dtype_t dtype, int64_t numel, double p) {
+  return (dropout_case){dtype, numel, 0x0123456789abcdef + numel, p, random_elements(dtype, numel, 30, 1, 7)};
+}
+
+static void check_result(const dropout_case *c, const void *y) {
+  const double unit = rounding(c->dtype), scale = 1 / (1 - c->p);
+  for (int64_t i = 0; i < c->numel; ++i) {
+    const uint32_t bits = philox_of(c->seed, i / 4).word[i % 4];
+    const double got = element(c->dtype, y, i), x = element(c->dtype, c->x, i);
+    /* scale is rounded to float, and so is the product. */
+    const double want = (double)bits < c->p * 0x1p32 ? 0 : x * scale, slack = 2 * unit * fabs(want) + 0x1p-149;
+    CHECK(close_to(c->dtype, got, want, want == 0 ? 0 : slack),
+          "dropout %s, p = %g: element %lld of %lld is %a, not %a", dtype_names[c->dtype], c->p, (long long)i,
+          (long long)c->numel, got, want);
+  }
+}
+
+void test_dropout_sizes(uint32_t step) {
+  static const int64_t sizes[] = {0, 1, 2, 3, 4, 5, 31, 32, 33, 63, 65, 1023, 4096, 4097, 8193};
+  static const double probabilities[] = {0.1, 0.5, 1};
+  (void)step;
+  for (int kind = 0; kind < 3 * DTYPES; ++kind) {
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; ++s) {
+      const dropout_case c = new_case((dtype_t)(kind / 3), sizes[s], probabilities[kind % 3]);
+      const size_t size = formats[c.dtype].size, bytes = (size_t)c.numel * size;
+      for (int i = 0; i < 2 * OFFSETS * OFFSETS; ++i) {
+        should_stream = i % 2;
+        buffer_t x = buffer_copy(c.x, bytes, (size_t)(i / 2 % OFFSETS) * size);
+        buffer_t y = buffer_new(bytes, (size_t)(i / 2 / OFFSETS) * size);
+        dropout_forward_args args = {x.data, y.data, dropout_of(c.p, &c.seed), c.numel, c.dtype};
+        dropout_forward_cpu(0, ceil_div(c.numel, CHUNK), &args);
+        check_result(&c, y.data);
+        buffer_check(&x, c.x, "dropout, x"), buffer_check(&y, NULL, "dropout, y");
+        buffer_free(&x), buffer_free(&y);
+      }
+      should_stream = 0;
+      free(c.x);
+    }
+  }
+}
+
+/* Chunks in one range, each by itself, and streamed: the same bits; one chunk alone writes nothing else. */
+void test_dropout_ranges(uint32_t step) {
+  (void)step;
+  for (int dtype = 0; dtype < DTYPES; ++dtype) {
+    const dropout_case c = new_case((dtype_t)dtype, 6 * CHUNK + 1025, 0.25);
+    const size_t size = formats[dtype].size, bytes = (size_t)c.numel * size;
+    const int64_t chunks = ceil_div(c.numel, CHUNK);
+    buffer_t whole = buffer_new(bytes, 0);
+    for (int way = 0; way < 4; ++way) {
+      buffer_t y = way ? buffer_new(bytes, 0) : whole;
+      dropout_forward_args args = {c.x, y.data, dropout_of(c.p, &c.seed), c.numel, c.dtype};
+      should_stream = way == 2;
+      if (way == 0 || way == 2) dropout_forward_cpu(0, chunks, &args);
+      for (int64_t chunk = chunks - 1; way == 1 && chunk >= 0; --chunk) dropout_forward_cpu(chunk, chunk + 1, &args);
+      if (way == 3) dropout_forward_cpu(2, 3, &args), dropout_forward_cpu(1, 1, &args);
+      if (way == 0) check_result(&c, y.data);
+      if (way == 3) buffer_check_part(&y, whole.data, 2 * CHUNK * size, 3 * CHUNK * size, "dropout, one chunk");
+      CHECK(way == 3 || memcmp(whole.data, y.data, bytes) == 0, "dropout %s: other bits, way %d", dtype_names[dtype],
+            way);
+      if (way) buffer_check(&y, NULL, "dropout"), buffer_free(&y);
+    }
+    should_stream = 0;
+    printf("bits dropout %s %016llx\n", dtype_names[dtype],
+           (unsigned long long)hash_elements(0, c.dtype, whole.data, c.numel));
+    buffer_free(&whole);
+    free(c.x);
+  }
+}

@@ -1,0 +1,53 @@
+"""The op itself, which takes the seed: a function of its arguments. tests/test_dropout.py has what draws the seed."""
+
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+
+
+def seed_of(device, seed=0x0123_4567_89AB_CDEF):
+    return torch.tensor([seed], device=device)
+
+
+def sample_inputs(make, shape):
+    x = make(shape)
+    yield Sample((x, 0.3, seed_of(x.device)))
+
+
+def error_inputs(device):
+    x, seed = torch.ones(2, 3, device=device), seed_of(device)
+    op = "extension_cpp::dropout: expected"
+    yield ErrorSample((x.int(), 0.5, seed), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample((x, 1.5, seed), f"{op} p to be between 0 and 1, but got 1.5")
+    yield ErrorSample((x, -0.1, seed), f"{op} p to be between 0 and 1, but got -0.1")
+    yield ErrorSample((x, float("nan"), seed), f"{op} p to be between 0 and 1, but got nan")
+    yield ErrorSample((x, 0.5, seed.int()), f"{op} seed to be int64, but got int32")
+    yield ErrorSample((x, 0.5, seed.expand(2)), f"{op} seed to have one element, but got shape [2]")
+    if device != "cpu":
+        yield ErrorSample((x, 0.5, seed.cpu()), f"{op} seed on {x.device} like x, but got cpu")
+
+
+def bench_sample(make, shape):
+    x = make(shape)
+    return Sample((x, 0.1, seed_of(x.device)))
+
+
+SPEC = OpSpec(
+    name="dropout",
+    function=lambda x, p, seed: torch.ops.extension_cpp.dropout(x, p, seed),
+    reference=lambda x, p, seed: extension_cpp.reference.dropout(x, p, seed=seed),
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=lambda sample: 1,
+    bench=Bench(
+        bench_sample,
+        forward=2,
+        backward=2,
+        flat=True,
+        stock=lambda x, p, seed: torch.nn.functional.dropout(x, p),
+    ),
+    keeps_strides=False,
+    positional=True,
+    launches=(1, 1),
+)
