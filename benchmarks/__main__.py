@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.timing import Time, take_turns
-from tests.checks import leaves
+from tests.checks import as_tuple, leaves
 from tests.opspec import OpSpec, Sample, all_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
@@ -88,9 +88,9 @@ def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], o
 
 def backward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
     """Differentiates one kept forward."""
-    output = function(*sample.args, **sample.kwargs)
-    inputs, grad_out = leaves(sample), torch.randn_like(output)
-    return lambda: torch.autograd.grad(output, inputs, grad_out, retain_graph=True)
+    outputs = as_tuple(function(*sample.args, **sample.kwargs))
+    inputs, grads_out = leaves(sample), [torch.randn_like(output) for output in outputs]
+    return lambda: torch.autograd.grad(outputs, inputs, grads_out, retain_graph=True)
 
 
 def contenders(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], object]]:

@@ -49,11 +49,26 @@ except ImportError as error:
 else:
     # The operators must exist before these modules register fakes and gradients for them.
     from extension_cpp import nn, reference
-    from extension_cpp.ops import dropout, layer_norm, mish, muladd, reduce_sum, relu, rms_norm, scale_bias_relu
+    from extension_cpp.ops import (
+        add_layer_norm,
+        add_rms_norm,
+        dropout,
+        layer_norm,
+        layer_norm_dropout,
+        mish,
+        muladd,
+        reduce_sum,
+        relu,
+        rms_norm,
+        scale_bias_relu,
+    )
 
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "dropout",
     "layer_norm",
+    "layer_norm_dropout",
     "mish",
     "muladd",
     "nn",

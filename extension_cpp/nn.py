@@ -1,5 +1,7 @@
 """Modules over the ops, with the names and habits of torch.nn."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -87,3 +89,66 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class AddLayerNorm(torch.nn.LayerNorm):
+    """``s = residual + dropout(x, p)``; returns ``(layer_norm(s), s)``, over extension_cpp.add_layer_norm.
+
+    torch.nn.LayerNorm's arguments, parameters and state_dict, and:
+
+    Args:
+        p: the probability that an element of ``x`` is dropped in training.
+
+    Shape: ``x`` and ``residual`` (..., *normalized_shape) to two of the same.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        p: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        self.p = p
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return ops.add_layer_norm(
+            x, residual, self.normalized_shape, self.weight, self.bias, self.eps, self.p, self.training
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, p={self.p}"
+
+
+class AddRMSNorm(torch.nn.RMSNorm):
+    """``s = residual + dropout(x, p)``; returns ``(rms_norm(s), s)``, over extension_cpp.add_rms_norm.
+
+    torch.nn.RMSNorm's arguments, parameters and state_dict, and:
+
+    Args:
+        p: the probability that an element of ``x`` is dropped in training.
+
+    Shape: ``x`` and ``residual`` (..., *normalized_shape) to two of the same.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        p: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        self.p = p
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return ops.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, p={self.p}"

@@ -516,18 +516,24 @@ register_autograd("extension_cpp::layer_norm", _layer_norm_backward, setup_conte
 
 
 def _norm_second_order(
-    ctx: Any, grad_grad_x: Tensor, grad_grad_weight: Tensor, grad_grad_bias: Tensor | None
+    normalized_shape: Sequence[int],
+    grad_out: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    grads: Sequence[Tensor | None],
+    centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of <grad_grad_x, grad_x> + <grad_grad_weight, grad_weight> + <grad_grad_bias, grad_bias> with
-    respect to grad_out, x and weight; for rms_norm, grad_grad_bias is None.
+    respect to grad_out, x and weight. `grads` are the three that come in, None where that gradient was not computed;
+    not `centered`: rms_norm.
 
     In plain tensor operations of x, so that autograd takes it from here to any order. With P(z) = z - mean(z) - xhat *
     mean(xhat * z), grad_x is rstd * P(grad_out * weight), and P is symmetric; rms_norm leaves out the mean(z).
     """
-    grad_out, x, rstd, weight = ctx.saved_tensors
-    centered = grad_grad_bias is not None
-    dims, dtype = tuple(range(-len(ctx.normalized_shape), 0)), rstd.dtype
-    g, v = grad_out.to(dtype), grad_grad_x.to(dtype) if ctx.needs_x else None
+    grad_grad_x, grad_grad_weight, grad_grad_bias = grads
+    dims, dtype = tuple(range(-len(normalized_shape), 0)), rstd.dtype
+    g, v = grad_out.to(dtype), None if grad_grad_x is None else grad_grad_x.to(dtype)
     w = None if weight is None else weight.to(dtype)
 
     def mean(z: Tensor) -> Tensor:
@@ -550,26 +556,34 @@ def _norm_second_order(
         grad_weight = None if w is None else (g * h).sum(tuple(range(g.dim() - len(dims))))
         along = mean(v * gw) - (mean(v) * mean(gw) if centered else 0) - mean(xhat * v) * mean(xhat * gw)
         grad_x = -rstd.square() * (xhat * along + mean(xhat * gw) * project(v) + mean(xhat * v) * project(gw))
-    if ctx.needs_weight:
+    if grad_grad_weight is not None:
         u = grad_grad_weight.to(dtype)
         grad_grad_out = grad_grad_out + u * xhat
         grad_x = grad_x + rstd * project(u * g)
-    if ctx.needs_bias and grad_grad_bias is not None:
+    if grad_grad_bias is not None:
         grad_grad_out = grad_grad_out + grad_grad_bias.to(dtype)
     return (
         grad_grad_out.to(grad_out.dtype),
         grad_x.to(x.dtype),
-        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_weight is None or weight is None else grad_weight.to(weight.dtype),
     )
 
 
 def _layer_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, ctx.needs_x, ctx.needs_weight, ctx.needs_bias = inputs
+    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, *ctx.needs = inputs
     ctx.save_for_backward(grad_out, x, rstd, weight)
 
 
+def _needed(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """None for the gradients of what was not computed."""
+    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+
+
 def _layer_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_grad_out, grad_x, grad_weight = _norm_second_order(ctx, *grads)
+    grad_out, x, rstd, weight = ctx.saved_tensors
+    grad_grad_out, grad_x, grad_weight = _norm_second_order(
+        ctx.normalized_shape, grad_out, x, rstd, weight, _needed(grads, ctx.needs), True
+    )
     return grad_grad_out, grad_x, None, None, None, grad_weight, None, None, None, None
 
 
@@ -651,16 +665,467 @@ register_autograd("extension_cpp::rms_norm", _rms_norm_backward, setup_context=_
 
 
 def _rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, rstd, weight, ctx.needs_x, ctx.needs_weight = inputs
-    ctx.needs_bias = False
+    grad_out, x, ctx.normalized_shape, rstd, weight, *ctx.needs = inputs
     ctx.save_for_backward(grad_out, x, rstd, weight)
 
 
-def _rms_norm_double_backward(ctx: Any, grad_grad_x: Tensor, grad_grad_weight: Tensor) -> tuple[Tensor | None, ...]:
-    grad_grad_out, grad_x, grad_weight = _norm_second_order(ctx, grad_grad_x, grad_grad_weight, None)
+def _rms_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad_out, x, rstd, weight = ctx.saved_tensors
+    grad_grad_out, grad_x, grad_weight = _norm_second_order(
+        ctx.normalized_shape, grad_out, x, rstd, weight, [*_needed(grads, ctx.needs), None], False
+    )
     return grad_grad_out, grad_x, None, None, grad_weight, None, None
 
 
 register_autograd(
     "extension_cpp::rms_norm_backward", _rms_norm_double_backward, setup_context=_rms_norm_backward_setup_context
+)
+
+
+# ---- add_layer_norm ----
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    p: float = 0.0,
+    training: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Dropout, residual addition and layer normalization at once: ``s = residual + dropout(x, p)``, ``layer_norm(s)``.
+
+    Args:
+        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie; other strides cost a copy.
+        residual: shape, dtype and device of ``x``.
+        normalized_shape, weight, bias, eps: as layer_norm's.
+        p: the probability that an element of ``x`` is dropped, from 0 to 1.
+        training: False: nothing is dropped.
+
+    Returns:
+        ``layer_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
+        and it is the rounded ``s`` that is normalized.
+
+    Raises:
+        RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
+            argument is not what layer_norm takes.
+
+    Differentiable in ``x``, ``residual``, ``weight`` and ``bias`` through both results, to any order. The mask is that
+    of dropout for the same seed, and is not stored: backward saves ``s``, two numbers a row, and the seed. Without
+    dropout one tensor is the gradient of both ``x`` and ``residual``.
+    """
+    _check_probability("add_layer_norm", p)
+    p = p if training else 0.0
+    seed = _seed(x, p) if p else None
+    return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)[:2]
+
+
+@register_fake("extension_cpp::add_layer_norm")
+def _(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, rstd = _statistics(x, normalized_shape), _statistics(x, normalized_shape)
+    return x.new_empty(x.shape), x.new_empty(x.shape), mean, rstd
+
+
+def _add_norm_gradients(
+    s: Tensor,
+    weights: Sequence[Tensor | None],
+    normalized_shape: Sequence[int],
+    p: float,
+    needs_x: bool,
+    needs_residual: bool,
+    needs_weights: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """What the backward of add_layer_norm and add_rms_norm allocates."""
+    some = next((w for w in weights if w is not None), s)
+    return (
+        s.new_empty(s.shape if needs_x and p > 0 else 0),
+        s.new_empty(s.shape if needs_x or needs_residual else 0),
+        *(some.new_empty(list(normalized_shape) if needs else 0) for needs in needs_weights),
+    )
+
+
+@register_fake("extension_cpp::add_layer_norm_backward")
+def _(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    needs_grad_x: bool,
+    needs_grad_residual: bool,
+    needs_grad_weight: bool,
+    needs_grad_bias: bool,
+) -> tuple[Tensor, ...]:
+    needs = (needs_grad_weight, needs_grad_bias)
+    return _add_norm_gradients(sum, (weight, bias), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
+
+
+def _add_layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, ctx.normalized_shape, weight, bias, _, ctx.p, seed = inputs
+    _, s, mean, rstd = output
+    ctx.save_for_backward(s, weight, bias, mean, rstd, seed)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and residual where the norm itself is not used."""
+    needs_x = ctx.needs_input_grad[0] and grad_sum is not None
+    grad_x = _ops.dropout(grad_sum, ctx.p, seed) if needs_x and ctx.p > 0 else grad_sum if needs_x else None
+    return grad_x, grad_sum if ctx.needs_input_grad[1] else None
+
+
+def _add_layer_norm_backward(
+    ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    s, weight, bias, mean, rstd, seed = ctx.saved_tensors
+    if grad_out is None:
+        return *_grads_of_sum_alone(ctx, grad_sum, seed), None, None, None, None, None, None
+    needs_x, needs_residual = ctx.needs_input_grad[:2]
+    needs_weight = weight is not None and ctx.needs_input_grad[3]
+    needs_bias = bias is not None and ctx.needs_input_grad[4]
+    grad_x, grad_residual, grad_weight, grad_bias = _ops.add_layer_norm_backward(
+        grad_out,
+        grad_sum,
+        s,
+        ctx.normalized_shape,
+        mean,
+        rstd,
+        weight,
+        bias,
+        ctx.p,
+        seed,
+        needs_x,
+        needs_residual,
+        needs_weight,
+        needs_bias,
+    )
+    return (
+        (grad_x if ctx.p > 0 else grad_residual) if needs_x else None,
+        grad_residual if needs_residual else None,
+        None,
+        grad_weight if needs_weight else None,
+        grad_bias if needs_bias else None,
+        None,
+        None,
+        None,
+    )
+
+
+register_autograd(
+    "extension_cpp::add_layer_norm", _add_layer_norm_backward, setup_context=_add_layer_norm_setup_context
+)
+
+
+def _add_norm_second_order(
+    ctx: Any, grads: Sequence[Tensor | None], centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The gradients with respect to grad_out, grad_sum, sum and weight.
+
+    grad_residual = norm_backward(grad_out) + grad_sum and grad_x = dropout(grad_residual), which is symmetric: what
+    comes in for either is a gradient of the one sum.
+    """
+    grad_out, s, rstd, weight, seed = ctx.saved_tensors
+    needs_x, needs_residual, *needs_weights = ctx.needs
+    to_x, to_residual, *to_weights = grads
+    total = to_residual if needs_x or needs_residual else None
+    if needs_x and ctx.p > 0:
+        total = total + _ops.dropout(to_x, ctx.p, seed)
+    no_bias = [None] * (2 - len(needs_weights))
+    weights = [*_needed(to_weights, needs_weights), *no_bias]
+    grad_grad_out, grad_s, grad_weight = _norm_second_order(
+        ctx.normalized_shape, grad_out, s, rstd, weight, [total, *weights], centered
+    )
+    return grad_grad_out, total if ctx.has_grad_sum else None, grad_s, grad_weight
+
+
+def _add_layer_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, grad_sum, s, ctx.normalized_shape, _, rstd, weight, _, ctx.p, seed, *ctx.needs = inputs
+    ctx.has_grad_sum = grad_sum is not None
+    ctx.save_for_backward(grad_out, s, rstd, weight, seed)
+
+
+def _add_layer_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad_grad_out, grad_grad_sum, grad_s, grad_weight = _add_norm_second_order(ctx, grads, True)
+    return grad_grad_out, grad_grad_sum, grad_s, None, None, None, grad_weight, *[None] * 7
+
+
+register_autograd(
+    "extension_cpp::add_layer_norm_backward",
+    _add_layer_norm_double_backward,
+    setup_context=_add_layer_norm_backward_setup_context,
+)
+
+
+# ---- add_rms_norm ----
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    p: float = 0.0,
+    training: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Dropout, residual addition and root mean square normalization at once: ``s = residual + dropout(x, p)``,
+    ``rms_norm(s)``.
+
+    Args:
+        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie; other strides cost a copy.
+        residual: shape, dtype and device of ``x``.
+        normalized_shape, weight, eps: as rms_norm's.
+        p: the probability that an element of ``x`` is dropped, from 0 to 1.
+        training: False: nothing is dropped.
+
+    Returns:
+        ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
+        and it is the rounded ``s`` that is normalized.
+
+    Raises:
+        RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
+            argument is not what rms_norm takes.
+
+    Differentiable in ``x``, ``residual`` and ``weight`` through both results, to any order. The mask is that of dropout
+    for the same seed, and is not stored: backward saves ``s``, a number a row, and the seed. Without dropout one tensor
+    is the gradient of both ``x`` and ``residual``.
+    """
+    _check_probability("add_rms_norm", p)
+    p = p if training else 0.0
+    seed = _seed(x, p) if p else None
+    return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)[:2]
+
+
+@register_fake("extension_cpp::add_rms_norm")
+def _(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), _statistics(x, normalized_shape)
+
+
+@register_fake("extension_cpp::add_rms_norm_backward")
+def _(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    needs_grad_x: bool,
+    needs_grad_residual: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor, ...]:
+    needs = (needs_grad_weight,)
+    return _add_norm_gradients(sum, (weight,), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
+
+
+def _add_rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, ctx.normalized_shape, weight, _, ctx.p, seed = inputs
+    _, s, rstd = output
+    ctx.save_for_backward(s, weight, rstd, seed)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _add_rms_norm_backward(
+    ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    s, weight, rstd, seed = ctx.saved_tensors
+    if grad_out is None:
+        return *_grads_of_sum_alone(ctx, grad_sum, seed), None, None, None, None, None
+    needs_x, needs_residual = ctx.needs_input_grad[:2]
+    needs_weight = weight is not None and ctx.needs_input_grad[3]
+    grad_x, grad_residual, grad_weight = _ops.add_rms_norm_backward(
+        grad_out,
+        grad_sum,
+        s,
+        ctx.normalized_shape,
+        rstd,
+        weight,
+        ctx.p,
+        seed,
+        needs_x,
+        needs_residual,
+        needs_weight,
+    )
+    return (
+        (grad_x if ctx.p > 0 else grad_residual) if needs_x else None,
+        grad_residual if needs_residual else None,
+        None,
+        grad_weight if needs_weight else None,
+        None,
+        None,
+        None,
+    )
+
+
+register_autograd("extension_cpp::add_rms_norm", _add_rms_norm_backward, setup_context=_add_rms_norm_setup_context)
+
+
+def _add_rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, grad_sum, s, ctx.normalized_shape, rstd, weight, ctx.p, seed, *ctx.needs = inputs
+    ctx.has_grad_sum = grad_sum is not None
+    ctx.save_for_backward(grad_out, s, rstd, weight, seed)
+
+
+def _add_rms_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad_grad_out, grad_grad_sum, grad_s, grad_weight = _add_norm_second_order(ctx, grads, False)
+    return grad_grad_out, grad_grad_sum, grad_s, None, None, grad_weight, *[None] * 5
+
+
+register_autograd(
+    "extension_cpp::add_rms_norm_backward",
+    _add_rms_norm_double_backward,
+    setup_context=_add_rms_norm_backward_setup_context,
+)
+
+
+# ---- layer_norm_dropout ----
+
+
+def layer_norm_dropout(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    p: float = 0.5,
+    training: bool = True,
+) -> Tensor:
+    """Layer normalization and dropout at once: ``dropout(layer_norm(x), p)``.
+
+    Args:
+        x, normalized_shape, weight, bias, eps: as layer_norm's.
+        p: the probability that an element of the result is dropped, from 0 to 1.
+        training: False: nothing is dropped.
+
+    Returns:
+        A contiguous tensor of ``x``'s shape and dtype.
+
+    Raises:
+        RuntimeError: ``p`` is not between 0 and 1, or an argument is not what layer_norm takes.
+
+    Differentiable in ``x``, ``weight`` and ``bias``, to any order. The mask is that of dropout for the same seed, and
+    is not stored: backward saves ``x``, two numbers a row, and the seed.
+    """
+    _check_probability("layer_norm_dropout", p)
+    if p == 0 or not training:
+        return layer_norm(x, normalized_shape, weight, bias, eps)
+    return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))[0]
+
+
+@register_fake("extension_cpp::layer_norm_dropout")
+def _(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), _statistics(x, normalized_shape), _statistics(x, normalized_shape)
+
+
+@register_fake("extension_cpp::layer_norm_dropout_backward")
+def _(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+    needs_grad_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    some = next((w for w in (weight, bias) if w is not None), x)
+    grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
+    grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)
+    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight, grad_bias
+
+
+def _layer_norm_dropout_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, ctx.normalized_shape, weight, bias, _, ctx.p, seed = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(x, weight, bias, mean, rstd, seed)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _layer_norm_dropout_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return None, None, None, None, None, None, None
+    x, weight, bias, mean, rstd, seed = ctx.saved_tensors
+    needs_x = ctx.needs_input_grad[0]
+    needs_weight = weight is not None and ctx.needs_input_grad[2]
+    needs_bias = bias is not None and ctx.needs_input_grad[3]
+    grad_x, grad_weight, grad_bias = _ops.layer_norm_dropout_backward(
+        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, ctx.p, seed, needs_x, needs_weight, needs_bias
+    )
+    return (
+        grad_x if needs_x else None,
+        None,
+        grad_weight if needs_weight else None,
+        grad_bias if needs_bias else None,
+        None,
+        None,
+        None,
+    )
+
+
+register_autograd(
+    "extension_cpp::layer_norm_dropout", _layer_norm_dropout_backward, setup_context=_layer_norm_dropout_setup_context
+)
+
+
+def _layer_norm_dropout_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, ctx.p, seed, *ctx.needs = inputs
+    ctx.save_for_backward(grad_out, x, rstd, weight, seed)
+
+
+def _layer_norm_dropout_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    grad_out, x, rstd, weight, seed = ctx.saved_tensors
+
+    def drop(z: Tensor) -> Tensor:
+        return _ops.dropout(z, ctx.p, seed) if ctx.p > 0 else z
+
+    grad_grad_out, grad_x, grad_weight = _norm_second_order(
+        ctx.normalized_shape, drop(grad_out), x, rstd, weight, _needed(grads, ctx.needs), True
+    )
+    return drop(grad_grad_out), grad_x, None, None, None, grad_weight, *[None] * 6
+
+
+register_autograd(
+    "extension_cpp::layer_norm_dropout_backward",
+    _layer_norm_dropout_double_backward,
+    setup_context=_layer_norm_dropout_backward_setup_context,
 )

@@ -69,3 +69,45 @@ def rms_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     return torch.nn.functional.rms_norm(x, normalized_shape, weight, eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    p: float = 0.0,
+    training: bool = True,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    s = residual + dropout(x, p, training, seed)
+    return layer_norm(s, normalized_shape, weight, bias, eps), s
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    s = residual + dropout(x, p, training, seed)
+    return rms_norm(s, normalized_shape, weight, eps), s
+
+
+def layer_norm_dropout(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    p: float = 0.5,
+    training: bool = True,
+    seed: Tensor | None = None,
+) -> Tensor:
+    return dropout(layer_norm(x, normalized_shape, weight, bias, eps), p, training, seed)

@@ -64,21 +64,28 @@ def leaves(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
 
 
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a function returns, be it one tensor or several."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 @dataclass
 class Result:
-    output: Tensor
+    outputs: tuple[Tensor, ...]
     gradients: list[Tensor]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "output", self.output
+        for i, output in enumerate(self.outputs):
+            yield f"output {i}", output
         for i, gradient in enumerate(self.gradients):
             yield f"gradient {i}", gradient
 
 
-def run(function: Callable[..., Tensor], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
+def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
     """Forward and backward; grad_out(output) gives the gradient that comes in."""
-    output = function(*sample.args, **sample.kwargs)
-    return Result(output.detach(), list(torch.autograd.grad(output, leaves(sample), grad_out(output))))
+    outputs = as_tuple(function(*sample.args, **sample.kwargs))
+    gradients = torch.autograd.grad(outputs, leaves(sample), [grad_out(output) for output in outputs])
+    return Result(tuple(output.detach() for output in outputs), list(gradients))
 
 
 def random_grad(layout: str = "contiguous") -> Callable[[Tensor], Tensor]:
@@ -166,7 +173,7 @@ def check(
     inputs = [x.detach().nan_to_num(0.0, 0.0, 0.0).abs() for x in leaves(sample) if x.numel()]
     least_scale = max((x.max().item() for x in inputs), default=0.0) if dtype is torch.float64 else 0.0
     least_scale = max(least_scale, spec.terms(sample))
-    assert ours.output.dtype == dtype and all(g.dtype == dtype for g in ours.gradients)
+    assert all(x.dtype == dtype for _, x in ours.tensors())
     errors = [
         factor * largest_error(b, c, is_finite(c, b.dtype))
         for (_, b), (_, c) in zip(eager.tensors(), eager_exact.tensors(), strict=True)

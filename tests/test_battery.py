@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.checks import LAYOUTS, check, convert, leaves, maker, random_grad, run
+from tests.checks import LAYOUTS, as_tuple, check, convert, leaves, maker, random_grad, run
 from tests.opspec import DTYPES, OpSpec, Sample, all_specs
 
 SPECS = all_specs()
@@ -63,7 +63,7 @@ def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
                 ours = check(spec, sample, grad_layout, f"{layout}, grad_out {grad_layout}")
                 if spec.keeps_strides:
                     expected = torch.empty_like(sample.args[0]).stride()
-                    assert ours.output.stride() == expected, f"{spec.name} {shape} {layout}: strides"
+                    assert ours.outputs[0].stride() == expected, f"{spec.name} {shape} {layout}: strides"
 
 
 @every_op
@@ -94,7 +94,7 @@ def test_gradcheck(spec: OpSpec, device: str) -> None:
         for sample in spec.sample_inputs(maker(device, torch.float64, layout=layout, seed=3), shape):
             tensors = leaves(sample)
 
-            def function(*inputs: torch.Tensor, sample: Sample = sample) -> torch.Tensor:
+            def function(*inputs: torch.Tensor, sample: Sample = sample) -> torch.Tensor | tuple[torch.Tensor, ...]:
                 given = iter(inputs)
                 args = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in sample.args]
                 return spec.function(*args, **sample.kwargs)
@@ -177,7 +177,7 @@ VIEWS_AND_COPIES = {
 def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
     """Under the profiler: our ops, of PyTorch's only allocation, views and copies; on the GPU no kernel too many."""
     sample = spec.bench.sample(maker(device, torch.float32), (4096, 1024))
-    grad_out = random_grad()(spec.function(*sample.args, **sample.kwargs))
+    grads_out = [random_grad()(output) for output in as_tuple(spec.function(*sample.args, **sample.kwargs))]
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for _ in range(2):  # the first run of a profiler may miss kernels
         with profile(activities=activities) as profiler:
@@ -185,7 +185,7 @@ def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
             if device == "cuda":
                 torch.cuda.synchronize()
             with torch.profiler.record_function("## backward"):
-                torch.autograd.grad(output, leaves(sample), grad_out)
+                torch.autograd.grad(as_tuple(output), leaves(sample), grads_out)
             if device == "cuda":
                 torch.cuda.synchronize()
     names = {event.name for event in profiler.events()}
@@ -223,7 +223,8 @@ def test_compile_with_inductor(spec: OpSpec, device: str) -> None:
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (6, 40)):
 
         def model(*args: object, sample: Sample = sample) -> torch.Tensor:
-            return (spec.function(*args, **sample.kwargs) * 2.0).sin()
+            outputs = as_tuple(spec.function(*args, **sample.kwargs))
+            return sum((output * 2.0).sin() for output in outputs)  # type: ignore[return-value]
 
         ours = run(torch.compile(model, fullgraph=True), Sample(sample.args), random_grad())
         eager = run(model, Sample(sample.args), random_grad())
@@ -237,15 +238,16 @@ def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
     for shape, layout in itertools.product([(6, 33), (2, 3, 4, 37), (1, 3, 1, 5), (3, 0)], LAYOUTS):
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
             sample = Sample(tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in sample.args), sample.kwargs)
-            real = spec.function(*sample.args, **sample.kwargs)
+            reals = as_tuple(spec.function(*sample.args, **sample.kwargs))
             with FakeTensorMode() as mode:
                 fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in sample.args]
-                fake = spec.function(*fakes, **sample.kwargs)
-            assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
-            for size, promised, stride in zip(real.shape, fake.stride(), real.stride(), strict=True):
-                assert size == 1 or promised == stride or real.numel() == 0, (
-                    f"{shape} {layout}: {fake.stride()} for {real.stride()}"
-                )
+                promises = as_tuple(spec.function(*fakes, **sample.kwargs))
+            for real, fake in zip(reals, promises, strict=True):
+                assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+                for size, promised, stride in zip(real.shape, fake.stride(), real.stride(), strict=True):
+                    assert size == 1 or promised == stride or real.numel() == 0, (
+                        f"{shape} {layout}: {fake.stride()} for {real.stride()}"
+                    )
 
 
 def _bits(x: torch.Tensor) -> bytes:
@@ -372,12 +374,13 @@ def test_eight_python_threads(spec: OpSpec, device: str) -> None:
 @every_op
 def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
     sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
-    expected = spec.function(*sample.args, **sample.kwargs).detach()
+    expected = as_tuple(spec.function(*sample.args, **sample.kwargs))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            result = spec.function(*sample.args, **sample.kwargs)
-        assert not result.requires_grad
-        assert torch.equal(result, expected)
+            results = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        for result, output in zip(results, expected, strict=True):
+            assert not result.requires_grad
+            assert torch.equal(result, output.detach())
 
 
 @every_op
@@ -386,7 +389,7 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
     if device != "cuda":
         pytest.skip("CUDA streams need a GPU")
     sample = convert(next(iter(spec.sample_inputs(maker(device, torch.float32), (512, 1024)))), torch.float32)
-    expected = spec.function(*sample.args, **sample.kwargs).detach()
+    expected = [output.detach() for output in as_tuple(spec.function(*sample.args, **sample.kwargs))]
     stream = torch.cuda.Stream()
     x = sample.args[0]
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -394,19 +397,20 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
         x.zero_()
         torch.cuda._sleep(50_000_000)  # work on another stream would read the zeros
         x.copy_(keep)
-        result = spec.function(*sample.args, **sample.kwargs)
+        results = as_tuple(spec.function(*sample.args, **sample.kwargs))
     stream.synchronize()
-    assert torch.equal(result, expected)
+    assert all(map(torch.equal, results, expected))
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        captured = spec.function(*sample.args, **sample.kwargs)
+        captured = as_tuple(spec.function(*sample.args, **sample.kwargs))
     with torch.no_grad():
         x.zero_()
         x.copy_(keep)
-    captured.fill_(float("nan"))
+    for output in captured:
+        output.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(captured, expected)
+    assert all(map(torch.equal, captured, expected))
 
 
 @every_op
@@ -414,7 +418,7 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
 def test_more_than_two_to_the_31_elements(spec: OpSpec, device: str) -> None:
     """int64 everywhere: the last rows of a tensor of 2^31 + 2^17 elements are what a small tensor of them gives."""
     if spec.positional:
-        pytest.skip("no small tensor has these elements' masks: tests/test_dropout.py has this test")
+        pytest.skip("no small tensor has these elements' masks: test_dropout.py and test_fused_norm.py have this test")
     cols, rows = 1 << 16, (1 << 15) + 2
     generator = torch.Generator().manual_seed(0)
     last = torch.randn(4, cols, generator=generator).bfloat16().to(device)

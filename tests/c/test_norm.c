@@ -365,9 +365,18 @@ static void check_alone(const norm_case *c) {
   new_inputs(c, in), new_outputs(c, out[0]), new_outputs(c, out[1]);
   run_forward(c, in, WHOLE, out[0]);
   for (int k = 0; k < 2; ++k) wide[k] = widen(c, in, WEIGHT + k, WHOLE);
-  norm_forward_args args = {in[X].data,        wide[0].data,      wide[1].data, out[1][Y].data,
-                            out[1][MEAN].data, out[1][RSTD].data, c->eps,       c->rows,
-                            c->cols,           c->x_stride,       c->dtype,     c->weight_dtype};
+  norm_forward_args args = {.x = in[X].data,
+                            .weight = wide[0].data,
+                            .bias = wide[1].data,
+                            .y = out[1][Y].data,
+                            .mean = out[1][MEAN].data,
+                            .rstd = out[1][RSTD].data,
+                            .eps = c->eps,
+                            .rows = c->rows,
+                            .cols = c->cols,
+                            .x_stride = c->x_stride,
+                            .dtype = c->dtype,
+                            .weight_dtype = c->weight_dtype};
   norm_forward_cpu(3, 4, &args);
   norm_forward_cpu(2, 2, &args);
   for (int k = Y; k <= RSTD; ++k) {

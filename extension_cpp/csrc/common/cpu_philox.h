@@ -97,4 +97,32 @@ ALWAYS_INLINE void philox_block_bfloat16(uint32_t *restrict bits, int64_t i, int
   }
 }
 
+/* What dropout_t says, in locals: what is read through a pointer would be read again after every store. */
+typedef struct {
+  int64_t seed;
+  double scale;
+  uint32_t last_dropped;
+} cpu_dropout_t;
+
+ALWAYS_INLINE cpu_dropout_t cpu_dropout_of(const dropout_t *dropout) {
+  return (cpu_dropout_t){dropout->seed ? *dropout->seed : 0, dropout->scale, dropout->last_dropped};
+}
+
+/* x where `kept`, else 0, by arithmetic: of a selection gcc makes a branch where the loop around it is large. */
+ALWAYS_INLINE float float_if(int kept, float x) { return bits_float(float_bits(x) & -(uint32_t)kept); }
+ALWAYS_INLINE double double_if(int kept, double x) { return kept ? x : 0; }
+
+/* Drops and scales a block, the one of elements [i, i + BLOCK). */
+#define DEFINE_DROPOUT_BLOCK(type, acc)                                                               \
+  ALWAYS_INLINE void dropout_block_##type(acc *restrict v, const cpu_dropout_t *dropout, int64_t i) { \
+    const acc scale = (acc)dropout->scale;                                                            \
+    uint32_t bits[BLOCK];                                                                             \
+    philox_block_##type(bits, i, dropout->seed);                                                      \
+    for (int k = 0; k < BLOCK; ++k) v[k] = acc##_if(bits[k] > dropout->last_dropped, v[k] * scale);   \
+  }
+DEFINE_DROPOUT_BLOCK(float64, double)
+DEFINE_DROPOUT_BLOCK(float32, float)
+DEFINE_DROPOUT_BLOCK(bfloat16, float)
+DEFINE_DROPOUT_BLOCK(float16, float)
+
 #endif

@@ -1,25 +1,10 @@
-// layer_norm and rms_norm: schemas, checks, allocation and registration. The kernels' contract is in norm.h.
-#include "norm/norm.h"
-
+// layer_norm and rms_norm: schemas, checks, allocation and registration, and what norm_fused.cpp shares with them. The kernels'
+// contract is in norm.h.
 #include <algorithm>
-#include <optional>
-#include <tuple>
-#include <vector>
 
-#include "common/op.h"
+#include "norm/norm_shim.h"
 
 namespace extension_cpp {
-
-using Shape = std::vector<int64_t>;
-using Optional = std::optional<Tensor>;
-
-// x as rows: the dimensions of normalized_shape side by side.
-struct Problem {
-  dtype_t dtype;
-  dtype_t weight_dtype;
-  int64_t rows;
-  int64_t cols;
-};
 
 // The accumulation type, in which mean and rstd are kept.
 static dtype_t statistics_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
@@ -43,8 +28,8 @@ static dtype_t check_weight(const char *op, const char *name, const Tensor &weig
   return check_dtype(op, name, weight);
 }
 
-static Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape, const Optional &weight,
-                            const Optional &bias) {
+Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                     const Optional &bias) {
   Problem problem{};
   problem.dtype = problem.weight_dtype = check_dtype(op, "x", x);
   const size_t dims = normalized_shape.size(), x_dims = static_cast<size_t>(x.dim());
@@ -118,31 +103,39 @@ static int64_t row_grain(const Problem &problem, int64_t element_size) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * problem.cols * element_size, 1));
 }
 
-// Forward of both: writes mean only where it is given.
-static void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims,
-                         const Optional &weight, const Optional &bias, double eps, const Tensor &y, const Tensor *mean,
-                         const Tensor &rstd) {
+void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims, const Optional &weight,
+                  const Optional &bias, double eps, const Tensor &y, const Tensor *mean, const Tensor &rstd,
+                  const FusedForward &fused) {
   if (problem.rows == 0) return;
   const Rows rows = as_rows(x, row_dims, problem.cols);
   const Optional w = weight_for_kernel(weight, 1, problem, x);
   const Optional b = mean || bias ? weight_for_kernel(bias, 0, problem, x) : bias;
-  norm_forward_args args{rows.tensor.const_data_ptr(),
-                         pointer(w),
-                         pointer(b),
-                         y.mutable_data_ptr(),
-                         mean ? mean->mutable_data_ptr() : nullptr,
-                         rstd.mutable_data_ptr(),
-                         eps,
-                         problem.rows,
-                         problem.cols,
-                         rows.stride,
-                         problem.dtype,
-                         problem.weight_dtype};
+  norm_forward_args args{};
+  args.x = rows.tensor.const_data_ptr();
+  args.weight = pointer(w);
+  args.bias = pointer(b);
+  args.y = y.mutable_data_ptr();
+  args.mean = mean ? mean->mutable_data_ptr() : nullptr;
+  args.rstd = rstd.mutable_data_ptr();
+  args.eps = eps;
+  args.rows = problem.rows;
+  args.cols = problem.cols;
+  args.x_stride = rows.stride;
+  args.dtype = problem.dtype;
+  args.weight_dtype = problem.weight_dtype;
+  Optional residual;
+  if (fused.residual) {
+    const Rows residual_rows = as_rows(*fused.residual, row_dims, problem.cols);
+    residual.emplace(residual_rows.tensor);
+    args.residual = residual->const_data_ptr();
+    args.residual_stride = residual_rows.stride;
+    args.sum = fused.sum->mutable_data_ptr();
+  }
+  (fused.residual ? args.dropout_x : args.dropout_y) = fused.dropout;
   launch(op, KERNEL(norm_forward), args, x, problem.rows, row_grain(problem, x.element_size()));
 }
 
-// x's shape with the normalized dimensions of size 1: mean and rstd broadcast against x.
-static Tensor allocate_statistics(const Tensor &x, size_t row_dims, dtype_t dtype) {
+Tensor allocate_statistics(const Tensor &x, size_t row_dims, dtype_t dtype) {
   Shape shape(x.sizes().begin(), x.sizes().end());
   std::fill(shape.end() - row_dims, shape.end(), 1);
   return allocate({shape.data(), shape.size()}, statistics_dtype(dtype), x);
@@ -158,13 +151,16 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor &x, const Shap
   return {y, mean, rstd};
 }
 
+double rms_eps(std::optional<double> eps, const Problem &problem) {
+  return eps.value_or(problem.dtype == DTYPE_FLOAT64 ? 0x1p-52 : 0x1p-23);
+}
+
 static std::tuple<Tensor, Tensor> rms_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
                                            std::optional<double> eps) {
   const Problem problem = check_inputs("rms_norm", x, normalized_shape, weight, std::nullopt);
   const size_t dims = normalized_shape.size();
   const Tensor y = allocate(x.sizes(), problem.dtype, x), rstd = allocate_statistics(x, dims, problem.dtype);
-  const double epsilon = problem.dtype == DTYPE_FLOAT64 ? 0x1p-52 : 0x1p-23;  // of the type of the arithmetic
-  norm_forward("rms_norm", problem, x, dims, weight, std::nullopt, eps.value_or(epsilon), y, nullptr, rstd);
+  norm_forward("rms_norm", problem, x, dims, weight, std::nullopt, rms_eps(eps, problem), y, nullptr, rstd);
   return {y, rstd};
 }
 
@@ -177,14 +173,9 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
   }
 }
 
-struct Gradients {
-  Tensor x, weight, bias;
-};
-
-// Backward of both; gradients that are not needed are empty tensors.
-static Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x, const Shape &normalized_shape,
-                               const Tensor *mean, const Tensor &rstd, const Optional &weight, const Optional &bias,
-                               bool needs_x, bool needs_weight, bool needs_bias) {
+Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x, const Shape &normalized_shape,
+                        const Tensor *mean, const Tensor &rstd, const Optional &weight, const Optional &bias,
+                        bool needs_x, bool needs_weight, bool needs_bias, const FusedBackward &fused) {
   const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
   check_same(op, "grad_out", grad_out, "x", x);
   check_shape(op, "grad_out", grad_out, "x", x);
@@ -194,27 +185,38 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Ten
   const Sizes empty{&none, 1}, shape{normalized_shape.data(), normalized_shape.size()};
   const Gradients gradients{allocate(needs_x ? x.sizes() : empty, problem.dtype, x),
                             allocate(needs_weight ? shape : empty, problem.weight_dtype, x),
-                            allocate(needs_bias ? shape : empty, problem.weight_dtype, x)};
+                            allocate(needs_bias ? shape : empty, problem.weight_dtype, x),
+                            allocate(fused.needs_dropped ? x.sizes() : empty, problem.dtype, x)};
   const bool sums = needs_weight || needs_bias;
   if (problem.cols == 0 || !(sums || needs_x) || (problem.rows == 0 && !sums)) return gradients;
 
   const Rows x_rows = as_rows(x, row_dims, problem.cols), g_rows = as_rows(grad_out, row_dims, problem.cols);
   const Optional w = weight_for_kernel(weight, 1, problem, x);
-  norm_backward_args args{g_rows.tensor.const_data_ptr(),
-                          x_rows.tensor.const_data_ptr(),
-                          mean ? mean->const_data_ptr() : nullptr,
-                          rstd.const_data_ptr(),
-                          pointer(w),
-                          needs_x ? gradients.x.mutable_data_ptr() : nullptr,
-                          needs_weight ? gradients.weight.mutable_data_ptr() : nullptr,
-                          needs_bias ? gradients.bias.mutable_data_ptr() : nullptr,
-                          nullptr,
-                          problem.rows,
-                          problem.cols,
-                          x_rows.stride,
-                          g_rows.stride,
-                          problem.dtype,
-                          problem.weight_dtype};
+  norm_backward_args args{};
+  args.grad_out = g_rows.tensor.const_data_ptr();
+  args.x = x_rows.tensor.const_data_ptr();
+  args.mean = mean ? mean->const_data_ptr() : nullptr;
+  args.rstd = rstd.const_data_ptr();
+  args.weight = pointer(w);
+  args.grad_x = needs_x ? gradients.x.mutable_data_ptr() : nullptr;
+  args.grad_weight = needs_weight ? gradients.weight.mutable_data_ptr() : nullptr;
+  args.grad_bias = needs_bias ? gradients.bias.mutable_data_ptr() : nullptr;
+  args.rows = problem.rows;
+  args.cols = problem.cols;
+  args.x_stride = x_rows.stride;
+  args.grad_out_stride = g_rows.stride;
+  args.dtype = problem.dtype;
+  args.weight_dtype = problem.weight_dtype;
+  Optional grad_sum;
+  if (fused.grad_sum && needs_x) {
+    const Rows grad_sum_rows = as_rows(*fused.grad_sum, row_dims, problem.cols);
+    grad_sum.emplace(grad_sum_rows.tensor);
+    args.grad_sum = grad_sum->const_data_ptr();
+    args.grad_sum_stride = grad_sum_rows.stride;
+  }
+  args.grad_dropped = fused.needs_dropped ? gradients.dropped.mutable_data_ptr() : nullptr;
+  args.dropout_x = fused.dropout_x;
+  args.dropout_y = fused.dropout_y;
   const int64_t doubles = sums ? ceil_div(ON_DEVICE_OF(x, norm_partial)(&args), 8) : 0;
   const Tensor partial = allocate({&doubles, 1}, DTYPE_FLOAT64, x);
   if (sums) args.partial = partial.mutable_data_ptr();

@@ -1,4 +1,4 @@
-/* layer_norm and rms_norm, which share their kernels. With xhat[r,c] = (x[r,c] - mean[r]) * rstd[r]:
+/* layer_norm and rms_norm, which share their kernels, alone or with what stands beside them in a model. With xhat[r,c] = (x[r,c] - mean[r]) * rstd[r]:
  *   y = xhat * weight[c] + bias[c],  mean[r] = mean_c(x),  rstd[r] = 1 / sqrt(mean_c((x - mean)^2) + eps)
  *   rms_norm: mean[r] = 0 and no bias
  * norm_backward, with g = grad_out * weight[c]:
@@ -13,6 +13,11 @@
  * in float (float64: double). The variance takes two passes over the row; on the CPU the second one only where the first,
  * shifted by the mean of the first block, would lose digits. The rows are summed in an order that the shape and the machine
  * fix: bit for bit the same in every run, at any number of threads.
+ * Fused forms, of which one call has at most one:
+ *   residual   sum = residual + dropout_x(x), rounded to x's type, takes the place of x above and in backward, where grad_sum,
+ *              the gradient of sum itself, is added to grad_x, and grad_dropped = dropout_x(grad_x) is the gradient of x
+ *   dropout_y  y is dropped after the norm; in backward grad_out is, before all else
+ * Their element r * cols + c has the bits of that index (common/philox.h).
  * Sources: Ba, Kiros and Hinton 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467. */
 #ifndef EXTENSION_CPP_NORM_H
 #define EXTENSION_CPP_NORM_H
@@ -20,6 +25,7 @@
 #include <stddef.h>
 
 #include "common/dtype.h"
+#include "common/philox.h"
 #include "common/range.h"
 
 #ifdef __cplusplus
@@ -39,6 +45,11 @@ typedef struct {
   int64_t x_stride;
   dtype_t dtype;
   dtype_t weight_dtype;
+  const void *residual; /* (rows, cols) like x, rows residual_stride apart; NULL: none */
+  void *sum;            /* (rows, cols) contiguous; NULL without residual */
+  int64_t residual_stride;
+  dropout_t dropout_x; /* only with residual */
+  dropout_t dropout_y; /* only of layer_norm, without residual */
 } norm_forward_args;
 
 typedef struct {
@@ -57,6 +68,11 @@ typedef struct {
   int64_t grad_out_stride;
   dtype_t dtype;
   dtype_t weight_dtype;
+  const void *grad_sum; /* (rows, cols), rows grad_sum_stride apart; NULL: none */
+  int64_t grad_sum_stride;
+  void *grad_dropped; /* (rows, cols) contiguous, only with grad_x; NULL: not computed */
+  dropout_t dropout_x;
+  dropout_t dropout_y;
 } norm_backward_args;
 
 /* ---- CPU ---- */

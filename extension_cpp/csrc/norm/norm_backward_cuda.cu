@@ -431,6 +431,7 @@ extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
 }
 
 extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) {
+  if (args->grad_sum || args->dropout_x.seed || args->dropout_y.seed) return cudaErrorNotSupported;
   using namespace norm_cuda;
   const auto on = static_cast<cudaStream_t>(stream);
   if (args->dtype == DTYPE_FLOAT64) return plain_backward<double>(*args, on);

@@ -7,6 +7,7 @@
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
+#include "common/cpu_philox.h"
 
 _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks");
 
@@ -92,6 +93,19 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t bytes, ahead_t ahead) {
 typedef struct {
   int centered, x, weight, bias;
 } wanted_t;
+
+/* What the fused forms of backward have beside it. A NULL fused_t is a constant, and leaves the plain norms as they are; which
+ * of the forms a call is, is asked block by block, for their copies would be many. */
+typedef struct {
+  cpu_dropout_t dropout_x, dropout_y;
+  ahead_t grad_sum_ahead;
+  int drops_y;
+} fused_t;
+
+static fused_t fused_of(const norm_backward_args *args, int64_t size) {
+  return (fused_t){cpu_dropout_of(&args->dropout_x), cpu_dropout_of(&args->dropout_y),
+                   row_ahead(args->grad_sum_stride, args->cols, size, 2), args->dropout_y.seed != NULL};
+}
 
 #define KERNEL_BODY "norm/norm_cpu_kernel.h"
 #include "common/for_each_dtype.h"

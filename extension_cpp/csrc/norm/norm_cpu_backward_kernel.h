@@ -8,17 +8,20 @@ typedef struct {
 
 /* grad_x = gw * rstd + xhat * slope + level, with gw = grad_out * weight. */
 typedef struct {
-  const T *x, *grad_out;
-  T *grad_x;
+  const T *x, *grad_out, *grad_sum;
+  T *grad_x, *grad_dropped;
   ahead_t x_ahead, grad_ahead;
   ACC mean, rstd, slope, level;
+  int64_t first; /* the number of the row's first element */
 } NAME(grad_row_t);
 
 ALWAYS_INLINE void NAME(products_block)(ACC *restrict products, ACC *restrict sum, const NAME(grad_row_t) * row,
-                                        const ACC *restrict weight, int64_t c, int n, int centered) {
+                                        const fused_t *fused, const ACC *restrict weight, int64_t c, int n,
+                                        int centered) {
   ACC x[BLOCK], g[BLOCK];
   NAME(load_block)(x, row->x + c, n);
   NAME(load_block)(g, row->grad_out + c, n);
+  if (fused && fused->drops_y) NAME(dropout_block)(g, &fused->dropout_y, row->first + c);
   for (int k = 0; k < BLOCK; ++k) g[k] *= weight[k];
   if (centered) {
     for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
@@ -35,8 +38,8 @@ ALWAYS_INLINE void NAME(set_means)(NAME(grad_row_t) * row, double products, doub
 }
 
 /* Sets slope and level of one row, or of two. */
-ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, NAME(grad_row_t) * a, NAME(grad_row_t) * b,
-                                    int rows, int centered) {
+ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, const fused_t *fused, NAME(grad_row_t) * a,
+                                    NAME(grad_row_t) * b, int rows, int centered) {
   const int64_t cols = args->cols;
   const wide_place_t place = NAME(wide_place)(0, cols);
   double products[2] = {0}, sums[2] = {0};
@@ -45,13 +48,13 @@ ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, NAME(grad_ro
     ACC products_a[BLOCK] = {0}, products_b[BLOCK] = {0}, sum_a[BLOCK] = {0}, sum_b[BLOCK] = {0}, weight[BLOCK];
     for (; c + BLOCK <= end; c += BLOCK) {
       NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
-      NAME(products_block)(products_a, sum_a, a, weight, c, BLOCK, centered);
-      if (rows == 2) NAME(products_block)(products_b, sum_b, b, weight, c, BLOCK, centered);
+      NAME(products_block)(products_a, sum_a, a, fused, weight, c, BLOCK, centered);
+      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, BLOCK, centered);
     }
     if (c < end) {
       NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
-      NAME(products_block)(products_a, sum_a, a, weight, c, (int)(end - c), centered);
-      if (rows == 2) NAME(products_block)(products_b, sum_b, b, weight, c, (int)(end - c), centered);
+      NAME(products_block)(products_a, sum_a, a, fused, weight, c, (int)(end - c), centered);
+      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, (int)(end - c), centered);
     }
     products[0] += FOLD(products_a);
     if (rows == 2) products[1] += FOLD(products_b);
@@ -64,13 +67,15 @@ ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, NAME(grad_ro
 }
 
 /* n elements of one row: adds to the sums over rows, writes grad_x. */
-ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const ACC *restrict weight, ACC *restrict grad_weight,
-                                    ACC *restrict grad_bias, int64_t c, int n, wanted_t want, int stream) {
+ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t *fused, const ACC *restrict weight,
+                                    ACC *restrict grad_weight, ACC *restrict grad_bias, int64_t c, int n, wanted_t want,
+                                    int stream) {
   ACC x[BLOCK], g[BLOCK];
   prefetch(row->x + c, BLOCK * sizeof(T), row->x_ahead);
   prefetch(row->grad_out + c, BLOCK * sizeof(T), row->grad_ahead);
   NAME(load_block)(x, row->x + c, n);
   NAME(load_block)(g, row->grad_out + c, n);
+  if (fused && fused->drops_y) NAME(dropout_block)(g, &fused->dropout_y, row->first + c);
   if (want.centered) {
     for (int k = 0; k < BLOCK; ++k) x[k] -= row->mean;
   }
@@ -84,91 +89,131 @@ ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const ACC *res
   if (want.x) {
     for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k], row->slope, row->level);
     for (int k = 0; k < BLOCK; ++k) g[k] = FMA(g[k] * row->rstd, weight[k], x[k]);
+    if (fused && row->grad_sum) {
+      prefetch(row->grad_sum + c, BLOCK * sizeof(T), fused->grad_sum_ahead);
+      NAME(load_block)(x, row->grad_sum + c, n);
+      for (int k = 0; k < BLOCK; ++k) g[k] += x[k];
+    }
     STORE(row->grad_x + c, g, n, stream);
+    if (fused && row->grad_dropped) {
+      NAME(dropout_block)(g, &fused->dropout_x, row->first + c);
+      STORE(row->grad_dropped + c, g, n, stream);
+    }
   }
 }
 
 /* n elements of one row or of two. */
-ALWAYS_INLINE void NAME(grad_blocks)(const norm_backward_args *args, const NAME(sums_t) * sums,
+ALWAYS_INLINE void NAME(grad_blocks)(const norm_backward_args *args, const NAME(sums_t) * sums, const fused_t *fused,
                                      const NAME(grad_row_t) * a, const NAME(grad_row_t) * b, int rows,
                                      wide_place_t place, int64_t c, int n, wanted_t want, int stream) {
   ACC weight[BLOCK], grad_weight[BLOCK], grad_bias[BLOCK];
   if (want.x) NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
   if (want.weight) NAME(load_wide)(grad_weight, sums->weight_rows, place, c);
   if (want.bias) NAME(load_wide)(grad_bias, sums->bias_rows, place, c);
-  NAME(grad_block)(a, weight, grad_weight, grad_bias, c, n, want, stream);
-  if (rows == 2) NAME(grad_block)(b, weight, grad_weight, grad_bias, c, n, want, stream);
+  NAME(grad_block)(a, fused, weight, grad_weight, grad_bias, c, n, want, stream);
+  if (rows == 2) NAME(grad_block)(b, fused, weight, grad_weight, grad_bias, c, n, want, stream);
   if (want.weight) NAME(store_wide)(sums->weight_rows, place, c, grad_weight);
   if (want.bias) NAME(store_wide)(sums->bias_rows, place, c, grad_bias);
 }
 
 static __attribute__((noinline)) void NAME(grad_part)(const norm_backward_args *args, const NAME(sums_t) * sums,
-                                                      const NAME(grad_row_t) * row, int64_t c, int n,
-                                                      const wanted_t *want) {
-  NAME(grad_blocks)(args, sums, row, row, 1, NAME(wide_place)(c, args->cols), c, n, *want, 0);
+                                                      const fused_t *fused, const NAME(grad_row_t) * row, int64_t c,
+                                                      int n, const wanted_t *want) {
+  NAME(grad_blocks)(args, sums, fused, row, row, 1, NAME(wide_place)(c, args->cols), c, n, *want, 0);
 }
 
 /* All columns of one row or of two; what is streamed begins at 64 bytes in both. */
 ALWAYS_INLINE void NAME(grad_columns)(const norm_backward_args *args, const NAME(sums_t) * sums,
-                                      const NAME(grad_row_t) * a, const NAME(grad_row_t) * b, int rows, wanted_t want,
-                                      int stream) {
+                                      const fused_t *in_memory, const NAME(grad_row_t) * a, const NAME(grad_row_t) * b,
+                                      int rows, wanted_t want, int stream) {
   const int64_t cols = args->cols;
+  const fused_t local = in_memory ? *in_memory : (fused_t){0}, *fused = in_memory ? &local : NULL;
   int64_t c = NAME(row_head)(a->grad_x, cols, stream);
-  if (c > 0) NAME(grad_part)(args, sums, a, 0, (int)c, &want);
-  if (c > 0 && rows == 2) NAME(grad_part)(args, sums, b, 0, (int)c, &want);
+  if (c > 0) NAME(grad_part)(args, sums, in_memory, a, 0, (int)c, &want);
+  if (c > 0 && rows == 2) NAME(grad_part)(args, sums, in_memory, b, 0, (int)c, &want);
   const wide_place_t place = NAME(wide_place)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
-  if (stream && (uintptr_t)(a->grad_x + c) % 64 == 0) {
-    for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, a, b, rows, place, c, BLOCK, want, 1);
+  if (stream && (uintptr_t)(a->grad_x + c) % 64 == 0 && (!fused || (uintptr_t)(a->grad_dropped + c) % 64 == 0)) {
+    for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 1);
   } else {
-    for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, a, b, rows, place, c, BLOCK, want, 0);
+    for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 0);
   }
-  if (c < cols) NAME(grad_part)(args, sums, a, c, (int)(cols - c), &want);
-  if (c < cols && rows == 2) NAME(grad_part)(args, sums, b, c, (int)(cols - c), &want);
+  if (c < cols) NAME(grad_part)(args, sums, in_memory, a, c, (int)(cols - c), &want);
+  if (c < cols && rows == 2) NAME(grad_part)(args, sums, in_memory, b, c, (int)(cols - c), &want);
 }
 
 ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(const norm_backward_args *args, int64_t r, int centered) {
   return (NAME(grad_row_t)){
       .x = (const T *)args->x + r * args->x_stride,
       .grad_out = (const T *)args->grad_out + r * args->grad_out_stride,
+      .grad_sum = args->grad_sum ? (const T *)args->grad_sum + r * args->grad_sum_stride : NULL,
       .grad_x = args->grad_x ? (T *)args->grad_x + r * args->cols : NULL,
+      .grad_dropped = args->grad_dropped ? (T *)args->grad_dropped + r * args->cols : NULL,
       .x_ahead = row_ahead(args->x_stride, args->cols, sizeof(T), 2),
       .grad_ahead = row_ahead(args->grad_out_stride, args->cols, sizeof(T), 2),
       .mean = centered ? ((const ACC *)args->mean)[r] : 0,
       .rstd = ((const ACC *)args->rstd)[r],
+      .first = r * args->cols,
   };
+}
+
+ALWAYS_INLINE void NAME(any_row)(const norm_backward_args *args, const NAME(sums_t) * sums, const fused_t *fused,
+                                 int64_t r, const wanted_t *want, int stream) {
+  NAME(grad_row_t) row = NAME(grad_row)(args, r, want->centered);
+  if (want->x) NAME(grad_means)(args, fused, &row, &row, 1, want->centered);
+  NAME(grad_columns)(args, sums, fused, &row, &row, 1, *want, stream);
 }
 
 /* One row; what is wanted is no constant here. */
 static __attribute__((noinline)) void NAME(backward_row)(const norm_backward_args *args, const NAME(sums_t) * sums,
                                                          int64_t r, const wanted_t *want, int stream) {
-  NAME(grad_row_t) row = NAME(grad_row)(args, r, want->centered);
-  if (want->x) NAME(grad_means)(args, &row, &row, 1, want->centered);
-  NAME(grad_columns)(args, sums, &row, &row, 1, *want, stream);
+  NAME(any_row)(args, sums, NULL, r, want, stream);
+}
+
+static __attribute__((noinline)) void NAME(fused_row)(const norm_backward_args *args, const NAME(sums_t) * sums,
+                                                      int64_t r, const wanted_t *want, int stream) {
+  const fused_t fused = fused_of(args, sizeof(T));
+  NAME(any_row)(args, sums, &fused, r, want, stream);
 }
 
 /* Two rows at a time; what is wanted is a constant, and one of the common cases. */
-ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NAME(sums_t) * sums, int64_t begin,
-                                        int64_t end, wanted_t want, int stream) {
+ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NAME(sums_t) * sums, const fused_t *fused,
+                                        int64_t begin, int64_t end, wanted_t want, int stream) {
   int64_t r = begin;
   for (; r + 2 <= end; r += 2) {
     NAME(grad_row_t) a = NAME(grad_row)(args, r, want.centered), b = NAME(grad_row)(args, r + 1, want.centered);
-    if (want.x) NAME(grad_means)(args, &a, &b, 2, want.centered);
-    NAME(grad_columns)(args, sums, &a, &b, 2, want, stream);
+    if (want.x) NAME(grad_means)(args, fused, &a, &b, 2, want.centered);
+    NAME(grad_columns)(args, sums, fused, &a, &b, 2, want, stream);
   }
-  if (r < end) NAME(backward_row)(args, sums, r, &want, stream);
+  if (r == end) return;
+  if (fused) {
+    NAME(fused_row)(args, sums, r, &want, stream);
+  } else {
+    NAME(backward_row)(args, sums, r, &want, stream);
+  }
 }
 
 ALWAYS_INLINE void NAME(backward_rows)(const norm_backward_args *args, const NAME(sums_t) * sums, int64_t begin,
                                        int64_t end, wanted_t want, int pairs, int stream) {
   switch (pairs ? 8 * want.centered + 4 * want.x + 2 * want.weight + want.bias : 0) {
-    case 15: NAME(backward_pairs)(args, sums, begin, end, (wanted_t){1, 1, 1, 1}, stream); return;
-    case 12: NAME(backward_pairs)(args, sums, begin, end, (wanted_t){1, 1, 0, 0}, stream); return;
-    case 11: NAME(backward_pairs)(args, sums, begin, end, (wanted_t){1, 0, 1, 1}, 0); return;
-    case 6: NAME(backward_pairs)(args, sums, begin, end, (wanted_t){0, 1, 1, 0}, stream); return;
-    case 4: NAME(backward_pairs)(args, sums, begin, end, (wanted_t){0, 1, 0, 0}, stream); return;
+    case 15: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 1, 1, 1}, stream); return;
+    case 12: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 1, 0, 0}, stream); return;
+    case 11: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 0, 1, 1}, 0); return;
+    case 6: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){0, 1, 1, 0}, stream); return;
+    case 4: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){0, 1, 0, 0}, stream); return;
   }
   for (int64_t r = begin; r < end; ++r) NAME(backward_row)(args, sums, r, &want, stream);
+}
+
+/* The same for the fused forms. */
+ALWAYS_INLINE void NAME(fused_rows)(const norm_backward_args *args, const NAME(sums_t) * sums, int64_t begin,
+                                    int64_t end, wanted_t want, int pairs, int stream) {
+  const fused_t fused = fused_of(args, sizeof(T));
+  switch (pairs ? 8 * want.centered + 4 * want.x + 2 * want.weight + want.bias : 0) {
+    case 15: NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){1, 1, 1, 1}, stream); return;
+    case 6: NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){0, 1, 1, 0}, stream); return;
+  }
+  for (int64_t r = begin; r < end; ++r) NAME(fused_row)(args, sums, r, &want, stream);
 }
 
 /* A part's sums in the scratch. */
@@ -196,7 +241,9 @@ ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, ACC *restrict rows, i
 static void NAME(norm_backward)(const norm_backward_args *args, int64_t part) {
   const int64_t part_rows = norm_part_rows(args->rows, args->cols), wide = norm_wide_cols(args->cols);
   const int64_t first = part * part_rows, last = first + part_rows < args->rows ? first + part_rows : args->rows;
-  const int stream = args->grad_x && cpu_should_stream(3 * args->rows * args->cols * (int64_t)sizeof(T));
+  const int64_t tensors = 3 + (args->grad_sum != NULL) + (args->grad_dropped != NULL);
+  const int stream = args->grad_x && cpu_should_stream(tensors * args->rows * args->cols * (int64_t)sizeof(T));
+  const int fused = args->grad_sum || args->grad_dropped || args->dropout_y.seed;
   const NAME(sums_t) sums = NAME(part_sums)(args, part);
   const wanted_t want = {args->mean != NULL, args->grad_x != NULL, args->grad_weight != NULL, args->grad_bias != NULL};
   /* Two rows are streamed together only where both can begin at 64 bytes in the same column. */
@@ -205,7 +252,11 @@ static void NAME(norm_backward)(const norm_backward_args *args, int64_t part) {
     const int64_t end = r + FLUSH_ROWS < last ? r + FLUSH_ROWS : last;
     if (want.weight) memset(sums.weight_rows, 0, (size_t)wide * sizeof(ACC));
     if (want.bias) memset(sums.bias_rows, 0, (size_t)wide * sizeof(ACC));
-    NAME(backward_rows)(args, &sums, r, end, want, pairs, stream);
+    if (fused) {
+      NAME(fused_rows)(args, &sums, r, end, want, pairs, stream);
+    } else {
+      NAME(backward_rows)(args, &sums, r, end, want, pairs, stream);
+    }
     NAME(flush_sums)(sums.weight, sums.weight_rows, wide, r == first);
     NAME(flush_sums)(sums.bias, sums.bias_rows, wide, r == first);
   }

@@ -372,6 +372,7 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 }  // namespace norm_cuda
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
+  if (args->residual || args->dropout_y.seed) return cudaErrorNotSupported;
   using namespace norm_cuda;
   const auto on = static_cast<cudaStream_t>(stream);
   if (args->dtype == DTYPE_FLOAT64) return plain_forward<double>(*args, on);

@@ -1,0 +1,68 @@
+"""The op itself, which takes the seed; tests/test_fused_norm.py has what draws it."""
+
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.specs import rms_norm
+from tests.specs.dropout import seed_of
+
+EPS = rms_norm.EPS
+
+
+def sample_inputs(make, shape):
+    if len(shape) > 0:
+        x, w = make(shape), shape[-1:]
+        yield Sample((x, make(shape), w, make(w), EPS, 0.3, seed_of(x.device)))
+        if 0 not in shape:
+            yield Sample((make(shape), make(shape), shape[-2:], None, EPS, 0.0, None))
+
+
+def terms(sample):
+    """rms_norm's, of the sum, scaled as x's gradient is; the gradient of the sum itself, at most 2, is added."""
+    x, residual, normalized_shape, weight, eps, p, seed = sample.args
+    s = residual.detach().double() + extension_cpp.reference.dropout(x.detach().double(), p, seed=seed)
+    return (2 + rms_norm.terms(Sample((s, normalized_shape, weight, eps)))) / (1 - p)
+
+
+def error_inputs(device):
+    x, w, seed = torch.ones(2, 3, device=device), torch.ones(3, device=device), seed_of(device)
+    op = "extension_cpp::add_rms_norm: expected"
+
+    def call(x=x, residual=x, shape=(3,), w=w, p=0.5, seed=seed):
+        return (x, residual, shape, w, None, p, seed)
+
+    yield ErrorSample(call(x.bool()), f"{op} x to be float64, float32, bfloat16 or float16, but got bool")
+    yield ErrorSample(call(w=w[:2]), f"{op} weight of shape [3], normalized_shape, but got [2]")
+    yield ErrorSample(call(residual=x[:, :2]), f"{op} residual of shape [2, 3] like x, but got [2, 2]")
+    yield ErrorSample(call(residual=x.half()), f"{op} residual to be float32 like x, but got float16")
+    yield ErrorSample(call(p=-1.0), f"{op} p to be between 0 and 1, but got -1")
+    yield ErrorSample(call(seed=None), f"{op} a seed with p > 0, but got None")
+    yield ErrorSample(call(seed=seed.int()), f"{op} seed to be int64, but got int32")
+    if device != "cpu":
+        yield ErrorSample(call(residual=x.cpu()), f"{op} residual on {x.device} like x, but got cpu")
+
+
+def bench_sample(make, shape):
+    x, w = make(shape), shape[-1:]
+    return Sample((x, make(shape), w, make(w), EPS, 0.1, seed_of(x.device)))
+
+
+def stock(x, residual, normalized_shape, weight, eps, p, seed):
+    s = residual + torch.nn.functional.dropout(x, p)
+    return torch.nn.functional.rms_norm(s, normalized_shape, weight, eps), s
+
+
+SPEC = OpSpec(
+    name="add_rms_norm",
+    function=lambda *args: torch.ops.extension_cpp.add_rms_norm(*args)[:2],
+    reference=lambda *args: extension_cpp.reference.add_rms_norm(*args[:6], seed=args[6]),
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=rms_norm.SPEC.reduction,
+    bench=Bench(bench_sample, forward=4, backward=5, stock=stock),
+    keeps_strides=False,
+    positional=True,
+    terms=terms,
+    launches=(1, 2),
+)

@@ -1,0 +1,61 @@
+"""The op itself, which takes the seed; tests/test_fused_norm.py has what draws it."""
+
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.specs import layer_norm
+from tests.specs.dropout import seed_of
+
+
+def sample_inputs(make, shape):
+    if len(shape) > 0:
+        x, w = make(shape), shape[-1:]
+        yield Sample((x, w, make(w), make(w), 1e-5, 0.3, seed_of(x.device)))
+        if 0 not in shape:
+            yield Sample((x, shape[-2:], None, None, 1e-3, 0.5, seed_of(x.device, 77)))
+
+
+def terms(sample):
+    """layer_norm's, for a grad_out that is scaled."""
+    return layer_norm.terms(Sample(sample.args[:5])) / (1 - sample.args[5])
+
+
+def error_inputs(device):
+    x, w, seed = torch.ones(2, 3, device=device), torch.ones(3, device=device), seed_of(device)
+    op = "extension_cpp::layer_norm_dropout: expected"
+
+    def call(x=x, shape=(3,), w=w, p=0.5, seed=seed):
+        return (x, shape, w, None, 1e-5, p, seed)
+
+    yield ErrorSample(call(x.int()), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample(call(w=w[:2]), f"{op} weight of shape [3], normalized_shape, but got [2]")
+    yield ErrorSample(call(p=2.0), f"{op} p to be between 0 and 1, but got 2")
+    yield ErrorSample(call(seed=None), f"{op} a seed with p > 0, but got None")
+    yield ErrorSample(call(seed=seed.int()), f"{op} seed to be int64, but got int32")
+    if device != "cpu":
+        yield ErrorSample(call(seed=seed.cpu()), f"{op} seed on {x.device} like x, but got cpu")
+
+
+def bench_sample(make, shape):
+    x, w = make(shape), shape[-1:]
+    return Sample((x, w, make(w), make(w), 1e-5, 0.1, seed_of(x.device)))
+
+
+def stock(x, normalized_shape, weight, bias, eps, p, seed):
+    return torch.nn.functional.dropout(torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps), p)
+
+
+SPEC = OpSpec(
+    name="layer_norm_dropout",
+    function=lambda *args: torch.ops.extension_cpp.layer_norm_dropout(*args)[0],
+    reference=lambda *args: extension_cpp.reference.layer_norm_dropout(*args[:6], seed=args[6]),
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=layer_norm.SPEC.reduction,
+    bench=Bench(bench_sample, forward=2, backward=3, stock=stock),
+    keeps_strides=False,
+    positional=True,
+    terms=terms,
+    launches=(1, 2),
+)

@@ -1,0 +1,293 @@
+"""What only the fused norms promise: they equal their composition, with dropout's mask; each result alone has right
+gradients; ends of p; the modules."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import extension_cpp
+from extension_cpp.nn import AddLayerNorm, AddRMSNorm
+from tests.opspec import DTYPES
+from tests.specs.dropout import seed_of
+
+ops = torch.ops.extension_cpp
+ADD = ["add_layer_norm", "add_rms_norm"]
+FUSED = [*ADD, "layer_norm_dropout"]
+every_add = pytest.mark.parametrize("name", ADD)
+every_fused = pytest.mark.parametrize("name", FUSED)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def norm_of(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = x.shape[-1:]
+    if name == "add_rms_norm":
+        return extension_cpp.rms_norm(x, shape, weight, 1e-5)
+    return extension_cpp.layer_norm(x, shape, weight, bias)
+
+
+def fused(name: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, seed: int):
+    """The op as the public functions call it, with a seed of the test's."""
+    drawn, shape = seed_of(x.device, seed) if p else None, x.shape[-1:]
+    if name == "add_layer_norm":
+        return ops.add_layer_norm(x, residual, shape, weight, bias, 1e-5, p, drawn)[:2]
+    if name == "add_rms_norm":
+        return ops.add_rms_norm(x, residual, shape, weight, 1e-5, p, drawn)[:2]
+    return ops.layer_norm_dropout(x, shape, weight, bias, 1e-5, p, drawn)[:1]
+
+
+def composed(name: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, seed: int):
+    drop = (lambda z: ops.dropout(z, p, seed_of(z.device, seed))) if p else (lambda z: z)
+    if name == "layer_norm_dropout":
+        return (drop(norm_of(name, x, weight, bias)),)
+    s = residual + drop(x)
+    return norm_of(name, s, weight, bias), s
+
+
+def inputs(cols: int, dtype: torch.dtype, device: str, rows: int = 37, weight_dtype: torch.dtype | None = None):
+    generator = torch.Generator().manual_seed(cols)
+    made = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(rows, cols)] * 2 + [(cols,)] * 2
+    ]
+    return [t.to(dtype if i < 2 else weight_dtype or dtype).to(device).requires_grad_() for i, t in enumerate(made)]
+
+
+def used(name: str, leaves: list[Tensor]) -> list[Tensor]:
+    """x, residual, weight, bias: those that the op has."""
+    x, residual, weight, bias = leaves
+    return {"add_rms_norm": [x, residual, weight], "layer_norm_dropout": [x, weight, bias]}.get(name, leaves)
+
+
+@every_fused
+@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("cols", [1, 31, 64, 1023, 1024, 1026, 4100])
+def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> None:
+    """In float32 dropout's and the sum's roundings are the same: y and s bit for bit, with dropout's mask, at every
+    alignment of a row's first element; gradients but for the order of a rounding or two."""
+    leaves = inputs(cols, torch.float32, device)
+    ours, theirs = fused(name, *leaves, p, 7), composed(name, *leaves, p, 7)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+    grads = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i)).to(device) for i, o in enumerate(ours)]
+    pairs = [torch.autograd.grad(outputs, used(name, leaves), grads) for outputs in (ours, theirs)]
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(b.abs().max().item(), 1))
+
+
+@every_add
+@every_dtype
+def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, device: str) -> None:
+    """In every dtype: s is rounded, and it is the rounded s that is normalized."""
+    leaves = inputs(1025, dtype, device)
+    for a, b in zip(fused(name, *leaves, 0.0, 0), composed(name, *leaves, 0.0, 0), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_fused
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_weights_under_half_inputs(name: str, dtype: torch.dtype, device: str) -> None:
+    """Against float64; gradients have their leaves' dtypes."""
+    leaves = inputs(514, dtype, device, weight_dtype=torch.float32)
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    ours, exact = fused(name, *leaves, 0.25, 3), composed(name, *doubles, 0.25, 3)
+    grads = [torch.randn_like(o) for o in ours]
+    got = torch.autograd.grad(ours, used(name, leaves), grads)
+    want = torch.autograd.grad(exact, used(name, doubles), [g.double() for g in grads])
+    eps = torch.finfo(dtype).eps
+    for a, b in zip(ours, exact, strict=True):
+        # Half a unit for the result, and for the sum, whose error the norm scales by at most about 1.
+        assert a.dtype == dtype and (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
+    for a, b, leaf in zip(got, want, used(name, leaves), strict=True):
+        assert a.dtype == leaf.dtype
+        # A weight's gradient sums 37 products of xhat, each off by half a unit of the rounded sum.
+        assert (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
+
+
+@every_fused
+def test_strided_rows_are_read_where_they_lie(name: str, device: str) -> None:
+    packed = torch.randn(5, 7, 3 * 64, device=device)
+    x, residual, _ = packed.split(64, dim=-1)
+    with torch.profiler.profile() as profiler:
+        ours = fused(name, x, residual, None, None, 0.25, 5)
+    assert not {event.name for event in profiler.events()} & {"aten::contiguous", "aten::clone", "aten::copy_"}
+    for a, b in zip(ours, fused(name, x.contiguous(), residual.contiguous(), None, None, 0.25, 5), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_add
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_each_result_alone(name: str, p: float, device: str) -> None:
+    """Gradients through y only, s only, and both; s alone needs no norm, and without dropout no kernel."""
+    leaves = inputs(130, torch.float64, device)
+    for keep in ([0], [1], [0, 1]):
+        needed = used(name, leaves) if 0 in keep else leaves[:2]
+        pairs = []
+        for function in (fused, composed):
+            outputs = function(name, *leaves, p, 9)
+            grads = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype, device=device).view_as(o) for o in outputs]
+            pairs.append(torch.autograd.grad([outputs[k] for k in keep], needed, [grads[k] for k in keep]))
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@every_fused
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_only_what_needs_a_gradient_gets_one(name: str, p: float, device: str) -> None:
+    leaves = [t.detach() for t in inputs(66, torch.float32, device)]
+    count = len(used(name, leaves))
+
+    def gradients(needed: tuple[bool, ...]) -> list[Tensor | None]:
+        fresh = [t.clone() for t in leaves]
+        for t, need in zip(used(name, fresh), needed, strict=True):
+            t.requires_grad_(need)
+        sum(o.square().sum() for o in fused(name, *fresh, p, 4)).backward()
+        return [t.grad for t in used(name, fresh)]
+
+    everything = gradients((True,) * count)
+    for bits in range(1, 2**count):
+        needed = tuple(bool(bits >> i & 1) for i in range(count))
+        for got, want, need in zip(gradients(needed), everything, needed, strict=True):
+            assert (got is not None) == need
+            if got is not None:
+                torch.testing.assert_close(got, want)
+
+
+@every_add
+def test_public_functions_draw_and_obey_training(name: str, device: str) -> None:
+    x, residual, weight, bias = inputs(64, torch.float32, device)
+    function = getattr(extension_cpp, name)
+    weights = (weight, bias) if name == "add_layer_norm" else (weight,)
+
+    def call(**kwargs) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        return function(x, residual, (64,), *weights, eps=1e-5, **kwargs)
+
+    plain = composed(name, x, residual, weight, bias, 0.0, 0)
+    for kwargs in ({}, {"p": 0.7, "training": False}):
+        for a, b in zip(call(**kwargs), plain, strict=True):
+            assert torch.equal(a, b)
+    ours = call(p=0.3)
+    torch.manual_seed(3)
+    theirs = getattr(extension_cpp.reference, name)(x, residual, (64,), *weights, eps=1e-5, p=0.3)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    y, s = call(p=1.0)
+    assert torch.equal(s, residual)
+    grad_x, grad_residual = torch.autograd.grad(y.sum() + s.sum(), (x, residual))
+    assert not grad_x.any() and grad_residual.any()
+
+
+def test_layer_norm_dropout_draws_and_obeys_training(device: str) -> None:
+    x, _, weight, bias = inputs(64, torch.float32, device)
+    plain = extension_cpp.layer_norm(x, (64,), weight, bias)
+    assert torch.equal(extension_cpp.layer_norm_dropout(x, (64,), weight, bias, p=0.0), plain)
+    assert torch.equal(extension_cpp.layer_norm_dropout(x, (64,), weight, bias, training=False), plain)
+    torch.manual_seed(3)
+    y = extension_cpp.layer_norm_dropout(x, (64,), weight, bias, p=0.3)
+    torch.manual_seed(3)
+    assert torch.equal(y, extension_cpp.dropout(plain, 0.3))
+    assert not extension_cpp.layer_norm_dropout(x, (64,), weight, bias, p=1.0).any()
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+@every_fused
+def test_probability_out_of_range(name: str, p: float, device: str) -> None:
+    x = torch.ones(2, 3, device=device)
+    arguments = (x, (3,)) if name == "layer_norm_dropout" else (x, x, (3,))
+    for training in (True, False):
+        with pytest.raises(RuntimeError) as error:
+            getattr(extension_cpp, name)(*arguments, p=p, training=training)
+        assert str(error.value) == f"extension_cpp::{name}: expected p to be between 0 and 1, but got {p}"
+
+
+@every_add
+def test_backward_saves_the_sum_and_no_mask(name: str, device: str) -> None:
+    leaves = inputs(64, torch.float32, device)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, s = fused(name, *leaves, 0.25, 5)
+    assert sum(t.numel() == s.numel() for t in saved) == 1
+
+
+@every_add
+def test_checkpointing_makes_the_same_mask(name: str, device: str) -> None:
+    x, residual, *_ = inputs(64, torch.float32, device)
+    sums = []
+
+    def block(x: Tensor) -> Tensor:
+        y, s = getattr(extension_cpp, name)(x, residual, (64,), p=0.5)
+        sums.append(s.detach())
+        return y + s
+
+    checkpoint(block, x, use_reentrant=False).square().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad != 0, sums[0] != residual)
+
+
+@every_fused
+def test_compiled_equals_eager_with_fallback_random(name: str, device: str) -> None:
+    torch._dynamo.reset()
+    x, residual, weight, bias = inputs(96, torch.float32, device)
+    weights = (weight,) if name == "add_rms_norm" else (weight, bias)
+
+    def model(x: Tensor, residual: Tensor) -> Tensor:
+        arguments = (x,) if name == "layer_norm_dropout" else (x, residual)
+        outputs = getattr(extension_cpp, name)(*arguments, (96,), *weights, p=0.4)
+        return outputs if isinstance(outputs, Tensor) else outputs[0] + outputs[1]
+
+    results = []
+    with torch._inductor.config.patch(fallback_random=True):
+        for function in (model, torch.compile(model, fullgraph=True)):
+            torch.manual_seed(11)
+            y = function(x, residual)
+            results.append([y, *torch.autograd.grad(y, (x, *weights), torch.ones_like(y))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_fused
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_empty(name: str, shape: tuple[int, int], device: str) -> None:
+    leaves = [torch.ones(s, device=device, requires_grad=True) for s in (shape, shape, shape[1:], shape[1:])]
+    outputs = fused(name, *leaves, 0.25, 1)
+    assert all(o.shape == shape for o in outputs)
+    gradients = torch.autograd.grad(sum(o.sum() for o in outputs), used(name, leaves))
+    for grad, leaf in zip(gradients, used(name, leaves), strict=True):
+        assert grad.shape == leaf.shape and not grad.any()
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (AddLayerNorm((4, 8), eps=1e-3, p=0.2), torch.nn.LayerNorm((4, 8), eps=1e-3)),
+        (AddLayerNorm(8, bias=False), torch.nn.LayerNorm(8, bias=False)),
+        (AddRMSNorm((4, 8), eps=1e-3, p=0.2), torch.nn.RMSNorm((4, 8), eps=1e-3)),
+        (AddRMSNorm(8, elementwise_affine=False), torch.nn.RMSNorm(8, elementwise_affine=False)),
+    ],
+    ids=lambda module: repr(module),
+)
+def test_modules(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """torch.nn's parameters and state_dict; p counts in training alone."""
+    assert isinstance(ours, type(theirs))
+    assert repr(ours) == f"Add{repr(theirs)[:-1]}, p={ours.p})"
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    x, residual = torch.randn(2, 300, 4, 8)
+    y, s = ours.eval()(x, residual)
+    assert torch.equal(s, x + residual)
+    torch.testing.assert_close(y, theirs(s))
+    _, s = ours.train()(x, residual)
+    dropped = (s == residual).float().mean().item()
+    # A share of 9600 independent elements, within 6 standard errors.
+    assert abs(dropped - ours.p) <= 6 * (ours.p * (1 - ours.p) / x.numel()) ** 0.5
+
+
+@pytest.mark.slow
+@every_add
+def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
+    """The last row's sum has the mask of its 64-bit indices."""
+    cols = 1 << 16
+    x = torch.ones((1 << 15) + 1, cols, dtype=torch.bfloat16, device=device)
+    residual = torch.zeros_like(x)
+    _, s = fused(name, x, residual, None, None, 0.5, 8)
+    assert torch.equal(s[-1:], ops.dropout(x, 0.5, seed_of(x.device, 8))[-1:])
