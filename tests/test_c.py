@@ -40,6 +40,7 @@ TESTS = [
     "norm_sizes",
     "norm_hostile",
     "norm_ranges",
+    "norm_fused",
 ]
 # Every 61st float; sanitizers look for other things than the last bit, and cost more.
 STEPS = {"plain": 61, "sanitized": 4999}

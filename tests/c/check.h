@@ -146,5 +146,6 @@ void test_dropout_ranges(uint32_t step);
 void test_norm_sizes(uint32_t step);
 void test_norm_hostile(uint32_t step);
 void test_norm_ranges(uint32_t step);
+void test_norm_fused(uint32_t step);
 
 #endif

@@ -44,6 +44,7 @@ int main(int argc, char **argv) {
       {"norm_sizes", test_norm_sizes},
       {"norm_hostile", test_norm_hostile},
       {"norm_ranges", test_norm_ranges},
+      {"norm_fused", test_norm_fused},
   };
   const uint32_t step = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 61;
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {
