@@ -1,0 +1,72 @@
+"""kernel_template, the ATen way: importing this file compiles its two sources with torch.utils.cpp_extension.load (a
+minute, then cached) for the torch that runs, and for no other. The GPU's is left out where there is none.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake
+from torch.utils.cpp_extension import load
+
+_folder = Path(__file__).resolve().parent
+_sources = ["kernel_template.cpp"] + (["kernel_template_cuda.cu"] if torch.cuda.is_available() else [])
+load(
+    name="kernel_template",
+    sources=[str(_folder / source) for source in _sources],
+    extra_cflags=["-O3"],
+    extra_cuda_cflags=["-O3"],
+    is_python_module=False,
+)
+_ops = torch.ops.kernel_template
+
+
+def reference(x: Tensor) -> Tensor:
+    """The same in plain PyTorch: what it means, and the truth of its test (run in float64)."""
+    return x * x
+
+
+def kernel_template(x: Tensor) -> Tensor:
+    """The square of every element: ``x * x``.
+
+    Args:
+        x: shape (B, D), float32, any strides; on CUDA it spans fewer than 2^31 - 65536 elements.
+
+    Returns:
+        A contiguous tensor of ``x``'s shape.
+
+    Raises:
+        RuntimeError: ``x`` is not of shape (B, D) or not float32.
+
+    Differentiable once; a second derivative raises. Deterministic.
+    """
+    return _ops.forward(x)
+
+
+@register_fake("kernel_template::forward")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@register_fake("kernel_template::backward")
+def _(grad_out: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> Tensor:
+    return _ops.backward(grad_out, *ctx.saved_tensors)
+
+
+register_autograd("kernel_template::forward", _backward, setup_context=_setup_context)
+
+
+def _no_second_order(ctx: Any, grad: Tensor) -> None:
+    raise RuntimeError("kernel_template: the second derivative is not implemented")
+
+
+register_autograd("kernel_template::backward", _no_second_order)
