@@ -1,5 +1,7 @@
-"""kernel_template, the ATen way: importing this file compiles its two sources with torch.utils.cpp_extension.load (a
-minute, then cached) for the torch that runs, and for no other. The GPU's is left out where there is none.
+"""kernel_template, the ATen way: importing this file compiles its two sources.
+
+By torch.utils.cpp_extension.load, in a minute, then cached; for the torch that runs and for no other. Where there is no
+GPU its source is left out.
 """
 
 from pathlib import Path
@@ -11,7 +13,9 @@ from torch.library import register_autograd, register_fake
 from torch.utils.cpp_extension import load
 
 _folder = Path(__file__).resolve().parent
-_sources = ["kernel_template.cpp"] + (["kernel_template_cuda.cu"] if torch.cuda.is_available() else [])
+_sources = ["kernel_template.cpp"]
+if torch.cuda.is_available():
+    _sources.append("kernel_template_cuda.cu")
 load(
     name="kernel_template",
     sources=[str(_folder / source) for source in _sources],

@@ -1,0 +1,58 @@
+// kernel_template: schemas, checks, allocation and registration. The kernels' contract is in kernel_template.h.
+#include "kernel_template/kernel_template.h"
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static Tensor forward(const Tensor &x) {
+  const char *op = "kernel_template";
+  const dtype_t dtype = check_dtype(op, "x", x);
+  const Tensor y = allocate_like(x);
+  if (x.numel() == 0) return y;
+  const Tensor x_dense = with_strides_of(x, y);  // in a local of its own: the kernel reads it
+  kernel_template_forward_args args{};
+  args.x = x_dense.const_data_ptr();
+  args.y = y.mutable_data_ptr();
+  args.numel = x.numel();
+  args.dtype = dtype;
+  launch_flat(op, KERNEL(kernel_template_forward), args, x, 2 * x.element_size());
+  return y;
+}
+
+static Tensor backward(const Tensor &grad_out, const Tensor &x) {
+  const char *op = "kernel_template_backward";
+  const dtype_t dtype = check_dtype(op, "x", x);
+  check_same(op, "grad_out", grad_out, "x", x);
+  check_shape(op, "grad_out", grad_out, "x", x);
+  const Tensor grad_x = allocate_like(x);
+  if (x.numel() == 0) return grad_x;
+  const Tensor g = with_strides_of(grad_out, grad_x), x_dense = with_strides_of(x, grad_x);
+  kernel_template_backward_args args{};
+  args.grad_out = g.const_data_ptr();
+  args.x = x_dense.const_data_ptr();
+  args.grad_x = grad_x.mutable_data_ptr();
+  args.numel = x.numel();
+  args.dtype = dtype;
+  launch_flat(op, KERNEL(kernel_template_backward), args, x, 3 * x.element_size());
+  return grad_x;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  m.def("kernel_template(Tensor x) -> Tensor");
+  m.def("kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  m.impl("kernel_template", TORCH_BOX(&forward));
+  m.impl("kernel_template_backward", TORCH_BOX(&backward));
+}
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  m.impl("kernel_template", TORCH_BOX(&forward));
+  m.impl("kernel_template_backward", TORCH_BOX(&backward));
+}
+#endif
+
+}  // namespace extension_cpp

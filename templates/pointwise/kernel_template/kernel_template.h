@@ -1,0 +1,39 @@
+/* kernel_template: y[i] = x[i]^2
+ * kernel_template_backward: grad_x[i] = grad_out[i] * 2 x[i]
+ *   every pointer  (numel), dense, all of one type and one element order, no overlap
+ * numel = 0 writes nothing. NaN propagates. Computes in float (float64: double). Deterministic. */
+#pragma once
+
+#include "common/dtype.h"
+#include "common/range.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  const void *x;
+  void *y;
+  int64_t numel;
+  dtype_t dtype;
+} kernel_template_forward_args;
+
+typedef struct {
+  const void *grad_out;
+  const void *x;
+  void *grad_x;
+  int64_t numel;
+  dtype_t dtype;
+} kernel_template_backward_args;
+
+/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
+void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
+
+/* CUDA: on a cudaStream_t, the current device being that of the tensors; returns a cudaError_t. */
+int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
+int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,73 @@
+"""The section of ops.py: from the line with the op's name on. The imports are those that ops.py has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake
+
+_ops = torch.ops.extension_cpp
+
+
+# ---- kernel_template ----
+
+
+def kernel_template(x: Tensor) -> Tensor:
+    """The square of every element: ``x * x``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense.
+
+    Raises:
+        RuntimeError: the dtype is not floating point.
+
+    Differentiable, to any order. Saves ``x``.
+    """
+    return _ops.kernel_template(x)
+
+
+@register_fake("extension_cpp::kernel_template")
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::kernel_template_backward")
+def _(grad_out: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _kernel_template_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return _ops.kernel_template_backward(grad_out, x)
+
+
+register_autograd(
+    "extension_cpp::kernel_template",
+    _kernel_template_backward,
+    setup_context=_kernel_template_setup_context,
+)
+
+
+def _kernel_template_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor]:
+    # grad_x = grad_out * f'(x) is linear in grad_out; in x its derivative is grad_out * f''(x), here 2 grad_out. In
+    # plain tensor operations, so that autograd takes it from here to any order.
+    grad_out, x = ctx.saved_tensors
+    return _ops.kernel_template_backward(grad_grad_x, x), grad_grad_x * (2 * grad_out)
+
+
+register_autograd(
+    "extension_cpp::kernel_template_backward",
+    _kernel_template_double_backward,
+    setup_context=_kernel_template_backward_setup_context,
+)

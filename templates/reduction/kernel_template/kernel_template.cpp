@@ -1,0 +1,115 @@
+// kernel_template: schemas, checks, allocation and registration. The kernels' contract is in kernel_template.h.
+#include "kernel_template/kernel_template.h"
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static dtype_t check_inputs(const char *op, const Tensor &x, const Tensor &weight) {
+  const dtype_t dtype = check_dtype(op, "x", x);
+  check_same(op, "weight", weight, "x", x);
+  if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
+  if (weight.dim() != 1 || weight.size(0) != x.size(-1)) {
+    const std::string cols = std::to_string(x.size(-1)), got = to_string(weight.sizes());
+    fail(op, "expected weight of shape [" + cols + "], the last dimension of x, but got " + got);
+  }
+  return dtype;
+}
+
+static int64_t row_count(const Tensor &x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return rows;
+}
+
+// The rows worth a thread: 128 KiB of traffic.
+static int64_t row_grain(const Tensor &x) {
+  return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
+}
+
+static dtype_t statistics_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
+
+static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight, double eps) {
+  const char *op = "kernel_template";
+  const dtype_t dtype = check_inputs(op, x, weight);
+  std::vector<int64_t> row_shape(x.sizes().begin(), x.sizes().end());
+  row_shape.back() = 1;  // rstd broadcasts against x
+  const Tensor y = allocate(x.sizes(), dtype, x);
+  const Tensor rstd = allocate({row_shape.data(), row_shape.size()}, statistics_dtype(dtype), x);
+  if (rstd.numel() == 0) return {y, rstd};
+  const Tensor x_rows = as_contiguous(x), weight_row = as_contiguous(weight);  // in locals: the kernel reads them
+  kernel_template_forward_args args{};
+  args.x = x_rows.const_data_ptr();
+  args.weight = weight_row.const_data_ptr();
+  args.y = y.mutable_data_ptr();
+  args.rstd = rstd.mutable_data_ptr();
+  args.eps = eps;
+  args.rows = row_count(x);
+  args.cols = x.size(-1);
+  args.dtype = dtype;
+  launch(op, KERNEL(kernel_template_forward), args, x, args.rows, row_grain(x));
+  return {y, rstd};
+}
+
+static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &x, const Tensor &weight,
+                                           const Tensor &rstd, bool needs_grad_x, bool needs_grad_weight) {
+  const char *op = "kernel_template_backward";
+  const dtype_t dtype = check_inputs(op, x, weight);
+  check_same(op, "grad_out", grad_out, "x", x);
+  check_shape(op, "grad_out", grad_out, "x", x);
+  const int64_t rows = row_count(x), cols = x.size(-1), none = 0;
+  check_device(op, "rstd", rstd, "x", x);
+  const bool right_type = rstd.scalar_type() == scalar_type(statistics_dtype(dtype));
+  if (!right_type || !rstd.is_contiguous() || rstd.numel() != rows) {
+    fail(op, "expected rstd as the forward returned it");
+  }
+  const Tensor grad_x = needs_grad_x ? allocate(x.sizes(), dtype, x) : allocate({&none, 1}, dtype, x);
+  const Tensor grad_weight = allocate({needs_grad_weight ? &cols : &none, 1}, dtype, x);
+  if (cols == 0 || (rows == 0 && !needs_grad_weight) || !(needs_grad_x || needs_grad_weight)) {
+    return {grad_x, grad_weight};
+  }
+  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x), weight_row = as_contiguous(weight);
+  const int64_t sums = kernel_template_parts(rows) * kernel_template_wide_cols(cols);
+  const Tensor partial = allocate({needs_grad_weight ? &sums : &none, 1}, DTYPE_FLOAT64, x);
+  kernel_template_backward_args args{};
+  args.grad_out = g.const_data_ptr();
+  args.x = x_rows.const_data_ptr();
+  args.weight = weight_row.const_data_ptr();
+  args.rstd = rstd.const_data_ptr();
+  args.grad_x = needs_grad_x ? grad_x.mutable_data_ptr() : nullptr;
+  args.grad_weight = needs_grad_weight ? grad_weight.mutable_data_ptr() : nullptr;
+  args.partial = needs_grad_weight ? static_cast<double *>(partial.mutable_data_ptr()) : nullptr;
+  args.rows = rows;
+  args.cols = cols;
+  args.dtype = dtype;
+  launch(op, KERNEL(kernel_template_backward), args, x, kernel_template_parts(rows), 1);
+  if (needs_grad_weight && !x.is_cuda()) {
+    parallel_for(ceil_div(cols, 32), flat_grain(8), kernel_template_grad_weight_cpu, &args);
+  }
+  return {grad_x, grad_weight};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  m.def("kernel_template(Tensor x, Tensor weight, float eps=1e-06) -> (Tensor, Tensor)");
+  m.def(
+      "kernel_template_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor rstd, "
+      "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  m.impl("kernel_template", TORCH_BOX(&forward));
+  m.impl("kernel_template_backward", TORCH_BOX(&backward));
+}
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  m.impl("kernel_template", TORCH_BOX(&forward));
+  m.impl("kernel_template_backward", TORCH_BOX(&backward));
+}
+#endif
+
+}  // namespace extension_cpp

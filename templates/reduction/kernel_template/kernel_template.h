@@ -1,0 +1,72 @@
+/* kernel_template: y[r,c] = x[r,c] * rstd[r] * weight[c],  rstd[r] = 1 / sqrt(mean_c(x[r,c]^2) + eps)
+ * kernel_template_backward, with g[r,c] = grad_out[r,c] * weight[c]:
+ *   grad_x[r,c] = rstd[r] * (g[r,c] - x[r,c] * rstd[r]^2 * mean_c(g[r,c] * x[r,c]))
+ *   grad_weight[c] = sum_r(grad_out[r,c] * x[r,c] * rstd[r])
+ *   x, y, grad_out, grad_x  (rows, cols)  contiguous, one type, no overlap
+ *   weight, grad_weight     (cols)        the same type
+ *   rstd                    (rows)        float, for float64 double; kept for backward
+ *   grad_x, grad_weight     either may be NULL: not computed
+ *   partial                 (parts, wide cols)  scratch; NULL if grad_weight is
+ * rows = 0 gives grad_weight = 0 and else writes nothing; cols = 0 gives rstd = NaN. NaN propagates. Computes in float
+ * (float64: double). grad_weight: the rows of each part are summed in double, and then the parts in order; the shape alone
+ * fixes the parts, so that the result is the same, bit for bit, in every run and at any number of threads. */
+#pragma once
+
+#include "common/dtype.h"
+#include "common/range.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  const void *x;
+  const void *weight;
+  void *y;
+  void *rstd;
+  double eps;
+  int64_t rows;
+  int64_t cols;
+  dtype_t dtype;
+} kernel_template_forward_args;
+
+typedef struct {
+  const void *grad_out;
+  const void *x;
+  const void *weight;
+  const void *rstd;
+  void *grad_x;
+  void *grad_weight;
+  double *partial;
+  int64_t rows;
+  int64_t cols;
+  dtype_t dtype;
+} kernel_template_backward_args;
+
+/* The rows of one part: at most 256 parts, and at least 16 rows in each. */
+static inline int64_t kernel_template_part_rows(int64_t rows) {
+  const int64_t least = 16, parts = 256;
+  return rows > least * parts ? ceil_div(rows, parts) : least;
+}
+
+static inline int64_t kernel_template_parts(int64_t rows) {
+  const int64_t part_rows = kernel_template_part_rows(rows);
+  return ceil_div(rows, part_rows);
+}
+
+/* Columns of `partial`: whole blocks of 32 (cpu_block.h), for the CPU sums in block order. */
+static inline int64_t kernel_template_wide_cols(int64_t cols) { return 32 * ceil_div(cols, 32); }
+
+/* CPU: rows [begin, end); parts [begin, end); then, for grad_weight, blocks [begin, end) of 32 columns. args points to the
+ * struct. */
+void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
+void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
+void kernel_template_grad_weight_cpu(int64_t begin, int64_t end, void *args);
+
+/* CUDA: on a cudaStream_t, the current device being that of the tensors; returns a cudaError_t. */
+int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
+int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif

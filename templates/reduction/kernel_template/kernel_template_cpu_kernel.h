@@ -1,0 +1,78 @@
+/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE).
+ * Blocks begin at multiples of BLOCK columns in every tensor, and a block past the row's end is filled with zeros, which add
+ * nothing to a sum. */
+
+/* The sum of a row's lanes, in a fixed order. */
+ALWAYS_INLINE double NAME(fold)(const ACC *lanes) {
+  double sum = 0;
+  for (int k = 0; k < BLOCK; ++k) sum += (double)lanes[k];
+  return sum;
+}
+
+static void NAME(forward_row)(const forward_args *args, int64_t row) {
+  const T *x = (const T *)args->x + row * args->cols;
+  T *y = (T *)args->y + row * args->cols;
+  ACC lanes[BLOCK] = {0}, v[BLOCK], weight[BLOCK];
+  for (int64_t c = 0; c < args->cols; c += BLOCK) {
+    LOAD(v, x + c, block_size(c, args->cols));
+    for (int k = 0; k < BLOCK; ++k) lanes[k] += v[k] * v[k];
+  }
+  const ACC rstd = (ACC)(1 / sqrt(NAME(fold)(lanes) / (double)args->cols + args->eps));
+  ((ACC *)args->rstd)[row] = rstd;
+  for (int64_t c = 0; c < args->cols; c += BLOCK) {
+    const int n = block_size(c, args->cols);
+    LOAD(v, x + c, n);
+    LOAD(weight, (const T *)args->weight + c, n);
+    for (int k = 0; k < BLOCK; ++k) v[k] = v[k] * rstd * weight[k];
+    STORE(y + c, v, n, 0);
+  }
+}
+
+/* grad_x of one row, and its share of grad_weight added to sums; both where they are wanted. */
+static void NAME(backward_row)(const backward_args *args, int64_t row, double *restrict sums) {
+  const T *x = (const T *)args->x + row * args->cols, *grad_out = (const T *)args->grad_out + row * args->cols;
+  const ACC rstd = ((const ACC *)args->rstd)[row];
+  ACC lanes[BLOCK] = {0}, v[BLOCK], g[BLOCK], weight[BLOCK];
+  for (int64_t c = 0; c < args->cols; c += BLOCK) {
+    const int n = block_size(c, args->cols);
+    LOAD(v, x + c, n);
+    LOAD(g, grad_out + c, n);
+    LOAD(weight, (const T *)args->weight + c, n);
+    for (int k = 0; k < BLOCK; ++k) v[k] *= rstd;
+    for (int k = 0; sums && k < BLOCK; ++k) sums[c + k] += (double)(g[k] * v[k]);
+    for (int k = 0; k < BLOCK; ++k) lanes[k] += g[k] * weight[k] * v[k];
+  }
+  if (!args->grad_x) return;
+  const ACC mean = (ACC)(NAME(fold)(lanes) / (double)args->cols);
+  T *grad_x = (T *)args->grad_x + row * args->cols;
+  for (int64_t c = 0; c < args->cols; c += BLOCK) {
+    const int n = block_size(c, args->cols);
+    LOAD(v, x + c, n);
+    LOAD(g, grad_out + c, n);
+    LOAD(weight, (const T *)args->weight + c, n);
+    for (int k = 0; k < BLOCK; ++k) v[k] = rstd * (g[k] * weight[k] - v[k] * rstd * mean);
+    STORE(grad_x + c, v, n, 0);
+  }
+}
+
+static void NAME(backward_part)(const backward_args *args, int64_t part) {
+  const int64_t part_rows = kernel_template_part_rows(args->rows);
+  const int64_t wide = kernel_template_wide_cols(args->cols);
+  const int64_t first = part * part_rows;
+  const int64_t last = first + part_rows < args->rows ? first + part_rows : args->rows;
+  double *sums = args->grad_weight ? args->partial + part * wide : NULL;
+  for (int64_t c = 0; sums && c < wide; ++c) sums[c] = 0;
+  for (int64_t row = first; row < last; ++row) NAME(backward_row)(args, row, sums);
+}
+
+static void NAME(grad_weight)(const backward_args *args, int64_t c) {
+  const int64_t parts = kernel_template_parts(args->rows);
+  const int64_t wide = kernel_template_wide_cols(args->cols);
+  double sums[BLOCK] = {0};
+  ACC total[BLOCK];
+  for (int64_t part = 0; part < parts; ++part) {
+    for (int k = 0; k < BLOCK; ++k) sums[k] += args->partial[part * wide + c + k];
+  }
+  for (int k = 0; k < BLOCK; ++k) total[k] = (ACC)sums[k];
+  STORE((T *)args->grad_weight + c, total, block_size(c, args->cols), 0);
+}

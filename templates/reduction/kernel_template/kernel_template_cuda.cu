@@ -1,0 +1,102 @@
+// kernel_template on the GPU. Forward: a block a row, the threads strided over its columns. Backward: a block a part of the
+// rows; each thread keeps to its own columns, so that it alone adds to their sums, and a second kernel adds the parts in order.
+// Nothing is atomic. Element by element, for reading; csrc/norm is the same shape at the speed of memory.
+#include "kernel_template/kernel_template.h"
+
+#include "common/cuda_reduce.cuh"
+#include "common/cuda_vector.cuh"
+
+namespace {
+
+using forward_args = kernel_template_forward_args;
+using backward_args = kernel_template_backward_args;
+
+constexpr int THREADS = 256;
+constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x ends at 2^31 - 1
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
+  using A = acc_t<T>;
+  const T *weight = static_cast<const T *>(args.weight);
+  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    const T *x = static_cast<const T *>(args.x) + row * args.cols;
+    T *y = static_cast<T *>(args.y) + row * args.cols;
+    A sum[1] = {0};
+    for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) sum[0] += to_acc(x[c]) * to_acc(x[c]);
+    block_sum<THREADS>(sum);
+    const A rstd = static_cast<A>(1 / sqrt(static_cast<double>(sum[0]) / static_cast<double>(args.cols) + args.eps));
+    if (threadIdx.x == 0) static_cast<A *>(args.rstd)[row] = rstd;
+    for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) {
+      y[c] = from_acc<T>(to_acc(x[c]) * rstd * to_acc(weight[c]));
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
+  using A = acc_t<T>;
+  const T *weight = static_cast<const T *>(args.weight);
+  const int64_t part_rows = kernel_template_part_rows(args.rows), first = blockIdx.x * part_rows;
+  const int64_t last = first + part_rows < args.rows ? first + part_rows : args.rows;
+  const int64_t wide = kernel_template_wide_cols(args.cols);
+  double *sums = args.grad_weight ? args.partial + blockIdx.x * wide : nullptr;
+  for (int64_t c = threadIdx.x; sums && c < args.cols; c += THREADS) sums[c] = 0;
+  for (int64_t row = first; row < last; ++row) {
+    const T *x = static_cast<const T *>(args.x) + row * args.cols;
+    const T *grad_out = static_cast<const T *>(args.grad_out) + row * args.cols;
+    const A rstd = static_cast<const A *>(args.rstd)[row];
+    A sum[1] = {0};
+    for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) {
+      const A xhat = to_acc(x[c]) * rstd, g = to_acc(grad_out[c]);
+      if (sums) sums[c] += static_cast<double>(g * xhat);
+      sum[0] += g * to_acc(weight[c]) * xhat;
+    }
+    if (args.grad_x == nullptr) continue;
+    block_sum<THREADS>(sum);
+    const A mean = sum[0] / static_cast<A>(args.cols);
+    T *grad_x = static_cast<T *>(args.grad_x) + row * args.cols;
+    for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) {
+      const A xhat = to_acc(x[c]) * rstd, g = to_acc(grad_out[c]) * to_acc(weight[c]);
+      grad_x[c] = from_acc<T>(rstd * (g - xhat * mean));
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) grad_weight_kernel(backward_args args) {
+  const int64_t parts = kernel_template_parts(args.rows);
+  const int64_t wide = kernel_template_wide_cols(args.cols);
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (c >= args.cols) return;
+  double sum = 0;
+  for (int64_t part = 0; part < parts; ++part) sum += args.partial[part * wide + c];
+  static_cast<T *>(args.grad_weight)[c] = from_acc<T>(static_cast<acc_t<T>>(sum));
+}
+
+}  // namespace
+
+extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
+  return with_dtype(args->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const unsigned blocks = static_cast<unsigned>(args->rows < MOST_BLOCKS ? args->rows : MOST_BLOCKS);
+    forward_kernel<T><<<blocks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*args);
+    return cudaGetLastError();
+  });
+}
+
+extern "C" int kernel_template_backward_cuda(const backward_args *args, void *stream) {
+  return with_dtype(args->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const cudaStream_t on = static_cast<cudaStream_t>(stream);
+    if (args->rows > 0) {  // a grid of no blocks is an error
+      const unsigned parts = static_cast<unsigned>(kernel_template_parts(args->rows));
+      backward_kernel<T><<<parts, THREADS, 0, on>>>(*args);
+      const cudaError_t error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
+    }
+    if (args->grad_weight == nullptr) return cudaSuccess;
+    const unsigned blocks = static_cast<unsigned>(ceil_div(args->cols, THREADS));
+    grad_weight_kernel<T><<<blocks, THREADS, 0, on>>>(*args);
+    return cudaGetLastError();
+  });
+}

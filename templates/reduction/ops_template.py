@@ -1,0 +1,82 @@
+"""The section of ops.py: from the line with the op's name on. The imports are those that ops.py has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake
+
+_ops = torch.ops.extension_cpp
+
+
+# ---- kernel_template ----
+
+
+def kernel_template(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Scales every row to a root mean square of 1: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args:
+        x: shape (..., features); the mean is taken over the last dimension.
+        weight: shape (features,), dtype and device of ``x``.
+        eps: added to the mean square.
+
+    Returns:
+        A contiguous tensor of ``x``'s shape and dtype.
+
+    Raises:
+        RuntimeError: ``x`` has no dimension, ``weight`` is not (features,) or differs from ``x`` in dtype or device, or
+            a dtype is not floating point.
+
+    Differentiable once in ``x`` and ``weight``; a second derivative raises. Backward saves ``x``, ``weight`` and a
+    reciprocal root mean square a row, in float32 (float64: float64). Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    return _ops.kernel_template(x, weight, eps)[0]
+
+
+@register_fake("extension_cpp::kernel_template")
+def _(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
+    return x.new_empty(x.shape), x.new_empty([*x.shape[:-1], 1], dtype=statistics)
+
+
+@register_fake("extension_cpp::kernel_template_backward")
+def _(
+    grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool
+) -> tuple[Tensor, Tensor]:
+    grad_weight = weight.new_empty(weight.shape if needs_grad_weight else 0)
+    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
+
+
+def _kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    x, weight, _ = inputs
+    _, rstd = output
+    ctx.save_for_backward(x, weight, rstd)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)  # else backward would fill zeros for rstd
+
+
+def _kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    backward = _ops.kernel_template_backward
+    grad_x, grad_weight = backward(grad_out, x, weight, rstd, needs_x, needs_weight)
+    return grad_x if needs_x else None, grad_weight if needs_weight else None, None
+
+
+register_autograd(
+    "extension_cpp::kernel_template",
+    _kernel_template_backward,
+    setup_context=_kernel_template_setup_context,
+)
+
+
+def _kernel_template_no_second_order(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError("extension_cpp::kernel_template: the second derivative is not implemented")
+
+
+register_autograd(
+    "extension_cpp::kernel_template_backward",
+    _kernel_template_no_second_order,
+)
