@@ -31,6 +31,9 @@ static int64_t row_grain(const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
 }
 
+// The rows whose share of grad_weight is summed at a time: at least 16, and so many that there are at most 256 parts.
+static int64_t rows_of_a_part(int64_t rows) { return std::max<int64_t>(16, ceil_div(rows, 256)); }
+
 static dtype_t statistics_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
 
 static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight, double eps) {
@@ -73,9 +76,12 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
     return {grad_x, grad_weight};
   }
   const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x), weight_row = as_contiguous(weight);
-  const int64_t sums = kernel_template_parts(rows) * kernel_template_wide_cols(cols);
-  const Tensor partial = allocate({needs_grad_weight ? &sums : &none, 1}, DTYPE_FLOAT64, x);
   kernel_template_backward_args args{};
+  args.part_rows = rows_of_a_part(rows);
+  args.parts = ceil_div(rows, args.part_rows);
+  args.wide_cols = 32 * ceil_div(cols, 32);
+  const int64_t sums = args.parts * args.wide_cols;
+  const Tensor partial = allocate({needs_grad_weight ? &sums : &none, 1}, DTYPE_FLOAT64, x);
   args.grad_out = g.const_data_ptr();
   args.x = x_rows.const_data_ptr();
   args.weight = weight_row.const_data_ptr();
@@ -86,7 +92,7 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   args.rows = rows;
   args.cols = cols;
   args.dtype = dtype;
-  launch(op, KERNEL(kernel_template_backward), args, x, kernel_template_parts(rows), 1);
+  launch(op, KERNEL(kernel_template_backward), args, x, args.parts, 1);
   if (needs_grad_weight && !x.is_cuda()) {
     parallel_for(ceil_div(cols, 32), flat_grain(8), kernel_template_grad_weight_cpu, &args);
   }

@@ -6,9 +6,9 @@
  *   weight, grad_weight     (cols)        the same type
  *   rstd                    (rows)        float, for float64 double; kept for backward
  *   grad_x, grad_weight     either may be NULL: not computed
- *   partial                 (parts, wide cols)  scratch; NULL if grad_weight is
+ *   partial                 (parts, wide_cols)  scratch; NULL if grad_weight is
  * rows = 0 gives grad_weight = 0 and else writes nothing; cols = 0 gives rstd = NaN. NaN propagates. Computes in float
- * (float64: double). grad_weight: the rows of each part are summed in double, and then the parts in order; the shape alone
+ * (float64: double). grad_weight: part_rows rows at a time are summed in double, and then these sums in order; the shape alone
  * fixes the parts, so that the result is the same, bit for bit, in every run and at any number of threads. */
 #pragma once
 
@@ -40,22 +40,11 @@ typedef struct {
   double *partial;
   int64_t rows;
   int64_t cols;
+  int64_t part_rows;
+  int64_t parts;     /* ceil(rows / part_rows) */
+  int64_t wide_cols; /* cols, rounded up to whole blocks of 32 (cpu_block.h) */
   dtype_t dtype;
 } kernel_template_backward_args;
-
-/* The rows of one part: at most 256 parts, and at least 16 rows in each. */
-static inline int64_t kernel_template_part_rows(int64_t rows) {
-  const int64_t least = 16, parts = 256;
-  return rows > least * parts ? ceil_div(rows, parts) : least;
-}
-
-static inline int64_t kernel_template_parts(int64_t rows) {
-  const int64_t part_rows = kernel_template_part_rows(rows);
-  return ceil_div(rows, part_rows);
-}
-
-/* Columns of `partial`: whole blocks of 32 (cpu_block.h), for the CPU sums in block order. */
-static inline int64_t kernel_template_wide_cols(int64_t cols) { return 32 * ceil_div(cols, 32); }
 
 /* CPU: rows [begin, end); parts [begin, end); then, for grad_weight, blocks [begin, end) of 32 columns. args points to the
  * struct. */

@@ -56,22 +56,18 @@ static void NAME(backward_row)(const backward_args *args, int64_t row, double *r
 }
 
 static void NAME(backward_part)(const backward_args *args, int64_t part) {
-  const int64_t part_rows = kernel_template_part_rows(args->rows);
-  const int64_t wide = kernel_template_wide_cols(args->cols);
-  const int64_t first = part * part_rows;
-  const int64_t last = first + part_rows < args->rows ? first + part_rows : args->rows;
-  double *sums = args->grad_weight ? args->partial + part * wide : NULL;
-  for (int64_t c = 0; sums && c < wide; ++c) sums[c] = 0;
+  const int64_t first = part * args->part_rows, next = first + args->part_rows;
+  const int64_t last = next < args->rows ? next : args->rows;
+  double *sums = args->grad_weight ? args->partial + part * args->wide_cols : NULL;
+  for (int64_t c = 0; sums && c < args->wide_cols; ++c) sums[c] = 0;
   for (int64_t row = first; row < last; ++row) NAME(backward_row)(args, row, sums);
 }
 
 static void NAME(grad_weight)(const backward_args *args, int64_t c) {
-  const int64_t parts = kernel_template_parts(args->rows);
-  const int64_t wide = kernel_template_wide_cols(args->cols);
   double sums[BLOCK] = {0};
   ACC total[BLOCK];
-  for (int64_t part = 0; part < parts; ++part) {
-    for (int k = 0; k < BLOCK; ++k) sums[k] += args->partial[part * wide + c + k];
+  for (int64_t part = 0; part < args->parts; ++part) {
+    for (int k = 0; k < BLOCK; ++k) sums[k] += args->partial[part * args->wide_cols + c + k];
   }
   for (int k = 0; k < BLOCK; ++k) total[k] = (ACC)sums[k];
   STORE((T *)args->grad_weight + c, total, block_size(c, args->cols), 0);

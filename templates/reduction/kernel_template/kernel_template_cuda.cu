@@ -36,10 +36,9 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
   using A = acc_t<T>;
   const T *weight = static_cast<const T *>(args.weight);
-  const int64_t part_rows = kernel_template_part_rows(args.rows), first = blockIdx.x * part_rows;
-  const int64_t last = first + part_rows < args.rows ? first + part_rows : args.rows;
-  const int64_t wide = kernel_template_wide_cols(args.cols);
-  double *sums = args.grad_weight ? args.partial + blockIdx.x * wide : nullptr;
+  const int64_t first = blockIdx.x * args.part_rows, next = first + args.part_rows;
+  const int64_t last = next < args.rows ? next : args.rows;
+  double *sums = args.grad_weight ? args.partial + blockIdx.x * args.wide_cols : nullptr;
   for (int64_t c = threadIdx.x; sums && c < args.cols; c += THREADS) sums[c] = 0;
   for (int64_t row = first; row < last; ++row) {
     const T *x = static_cast<const T *>(args.x) + row * args.cols;
@@ -64,12 +63,10 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS) grad_weight_kernel(backward_args args) {
-  const int64_t parts = kernel_template_parts(args.rows);
-  const int64_t wide = kernel_template_wide_cols(args.cols);
   const int64_t c = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   if (c >= args.cols) return;
   double sum = 0;
-  for (int64_t part = 0; part < parts; ++part) sum += args.partial[part * wide + c];
+  for (int64_t part = 0; part < args.parts; ++part) sum += args.partial[part * args.wide_cols + c];
   static_cast<T *>(args.grad_weight)[c] = from_acc<T>(static_cast<acc_t<T>>(sum));
 }
 
@@ -89,8 +86,7 @@ extern "C" int kernel_template_backward_cuda(const backward_args *args, void *st
     using T = decltype(zero);
     const cudaStream_t on = static_cast<cudaStream_t>(stream);
     if (args->rows > 0) {  // a grid of no blocks is an error
-      const unsigned parts = static_cast<unsigned>(kernel_template_parts(args->rows));
-      backward_kernel<T><<<parts, THREADS, 0, on>>>(*args);
+      backward_kernel<T><<<static_cast<unsigned>(args->parts), THREADS, 0, on>>>(*args);
       const cudaError_t error = cudaGetLastError();
       if (error != cudaSuccess) return error;
     }
