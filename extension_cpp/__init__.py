@@ -40,13 +40,6 @@ def _load() -> None:
 load_error: ImportError | None = None
 try:
     _load()
-except ImportError as error:
-    # argv[0] is "-m" while Python looks for the module that -m names: `python -m extension_cpp` then says this in one
-    # sentence, and its info says more.
-    if sys.argv[:1] != ["-m"]:
-        raise
-    load_error = error
-else:
     # The operators must exist before these modules register fakes and gradients for them.
     from extension_cpp import nn, reference
     from extension_cpp.ops import (
@@ -62,6 +55,17 @@ else:
         rms_norm,
         scale_bias_relu,
     )
+except (ImportError, AttributeError, RuntimeError) as error:
+    # The last two are what torch says of a fake or a gradient whose operator is not there.
+    load_error = (
+        error
+        if isinstance(error, ImportError)
+        else ImportError(f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build.")
+    )
+    # argv[0] is "-m" while Python looks for the module that -m names: `python -m extension_cpp` then says this in one
+    # sentence, and its info says more.
+    if sys.argv[:1] != ["-m"]:
+        raise load_error from error.__cause__
 
 __all__ = [
     "add_layer_norm",

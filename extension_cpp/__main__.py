@@ -1,12 +1,14 @@
-"""The command line: python -m extension_cpp demo, info."""
+"""The command line: python -m extension_cpp demo, info, new, new-package."""
 
 import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import extension_cpp
+from extension_cpp import scaffold
 
 DEMO_NEEDS = ("rich", "matplotlib")
 
@@ -51,7 +53,29 @@ def parser() -> Parser:
         "not fit, and the schema of every operator. Put it into a bug report. Exit status 1: the package cannot be "
         "used here.",
     )
+    new = commands.add_parser(
+        "new",
+        help="add an op to this source tree, from a template",
+        description="Copies a template under another name: kernels, schema, Python function, reference, spec, test and "
+        "README's row; for the kind accessor a folder of examples/. What it writes compiles and passes its tests as it "
+        "stands; then change the arithmetic. Needs nothing compiled.",
+    )
+    new.add_argument("name", metavar="NAME", help="the op: lower case, free in C, C++, Python and this package")
+    add_kind(new, scaffold.KINDS)
+    package = commands.add_parser(
+        "new-package",
+        help="write a package of its own, with one op from a template",
+        description="Writes a stand-alone package: build script, tests, CI script and one op, whose wheel is one file "
+        "for every Python from 3.10 and every torch from 2.10.",
+    )
+    package.add_argument("folder", metavar="DIR", type=Path, help="where to: a folder that does not exist or is empty")
+    package.add_argument("--name", required=True, help="the package, its C++ namespace and torch.ops.NAME")
+    add_kind(package, scaffold.OP_KINDS)
     return top
+
+
+def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
+    command.add_argument("--kind", choices=kinds, default=kinds[0], help=f"the template (default: {kinds[0]})")
 
 
 def fail(message: str) -> int:
@@ -67,6 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from extension_cpp import info
 
         return info.run(str(load_error) if load_error else None)
+    if options.command in ("new", "new-package"):
+        try:
+            if options.command == "new":
+                scaffold.new(options.name, options.kind)
+            else:
+                scaffold.new_package(options.folder, options.name, options.kind)
+        except scaffold.CannotMake as error:
+            return fail(str(error))
+        return 0
     if load_error:
         return fail(str(load_error))
     missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]

@@ -5,8 +5,7 @@
 
 STABLE_TORCH_LIBRARY(extension_cpp, m) { (void)m; }
 
-// Read through ctypes by extension_cpp/info.py and the tests: they say of this file what no Python file could know.
-extern "C" __attribute__((visibility("default"))) const char *extension_cpp_build_info() { return BUILD_INFO; }
-extern "C" __attribute__((visibility("default"))) const char *extension_cpp_cpu_level() {
-  return cpu_level_name(cpu_level());
-}
+// Read through ctypes: they say of this file what no Python file could know.
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+EXPORTED const char *extension_cpp_build_info() { return BUILD_INFO; }
+EXPORTED const char *extension_cpp_cpu_level() { return cpu_level_name(cpu_level()); }

@@ -1,4 +1,4 @@
-"""The section of ops.py: from the line with the op's name on. The imports are those that ops.py has."""
+"""The public functions. A section an op: function, fake, setup_context, backward, register_autograd."""
 
 from typing import Any
 

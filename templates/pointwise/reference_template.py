@@ -1,4 +1,4 @@
-"""The function of reference.py: what the op means in plain PyTorch, and the truth of its tests (run in float64)."""
+"""Every op in plain PyTorch, with the same signature: what it means, and the truth of its tests (run in float64)."""
 
 from torch import Tensor
 

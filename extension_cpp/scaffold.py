@@ -1,0 +1,321 @@
+"""python -m extension_cpp new and new-package: the templates under other names.
+
+Needs neither torch nor the library. Everything is read and checked before the first byte is written, and what was
+written is taken back where something stops the rest.
+"""
+
+import builtins
+import ctypes
+import importlib.util
+import keyword
+import re
+import shlex
+import signal
+import symtable
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+# A wheel carries what is needed of a checkout in a folder of its own, in the same places (pyproject.toml).
+INSTALLED = PACKAGE / "tree"
+TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
+
+OP_KINDS = ("pointwise", "reduction")
+KINDS = (*OP_KINDS, "accessor")
+FIRST_OP = {"pointwise": "square", "reduction": "rms_norm"}  # what the templates compute
+
+# A new package's own files, in templates/package, and those that it has in common with this one.
+OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
+SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE", "build_library.py", "setup.py"]
+SHARED += ["extension_cpp/py.typed", "extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
+SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
+SHARED += ["tests/test_battery.py", "tests/test_library.py"]
+
+LONGEST = 28  # longer names would break the lines of a template, which are laid out for 120 columns
+C_KEYWORDS = re.findall(
+    r"\w+",
+    """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class
+    compl concept const const_cast consteval constexpr constinit continue co_await co_return co_yield decltype
+    default delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline
+    int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register
+    reinterpret_cast requires restrict return short signed sizeof static static_assert static_cast struct switch
+    template this thread_local throw true try typedef typeid typename typeof union unsigned using virtual void
+    volatile wchar_t while xor xor_eq
+    """,
+)
+TORCH_NAMESPACES = ("aten", "prim", "prims", "at", "c10", "std")  # of operators and of C++
+
+PLACEHOLDER = re.compile("kernel_template|ops_template")
+
+
+class CannotMake(Exception):
+    """One sentence: what stands in the way."""
+
+
+@dataclass
+class Plan:
+    """New files and changed ones, by path, with the text that each will have."""
+
+    new: dict[Path, str] = field(default_factory=dict)
+    changed: dict[Path, str] = field(default_factory=dict)
+
+
+# ---- names ----
+
+
+def check_identifier(what: str, name: str) -> None:
+    """Refuses what C, C++ or Python cannot have as a name, or nobody should."""
+    if not name:
+        raise CannotMake(f"expected a name for the {what}, but got an empty one")
+    if len(name) > LONGEST:
+        raise CannotMake(f"expected a name of at most {LONGEST} characters for the {what}, but got {len(name)}")
+    if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise CannotMake(
+            f"expected the {what}'s name to be lower-case letters from a to z and digits, a letter first, words joined "
+            f"by single underscores, but got {name!r}"
+        )
+    if name in C_KEYWORDS or keyword.iskeyword(name):
+        raise CannotMake(f"expected a name that is free for the {what}, but '{name}' is a keyword of C, C++ or Python")
+
+
+def top_level_names(path: Path) -> set[str]:
+    """What a Python file defines or imports."""
+    symbols = symtable.symtable(path.read_text(), str(path), "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+
+
+def check_free(name: str, kind: str) -> None:
+    """Refuses an op's name that something in this tree has, or that hides a builtin in ops.py."""
+    package, template = TREE / "extension_cpp", TREE / "templates" / kind
+    for path in (
+        TREE / name,
+        package / name,
+        package / f"{name}.py",
+        package / "csrc" / name,
+        TREE / "examples" / name,
+    ):
+        if path.exists():
+            raise CannotMake(f"the name '{name}' is taken: {path.relative_to(TREE)} exists")
+    if name in dir(builtins):
+        raise CannotMake(f"the name '{name}' is taken: it is a builtin of Python")
+    for source in sorted((package / "csrc").rglob("*.cpp")):
+        taken = set(re.findall(r'm\.def\(\s*"(\w+)', source.read_text())) & {name, f"{name}_backward"}
+        if taken:
+            raise CannotMake(f"the name '{name}' is taken: {source.relative_to(TREE)} has the op {min(taken)}")
+    symbols = [symbol for symbol in top_level_names(template / "ops_template.py") if PLACEHOLDER.search(symbol)]
+    section = {PLACEHOLDER.sub(name, symbol) for symbol in symbols}
+    for path in (package / "ops.py", package / "reference.py", package / "__init__.py"):
+        taken = section & top_level_names(path)
+        if taken:
+            raise CannotMake(f"the name '{name}' is taken: {path.relative_to(TREE)} has {min(taken)}")
+
+
+def check_module(what: str, name: str) -> None:
+    """Refuses the name of a module that Python would find first, or of a C++ namespace that cannot be."""
+    found = importlib.util.find_spec(name)  # without an origin: a mere folder
+    if name in sys.stdlib_module_names or name in TORCH_NAMESPACES or (found is not None and found.origin is not None):
+        raise CannotMake(f"expected a name that is free for the {what}, but there is a module or namespace '{name}'")
+    if hasattr(ctypes.CDLL(None), name):
+        raise CannotMake(f"expected a name that is free for the {what}, but C has a function '{name}'")
+
+
+# ---- what goes where ----
+
+
+def section_of(path: Path, start: str, name: str) -> str:
+    """A template from the line that begins with `start` on, under the op's name."""
+    text = path.read_text()
+    return PLACEHOLDER.sub(name, text[text.index(f"\n{start}") :].strip("\n")) + "\n"
+
+
+def op_files(kind: str, name: str) -> dict[str, str]:
+    """The files of an op, by their place in a tree: kernels, shim, spec, test."""
+    template = TREE / "templates" / kind
+    places = {path: f"extension_cpp/csrc/{name}/{path.name}" for path in (template / "kernel_template").iterdir()}
+    places |= {template / "spec_template.py": f"tests/specs/{name}.py"}
+    places |= {template / "test_template.py": f"tests/test_{name}.py"}
+    return {
+        PLACEHOLDER.sub(name, place): PLACEHOLDER.sub(name, path.read_text()) for path, place in sorted(places.items())
+    }
+
+
+def in_order(names: list[str]) -> list[str]:
+    """As ruff sorts imports and __all__: numbers by value."""
+    return sorted(names, key=lambda name: [(part.isdigit(), part.zfill(9)) for part in re.split(r"(\d+)", name)])
+
+
+def with_public_name(text: str, name: str) -> str:
+    """__init__.py with one more function imported from ops and named in __all__."""
+    line = re.search(r"^( *)from extension_cpp\.ops import (\([^)]*\)|.*)$", text, re.MULTILINE)
+    listed = re.search(r"^__all__ = \[\n(.*?)^\]$", text, re.MULTILINE | re.DOTALL)
+    if line is None or listed is None:
+        raise CannotMake("extension_cpp/__init__.py has no 'from extension_cpp.ops import' or no __all__")
+    indent, names = line[1], in_order([*re.findall(r"\w+", line[2]), name])
+    joined = f"{indent}from extension_cpp.ops import {', '.join(names)}"
+    if line[2].startswith("(") or len(joined) > 120:
+        rows = "".join(f"{indent}    {one},\n" for one in names)
+        joined = f"{indent}from extension_cpp.ops import (\n{rows}{indent})"
+    public = "".join(f'    "{one}",\n' for one in in_order([*re.findall(r"\w+", listed[1]), name]))
+    return text[: line.start()] + joined + text[line.end() : listed.start(1)] + public + text[listed.end(1) :]
+
+
+def with_row(text: str, row: str) -> str:
+    """README.md with one more row under its table of functions."""
+    table = re.search(r"^\| function \|.*\n(?:\|.*\n)*", text, re.MULTILINE)
+    if table is None:
+        raise CannotMake("README.md has no table that begins with '| function |'")
+    return text[: table.end()] + row + text[table.end() :]
+
+
+def plan_op(name: str, kind: str) -> Plan:
+    check_identifier("op", name)
+    check_free(name, kind)
+    template, package = TREE / "templates" / kind, TREE / "extension_cpp"
+    plan = Plan({TREE / place: text for place, text in op_files(kind, name).items()})
+    for file, start in (("ops", "# ---- "), ("reference", "def ")):
+        section = section_of(template / f"{file}_template.py", start, name)
+        plan.changed[package / f"{file}.py"] = (package / f"{file}.py").read_text() + f"\n\n{section}"
+    plan.changed[package / "__init__.py"] = with_public_name((package / "__init__.py").read_text(), name)
+    row = PLACEHOLDER.sub(name, (template / "docs_template.md").read_text())
+    plan.changed[TREE / "README.md"] = with_row((TREE / "README.md").read_text(), row)
+    return plan
+
+
+def plan_accessor(name: str) -> Plan:
+    check_identifier("example", name)
+    check_free(name, "accessor")
+    template = TREE / "templates" / "accessor"
+    # Its test imports the file of its name, which must not hide another module, nor define the name anew.
+    if name in {"torch", "pytest"} | top_level_names(template / "ops_template.py"):
+        raise CannotMake(f"the name '{name}' is taken: the example's own code needs it")
+    check_module("example", name)
+    plan = Plan()
+    for path in sorted(template.iterdir()):
+        if path.is_file():
+            file = PLACEHOLDER.sub(name, path.name.replace("test_template", "test_kernel_template"))
+            plan.new[TREE / "examples" / name / file] = PLACEHOLDER.sub(name, path.read_text())
+    return plan
+
+
+def plan_package(folder: Path, name: str, kind: str) -> Plan:
+    check_identifier("package", name)
+    op = FIRST_OP[kind]
+    if name in ("tests", "build", "dist", "build_library"):
+        raise CannotMake(f"expected a name that is free for the package, but its tree has '{name}' for something else")
+    check_module("package", name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CannotMake(f"{folder} exists; nothing is overwritten, so name a folder that does not, or an empty one")
+    texts = {place: (TREE / "templates" / "package" / place).read_text() for place in OWN}
+    texts |= {str(path.relative_to(TREE)): path.read_text() for pattern in SHARED for path in TREE.glob(pattern)}
+    texts |= op_files(kind, op)
+    template = TREE / "templates" / kind
+    for file in ("ops", "reference"):
+        texts[f"extension_cpp/{file}.py"] = (template / f"{file}_template.py").read_text()
+    texts["README.md"] = with_row(texts["README.md"], (template / "docs_template.md").read_text())
+    license_text = texts.pop("LICENSE")  # whose copyright it states stays
+
+    def renamed(text: str) -> str:
+        text = text.replace("kernel_template", op)
+        return re.sub("extension_cpp|EXTENSION_CPP", lambda found: name if found[0].islower() else name.upper(), text)
+
+    plan = Plan({folder / renamed(place): renamed(text) for place, text in sorted(texts.items())})
+    plan.new[folder / "LICENSE"] = license_text
+    return plan
+
+
+# ---- writing ----
+
+
+def make_folder(folder: Path, made: list[Path]) -> None:
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, made)
+    folder.mkdir()
+    made.append(folder)
+
+
+def undo(made: list[Path], before: dict[Path, bytes]) -> None:
+    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
+    for path, content in before.items():
+        path.write_bytes(content)
+    for path in reversed(made):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+    signal.signal(signal.SIGINT, at_interrupt)
+
+
+def write(plan: Plan) -> None:
+    """All of the plan or nothing of it, whatever stops it."""
+    taken = next((path for path in plan.new if path.exists()), None)
+    if taken is not None:
+        raise CannotMake(f"{taken} exists; nothing is overwritten")
+    made: list[Path] = []
+    before = {path: path.read_bytes() for path in plan.changed}
+    try:
+        for path, text in plan.new.items():
+            make_folder(path.parent, made)
+            made.append(path)
+            path.write_text(text)
+            if text.startswith("#!"):
+                path.chmod(0o755)
+        for path, text in plan.changed.items():
+            path.write_text(text)
+    except BaseException as error:
+        undo(made, before)
+        if isinstance(error, OSError):
+            raise CannotMake(f"cannot write {error.filename}: {error.strerror}; everything is as it was") from error
+        raise
+
+
+def report(plan: Plan, root: Path) -> None:
+    for heading, paths in (("Wrote", plan.new), ("Changed", plan.changed)):
+        if paths:
+            print(f"{heading} in {root}:")
+            print("".join(f"  {path.relative_to(root)}\n" for path in paths), end="")
+
+
+# ---- the commands ----
+
+NEXT = {
+    "op": """
+Next:
+  make test ARGS="-k {name}"    builds it and tests it as it stands
+  Then put your arithmetic into {name}_cpu_kernel.h and {name}_cuda.cu, and your formula into {name}.h, ops.py
+  (docstring and second derivative), reference.py and README.md; what it alone promises into its test.
+docs/TEMPLATE_USAGE.md says more, and how to take it out again.""",
+    "example": """
+Next:
+  python -m pytest -s examples/{name}    compiles it and tests it as it stands
+  Then put your arithmetic into {name}.cpp and {name}_cuda.cu (f and derivative), and into reference in {name}.py.
+  To take it out again, delete the folder.""",
+    "package": """
+Next:
+  cd {folder}
+  make test    builds it in a .venv of its own and tests it; PYTHON=/path/to/python: in an environment of yours
+  Then put your arithmetic into {name}/csrc/{op}/. README.md says how to rename the op, and how to add another.""",
+}
+
+
+def new(name: str, kind: str) -> None:
+    """Adds an op to this source tree, or for the kind accessor an example."""
+    if TREE == INSTALLED:
+        raise CannotMake(
+            "'new' adds an op to a checkout of extension_cpp, and this one is installed; to make a package of your own "
+            "use 'python -m extension_cpp new-package DIR --name my_kernels'"
+        )
+    plan = plan_accessor(name) if kind == "accessor" else plan_op(name, kind)
+    write(plan)
+    report(plan, TREE)
+    print(NEXT["example" if kind == "accessor" else "op"].format(name=name))
+
+
+def new_package(folder: Path, name: str, kind: str) -> None:
+    """Writes a package of its own, with one op."""
+    plan = plan_package(folder, name, kind)
+    write(plan)
+    report(plan, folder)
+    print(NEXT["package"].format(folder=shlex.quote(str(folder)), name=name, op=FIRST_OP[kind]))

@@ -1,0 +1,25 @@
+"""PyTorch operators whose kernels are plain C (CPU) and CUDA C (GPU).
+
+Importing this package loads one shared library, which registers the operators as torch.ops.extension_cpp.*; the
+functions below call them, with autograd and torch.compile.
+"""
+
+from pathlib import Path
+
+import torch
+
+__version__ = "0.1.0"
+
+LIBRARY = Path(__file__).with_name("libextension_cpp.so")
+
+try:
+    torch.ops.load_library(LIBRARY)
+    # The operators must exist before these modules register fakes and gradients for them.
+    from extension_cpp import reference as reference
+    from extension_cpp.ops import kernel_template as kernel_template
+except (OSError, AttributeError, RuntimeError) as error:
+    # torch wraps the linker's words; the last two are what it says of an operator that is not in the library.
+    raise ImportError(
+        "extension_cpp's library is not built, does not fit this machine or is older than its sources: "
+        f"{error.__cause__ or error}. In a checkout run: make build."
+    ) from error

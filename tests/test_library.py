@@ -1,0 +1,64 @@
+"""The library: what it asks of its host. One file has to serve every Python and every torch from the minimum on."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import build_library
+
+ROOT = Path(build_library.__file__).parent
+
+
+def run(*command):
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    path = ROOT / "extension_cpp" / build_library.LIBRARY
+    assert path.exists(), "the library is not built: make build"
+    return path
+
+
+def symbols(library: Path, which: str) -> list[str]:
+    table = run("nm", "-D", which, library)
+    assert table.returncode == 0, table.stderr
+    return [line.split()[-1] for line in table.stdout.splitlines()]
+
+
+def test_library_asks_torch_for_c_functions_only(library):
+    undefined = symbols(library, "--undefined-only")
+    assert any(name.startswith("aoti_torch_") for name in undefined)  # or the next two lines would prove nothing
+    assert [name for name in undefined if re.match(r"_Z\w*?(2at|3c10|5torch)", name)] == []
+    assert [name for name in undefined if re.match(r"_*(cuda|cu|nv)[A-Z]|Py|_Py", name)] == []
+
+
+def test_library_is_no_python_module_and_exports_its_own_names_only(library):
+    table = run("nm", "-D", "--defined-only", library).stdout.splitlines()
+    # The C++ library's own templates are exported as weak symbols, which many libraries share.
+    exported = [line.split()[2] for line in table if line.split()[1] in "TDBR"]
+    assert exported != [] and [name for name in exported if not name.startswith("extension_cpp_")] == []
+
+
+def test_library_needs_torch_alone_to_load(library):
+    needed = re.findall(r"NEEDED +(\S+)", run("objdump", "-p", library).stdout)
+    assert "libtorch_cpu.so" in needed
+    assert [name for name in needed if re.search(r"cuda|cudart|c10|python", name)] == []
+
+
+def test_wheel_tag_names_the_newest_glibc_used(library):
+    used = re.findall(r"@GLIBC_(\d+)\.(\d+)", run("nm", "-D", library).stdout)
+    assert build_library.glibc_required(library) == max((int(major), int(minor)) for major, minor in used)
+
+
+def test_versions_agree():
+    import extension_cpp
+
+    assert f'version = "{extension_cpp.__version__}"' in (ROOT / "pyproject.toml").read_text().splitlines()
+
+
+def test_torch_minimum_is_the_same_everywhere():
+    asked = re.findall(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert [(int(major), int(minor)) for major, minor in asked] == [build_library.TORCH_MINIMUM] * 2
