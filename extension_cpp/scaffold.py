@@ -143,7 +143,7 @@ def op_files(kind: str, name: str) -> dict[str, str]:
 
 def in_order(names: list[str]) -> list[str]:
     """As ruff sorts imports and __all__: numbers by value."""
-    return sorted(names, key=lambda name: [(part.isdigit(), part.zfill(9)) for part in re.split(r"(\d+)", name)])
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
 def with_public_name(text: str, name: str) -> str:

@@ -56,7 +56,8 @@ def test_wheel_tag_names_the_newest_glibc_used(library):
 def test_versions_agree():
     import extension_cpp
 
-    assert f'version = "{extension_cpp.__version__}"' in (ROOT / "pyproject.toml").read_text().splitlines()
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    assert f'version = "{extension_cpp.__version__}"' in lines
 
 
 def test_torch_minimum_is_the_same_everywhere():

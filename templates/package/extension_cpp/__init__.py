@@ -1,7 +1,7 @@
 """PyTorch operators whose kernels are plain C (CPU) and CUDA C (GPU).
 
-Importing this package loads one shared library, which registers the operators as torch.ops.extension_cpp.*; the
-functions below call them, with autograd and torch.compile.
+Importing this package loads one shared library, which registers the operators under torch.ops; the functions below call
+them, with autograd and torch.compile.
 """
 
 from pathlib import Path

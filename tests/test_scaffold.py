@@ -1,0 +1,370 @@
+"""python -m extension_cpp new and new-package: what they write, refuse and undo, and that it compiles and passes."""
+
+import compileall
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import build_library
+from extension_cpp import __main__ as command
+from extension_cpp import scaffold
+
+ROOT = Path(build_library.__file__).parent
+LONG = "a2345678901234567890123_6789"  # as long as a name may be
+NOT_COPIED = [".git", ".venv", ".matrix", ".*_cache", ".hypothesis", "__pycache__"]
+NOT_COPIED += ["build", "dist", "out", "results", "*.so", "*.egg-info"]
+TRACES = re.compile(r"(kernel|ops|test|spec|reference|docs)_template", re.IGNORECASE)
+C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
+
+
+def run(*words, **options) -> subprocess.CompletedProcess:
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """Every file and folder (None) below."""
+    skipped = ("__pycache__", ".ruff_cache", ".mypy_cache")
+    paths = [path for path in folder.rglob("*") if not set(skipped) & set(path.parts)]
+    return {path.relative_to(folder): None if path.is_dir() else path.read_bytes() for path in paths}
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch) -> Path:
+    """A copy of this tree without what was built, for the commands to work on, in a folder with an awkward name."""
+    copy = tmp_path / "a trée"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    monkeypatch.setattr(scaffold, "TREE", copy)
+    return copy
+
+
+def lint(folder: Path, mypy: bool) -> None:
+    run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=folder)
+    run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".", cwd=folder)
+    if mypy:
+        run(sys.executable, "-m", "mypy", cwd=folder)
+    sources = [path for path in folder.rglob("*") if path.suffix in C_SUFFIXES and "build" not in path.parts]
+    run(Path(sys.executable).with_name("clang-format"), "--dry-run", "-Werror", *sources, cwd=folder)
+
+
+# ---- what is refused ----
+
+BAD_IDENTIFIERS = [
+    ("", "but got an empty one"),
+    ("int", "is a keyword of C, C++ or Python"),
+    ("class", "is a keyword"),
+    ("lambda", "is a keyword"),
+    ("template", "is a keyword"),
+    ("co_await", "is a keyword"),
+    ("9lives", "to be lower-case letters"),
+    ("_hidden", "to be lower-case letters"),
+    ("in_place_", "to be lower-case letters"),
+    ("a__b", "to be lower-case letters"),
+    ("Gelu", "to be lower-case letters"),
+    ("my-op", "to be lower-case letters"),
+    ("my op", "to be lower-case letters"),
+    ("my_op\n", r"but got 'my_op\n'"),
+    ("../my_op", "to be lower-case letters"),
+    ("ops/my_op", "to be lower-case letters"),
+    ("größe", "to be lower-case letters"),
+    ("a" * 29, "at most 28 characters for the"),
+    ("a" * 200, "but got 200"),
+]
+TAKEN = [
+    ("mish", "extension_cpp/csrc/mish exists"),
+    ("layer_norm", "extension_cpp/csrc/norm/norm.cpp has the op layer_norm"),
+    ("mish_backward", "has the op mish_backward"),
+    ("mish_double", "has the op mish_double_backward"),
+    ("common", "extension_cpp/csrc/common exists"),
+    ("csrc", "extension_cpp/csrc exists"),
+    ("nn", "extension_cpp/nn.py exists"),
+    ("scaffold", "extension_cpp/scaffold.py exists"),
+    ("tests", "tests exists"),
+    ("torch", "extension_cpp/ops.py has torch"),
+    ("register_fake", "extension_cpp/ops.py has register_fake"),
+    ("load_error", "extension_cpp/__init__.py has load_error"),
+    ("sum", "is a builtin of Python"),
+]
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert command.main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize("kind", scaffold.KINDS)
+@pytest.mark.parametrize("name, sentence", [*BAD_IDENTIFIERS, *TAKEN], ids=lambda text: repr(text[:20]))
+def test_refused_names(tree, capsys, name, sentence, kind):
+    before = contents(tree)
+    assert sentence in refused(capsys, "new", name, "--kind", kind)
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize("name", ["load", "reference", "pytest", "json", "numpy", "aten", "exp"])
+def test_refused_names_of_examples(tree, capsys, name):
+    before = contents(tree)
+    refused(capsys, "new", name, "--kind", "accessor")
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        *BAD_IDENTIFIERS,
+        *[(name, f"a module or namespace '{name}'") for name in ("torch", "numpy", "json", "aten", "std")],
+        ("extension_cpp", "a module or namespace 'extension_cpp'"),
+        ("exp", "C has a function 'exp'"),
+        ("tests", "its tree has 'tests' for something else"),
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_refused_names_of_packages(tmp_path, capsys, name, sentence):
+    assert sentence in refused(capsys, "new-package", str(tmp_path / "new"), "--name", name)
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("in_the_way", ["tests/test_my_op.py", "tests/specs/my_op.py", "extension_cpp/csrc/my_op/x"])
+def test_nothing_is_overwritten(tree, capsys, in_the_way):
+    (tree / in_the_way).parent.mkdir(exist_ok=True)
+    (tree / in_the_way).write_text("mine")
+    before = contents(tree)
+    assert "exists" in refused(capsys, "new", "my_op")
+    assert contents(tree) == before
+
+
+def test_second_op_of_a_name(tree, capsys):
+    assert command.main(["new", "my_op"]) == 0
+    capsys.readouterr()
+    before = contents(tree)
+    assert "the name 'my_op' is taken" in refused(capsys, "new", "my_op", "--kind", "reduction")
+    assert contents(tree) == before
+
+
+def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
+    for name, make in (("file", Path.touch), ("full", lambda path: (path / "sub").mkdir(parents=True))):
+        make(tmp_path / name)
+        before = contents(tmp_path)
+        sentence = refused(capsys, "new-package", str(tmp_path / name), "--name", "my_kernels")
+        assert "exists; nothing is overwritten" in sentence and contents(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    assert command.main(["new-package", str(tmp_path / "empty"), "--name", "my_kernels"]) == 0
+    assert (tmp_path / "empty" / "my_kernels" / "ops.py").exists()
+
+
+@pytest.mark.parametrize("where", ["new", "new-package"])
+def test_readme_or_init_that_was_rearranged(tree, capsys, where):
+    (tree / "README.md").write_text("# extension_cpp\n")
+    assert "README.md has no table that begins with '| function |'" in refused(capsys, "new", "my_op")
+
+
+# ---- what is undone ----
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a file"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("what", ["new", "new --kind accessor", "new-package"])
+def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
+    """Stopped at each of its writes, half of that one done: everything is as it was."""
+    arguments = ["new", "my_op", *what.split()[1:]]
+    if what == "new-package":
+        arguments = ["new-package", str(tmp_path / "far" / "away"), "--name", "my_kernels"]
+    before = contents(tmp_path)
+    write_text = Path.write_text
+    for stop_at in range(1, 100):
+        writes = 0
+
+        def stopping(path: Path, text: str, stop_at: int = stop_at) -> None:
+            nonlocal writes
+            writes += 1
+            write_text(path, text[: len(text) // 2] if writes == stop_at else text)
+            if writes == stop_at:
+                raise error
+
+        monkeypatch.setattr(Path, "write_text", stopping)
+        if isinstance(error, KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt):
+                command.main(arguments)
+        else:
+            command.main(arguments)
+            if writes == stop_at:
+                assert "cannot write a file: No space left on device" in capsys.readouterr().err
+        if writes < stop_at:
+            break
+        assert contents(tmp_path) == before, f"stopped at write {stop_at}"
+    assert stop_at > 4 and contents(tmp_path) != before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ---- what is written ----
+
+
+@pytest.mark.parametrize("name", ["ab", "my_template", LONG])
+def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
+    before = contents(tree)
+    for kind, suffix in (("pointwise", ""), ("reduction", "0"), ("accessor", "1")):
+        assert command.main(["new", (name[:-1] if suffix else name) + suffix, "--kind", kind]) == 0
+    assert "docs/TEMPLATE_USAGE.md" in capsys.readouterr().out
+    for path, text in contents(tree).items():
+        if before.get(path, b"") != text and text is not None:
+            assert not TRACES.search(text.decode()) and not TRACES.search(str(path)), path
+    lint(tree, mypy=name == LONG)
+
+
+@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
+@pytest.mark.parametrize("name", ["ab", "my_template", LONG])
+def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
+    folder = tmp_path / "a pâckage"
+    assert command.main(["new-package", str(folder), "--name", name, "--kind", kind]) == 0
+    for path, text in contents(folder).items():
+        assert not TRACES.search(str(path)) and "extension_cpp" not in str(path)
+        if text is not None and path.name != "LICENSE":
+            assert not TRACES.search(text.decode()) and b"extension_cpp" not in text.lower(), path
+    assert (folder / ".ci" / "run").stat().st_mode & 0o111
+    lint(folder, mypy=name == LONG)
+
+
+def sections(title: str) -> str:
+    """The shell commands under a heading of docs/TEMPLATE_USAGE.md."""
+    text = (ROOT / "docs" / "TEMPLATE_USAGE.md").read_text()
+    return "\n".join(
+        re.findall(r"```bash\n(.*?)```", re.split(r"^## ", text.split(f"## {title}")[1])[0], re.DOTALL)[:1]
+    )
+
+
+@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
+def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path, kind):
+    by_hand = tmp_path / "by hand"
+    shutil.copytree(tree, by_hand)
+    commands = sections("By hand").replace("KIND=pointwise", f"KIND={kind}")
+    run("bash", "-euc", commands, cwd=by_hand)
+    assert command.main(["new", "my_op", "--kind", kind]) == 0
+    edited = {Path("README.md"), Path("extension_cpp/__init__.py")}  # with an editor
+    one, other = contents(by_hand), contents(tree)
+    assert one.keys() == other.keys()
+    assert {path for path in one if one[path] != other[path]} == edited
+
+
+@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
+def test_taken_out_as_the_document_says_leaves_nothing(tree, kind):
+    before = contents(tree)
+    for name in ("other_op", "my_op"):
+        assert command.main(["new", name, "--kind", kind]) == 0
+    for name in ("my_op", "other_op"):
+        for folder in (f"build/release-cpu/v4/{name}", f"build/release-cpu/{name}"):
+            (tree / folder).mkdir(parents=True)
+        run("bash", "-euc", sections("Taking an op out").replace("my_op", name), cwd=tree)
+        for file, pattern in {
+            "extension_cpp/ops.py": rf"\n\n# ---- {name} ----\n.*?(?=\n\n# ---- |\Z)",
+            "extension_cpp/reference.py": rf"\n\ndef {name}\(.*?(?=\n\ndef |\Z)",
+            "README.md": rf"\| `{name}\(.*?\n",
+        }.items():
+            text, count = re.subn(pattern, "", (tree / file).read_text(), flags=re.DOTALL)
+            assert count == 1
+            (tree / file).write_text(text)
+        init = tree / "extension_cpp" / "__init__.py"
+        init.write_text(re.sub(rf'"?\b{name}\b"?, *', "", init.read_text()))
+    shutil.rmtree(tree / "build")
+    after = contents(tree)
+    for files in (before, after):  # a list that was spread over lines stays so
+        init_text = files.pop(Path("extension_cpp/__init__.py"))
+        files[Path("names")] = re.sub(rb"[\s(),]+", b" ", init_text or b"")
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "names, added, line",
+    [
+        ("import a2, b", "a10", "    from extension_cpp.ops import a2, a10, b"),
+        (
+            "import (\n        a,\n        c,\n    )",
+            "b",
+            "    from extension_cpp.ops import (\n        a,\n        b,\n        c,\n    )",
+        ),
+        (f"import {'a' * 90}", "b", f"    from extension_cpp.ops import (\n        {'a' * 90},\n        b,\n    )"),
+    ],
+)
+def test_public_names(names, added, line):
+    text = scaffold.with_public_name(
+        f'try:\n    from extension_cpp.ops {names}\n__all__ = [\n    "a",\n    "z",\n]\n', added
+    )
+    assert text == f'try:\n{line}\n__all__ = [\n    "a",\n    "{added}",\n    "z",\n]\n'
+
+
+# ---- that it works ----
+
+
+def environment(device: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "DEBUG")}
+    return kept | ({"TORCH_CUDA_ARCH_LIST": "native"} if device == "cuda" else {"USE_CUDA": "0"})
+
+
+def test_library_that_is_older_than_its_sources(tree):
+    """Between `new` and the build: the commands say so, and another `new` works."""
+    shutil.copy(ROOT / "extension_cpp" / build_library.LIBRARY, tree / "extension_cpp")
+    for name in ("first_op", "second_op"):
+        run(sys.executable, "-m", "extension_cpp", "new", name, cwd=tree)
+    told = subprocess.run([sys.executable, "-m", "extension_cpp", "demo"], cwd=tree, capture_output=True, text=True)
+    assert told.returncode == 1 and told.stderr.count("\n") == 1
+    assert told.stderr.startswith("error: extension_cpp's library is older than its sources: ")
+    imported = subprocess.run([sys.executable, "-c", "import extension_cpp"], cwd=tree, capture_output=True, text=True)
+    assert "ImportError: extension_cpp's library is older than its sources" in imported.stderr
+
+
+def test_new_ops_compile_and_pass(tree, tmp_path):
+    """The pointwise template as it stands, and an example, in a tree where nothing was compiled before."""
+    run(sys.executable, "-m", "extension_cpp", "new", "kernel_template", cwd=tree)
+    run(sys.executable, "-m", "extension_cpp", "new", "my_template", "--kind", "accessor", cwd=tree)
+    quick = environment("cpu") | {"DEBUG": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "jit")}
+    run(sys.executable, "build_library.py", cwd=tree, env=quick)
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
+    done = run(*test, "tests", "-k", "kernel_template or readme", cwd=tree, env=quick)
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+    run(*test[:-2], "examples/my_template", cwd=tree, env=quick)
+
+
+@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
+def test_new_package_compiles_and_passes(tmp_path, kind, device):
+    if (kind, device) == ("pointwise", "cpu"):
+        pytest.skip("test_new_ops_compile_and_pass has the same kernels on the CPU")
+    folder = tmp_path / "a pâckage"
+    run(sys.executable, "-m", "extension_cpp", "new-package", folder, "--name", "my_kernels", "--kind", kind, cwd=ROOT)
+    with_device = environment(device)
+    run(sys.executable, "build_library.py", cwd=folder, env=with_device)
+    done = run(sys.executable, "-m", "pytest", "-q", "--device", device, cwd=folder, env=with_device)
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+    if device == "cpu":
+        run("make", "wheel", f"PYTHON={sys.executable}", cwd=folder, env=with_device)
+        (wheel,) = (folder / "dist").iterdir()
+        assert re.fullmatch(r"my_kernels-0\.1\.0-py3-none-manylinux_\d+_\d+_\w+\.whl", wheel.name)
+        assert {"my_kernels/libmy_kernels.so", "my_kernels/ops.py"} < set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_commands_of_an_installed_wheel(tree, tmp_path):
+    """The wheel brings all that new-package needs; new has no source tree there."""
+    for path in (tree / "extension_cpp" / "csrc").iterdir():
+        if path.is_dir() and path.name != "common":
+            shutil.rmtree(path)
+    wheel = ["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
+    run(sys.executable, *wheel, "-w", tmp_path, ".", cwd=tree, env=environment("cpu") | {"DEBUG": "1"})
+    (file,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(file).extractall(installed)
+    compileall.compile_dir(installed, quiet=1)  # as pip does
+    made = [sys.executable, "-m", "extension_cpp", "new-package"]
+    for kind in scaffold.OP_KINDS:
+        for where in (installed, ROOT):
+            run(*made, tmp_path / kind / where.name, "--name", "my_kernels", "--kind", kind, cwd=where)
+        assert contents(tmp_path / kind / installed.name) == contents(tmp_path / kind / ROOT.name)
+    told = subprocess.run([*made[:-1], "new", "my_op"], cwd=installed, capture_output=True, text=True)
+    assert told.returncode == 1 and told.stderr.count("\n") == 1
+    assert "'new' adds an op to a checkout of extension_cpp, and this one is installed" in told.stderr
