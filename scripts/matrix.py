@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_OLDEST, TORCH_NEWEST = "2.10", "2.15"
 PYTHON_OLDEST = (3, 10)
 TOOLS_NOT_NEEDED = ("torch", "ruff", "mypy", "clang-format", "pre-commit")
-TESTS_OF_THE_CHECKOUT = ("test_build.py", "test_c.py", "test_docs.py")  # the others use the package as installed
+# The others use the package as installed.
+TESTS_OF_THE_CHECKOUT = ("test_build.py", "test_c.py", "test_docs.py", "test_library.py", "test_scaffold.py")
 
 ASK_PYTHON = "import sys, venv, ensurepip; print(sys.version_info[0], sys.version_info[1])"
 ASK_ENVIRONMENT = """

@@ -1,4 +1,7 @@
-"""python -m extension_cpp: the demo on a few steps, info, whether a build fits a machine, and one sentence an error."""
+"""python -m extension_cpp: the demo on a few steps, info, whether a build fits a machine, and one sentence an error.
+
+new and new-package are in test_scaffold.py.
+"""
 
 import shutil
 import subprocess
@@ -241,6 +244,10 @@ def test_parse_build():
         (["demo", "--steps", "-3"], "argument --steps: expected a whole number of at least 1, but got '-3'"),
         (["demo", "--steps", "many"], "argument --steps: expected a whole number of at least 1, but got 'many'"),
         (["demo", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["new"], "the following arguments are required: NAME"),
+        (["new", "my_op", "--kind", "cube"], "argument --kind: invalid choice: 'cube'"),
+        (["new-package", "somewhere"], "the following arguments are required: --name"),
+        (["new-package", "somewhere", "--name", "a_name", "--kind", "accessor"], "argument --kind: invalid choice"),
         (["dance"], "argument COMMAND: invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -300,7 +307,9 @@ def test_device_is_the_gpu_where_it_fits(monkeypatch):
     assert demo.choose_device(None) == demo.choose_device("cuda") == ("cuda", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in ("demo", "info", "new", "new-package"))]
+)
 def test_help(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
