@@ -133,12 +133,11 @@ def section_of(path: Path, start: str, name: str) -> str:
 def op_files(kind: str, name: str) -> dict[str, str]:
     """The files of an op, by their place in a tree: kernels, shim, spec, test."""
     template = TREE / "templates" / kind
-    places = {path: f"extension_cpp/csrc/{name}/{path.name}" for path in (template / "kernel_template").iterdir()}
-    places |= {template / "spec_template.py": f"tests/specs/{name}.py"}
-    places |= {template / "test_template.py": f"tests/test_{name}.py"}
-    return {
-        PLACEHOLDER.sub(name, place): PLACEHOLDER.sub(name, path.read_text()) for path, place in sorted(places.items())
-    }
+    kernels = sorted((template / "kernel_template").iterdir())
+    places = {f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": path for path in kernels}
+    places |= {f"tests/specs/{name}.py": template / "spec_template.py"}
+    places |= {f"tests/test_{name}.py": template / "test_template.py"}
+    return {place: PLACEHOLDER.sub(name, path.read_text()) for place, path in places.items()}
 
 
 def in_order(names: list[str]) -> list[str]:

@@ -233,7 +233,20 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
         if text is not None and path.name != "LICENSE":
             assert not TRACES.search(text.decode()) and b"extension_cpp" not in text.lower(), path
     assert (folder / ".ci" / "run").stat().st_mode & 0o111
-    lint(folder, mypy=name == LONG)
+    lint(folder, mypy=(name, kind) == (LONG, "reduction"))
+
+
+@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
+def test_name_that_contains_the_placeholder(tree, kind):
+    assert command.main(["new", "my_kernel_template", "--kind", kind]) == 0
+    written = set(contents(tree)) - set(contents(ROOT))
+    names = {str(path) for path in written if path.suffix}
+    kernels = {path.name for path in (ROOT / "templates" / kind / "kernel_template").iterdir()}
+    assert names == {f"extension_cpp/csrc/my_kernel_template/my_{name}" for name in kernels} | {
+        "tests/specs/my_kernel_template.py",
+        "tests/test_my_kernel_template.py",
+    }
+    assert "my_my_" not in "".join((tree / name).read_text() for name in names)
 
 
 def sections(title: str) -> str:
