@@ -342,6 +342,7 @@ def test_new_ops_compile_and_pass(tree, tmp_path):
     run(sys.executable, "-m", "extension_cpp", "new", "kernel_template", cwd=tree)
     run(sys.executable, "-m", "extension_cpp", "new", "my_template", "--kind", "accessor", cwd=tree)
     quick = environment("cpu") | {"DEBUG": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "jit")}
+    quick["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{quick['PATH']}"  # torch calls ninja by its bare name
     run(sys.executable, "build_library.py", cwd=tree, env=quick)
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
     done = run(*test, "tests", "-k", "kernel_template or readme", cwd=tree, env=quick)
