@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix bench lint format sanitize wheel clean FORCE
+.PHONY: help setup build run test test-gpu matrix bench docs lint format sanitize wheel clean FORCE
 
 ifdef PYTHON
 READY :=
@@ -16,7 +16,7 @@ endif
 
 # Here a build is for the machine it runs on; wheels are for every GPU, so they leave the list as the user set it.
 ifeq ($(origin TORCH_CUDA_ARCH_LIST),undefined)
-setup build run test test-gpu bench sanitize: export TORCH_CUDA_ARCH_LIST = native
+setup build run test test-gpu bench docs sanitize: export TORCH_CUDA_ARCH_LIST = native
 endif
 
 BUILD_NEEDS := ninja
@@ -67,6 +67,11 @@ bench: $(READY)  ## build, then time the operators beside PyTorch's
 	$(call need,$(BUILD_NEEDS) rich matplotlib)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m benchmarks $(ARGS)
+
+docs: $(READY)  ## build, then write docs/ops.md and the README's table from the docstrings and schemas
+	$(call need,$(BUILD_NEEDS))
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m scripts.document_ops
 
 sanitize: $(READY)  ## C tests under address and undefined sanitizers; on a GPU the tests under compute-sanitizer
 	$(call need,$(TEST_NEEDS))

@@ -1,13 +1,59 @@
-"""The documents say what the repository holds."""
+"""The documents say what the repository holds, their links lead somewhere, and their code runs.
 
+What a block of code is stands behind its three backticks:
+
+    python          runs, the blocks of one document in order and in one namespace
+    python no-run   compiles: a part of a file, or what needs a GPU
+    pycon           a session (>>>): runs, and prints what it shows
+    sh              its make targets, commands and files exist
+
+c, cpp and text are not looked at. A path that begins with one of the root's folders exists, whether it stands in
+`backticks` or in a sh block.
+"""
+
+import doctest
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import extension_cpp
 from benchmarks.table import table
+from extension_cpp.__main__ import parser
+from scripts import document_ops
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in ("docs", "examples", "templates", "benchmarks")))
+    for path in ROOT.glob(pattern)
+)
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build", "dist", "out"}
+LANGUAGES = {"python", "python no-run", "pycon", "sh", "text", "c", "cpp", "make"}
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str, str]]:
+    """The line, language and code of every block."""
+    text = document.read_text()
+    for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if not languages or match[1].strip() in languages:
+            yield text[: match.start()].count("\n") + 2, match[1].strip(), match[2]
+
+
+def prose(document: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    titles = re.findall(r"^#+ +(.+?) *$", prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+# What the documents hold
 
 
 @pytest.mark.parametrize(
@@ -17,7 +63,81 @@ def test_performance_tables_are_those_of_the_results(results: Path) -> None:
     assert table(results) in (ROOT / "docs" / "performance.md").read_text(), f"python -m benchmarks.table {results}"
 
 
+def test_operators_are_documented_as_they_are() -> None:
+    assert document_ops.PAGE.read_text() == document_ops.page(), "docs/ops.md is stale: make docs"
+    assert document_ops.README.read_text() == document_ops.readme(), "README.md's table is stale: make docs"
+
+
 def test_readme_names_every_function() -> None:
     text = (ROOT / "README.md").read_text()
     for name in set(extension_cpp.__all__) - {"nn", "reference"}:
         assert f"`{name}(" in text
+
+
+# Where they lead
+
+
+@each_document
+def test_links(document: Path) -> None:
+    targets = re.findall(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)", prose(document))
+    for target in targets:
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = (document.parent / name).resolve() if name else document
+        assert there.exists(), f"{target}: no such file"
+        assert ROOT in [there, *there.parents], f"{target} leaves the repository"
+        assert not anchor or anchor in anchors(there), f"{target}: no such heading"
+
+
+def names(document: Path) -> Iterator[str]:
+    """Commands in the text and lines of shell blocks."""
+    yield from re.findall(r"`([^`\n]+)`", prose(document))
+    for _, _, code in blocks(document, "sh"):
+        yield from (line.partition(" #")[0].strip() for line in code.replace("\\\n", " ").splitlines())
+
+
+@each_document
+def test_files_and_commands_exist(document: Path) -> None:
+    make_targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = parser()._subparsers._group_actions[0].choices
+    for text in names(document):
+        for word in re.findall(r"(?<![\w/.<])[\w.]+(?:/[\w.*-]+)+", text):
+            if word.split("/")[0] in FOLDERS:
+                assert any(ROOT.glob(word)), f"`{text}`: there is no {word}"
+        for target in re.findall(r"(?:^|&& |; |=\S+ )make ([a-z][a-z-]*)(?![=\w])", text):
+            assert target in make_targets, f"`{text}`: the Makefile has no target {target}"
+        for command in re.findall(r"-m extension_cpp ([a-z-]+)", text):
+            assert command in commands, f"`{text}`: python -m extension_cpp has no command {command}"
+
+
+# Their code
+
+
+@each_document
+def test_blocks_say_what_they_are(document: Path) -> None:
+    for line, language, _ in blocks(document):
+        assert language in LANGUAGES, f"line {line}: '{language}' is none of {sorted(LANGUAGES)}"
+    assert document.read_text().count("\n```") % 2 == 0, "a block is not closed"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if any(blocks(path, "python", "python no-run", "pycon"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_python_blocks(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for line, language, code in blocks(document, "python", "python no-run", "pycon"):
+        if language == "pycon":
+            test = doctest.DocTestParser().get_doctest(code, namespace, document.name, str(document), line - 1)
+            told: list[str] = []
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+            failed = runner.run(test, out=told.append, clear_globs=False).failed
+            assert not failed, "".join(told)
+            namespace = test.globs
+            continue
+        compiled = compile("\n" * (line - 1) + code, str(document), "exec")
+        if language == "python":
+            exec(compiled, namespace)

@@ -1,0 +1,134 @@
+"""Writes docs/ops.md and the README's table of operators from the docstrings and the schemas: `make docs`.
+
+A test says when what is written there is stale.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import extension_cpp
+except ImportError as error:
+    sys.exit(f"error: {error}")
+from extension_cpp import info, ops
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
+BEGIN, END = "<!-- operators: written by `make docs` -->\n", "<!-- end of operators -->\n"
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """The public operators, in the order of ops.py."""
+    found = [getattr(extension_cpp, name) for name in extension_cpp.__all__ if hasattr(ops, name)]
+    return {f.__name__: f for f in sorted(found, key=lambda f: f.__code__.co_firstlineno)}
+
+
+def modules() -> dict[str, type[torch.nn.Module]]:
+    nn = vars(extension_cpp.nn)
+    return {name: x for name, x in nn.items() if isinstance(x, type) and issubclass(x, torch.nn.Module)}
+
+
+def call(name: str, function: Callable[..., Any]) -> str:
+    """How it is called: names and defaults, without the types."""
+    signature = inspect.signature(function)
+    if signature == inspect.signature(torch.nn.Module):  # *args and **kwargs, which it refuses
+        return f"{name}()"
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return f"{name}{inspect.Signature(bare)}"
+
+
+def markdown(text: str) -> str:
+    """reStructuredText's ``code`` is `code` in markdown."""
+    return text.replace("``", "`")
+
+
+def summary(object: Any) -> str:
+    return markdown(" ".join((inspect.getdoc(object) or "").split("\n\n")[0].split()))
+
+
+def gradients(name: str, function: Callable[..., Any]) -> str:
+    """What the docstring's sentence about derivatives says first."""
+    text = " ".join((inspect.getdoc(function) or "").split())
+    match = re.search(r"\b(Not d|D)ifferentiable\b[\s,]*([^.;]*)[.;]", text)
+    if match is None:
+        sys.exit(f"error: the docstring of {name} has no sentence that begins with 'Differentiable' or 'Not ...'.")
+    return markdown("none" if match[1] != "D" else match[2] or "yes")
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def table() -> str:
+    """The README's: a row an operator."""
+    rows = ["| function | meaning | differentiable |", "|---|---|---|"]
+    for name, function in functions().items():
+        link = f"[`{call(name, function)}`](docs/ops.md#{name})"
+        rows.append(row(link, summary(function), gradients(name, function)))
+    return "\n".join(rows) + "\n"
+
+
+def schemas_of(names: list[str]) -> dict[str, list[str]]:
+    """Every schema under the operator whose name it continues: mish has mish, mish_backward, mish.out."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for schema in info.schemas():
+        stem = re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0]
+        owners = [name for name in names if stem == name or stem.startswith(f"{name}_")]
+        if not owners:
+            sys.exit(f"error: {schema} belongs to no public function of ops.py.")
+        found[max(owners, key=len)].append(schema)
+    return found
+
+
+def section(name: str, function: Callable[..., Any], schemas: list[str]) -> str:
+    """The docstring as markdown: its sections become bold words, its arguments a list."""
+    lines = []
+    for line in (inspect.getdoc(function) or "").splitlines():
+        if re.fullmatch(r"\w+:", line):
+            lines.append(f"**{line[:-1]}**\n")
+        elif argument := re.fullmatch(r" {4}(\w+): (.*)", line):
+            lines.append(f"* `{argument[1]}`: {argument[2]}")
+        else:
+            lines.append(re.sub(r"^ {4}", "" if not line.startswith(" " * 8) else "  ", line).rstrip())
+    body = markdown("\n".join(lines))
+    body = re.sub(r"(?m)^ {6}", "  ", body)
+    listed = "\n".join(schemas)
+    return f"## {name}\n\n`{call(name, function)}`\n\n{body}\n\n```text\n{listed}\n```\n"
+
+
+def page() -> str:
+    """docs/ops.md."""
+    known = functions()
+    schemas = schemas_of(list(known))
+    common = markdown((ops.__doc__ or "").split("\n\n", 2)[2].strip())
+    parts = [
+        "# Operators",
+        "Written by `make docs` from the docstrings in `extension_cpp/ops.py` and the registered schemas; edit those.",
+        common,
+        *(section(name, function, schemas[name]).rstrip() for name, function in known.items()),
+        "## Modules",
+        "In `extension_cpp.nn`, with the names and habits of torch.nn.",
+        "| module | meaning |\n|---|---|\n"
+        + "\n".join(row(f"`{call(name, module)}`", summary(module)) for name, module in modules().items()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def readme() -> str:
+    """README.md with the table of today."""
+    text = README.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        sys.exit(f"error: README.md has lost the lines between which the table stands: {BEGIN.strip()} {END.strip()}")
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    for path, text in ((PAGE, page()), (README, readme())):
+        path.write_text(text)
