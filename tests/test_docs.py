@@ -6,6 +6,7 @@ What a block of code is stands behind its three backticks:
     python no-run   compiles: a part of a file, or what needs a GPU
     pycon           a session (>>>): runs, and prints what it shows
     sh              its make targets, commands and files exist
+    diff            right code made wrong, which a test catches (test_mutants.py)
 
 c, cpp and text are not looked at. A path that begins with one of the root's folders exists, whether it stands in
 `backticks` or in a sh block.
@@ -30,7 +31,7 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build", "dist", "out"}
-LANGUAGES = {"python", "python no-run", "pycon", "sh", "text", "c", "cpp", "make"}
+LANGUAGES = {"python", "python no-run", "pycon", "sh", "diff", "c", "cpp", "text"}
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 

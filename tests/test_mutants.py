@@ -1,0 +1,171 @@
+"""The wrong code in docs/pitfalls.md: each diff there is applied to a copy, built, and must be caught by a test.
+
+A diff's first lines name the file, the op and the test:
+
+    --- extension_cpp/csrc/relu/relu_cpu_kernel.h
+    +++ nan_swallowed: relu, test_nan_and_inf_at_each_position
+
+Only the objects that see the change are compiled, at the instruction set that runs here, and linked with the rest of
+the last build. Mutants of CUDA code need a GPU, one of a test of the slow tier needs --slow.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import build_library
+import extension_cpp
+from tests.test_docs import ROOT, blocks
+
+SLOW = "test_more_than_two_to_the_31_elements"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: Path  # from the root
+    name: str
+    op: str
+    test: str
+    right: str
+    wrong: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def cuda(self) -> bool:
+        return self.file.suffix in (".cu", ".cuh") or self.file.name == "op.h"
+
+
+def parse(code: str) -> Mutant:
+    header = re.match(r"--- (\S+)\n\+\+\+ (\w+): (\w+), (\w+)\n", code)
+    assert header, f"no header: {code}"
+    lines = code[header.end() :].splitlines()
+    assert all(line[:1] in "+- " for line in lines), code
+    right, wrong = ("\n".join(line[1:] for line in lines if line[:1] in (" ", sign)) for sign in "-+")
+    return Mutant(Path(header[1]), header[2], header[3], header[4], right, wrong)
+
+
+MUTANTS = [parse(code) for _, _, code in blocks(ROOT / "docs" / "pitfalls.md", "diff")]
+
+
+@functools.cache
+def build_folder() -> Path | None:
+    """Where the library that runs here was linked."""
+    built = extension_cpp.LIBRARY.read_bytes()
+    places = (ROOT / "build").glob(f"*/{build_library.LIBRARY}")
+    return next((place.parent for place in places if place.read_bytes() == built), None)
+
+
+def ninja(tool: str) -> str:
+    command = [sys.executable, "-m", "ninja", "-C", str(build_folder()), "-t", tool]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def objects_of(mutant: Mutant) -> list[str]:
+    """The objects that see the change: of the op's folder, and of the instruction set that runs here."""
+    level = ctypes.CDLL(str(extension_cpp.LIBRARY)).extension_cpp_cpu_level
+    level.restype = ctypes.c_char_p
+    others = set(build_library.X86_LEVELS) - {level().decode()}
+    folder = mutant.file.parent.name
+    if folder == "common":
+        shims = build_library.CSRC.glob("*/*.cpp")
+        folder = next(shim.parent.name for shim in shims if f'"{mutant.op}(' in shim.read_text())
+    found = []
+    for entry in ninja("deps").split("\n\n"):
+        name, *inputs = entry.replace(": #deps", "\n").split("\n")
+        parts = Path(name).parts
+        if (
+            folder in parts
+            and parts[0] not in others
+            and any(line.strip() == str(ROOT / mutant.file) for line in inputs)
+        ):
+            found.append(name)
+    assert found, f"{mutant.file} is in no object of {folder}"
+    return found
+
+
+def build(mutant: Mutant, csrc: Path, library: Path) -> None:
+    """Compiles what the change reaches, from the sources in csrc, and links it with the objects of the last build."""
+    commands = {entry["output"]: shlex.split(entry["command"]) for entry in json.loads(ninja("compdb"))}
+    replaced = {name: str(library.parent / name.replace("/", "_")) for name in objects_of(mutant)}
+
+    def run(command: list[str], places: dict[str, str]) -> None:
+        command = [places.get(word, word.replace(str(build_library.CSRC), str(csrc))) for word in command]
+        result = subprocess.run(command, cwd=build_folder(), capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
+    for name, path in replaced.items():
+        run(commands[name], {name: path, f"{name}.d": f"{path}.d"})
+    run(commands[build_library.LIBRARY], {**replaced, build_library.LIBRARY: str(library)})
+
+
+def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What the test says of the mutant: a copy of the package, with the op's spec alone."""
+    shutil.copytree(
+        extension_cpp.LIBRARY.parent, folder / "extension_cpp", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (folder / "tests" / "specs").mkdir(parents=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    names = ["__init__.py", "conftest.py", "checks.py", "opspec.py", "test_battery.py", "test_norm.py"]
+    for name in [*names, "specs/__init__.py", f"specs/{mutant.op}.py"]:
+        shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
+    file = folder / mutant.file
+    file.write_text(file.read_text().replace(mutant.right, mutant.wrong))
+    if file.suffix != ".py":
+        build(mutant, folder / "extension_cpp" / "csrc", folder / "extension_cpp" / build_library.LIBRARY)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", mutant.test]
+    command += ["--device", "cuda" if mutant.cuda else "cpu", *(["--slow"] if mutant.test == SLOW else [])]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def buildable(request: pytest.FixtureRequest) -> None:
+    if build_folder() is None:
+        pytest.skip("the objects of this library are not in build/: it was installed, or built elsewhere")
+
+
+def needs(mutant: Mutant, config: pytest.Config) -> str:
+    """What this run lacks; empty where nothing."""
+    if mutant.cuda and not torch.cuda.is_available():
+        return "a CUDA mutant needs a GPU"
+    if mutant.name == "device_guard_missing" and torch.cuda.device_count() < 2:
+        return "this mutant is wrong on a second GPU alone"
+    if mutant.test == SLOW and not config.getoption("--slow"):
+        return "slow tier: run with --slow"
+    return ""
+
+
+each_mutant = pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+
+
+@each_mutant
+def test_right_code_is_what_the_sources_have(mutant: Mutant) -> None:
+    assert (ROOT / mutant.file).read_text().count(mutant.right) == 1, f"{mutant.file} has changed, or has this twice"
+    assert mutant.right != mutant.wrong
+
+
+@each_mutant
+def test_mutant_is_caught(mutant: Mutant, tmp_path: Path, buildable: None, pytestconfig: pytest.Config) -> None:
+    if missing := needs(mutant, pytestconfig):
+        pytest.skip(missing)
+    result = run_tests(mutant, tmp_path / "a tree")
+    assert result.returncode == 1, f"{mutant.name} was not caught:\n{result.stdout[-3000:]}{result.stderr[-3000:]}"
+    print(next(line for line in result.stdout.splitlines() if line.startswith("E ")))
+
+
+def test_what_changes_nothing_is_not_caught(tmp_path: Path, buildable: None) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == "temporary_dies")
+    result = run_tests(dataclasses.replace(mutant, wrong=mutant.right), tmp_path / "a tree")
+    assert result.returncode == 0, result.stdout
