@@ -7,9 +7,10 @@ What a block of code is stands behind its three backticks:
     pycon           a session (>>>): runs, and prints what it shows
     sh              its make targets, commands and files exist
     diff            right code made wrong, which a test catches (test_mutants.py)
+    c, cpp, text    is not looked at
+    cpp some/file   (or another language) stands in that file
 
-c, cpp and text are not looked at. A path that begins with one of the root's folders exists, whether it stands in
-`backticks` or in a sh block.
+A path that begins with one of the root's folders exists, whether it stands in `backticks` or in a sh block.
 """
 
 import doctest
@@ -117,7 +118,10 @@ def test_files_and_commands_exist(document: Path) -> None:
 
 @each_document
 def test_blocks_say_what_they_are(document: Path) -> None:
-    for line, language, _ in blocks(document):
+    for line, language, code in blocks(document):
+        if "/" in language:
+            language, _, file = language.partition(" ")
+            assert code in (ROOT / file).read_text(), f"line {line}: this is not in {file}"
         assert language in LANGUAGES, f"line {line}: '{language}' is none of {sorted(LANGUAGES)}"
     assert document.read_text().count("\n```") % 2 == 0, "a block is not closed"
 
