@@ -1,0 +1,71 @@
+"""Forward, backward, a trained model and a timing: `python -m examples.basic_usage` in the root of a checkout."""
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+import extension_cpp
+
+ROWS, FEATURES, SCALE = 1024, 2048, 0.5
+
+
+def show_gradients(device: str) -> None:
+    """The gradients have the shapes of what they belong to; bias is summed over the rows."""
+    x = torch.randn(ROWS, FEATURES, device=device, requires_grad=True)
+    bias = torch.randn(FEATURES, device=device, requires_grad=True)
+    y = extension_cpp.scale_bias_relu(x, bias, SCALE)
+    y.sum().backward()
+    print(f"y        {tuple(y.shape)}")
+    for name, tensor in (("x", x), ("bias", bias)):
+        assert tensor.grad is not None
+        print(f"{name + '.grad':8} {tuple(tensor.grad.shape)}")
+
+
+def train(device: str, steps: int = 200) -> list[float]:
+    """Fits a function of 16 numbers; returns the loss of every step."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 16, device=device)
+    target = torch.sin(x).sum(dim=1, keepdim=True)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), extension_cpp.nn.ScaleBiasReLU(64, scale=SCALE), torch.nn.Linear(64, 1)
+    ).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def time(device: str) -> dict[str, float]:
+    """Microseconds a forward call, ours and the same in PyTorch."""
+    x, bias = torch.randn(ROWS, FEATURES, device=device), torch.randn(FEATURES, device=device)
+
+    def ours() -> Tensor:
+        return extension_cpp.scale_bias_relu(x, bias, SCALE)
+
+    def pytorch() -> Tensor:
+        return torch.relu(x * SCALE + bias)
+
+    torch.testing.assert_close(ours(), pytorch())
+    calls = {"extension_cpp.scale_bias_relu": ours, "relu(x * scale + bias)": pytorch}
+    threads = torch.get_num_threads()
+    timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
+    return {name: timer.blocked_autorange(min_run_time=0.5).median * 1e6 for name, timer in timers.items()}
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"On {device}, {ROWS} x {FEATURES}:")
+    show_gradients(device)
+    losses = train(device)
+    print(f"loss     {losses[0]:.3f} at first, {losses[-1]:.3f} after {len(losses)} steps of Adam")
+    for name, microseconds in time(device).items():
+        print(f"{microseconds:7.0f} us  {name}")
+
+
+if __name__ == "__main__":
+    main()
