@@ -1,15 +1,23 @@
 """Every example runs, on the CPU at least, and shows what it says."""
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*words: str) -> str:
-    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+def run(*words: object, **variables: object) -> str:
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    command = [sys.executable, *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -20,3 +28,57 @@ def test_basic_usage() -> None:
     first, last = re.search(r"loss +([\d.]+) at first, ([\d.]+) after", told).groups()
     assert float(last) < 0.1 * float(first)
     assert len(re.findall(r"^ +\d+ us  ", told, re.MULTILINE)) == 2
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what the comparison built and wrote; the ATen sources are compiled once for all tests."""
+    folder = tmp_path_factory.mktemp("accessor")
+    words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
+    told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder)
+    assert "percent of copy" in told
+    return folder
+
+
+def test_accessor_comparison(compared: Path) -> None:
+    rows = json.loads((compared / "cpu.json").read_text())["rows"]
+    assert rows.pop("compile, s")["ours_objects"] >= 2 and len(rows) == 4
+    assert all(set(row) == {"ours", "accessor", "eager", "copy"} and min(row.values()) > 0 for row in rows.values())
+
+
+def test_accessor_is_right(compared: Path) -> None:
+    told = run("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "examples/accessor", TORCH_EXTENSIONS_DIR=compared)
+    assert re.search(r"\(256, 1024\) y: largest error \S+", told)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so that neither has a reason to refuse")
+def test_accessor_benchmark_and_profile_say_what_they_lack() -> None:
+    result = subprocess.run(
+        [sys.executable, "examples/accessor/benchmark.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 1 and result.stderr.startswith("error: CUDA events need a GPU")
+    script = subprocess.run(["examples/accessor/profile_kernel.sh"], cwd=ROOT, capture_output=True, text=True)
+    reason = "error: there is no NVIDIA GPU" if shutil.which("ncu") else "error: ncu, Nsight Compute, is not on this"
+    assert script.returncode == 1 and reason in script.stderr
+
+
+def test_accessor_benchmark(compared: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("CUDA events need a GPU")
+    assert re.search(r" ms a call$", run("examples/accessor/benchmark.py", TORCH_EXTENSIONS_DIR=compared), re.MULTILINE)
+
+
+def test_walkthrough(tmp_path: Path) -> None:
+    """The notebook's cells, in order, as one program; they check what they compute."""
+    book = json.loads((ROOT / "examples" / "walkthrough.ipynb").read_text())
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    names = [cell["id"] for cell in book["cells"]]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in names)
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    program = tmp_path / "walkthrough.py"
+    program.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    told = run(program, TMPDIR=tmp_path)
+    assert "extension_cpp::softsign(Tensor x) -> Tensor" in told and told.count("largest error") == 4
+    assert "expected x to be float64, float32, bfloat16 or float16, but got int32" in told
+    assert len(re.findall(r"^ +\d+ us  ", told, re.MULTILINE)) == 3

@@ -1,0 +1,106 @@
+// accessor_mish on the GPU. A block takes a row, its threads stride over the columns: neighbouring threads touch neighbouring
+// addresses. Both loops run up to the sizes that the accessors know, so that no index leaves the tensor.
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace accessor_mish {
+
+// In accessor_mish.cpp.
+void check_input(const char *name, const at::Tensor &x);
+void check_contiguous(const char *name, const at::Tensor &x);
+void check_inputs(const at::Tensor &grad_out, const at::Tensor &x);
+
+namespace {
+
+using In = at::PackedTensorAccessor32<const float, 2, at::RestrictPtrTraits>;
+using Out = at::PackedTensorAccessor32<float, 2, at::RestrictPtrTraits>;
+
+constexpr int THREADS = 256;
+
+// ---- the arithmetic ----
+
+__device__ float f(float x) {
+  const float e = expf(x);
+  return x > 20 ? x : x * (e * (e + 2) / (e * (e + 2) + 2));
+}
+
+__device__ float derivative(float x) {
+  const float e = expf(x), denominator = e * (e + 2) + 2;
+  return x > 20 ? 1 : e * ((e + 2) * denominator + 4 * x * (1 + e)) / (denominator * denominator);
+}
+
+__global__ void __launch_bounds__(THREADS) forward_kernel(In x, Out y) {
+  for (int b = blockIdx.x; b < x.size(0); b += gridDim.x) {
+    for (int d = threadIdx.x; d < x.size(1); d += THREADS) y[b][d] = f(x[b][d]);
+  }
+}
+
+__global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Out grad_x) {
+  for (int b = blockIdx.x; b < x.size(0); b += gridDim.x) {
+    for (int d = threadIdx.x; d < x.size(1); d += THREADS) grad_x[b][d] = grad_out[b][d] * derivative(x[b][d]);
+  }
+}
+
+// A PackedTensorAccessor32 multiplies indices with strides in 32 bits; the kernels' indices go one step past the sizes.
+void check_32_bits(const char *name, const at::Tensor &x) {
+  const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1), most = (int64_t{1} << 31) - 65536;
+  TORCH_CHECK(std::max(last, x.numel()) < most, "expected ", name, " to span fewer than ", most, " elements, but got ",
+              last + 1);
+}
+
+// Enough blocks to fill every GPU; rows beyond that come in the kernels' loops.
+int blocks(const at::Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
+
+at::Tensor run_forward(const at::Tensor &x) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor y = at::empty(x.sizes(), x.options());
+  if (x.numel() == 0) return y;
+  check_32_bits("x", x);
+  forward_kernel<<<blocks(x), THREADS, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      x.packed_accessor32<const float, 2, at::RestrictPtrTraits>(),
+      y.packed_accessor32<float, 2, at::RestrictPtrTraits>());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return y;
+}
+
+at::Tensor forward(const at::Tensor &x) {
+  check_input("x", x);
+  check_contiguous("x", x);
+  return run_forward(x);
+}
+
+at::Tensor forward_strided(const at::Tensor &x) {
+  check_input("x", x);
+  return run_forward(x);
+}
+
+at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
+  check_inputs(grad_out, x);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor grad_x = at::empty(x.sizes(), x.options());
+  if (x.numel() == 0) return grad_x;
+  check_32_bits("grad_out", grad_out);
+  check_32_bits("x", x);
+  backward_kernel<<<blocks(x), THREADS, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      grad_out.packed_accessor32<const float, 2, at::RestrictPtrTraits>(),
+      x.packed_accessor32<const float, 2, at::RestrictPtrTraits>(),
+      grad_x.packed_accessor32<float, 2, at::RestrictPtrTraits>());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return grad_x;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(accessor_mish, CUDA, m) {
+  m.impl("forward", &forward);
+  m.impl("forward_strided", &forward_strided);
+  m.impl("backward", &backward);
+}
+
+}  // namespace accessor_mish

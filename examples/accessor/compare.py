@@ -1,0 +1,136 @@
+"""Measures mish the ATen way beside this package's own mish: python -m examples.accessor.compare, in a checkout's root.
+
+What is measured: seconds to compile, one file at a time; microseconds a call on a small tensor; and for a large one,
+contiguous and strided, the percent of the bandwidth that a copy of a contiguous tensor of its size reaches. Each result
+is compared with float64 before it is timed. Writes the figures to examples/accessor/results/.
+"""
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+import build_library
+import extension_cpp
+
+FOLDER = Path(__file__).resolve().parent
+COLS = 1024
+
+
+def build_accessor() -> float:
+    """Compiles and loads the example; seconds."""
+    cache = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp()))
+    shutil.rmtree(cache / "accessor_mish", ignore_errors=True)
+    sys.path.insert(0, str(FOLDER))
+    start = time.perf_counter()
+    __import__("accessor_mish")
+    return time.perf_counter() - start
+
+
+def build_ours(device: str) -> tuple[float, int]:
+    """Compiles the files of csrc/mish for this machine, without the link; seconds, and how many objects that makes."""
+    if device == "cpu":
+        os.environ["USE_CUDA"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        build_library.write_ninja(Path(folder))
+        ninja = [sys.executable, "-m", "ninja", "-C", folder, "-j", "1"]
+        targets = subprocess.run([*ninja, "-t", "targets", "all"], capture_output=True, text=True, check=True).stdout
+        objects = [name for line in targets.splitlines() if "mish/" in (name := line.split(":")[0])]
+        start = time.perf_counter()
+        subprocess.run([*ninja, *objects], capture_output=True, check=True)
+        return time.perf_counter() - start, len(objects)
+
+
+def contenders(strided: bool) -> dict[str, Callable[[Tensor], Tensor]]:
+    accessor = torch.ops.accessor_mish
+    return {
+        "ours": extension_cpp.mish,
+        "accessor": accessor.forward_strided if strided else accessor.forward,
+        "eager": torch.nn.functional.mish,
+    }
+
+
+def microseconds(call: Callable[[], object], seconds: float) -> float:
+    """The median of many calls; on a GPU the timer waits for them."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=seconds).median * 1e6
+
+
+def measure(x: Tensor, seconds: float) -> dict[str, float]:
+    """Microseconds of every contender, and of a copy."""
+    exact = extension_cpp.reference.mish(x[:1000].double())
+    found = {}
+    for name, function in contenders(not x.is_contiguous()).items():
+        torch.testing.assert_close(function(x)[:1000].double(), exact, atol=1e-5, rtol=1e-4)
+        found[name] = microseconds(functools.partial(function, x), seconds)
+    y, dense = torch.empty(x.shape, device=x.device), x.contiguous()
+    found["copy"] = microseconds(functools.partial(y.copy_, dense), seconds)
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.accessor.compare", description=__doc__.split("\n\n")[0])
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--device", choices=there, default=there[-1])
+    parser.add_argument("--mib", type=int, default=256, help="size of the large tensor (default: 256)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each figure (default: 2)")
+    parser.add_argument("--json", type=Path, help="where to write (default: examples/accessor/results/DEVICE.json)")
+    options = parser.parse_args()
+    if options.mib < 1 or options.seconds <= 0:
+        parser.error("--mib and --seconds must be positive")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    os.environ["MAX_JOBS"] = "1"
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", build_library.native_architecture())
+    name = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    about = {"device": name, "torch": torch.__version__, "mib": options.mib, "seconds": options.seconds}
+    seconds, objects = build_ours(options.device)
+    rows: dict[str, dict[str, Any]] = {
+        "compile, s": {"ours": seconds, "ours_objects": objects, "accessor": build_accessor()}
+    }
+    size = options.mib * 2**20 // 4 // COLS
+    wide = torch.randn(size, 2 * COLS, device=options.device)
+    with torch.no_grad():
+        for label, x in [
+            ("4 x 4, us", wide[:4, :4].contiguous()),
+            (f"{size} x {COLS}, us", wide[:, :COLS].contiguous()),
+            (f"{size} x {COLS} every other column, us", wide[:, ::2]),
+            (f"{COLS} x {size} transposed, us", wide[:, :COLS].contiguous().t()),
+        ]:
+            rows[label] = measure(x, options.seconds)
+    path = options.json or FOLDER / "results" / f"{options.device}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    show(about, rows, path)
+
+
+def show(about: dict[str, Any], rows: dict[str, dict[str, Any]], path: Path) -> None:
+    table = Table("", "ours", "accessor", "eager", "copy", title=str(about))
+    for label, row in rows.items():
+        figures = [row.get(name) for name in ("ours", "accessor", "eager", "copy")]
+        table.add_row(label, *("" if figure is None else f"{figure:.1f}" for figure in figures))
+        if "x" in label and not label.startswith("4 x 4"):
+            table.add_row("  percent of copy", *(f"{100 * row['copy'] / figure:.0f}" for figure in figures))
+    Console(width=120).print(table)
+    print(f"The figures are in {path}.")
+
+
+if __name__ == "__main__":
+    main()
