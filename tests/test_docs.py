@@ -28,7 +28,7 @@ from scripts import document_ops
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in ("docs", "examples", "templates", "benchmarks")))
+    for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in ("docs", "examples", "benchmarks")))
     for path in ROOT.glob(pattern)
 )
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build", "dist", "out"}
