@@ -5,7 +5,7 @@ What a block of code is stands behind its three backticks:
     python          runs, the blocks of one document in order and in one namespace
     python no-run   compiles: a part of a file, or what needs a GPU
     pycon           a session (>>>): runs, and prints what it shows
-    sh              its make targets, commands and files exist
+    sh, bash        its make targets, commands and files exist
     diff            right code made wrong, which a test catches (test_mutants.py)
     c, cpp, text    is not looked at
     cpp some/file   (or another language) stands in that file
@@ -33,7 +33,7 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build", "dist", "out"}
-LANGUAGES = {"python", "python no-run", "pycon", "sh", "diff", "c", "cpp", "text"}
+LANGUAGES = {"python", "python no-run", "pycon", "sh", "bash", "diff", "c", "cpp", "text"}
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -96,7 +96,7 @@ def test_links(document: Path) -> None:
 def names(document: Path) -> Iterator[str]:
     """Commands in the text and lines of shell blocks."""
     yield from re.findall(r"`([^`\n]+)`", prose(document))
-    for _, _, code in blocks(document, "sh"):
+    for _, _, code in blocks(document, "sh", "bash"):
         yield from (line.partition(" #")[0].strip() for line in code.replace("\\\n", " ").splitlines())
 
 
