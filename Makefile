@@ -20,7 +20,7 @@ setup build run test test-gpu bench docs sanitize: export TORCH_CUDA_ARCH_LIST =
 endif
 
 BUILD_NEEDS := ninja
-TEST_NEEDS := $(BUILD_NEEDS) pytest hypothesis numpy setuptools
+TEST_NEEDS := $(BUILD_NEEDS) pytest hypothesis numpy setuptools transformers
 C_SOURCES = find extension_cpp templates tests examples -name .venv -prune -o \
   -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
 CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from extension_cpp import ops
+from extension_cpp.convert import Converted as Converted
+from extension_cpp.convert import convert as convert
 
 
 class ScaleBiasReLU(torch.nn.Module):
@@ -84,11 +86,14 @@ class LayerNorm(torch.nn.LayerNorm):
 class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm, arguments, parameters and state_dict included, over extension_cpp.rms_norm.
 
-    The parameters may be float32 where the input is half; the result has the input's dtype.
+    The weight may be of any floating dtype, as torch.nn.RMSNorm's; the result has the input's dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        weight: Tensor | None = self.weight
+        if weight is not None and weight.dtype != x.dtype:
+            weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        return ops.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class AddLayerNorm(torch.nn.LayerNorm):
