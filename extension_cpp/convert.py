@@ -64,20 +64,22 @@ def convert(model: torch.nn.Module) -> Converted:
             continue
         found = _obstacle(module) or _class_for(module)
         if isinstance(found, type):
-            result.changed[name] = "rms_norm" if issubclass(found, nn.RMSNorm) else "layer_norm"
-            if issubclass(found, _FormulaNorm):
-                result.changed[name] = str(found.formula)
             module.__class__ = found
-        elif _called_norm(module):
-            result.left[name] = f"{type(module).__name__}: {found}"
+            result.changed[name] = _function(found)
+        elif _called_norm(module) and ".parametrizations." not in f".{name}":
+            result.left[name] = f"{_class_name(module)}: {found}"
     if result.changed and "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     return result
 
 
+def _class_name(module: torch.nn.Module) -> str:
+    return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
+
+
 def _called_norm(module: torch.nn.Module) -> bool:
     """Whether people would ask why it was left."""
-    return isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)) or "norm" in type(module).__name__.lower()
+    return isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)) or "norm" in _class_name(module).lower()
 
 
 def _may_be_norm(module: torch.nn.Module) -> bool:
@@ -121,8 +123,16 @@ def _class_for(module: torch.nn.Module) -> type | str:
         return nn.LayerNorm
     if type(module) is torch.nn.RMSNorm:
         return nn.RMSNorm
-    formula = _recognise(module)
-    return formula if isinstance(formula, str) else _formula_class(type(module), formula)
+    with torch.device("cpu"):  # the caller's may be meta
+        formula = _recognise(module)
+    original: type = type(module)
+    return formula if isinstance(formula, str) else _formula_class(original, formula)
+
+
+def _function(converted: type) -> str:
+    if issubclass(converted, _FormulaNorm):
+        return str(converted.formula)
+    return "rms_norm" if issubclass(converted, nn.RMSNorm) else "layer_norm"
 
 
 # ---- modules that compute a known formula ----
@@ -139,11 +149,12 @@ class Formula(NamedTuple):
     result: str  # a key of RESULTS
 
     def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
-        weight, bias = (name and getattr(module, name) for name in (self.weight, self.bias))
+        weight: Tensor | None = getattr(module, self.weight) if self.weight else None
+        bias: Tensor | None = getattr(module, self.bias) if self.bias else None
         dtype = RESULTS[self.result](x.dtype, x.dtype if weight is None else weight.dtype)
         x = x.to(torch.promote_types(x.dtype, dtype))
         arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
-        if self.offset:
+        if weight is not None and self.offset:
             weight = self.offset + weight.to(arithmetic)
         if weight is not None and weight.dtype != x.dtype:
             weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
@@ -176,8 +187,7 @@ class _FormulaNorm:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickles and copies without the class, which no module holds: it is made again."""
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _blank, (self.original, self.formula), *state
+        return _blank, (self.original, self.formula), *super().__reduce_ex__(protocol)[2:]
 
 
 @functools.cache
@@ -188,8 +198,7 @@ def _formula_class(original: type, formula: Formula) -> type:
 
 
 def _blank(original: type, formula: Formula) -> torch.nn.Module:
-    made = _formula_class(original, formula)
-    return made.__new__(made)
+    return object.__new__(_formula_class(original, formula))
 
 
 # ---- recognising them ----
@@ -247,7 +256,7 @@ def _run(module: torch.nn.Module, x: Tensor, parameters: list[Tensor]) -> Tensor
     twin._parameters = {**held, **dict(zip(names, map(torch.nn.Parameter, parameters), strict=True))}
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-            y = twin.forward(x.clone())
+            y = twin.forward(x)
     except Exception:  # whatever a stranger's code raises: it is not our formula
         return None
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
@@ -266,7 +275,7 @@ def _agrees(module: torch.nn.Module, formula: Formula, width: int, dtype: torch.
     rows[4:] *= abs(eps) ** 0.5
     weight, bias = (torch.randn(width, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
     x = rows.to(dtype).reshape((6, width) if dims == 2 else (2, *(1,) * (dims - 3), 3, width))
-    y = _run(module, x, [weight, bias][: len(_parameters(module))])
+    y = _run(module, x.clone(), [weight, bias][: len(_parameters(module))])
     if y is None:
         return False
     exact = x.double() - (x.double().mean(-1, keepdim=True) if formula.centered else 0)
