@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
+from torch.library import register_autocast, register_autograd, register_fake
 
 _ops = torch.ops.extension_cpp
 
@@ -444,7 +444,9 @@ def layer_norm(
 
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and a mean and a reciprocal
     standard deviation a row, in float32 (float64: float64). The variance takes a second pass over the row; the rows
-    of the weight gradients are summed in a fixed order. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    of the weight gradients are summed in a fixed order. Under autocast on CUDA half inputs are cast to float32 and so
+    is the result, as PyTorch's own; on the CPU, and for rms_norm, PyTorch casts nothing, and nor does this. Source: Ba,
+    Kiros and Hinton 2016, arXiv:1607.06450.
     """
     return _ops.layer_norm(x, normalized_shape, weight, bias, eps)[0]
 
@@ -513,6 +515,7 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[T
 
 
 register_autograd("extension_cpp::layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context)
+register_autocast("extension_cpp::layer_norm", "cuda", torch.float32)
 
 
 def _norm_second_order(

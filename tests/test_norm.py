@@ -107,6 +107,27 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
         assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.float32).eps * 131072**0.5 * max(b.abs().max(), 1)
 
 
+@every_norm
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: str) -> None:
+    """float32 parameters, as a model under autocast has them: the same dtype of result and gradients, the same values
+    but for the rounding of each."""
+    inputs = [
+        torch.randn(9, 33, device=device).to(dtype),
+        torch.randn(33, device=device),
+        torch.randn(33, device=device),
+    ]
+    results = []
+    for function in (getattr(extension_cpp, name), getattr(reference, name)):
+        leaves = [t.clone().requires_grad_() for t in inputs[: 3 if name == "layer_norm" else 2]]
+        with torch.autocast(device, torch.bfloat16):
+            y = function(*arguments(name, *leaves, *[None] * (3 - len(leaves))))
+        y.square().sum().backward()
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=33 * torch.finfo(dtype).eps, atol=33 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("module", [LayerNorm(48), RMSNorm(48)], ids=lambda module: type(module).__name__)
 def test_gradients_accumulate_over_micro_batches(module: torch.nn.Module, device: str) -> None:
     """float32 weights under bfloat16 activations: four backward calls add up to one over the whole batch."""
