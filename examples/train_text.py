@@ -1,0 +1,390 @@
+"""Trains a small GPT on text, byte by byte: python examples/train_text.py --help
+
+A pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. Its norms are this
+package's (--ops ours) or PyTorch's (--ops torch); everything else, the weights at the start and the order of the data
+included, is the same, so the two loss curves lie on each other.
+
+A step's batches depend on its number alone. The checkpoint is replaced in one move, so a run that is killed at any
+moment goes on from the last one when it is started again, and ends where it would have ended.
+"""
+
+import argparse
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no installation
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional
+
+try:
+    import extension_cpp
+except ImportError as error:
+    sys.exit(f"error: {error}")
+from extension_cpp import demo
+from extension_cpp.__main__ import Parser, positive
+
+CHECKPOINT_EVERY = 25  # steps; the validation loss is taken then, too
+VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
+WARMUP, LEARNING_RATE, WEIGHT_DECAY, CLIP = 20, 2e-3, 0.1, 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a checkpoint must agree with to be resumed."""
+
+    device: str
+    steps: int
+    text: str  # a digest
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int  # sequences a forward
+    accumulate: int  # forwards a step
+
+
+SIZES = {
+    "cpu": {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2},
+    "cuda": {"width": 512, "layers": 8, "heads": 8, "context": 512, "batch": 32, "accumulate": 2},
+}
+
+
+class CannotRun(Exception):
+    """Says in one sentence why the training cannot run."""
+
+
+# ---- the model ----
+
+
+class AddLayerNorm(nn.LayerNorm):
+    """The residual stream takes up a branch, and is normalized for the next: (layer_norm(s), s), s = residual + x."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        s = residual + x
+        return super().forward(s), s
+
+
+class OurAddLayerNorm(extension_cpp.nn.LayerNorm):
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        s = residual + x
+        return super().forward(s), s
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": OurAddLayerNorm, "torch": AddLayerNorm}
+
+
+class Block(nn.Module):
+    """Causal attention, then a perceptron; takes and returns a branch and the residual stream, (B, T, width) each."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm1(x, residual)
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        x = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x, residual = self.norm2(self.out(x.transpose(1, 2).flatten(2)), residual)
+        return self.down(functional.gelu(self.up(x))), residual
+
+
+class GPT(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, ops: str, vocabulary: int, settings: Settings) -> None:
+        super().__init__()
+        width, norm = settings.width, NORMS[ops]
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(settings.context, width)
+        self.blocks = nn.ModuleList(Block(norm, width, settings.heads) for _ in range(settings.layers))
+        self.norm = norm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_the_stream = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x, residual = self.position(positions).expand(*tokens.shape, -1), self.token(tokens)
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        return self.head(self.norm(x, residual)[0])
+
+    def loss(self, tokens: Tensor, following: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte."""
+        return functional.cross_entropy(self(tokens).flatten(0, 1).float(), following.flatten())
+
+
+# ---- the text ----
+
+
+def read_text(path: Path | None) -> str:
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics[key] for key in sorted(topics))
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise CannotRun(f"--text {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CannotRun(f"--text {path}: byte {error.start} is not UTF-8, so this is no text file") from error
+    if "\0" in text:
+        raise CannotRun(f"--text {path}: it has a zero byte, so this is no text file")
+    if not text.strip():
+        raise CannotRun(f"--text {path}: the file is empty")
+    return text
+
+
+@dataclass
+class Text:
+    """A text as indices into the bytes that occur in it, the end kept for validation."""
+
+    alphabet: Tensor
+    training: Tensor
+    validation: Tensor
+    digest: str
+
+    @staticmethod
+    def of(text: str, context: int) -> "Text":
+        data = text.encode()
+        alphabet, indices = torch.unique(torch.frombuffer(bytearray(data), dtype=torch.uint8), return_inverse=True)
+        kept = int(len(data) * VALIDATION_SHARE)
+        if kept < context + 1:
+            least = math.ceil((context + 1) / VALIDATION_SHARE)
+            raise CannotRun(
+                f"the text has {len(data)} bytes, and at least {least} are needed: a tenth is kept for validation, in "
+                f"sequences of {context} bytes"
+            )
+        return Text(alphabet, indices[:-kept], indices[-kept:], hashlib.sha256(data).hexdigest()[:16])
+
+
+def batch(text: Tensor, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
+    """Sequences from random places, and the bytes that follow; (B, T) each."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=generator)
+    sequences = text[starts + torch.arange(settings.context + 1)].to(settings.device)
+    return sequences[:, :-1], sequences[:, 1:]
+
+
+# ---- training ----
+
+
+class Training:
+    """A model in training, and its checkpoint."""
+
+    def __init__(self, ops: str, text: Text, settings: Settings, compiled: bool) -> None:
+        torch.manual_seed(0)
+        self.text, self.settings = text, settings
+        self.model = GPT(ops, len(text.alphabet), settings).to(settings.device)
+        self.loss = torch.compile(self.model.loss, fullgraph=True) if compiled else self.model.loss
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+        self.losses: list[float] = []
+        self.validation: dict[int, float] = {}  # by step
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.settings.device, torch.bfloat16)
+
+    def step(self) -> None:
+        number, settings = len(self.losses), self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min((number + 1) / WARMUP, 1.0) * self.decay(number)
+        total = torch.zeros((), device=settings.device)
+        for part in range(settings.accumulate):
+            with self.autocast():
+                loss = self.loss(*batch(self.text.training, settings, number * settings.accumulate + part))
+            (loss / settings.accumulate).backward()
+            total += loss.detach() / settings.accumulate
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(total.item())
+
+    def decay(self, number: int) -> float:
+        """A cosine from 1 to 0.1."""
+        return 0.55 + 0.45 * math.cos(math.pi * number / self.settings.steps)
+
+    def validate(self) -> None:
+        with torch.no_grad(), self.autocast():
+            batches = [batch(self.text.validation, self.settings, part) for part in range(VALIDATION_BATCHES)]
+            losses = [self.loss(*each).item() for each in batches]
+        self.validation[len(self.losses)] = sum(losses) / len(losses)
+
+    def save(self, path: Path) -> None:
+        """Replaces the checkpoint in one move, once the new one is on the disk."""
+        state = {"settings": asdict(self.settings), "losses": self.losses, "validation": self.validation}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+    def resume(self, path: Path) -> None:
+        state = read_checkpoint(path)
+        ours = asdict(self.settings)
+        other = [name for name in ours if state["settings"].get(name) != ours[name]]
+        if other:
+            raise CannotRun(
+                f"{path} was trained with another {' and '.join(other)}: add --restart, or name another --out"
+            )
+        self.losses, self.validation = state["losses"], state["validation"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def write(self, length: int) -> str:
+        """What the model writes, from a newline on."""
+        tokens = [self.text.alphabet.tolist().index(ord("\n")) if ord("\n") in self.text.alphabet else 0]
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad(), self.autocast():
+            for _ in range(length):
+                context = torch.tensor([tokens[-self.settings.context :]], device=self.settings.device)
+                logits = self.model(context)[0, -1].float().cpu()
+                tokens.append(int(torch.multinomial(torch.softmax(logits / 0.7, -1), 1, generator=generator)))
+        return bytes(self.text.alphabet[tokens[1:]].tolist()).decode(errors="replace")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if {"settings", "losses", "validation", "model", "optimizer"} <= state.keys():
+            return state
+    except Exception as error:  # of pickle, zip or the file system
+        raise CannotRun(f"{path} cannot be read ({error.__class__.__name__}): add --restart to begin anew") from error
+    raise CannotRun(f"{path} is not a checkpoint of this program: name another --out")
+
+
+# ---- showing ----
+
+
+def draw(folder: Path, settings: Settings) -> Path:
+    """The curves of every run in the folder that had these settings."""
+    from matplotlib.figure import Figure  # without pyplot there is no window, and no display is asked for
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    curves = {}
+    looks: dict[str, dict[str, Any]] = {
+        "ours": {"color": "#e69f00", "linewidth": 4},
+        "torch": {"color": "black", "linestyle": "--"},
+    }
+    for ops, look in looks.items():
+        path = folder / f"{ops}.pt"
+        if not path.exists() or (state := read_checkpoint(path))["settings"] != asdict(settings):
+            continue
+        losses, validation = state["losses"], state["validation"]
+        curves[ops] = losses
+        top.plot(range(1, len(losses) + 1), losses, **look, label=f"{ops}, training")
+        marker = "o" if ops == "ours" else "x"
+        top.plot(*zip(*validation.items(), strict=True), marker, color=look["color"], label=f"{ops}, validation")
+    if len(curves) == 2:
+        gaps = [max(abs(a - b), 1e-7) for a, b in zip(*curves.values(), strict=False)]
+        bottom.plot(range(1, len(gaps) + 1), gaps, color="#0072b2", linewidth=1)
+    else:
+        bottom.text(0.5, 0.5, "run the other --ops, too", transform=bottom.transAxes, ha="center")
+    top.set(ylabel="loss (nats a byte)", title="A small GPT on text, bfloat16 autocast")
+    bottom.set(yscale="log", xlabel="step", ylabel="difference of the two")
+    top.legend()
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    figure.savefig(folder / "loss.png", dpi=120)
+    return folder / "loss.png"
+
+
+# ---- the command ----
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python examples/train_text.py", description=__doc__.split("\n\n", 1)[1])
+    parser.add_argument("--ops", choices=NORMS, default="ours", help="whose norms (default: ours)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
+    parser.add_argument("--steps", type=positive, default=300, help="(default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("out/train_text"),
+        help="for OPS.pt, the checkpoint, and loss.png, with the curves of both OPS (default: %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    device, remark = demo.choose_device(options.device)
+    if not options.no_compile:
+        demo.check_compiler()
+    sizes = SIZES[device]
+    text = Text.of(read_text(options.text), sizes["context"])
+    settings = Settings(device, options.steps, text.digest, **sizes)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+    checkpoint = options.out / f"{options.ops}.pt"
+    training = Training(options.ops, text, settings, not options.no_compile)
+    if checkpoint.exists() and not options.restart:
+        training.resume(checkpoint)
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    console.print(
+        f"{len(text.training)} bytes of text, {parameters / 1e6:.1f} million parameters, --ops {options.ops}, on "
+        f"{demo.describe(device)}. {remark}",
+        highlight=False,
+    )
+    if training.losses:
+        console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("compiling", total=options.steps, completed=len(training.losses))
+        while len(training.losses) < options.steps:
+            training.step()
+            if len(training.losses) % CHECKPOINT_EVERY == 0 or len(training.losses) == options.steps:
+                training.validate()
+                training.save(checkpoint)
+            progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
+    for step, loss in training.validation.items():
+        console.print(
+            f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}", highlight=False
+        )
+    console.rule("what the model writes")
+    console.print(training.write(400), markup=False, highlight=False)
+    console.rule()
+    console.print(f"The loss curves: {draw(options.out, settings)}", highlight=False, soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        run(options, Console())
+    except (CannotRun, demo.CannotRun) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped; the same command goes on from the last checkpoint.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

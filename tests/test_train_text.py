@@ -1,0 +1,152 @@
+"""examples/train_text.py: a killed run ends as one that was not, both --ops train alike, one sentence an error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import train_text
+
+SIZES = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "accumulate": 2}
+# The program itself, with a smaller model.
+SMALL = f"""
+import sys
+sys.path.insert(0, {str(Path(train_text.__file__).parent.parent)!r})
+from examples import train_text
+train_text.SIZES["cpu"] = {json.dumps(SIZES)}
+train_text.CHECKPOINT_EVERY = 4
+sys.exit(train_text.main(sys.argv[1:]))
+"""
+STEPS = 60
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(train_text.SIZES, "cpu", SIZES)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is too small for more
+    yield
+    torch.set_num_threads(threads)
+
+
+def start(folder: Path) -> subprocess.Popen:
+    options = ["--device", "cpu", "--no-compile", "--steps", str(STEPS), "--out", str(folder)]
+    return subprocess.Popen(
+        [sys.executable, "-c", SMALL, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    program = start(killed)
+    deadline = time.monotonic() + 120
+    while not (killed / "ours.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    program.kill()
+    printed, _ = program.communicate()
+    assert program.returncode == -signal.SIGKILL, printed
+    assert 0 < len(train_text.read_checkpoint(killed / "ours.pt")["losses"]) < STEPS
+    for folder in (killed, whole):
+        program = start(folder)
+        printed, _ = program.communicate(timeout=300)
+        assert program.returncode == 0 and ("Going on from step" in printed) == (folder == killed), printed
+        assert "what the model writes" in printed and (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    resumed, expected = (train_text.read_checkpoint(folder / "ours.pt") for folder in (killed, whole))
+    assert resumed["losses"] == expected["losses"] and resumed["validation"] == expected["validation"]
+    assert expected["losses"][-1] < 0.95 * expected["losses"][0]
+    for name, parameter in expected["model"].items():
+        assert torch.equal(resumed["model"][name], parameter), name
+
+
+def test_a_checkpoint_is_never_half_written(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    training = train_text.Training("ours", text, train_text.Settings("cpu", 2, text.digest, **SIZES), compiled=False)
+    path = tmp_path / "ours.pt"
+    training.step()
+    training.save(path)
+
+    def break_off(state: object, file: object) -> None:
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", break_off)
+    training.step()
+    with pytest.raises(OSError):
+        training.save(path)
+    assert len(train_text.read_checkpoint(path)["losses"]) == 1
+
+
+def test_both_ops_train_alike(small: None) -> None:
+    """Ours compiled, PyTorch's eager. A loss may move by bfloat16's step, in which the products round."""
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    settings = train_text.Settings("cpu", 10, text.digest, **SIZES)
+    ours, stock = (train_text.Training(ops, text, settings, compiled=ops == "ours") for ops in ("ours", "torch"))
+    for name, parameter in stock.model.state_dict().items():
+        assert torch.equal(ours.model.state_dict()[name], parameter)
+    for _ in range(settings.steps):
+        ours.step()
+        stock.step()
+    losses = torch.tensor([ours.losses, stock.losses])
+    assert (losses[0] - losses[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * losses[0, 0]
+    assert losses[0, -1] < losses[0, 0] - 0.1
+
+
+def refused(capsys: pytest.CaptureFixture, *options: object) -> str:
+    assert train_text.main(["--device", "cpu", "--no-compile", "--steps", "1", *map(str, options)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_text_that_cannot_be_used(small: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "text"
+    options = ("--text", file, "--out", tmp_path / "out")
+    assert f"--text {file}: No such file or directory" in refused(capsys, *options)
+    assert "Is a directory" in refused(capsys, "--text", tmp_path)
+    for content, sentence in [
+        (b"", "the file is empty"),
+        (b" \n", "the file is empty"),
+        (b"abc\xff", "byte 3 is not UTF-8, so this is no text file"),
+        (b"abc\0", "it has a zero byte, so this is no text file"),
+        (b"abc", "the text has 3 bytes, and at least 330 are needed"),
+    ]:
+        file.write_bytes(content)
+        assert sentence in refused(capsys, *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_checkpoint_that_cannot_be_used(small: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    text = tmp_path / "text"
+    text.write_text("To be, or not to be. " * 40)
+    options = ["--device", "cpu", "--no-compile", "--text", str(text), "--out", str(tmp_path)]
+    assert train_text.main([*options, "--steps", "2"]) == 0
+    capsys.readouterr()
+    checkpoint = tmp_path / "ours.pt"
+    assert f"{checkpoint} was trained with another steps: add --restart" in refused(capsys, *options)
+    assert train_text.main([*options, "--steps", "1", "--restart"]) == 0
+    capsys.readouterr()
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    assert f"{checkpoint} cannot be read" in refused(capsys, *options)
+    torch.save({"weights": 1}, checkpoint)
+    assert f"{checkpoint} is not a checkpoint of this program" in refused(capsys, *options)
+    assert "File exists" in refused(capsys, "--text", text, "--out", text)
+
+
+@pytest.mark.parametrize("options", [["--steps", "0"], ["--ops", "others"], ["--device", "tpu"], ["--no-such"]])
+def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train_text.main(options)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
