@@ -67,20 +67,15 @@ class CannotRun(Exception):
 
 
 class AddLayerNorm(nn.LayerNorm):
-    """The residual stream takes up a branch, and is normalized for the next: (layer_norm(s), s), s = residual + x."""
+    """extension_cpp.nn.AddLayerNorm of PyTorch's parts: the residual stream takes up a branch, and is normalized for
+    the next; (layer_norm(s), s), s = residual + x."""
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         s = residual + x
         return super().forward(s), s
 
 
-class OurAddLayerNorm(extension_cpp.nn.LayerNorm):
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        s = residual + x
-        return super().forward(s), s
-
-
-NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": OurAddLayerNorm, "torch": AddLayerNorm}
+NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": extension_cpp.nn.AddLayerNorm, "torch": AddLayerNorm}
 
 
 class Block(nn.Module):

@@ -29,14 +29,14 @@ class Converted(NamedTuple):
 
 
 def convert(model: torch.nn.Module) -> Converted:
-    """Makes a model's norms run on this package's ops, in place.
+    """Makes a model's norms and dropouts run on this package's ops, in place.
 
-    Changed are torch.nn.LayerNorm and RMSNorm, and every other module that computes what layer_norm or rms_norm
-    computes over the last dimension, as the RMSNorm classes of Hugging Face models do: those are run on a probe, and
-    compared with the formulas, with weight and with 1 + weight (Gemma), in float32 and the half types, whatever they
-    are called. They stay instances of their class, and return the dtype that they returned. Parameters (shared ones
-    stay shared), their dtypes, buffers, hooks, training state, state_dict and repr are as before; a second call changes
-    nothing.
+    Changed are torch.nn.LayerNorm, RMSNorm and Dropout (whose masks are others then, from the same seed), and every
+    other module that computes what layer_norm or rms_norm computes over the last dimension, as the RMSNorm classes of
+    Hugging Face models do: those are run on a probe, and compared with the formulas, with weight and with 1 + weight
+    (Gemma), in float32 and the half types, whatever they are called. They stay instances of their class, and return
+    the dtype that they returned. Parameters (shared ones stay shared), their dtypes, buffers, hooks, training state,
+    state_dict and repr are as before; a second call changes nothing.
 
     Inside, the arithmetic is float32 (float64: float64), rounded once. A class that rounds to half before it multiplies
     by the weight (Llama's) rounds twice, so in half types the two differ by up to 1.5 eps of each element; one that
@@ -47,9 +47,10 @@ def convert(model: torch.nn.Module) -> Converted:
 
     Returns:
         Two dicts by module name, the first name of one that has several: ``changed``, the function that each module
-        calls now, and ``left``, a sentence for each norm that was left as it was. The latter are those that
+        calls now, and ``left``, a sentence for each norm or dropout that was left as it was. The latter are those that
         compute something else, take more than the input, are parametrized, TorchScript, or had their forward replaced
-        on the instance; and those whose parameters are of a dtype, device or tensor class that the ops do not take.
+        on the instance; in-place dropouts, which the op could only copy, and subclasses of Dropout; and those whose
+        parameters are of a dtype, device or tensor class that the ops do not take.
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.
@@ -59,14 +60,15 @@ def convert(model: torch.nn.Module) -> Converted:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got {type(model)}")
     result = Converted({}, {})
+    ours = (nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.AddLayerNorm, nn.AddRMSNorm, _FormulaNorm)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm, _FormulaNorm)) or not _may_be_norm(module):
+        if isinstance(module, ours) or not _may_be_norm(module):
             continue
         found = _obstacle(module) or _class_for(module)
         if isinstance(found, type):
             module.__class__ = found
             result.changed[name] = _function(found)
-        elif _called_norm(module) and ".parametrizations." not in f".{name}":
+        elif (_called_norm(module) or isinstance(module, torch.nn.Dropout)) and ".parametrizations." not in f".{name}":
             result.left[name] = f"{_class_name(module)}: {found}"
     if result.changed and "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -123,6 +125,10 @@ def _class_for(module: torch.nn.Module) -> type | str:
         return nn.LayerNorm
     if type(module) is torch.nn.RMSNorm:
         return nn.RMSNorm
+    if isinstance(module, torch.nn.Dropout):
+        if type(module) is not torch.nn.Dropout:
+            return "a subclass of torch.nn.Dropout, and what it draws cannot be compared"
+        return "it works in place, which the op could only copy" if module.inplace else nn.Dropout
     with torch.device("cpu"):  # the caller's may be meta
         formula = _recognise(module)
     original: type = type(module)
@@ -132,7 +138,7 @@ def _class_for(module: torch.nn.Module) -> type | str:
 def _function(converted: type) -> str:
     if issubclass(converted, _FormulaNorm):
         return str(converted.formula)
-    return "rms_norm" if issubclass(converted, nn.RMSNorm) else "layer_norm"
+    return {nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.Dropout: "dropout"}[converted]
 
 
 # ---- modules that compute a known formula ----

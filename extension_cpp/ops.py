@@ -834,6 +834,8 @@ def _add_layer_norm_backward(
 register_autograd(
     "extension_cpp::add_layer_norm", _add_layer_norm_backward, setup_context=_add_layer_norm_setup_context
 )
+for _device in ("cpu", "cuda"):  # a half branch meets a float32 residual there
+    register_autocast("extension_cpp::add_layer_norm", _device, torch.float32)
 
 
 def _add_norm_second_order(
@@ -988,6 +990,8 @@ def _add_rms_norm_backward(
 
 
 register_autograd("extension_cpp::add_rms_norm", _add_rms_norm_backward, setup_context=_add_rms_norm_setup_context)
+for _device in ("cpu", "cuda"):  # a half branch meets a float32 residual there
+    register_autocast("extension_cpp::add_rms_norm", _device, torch.float32)
 
 
 def _add_rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -98,7 +98,8 @@ def test_models(name: str, dtype: str, device: str) -> None:
     model = copy.deepcopy(stock)
     changed, left = convert(model)
     *_, count, function = MODELS[name]
-    assert list(changed.values()) == [function] * count and not left
+    assert [each for each in changed.values() if each != "dropout"] == [function] * count and not left
+    assert not any(type(module) is torch.nn.Dropout for module in model.modules())
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     got = loss_and_gradients(model, dict(model.named_parameters()))
     exact = dtype == "float64" and function == "layer_norm"
@@ -348,6 +349,8 @@ LEFT = {
     "its forward was replaced on the instance": [replaced_forward],
     "it is parametrized": [lambda: weight_norm(torch.nn.LayerNorm(64))],
     "its weight is torch.float8_e4m3fn, not float64": [lambda: LlamaRMSNorm(64).to(torch.float8_e4m3fn)],
+    "it works in place": [lambda: torch.nn.Dropout(0.5, inplace=True)],
+    "a subclass of torch.nn.Dropout": [type("OwnDropout", (torch.nn.Dropout,), {})],
     "its rows are too short to tell": [lambda: LlamaRMSNorm(1)],
 }
 
@@ -374,9 +377,20 @@ def test_a_known_formula_is_found_under_any_name() -> None:
     class Gain(OwnNorm):
         pass
 
-    model = torch.nn.Sequential(Gain(), torch.nn.Softplus(), torch.nn.PReLU(64), torch.nn.Dropout(0.5))
-    changed, left = convert(model)
-    assert changed["0"] == "rms_norm" and not left
+    model = torch.nn.Sequential(Gain(), torch.nn.Softplus(), torch.nn.PReLU(64))
+    assert convert(model) == ({"0": "rms_norm"}, {})
+
+
+def test_dropout(device: str) -> None:
+    """The op's masks from PyTorch's seed; the identity in evaluation."""
+    model = torch.nn.Sequential(torch.nn.Dropout(0.25), extension_cpp.nn.AddLayerNorm(64))
+    assert convert(model) == ({"0": "dropout"}, {})
+    x = torch.ones(100, 64, device=device)
+    torch.manual_seed(0)
+    got = model[0](x)
+    torch.manual_seed(0)
+    assert torch.equal(got, extension_cpp.dropout(x, 0.25)) and {0.0} < set(got.unique().tolist())
+    assert torch.equal(model.eval()[0](x), x)
 
 
 def test_not_a_module() -> None:

@@ -128,6 +128,16 @@ def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: s
         torch.testing.assert_close(a, b, rtol=33 * torch.finfo(dtype).eps, atol=33 * torch.finfo(dtype).eps)
 
 
+@every_norm
+def test_autocast_adds_a_half_branch_to_a_float32_residual(name: str, device: str) -> None:
+    x, residual = torch.randn(9, 33, device=device).bfloat16(), torch.randn(9, 33, device=device)
+    function = getattr(extension_cpp, f"add_{name}")
+    with torch.autocast(device, torch.bfloat16):
+        results = function(x, residual, (33,))
+    for got, want in zip(results, function(x.float(), residual, (33,)), strict=True):
+        assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
 @pytest.mark.parametrize("module", [LayerNorm(48), RMSNorm(48)], ids=lambda module: type(module).__name__)
 def test_gradients_accumulate_over_micro_batches(module: torch.nn.Module, device: str) -> None:
     """float32 weights under bfloat16 activations: four backward calls add up to one over the whole batch."""
