@@ -75,12 +75,7 @@ class AddLayerNorm(nn.LayerNorm):
         return super().forward(s), s
 
 
-class OurAddLayerNorm(extension_cpp.nn.AddLayerNorm):
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x.to(residual.dtype), residual)  # under autocast a branch is bfloat16, the stream not
-
-
-NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": OurAddLayerNorm, "torch": AddLayerNorm}
+NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": extension_cpp.nn.AddLayerNorm, "torch": AddLayerNorm}
 
 
 class Block(nn.Module):

@@ -515,6 +515,7 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[T
 
 
 register_autograd("extension_cpp::layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context)
+# For one device type alone: of two registrations torch.compile takes the second for both.
 register_autocast("extension_cpp::layer_norm", "cuda", torch.float32)
 
 
@@ -709,7 +710,8 @@ def add_layer_norm(
 
     Returns:
         ``layer_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and it is the rounded ``s`` that is normalized.
+        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and take
+        the one that ``residual + x`` has.
 
     Raises:
         RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
@@ -721,8 +723,17 @@ def add_layer_norm(
     """
     _check_probability("add_layer_norm", p)
     p = p if training else 0.0
+    x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
     return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)[:2]
+
+
+def _under_autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """A branch comes in half there, and the residual stream in float32."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != residual.dtype:
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        return x.to(dtype), residual.to(dtype)
+    return x, residual
 
 
 @register_fake("extension_cpp::add_layer_norm")
@@ -834,8 +845,6 @@ def _add_layer_norm_backward(
 register_autograd(
     "extension_cpp::add_layer_norm", _add_layer_norm_backward, setup_context=_add_layer_norm_setup_context
 )
-for _device in ("cpu", "cuda"):  # a half branch meets a float32 residual there
-    register_autocast("extension_cpp::add_layer_norm", _device, torch.float32)
 
 
 def _add_norm_second_order(
@@ -902,7 +911,8 @@ def add_rms_norm(
 
     Returns:
         ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and it is the rounded ``s`` that is normalized.
+        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and take
+        the one that ``residual + x`` has.
 
     Raises:
         RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
@@ -914,6 +924,7 @@ def add_rms_norm(
     """
     _check_probability("add_rms_norm", p)
     p = p if training else 0.0
+    x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
     return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)[:2]
 
@@ -990,8 +1001,6 @@ def _add_rms_norm_backward(
 
 
 register_autograd("extension_cpp::add_rms_norm", _add_rms_norm_backward, setup_context=_add_rms_norm_setup_context)
-for _device in ("cpu", "cuda"):  # a half branch meets a float32 residual there
-    register_autocast("extension_cpp::add_rms_norm", _device, torch.float32)
 
 
 def _add_rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -1038,7 +1047,7 @@ def layer_norm_dropout(
         RuntimeError: ``p`` is not between 0 and 1, or an argument is not what layer_norm takes.
 
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. The mask is that of dropout for the same seed, and
-    is not stored: backward saves ``x``, two numbers a row, and the seed.
+    is not stored: backward saves ``x``, two numbers a row, and the seed. Autocast does what it does to layer_norm.
     """
     _check_probability("layer_norm_dropout", p)
     if p == 0 or not training:
@@ -1112,6 +1121,7 @@ def _layer_norm_dropout_backward(ctx: Any, grad_out: Tensor | None, *_: None) ->
 register_autograd(
     "extension_cpp::layer_norm_dropout", _layer_norm_dropout_backward, setup_context=_layer_norm_dropout_setup_context
 )
+register_autocast("extension_cpp::layer_norm_dropout", "cuda", torch.float32)
 
 
 def _layer_norm_dropout_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -291,3 +291,28 @@ def test_more_than_two_to_the_31_elements(name: str, device: str) -> None:
     residual = torch.zeros_like(x)
     _, s = fused(name, x, residual, None, None, 0.5, 8)
     assert torch.equal(s[-1:], ops.dropout(x, 0.5, seed_of(x.device, 8))[-1:])
+
+
+@every_add
+@pytest.mark.parametrize("half", ["x", "residual"])
+def test_autocast_adds_a_half_branch_to_a_float32_residual(name: str, half: str, device: str) -> None:
+    """In float32, as ``residual + x`` would be; eager and compiled."""
+    leaves = [
+        t.detach().to(torch.bfloat16 if of == half else torch.float32).requires_grad_()
+        for of, t in zip(("x", "residual"), inputs(33, torch.float32, device)[:2], strict=True)
+    ]
+    function = getattr(extension_cpp, name)
+    want = function(*(t.float() for t in leaves), (33,))
+    for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        with torch.autocast(device, torch.bfloat16):
+            results = run(*leaves, (33,))
+        assert all(got.dtype == torch.float32 and torch.equal(got, b) for got, b in zip(results, want, strict=True))
+        gradients = torch.autograd.grad(sum(y.square().sum() for y in results), leaves)
+        assert [g.dtype for g in gradients] == [t.dtype for t in leaves]
+
+
+def test_layer_norm_dropout_under_autocast_has_layer_norms_dtype(device: str) -> None:
+    x = torch.randn(9, 33, device=device).bfloat16()
+    for run in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)):
+        with torch.autocast(device, torch.bfloat16):
+            assert run(extension_cpp.layer_norm_dropout)(x, (33,)).dtype == extension_cpp.layer_norm(x, (33,)).dtype

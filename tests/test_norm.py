@@ -111,31 +111,23 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: str) -> None:
     """float32 parameters, as a model under autocast has them: the same dtype of result and gradients, the same values
-    but for the rounding of each."""
+    but for the rounding of each; compiled as well, where the cast is part of the graph."""
+    ours = getattr(extension_cpp, name)
     inputs = [
         torch.randn(9, 33, device=device).to(dtype),
         torch.randn(33, device=device),
         torch.randn(33, device=device),
     ]
     results = []
-    for function in (getattr(extension_cpp, name), getattr(reference, name)):
+    for function in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True), getattr(reference, name)):
         leaves = [t.clone().requires_grad_() for t in inputs[: 3 if name == "layer_norm" else 2]]
         with torch.autocast(device, torch.bfloat16):
             y = function(*arguments(name, *leaves, *[None] * (3 - len(leaves))))
         y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves)])
-    for a, b in zip(*results, strict=True):
+    for a, compiled, b in zip(*results, strict=True):
+        assert compiled.dtype == a.dtype and torch.equal(compiled, a)
         torch.testing.assert_close(a, b, rtol=33 * torch.finfo(dtype).eps, atol=33 * torch.finfo(dtype).eps)
-
-
-@every_norm
-def test_autocast_adds_a_half_branch_to_a_float32_residual(name: str, device: str) -> None:
-    x, residual = torch.randn(9, 33, device=device).bfloat16(), torch.randn(9, 33, device=device)
-    function = getattr(extension_cpp, f"add_{name}")
-    with torch.autocast(device, torch.bfloat16):
-        results = function(x, residual, (33,))
-    for got, want in zip(results, function(x.float(), residual, (33,)), strict=True):
-        assert got.dtype == torch.float32 and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("module", [LayerNorm(48), RMSNorm(48)], ids=lambda module: type(module).__name__)
