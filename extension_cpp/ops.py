@@ -710,8 +710,8 @@ def add_layer_norm(
 
     Returns:
         ``layer_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and take
-        the one that ``residual + x`` has.
+        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and
+        take the one that ``residual + x`` has.
 
     Raises:
         RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
@@ -911,8 +911,8 @@ def add_rms_norm(
 
     Returns:
         ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and take
-        the one that ``residual + x`` has.
+        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and
+        take the one that ``residual + x`` has.
 
     Raises:
         RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an

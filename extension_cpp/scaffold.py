@@ -160,12 +160,25 @@ def with_public_name(text: str, name: str) -> str:
     return text[: line.start()] + joined + text[line.end() : listed.start(1)] + public + text[listed.end(1) :]
 
 
+def documents(kind: str) -> tuple[str, str]:
+    """The template's row of README's table and its section of docs/ops.md, as `make docs` will write them."""
+    row, section = (TREE / "templates" / kind / "docs_template.md").read_text().split("\n\n", 1)
+    return row + "\n", section
+
+
 def with_row(text: str, row: str) -> str:
     """README.md with one more row under its table of functions."""
     table = re.search(r"^\| function \|.*\n(?:\|.*\n)*", text, re.MULTILINE)
     if table is None:
         raise CannotMake("README.md has no table that begins with '| function |'")
     return text[: table.end()] + row + text[table.end() :]
+
+
+def with_section(text: str, section: str) -> str:
+    """docs/ops.md with one more section behind those of the other ops."""
+    if text.count("\n## Modules\n") != 1:
+        raise CannotMake("docs/ops.md has no heading '## Modules'")
+    return text.replace("\n## Modules\n", f"\n{section}\n## Modules\n")
 
 
 def plan_op(name: str, kind: str) -> Plan:
@@ -177,8 +190,10 @@ def plan_op(name: str, kind: str) -> Plan:
         section = section_of(template / f"{file}_template.py", start, name)
         plan.changed[package / f"{file}.py"] = (package / f"{file}.py").read_text() + f"\n\n{section}"
     plan.changed[package / "__init__.py"] = with_public_name((package / "__init__.py").read_text(), name)
-    row = PLACEHOLDER.sub(name, (template / "docs_template.md").read_text())
-    plan.changed[TREE / "README.md"] = with_row((TREE / "README.md").read_text(), row)
+    row, section = (PLACEHOLDER.sub(name, text) for text in documents(kind))
+    readme, page = TREE / "README.md", TREE / "docs" / "ops.md"
+    plan.changed[readme] = with_row(readme.read_text(), row)
+    plan.changed[page] = with_section(page.read_text(), section)
     return plan
 
 
@@ -212,7 +227,8 @@ def plan_package(folder: Path, name: str, kind: str) -> Plan:
     template = TREE / "templates" / kind
     for file in ("ops", "reference"):
         texts[f"extension_cpp/{file}.py"] = (template / f"{file}_template.py").read_text()
-    texts["README.md"] = with_row(texts["README.md"], (template / "docs_template.md").read_text())
+    row = re.sub(r"\[(`.*?`)\]\(.*?\)", r"\1", documents(kind)[0])  # there is no docs/ops.md
+    texts["README.md"] = with_row(texts["README.md"], row)
     license_text = texts.pop("LICENSE")  # whose copyright it states stays
 
     def renamed(text: str) -> str:
@@ -284,7 +300,8 @@ NEXT = {
 Next:
   make test ARGS="-k {name}"    builds it and tests it as it stands
   Then put your arithmetic into {name}_cpu_kernel.h and {name}_cuda.cu, and your formula into {name}.h, ops.py
-  (docstring and second derivative), reference.py and README.md; what it alone promises into its test.
+  (docstring and second derivative) and reference.py; what it alone promises into its test.
+  make docs    writes what its docstring says by then into README.md and docs/ops.md
 docs/TEMPLATE_USAGE.md says more, and how to take it out again.""",
     "example": """
 Next:

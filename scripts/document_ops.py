@@ -65,13 +65,16 @@ def row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def row_of(name: str, function: Callable[..., Any]) -> str:
+    """An operator's row of the README's table."""
+    link = f"[`{call(name, function)}`](docs/ops.md#{name})"
+    return row(link, summary(function), gradients(name, function)) + "\n"
+
+
 def table() -> str:
     """The README's: a row an operator."""
-    rows = ["| function | meaning | differentiable |", "|---|---|---|"]
-    for name, function in functions().items():
-        link = f"[`{call(name, function)}`](docs/ops.md#{name})"
-        rows.append(row(link, summary(function), gradients(name, function)))
-    return "\n".join(rows) + "\n"
+    rows = (row_of(name, function) for name, function in functions().items())
+    return "| function | meaning | differentiable |\n|---|---|---|\n" + "".join(rows)
 
 
 def schemas_of(names: list[str]) -> dict[str, list[str]]:

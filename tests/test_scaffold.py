@@ -13,10 +13,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import build_library
 from extension_cpp import __main__ as command
 from extension_cpp import scaffold
+from scripts import document_ops
 
 ROOT = Path(build_library.__file__).parent
 LONG = "a2345678901234567890123_6789"  # as long as a name may be
@@ -165,10 +167,19 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
     assert (tmp_path / "empty" / "my_kernels" / "ops.py").exists()
 
 
-@pytest.mark.parametrize("where", ["new", "new-package"])
-def test_readme_or_init_that_was_rearranged(tree, capsys, where):
-    (tree / "README.md").write_text("# extension_cpp\n")
-    assert "README.md has no table that begins with '| function |'" in refused(capsys, "new", "my_op")
+@pytest.mark.parametrize(
+    "file, sentence",
+    [
+        ("README.md", "README.md has no table that begins with '| function |'"),
+        ("docs/ops.md", "docs/ops.md has no heading '## Modules'"),
+        ("extension_cpp/__init__.py", "extension_cpp/__init__.py has no 'from extension_cpp.ops import'"),
+    ],
+)
+def test_file_that_was_rearranged(tree, capsys, file, sentence):
+    (tree / file).write_text("")
+    before = contents(tree)
+    assert sentence in refused(capsys, "new", "my_op")
+    assert contents(tree) == before
 
 
 # ---- what is undone ----
@@ -249,6 +260,21 @@ def test_name_that_contains_the_placeholder(tree, kind):
     assert "my_my_" not in "".join((tree / name).read_text() for name in names)
 
 
+@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
+def test_documents_of_a_template_are_those_that_make_docs_writes(kind):
+    template = ROOT / "templates" / kind
+    source = scaffold.section_of(template / "ops_template.py", "def ", "kernel_template")
+    namespace: dict = {"Tensor": torch.Tensor}
+    exec(source[: source.index("\n@register_fake")], namespace)
+    shim = (template / "kernel_template" / "kernel_template.cpp").read_text()
+    written = ["".join(re.findall(r'"(.*?)"', lines)) for lines in re.findall(r"m\.def\((.*?)\);", shim, re.DOTALL)]
+    schemas = [str(torch._C.parse_schema(f"extension_cpp::{schema}")) for schema in written]
+    function = namespace["kernel_template"]
+    row, section = scaffold.documents(kind)
+    assert row == document_ops.row_of("kernel_template", function)
+    assert section == document_ops.section("kernel_template", function, schemas)
+
+
 def sections(title: str) -> str:
     """The shell commands under a heading of docs/TEMPLATE_USAGE.md."""
     text = (ROOT / "docs" / "TEMPLATE_USAGE.md").read_text()
@@ -264,7 +290,7 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     commands = sections("By hand").replace("KIND=pointwise", f"KIND={kind}")
     run("bash", "-euc", commands, cwd=by_hand)
     assert command.main(["new", "my_op", "--kind", kind]) == 0
-    edited = {Path("README.md"), Path("extension_cpp/__init__.py")}  # with an editor
+    edited = {Path("README.md"), Path("docs/ops.md"), Path("extension_cpp/__init__.py")}  # `make docs`, an editor
     one, other = contents(by_hand), contents(tree)
     assert one.keys() == other.keys()
     assert {path for path in one if one[path] != other[path]} == edited
@@ -282,7 +308,8 @@ def test_taken_out_as_the_document_says_leaves_nothing(tree, kind):
         for file, pattern in {
             "extension_cpp/ops.py": rf"\n\n# ---- {name} ----\n.*?(?=\n\n# ---- |\Z)",
             "extension_cpp/reference.py": rf"\n\ndef {name}\(.*?(?=\n\ndef |\Z)",
-            "README.md": rf"\| `{name}\(.*?\n",
+            "README.md": rf"\| \[`{name}\(.*?\n",
+            "docs/ops.md": rf"## {name}\n.*?(?=## )",
         }.items():
             text, count = re.subn(pattern, "", (tree / file).read_text(), flags=re.DOTALL)
             assert count == 1
@@ -345,7 +372,7 @@ def test_new_ops_compile_and_pass(tree, tmp_path):
     quick["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{quick['PATH']}"  # torch calls ninja by its bare name
     run(sys.executable, "build_library.py", cwd=tree, env=quick)
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
-    done = run(*test, "tests", "-k", "kernel_template or readme", cwd=tree, env=quick)
+    done = run(*test, "tests", "-k", "kernel_template or test_docs", cwd=tree, env=quick)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
     run(*test[:-2], "examples/my_template", cwd=tree, env=quick)
 
