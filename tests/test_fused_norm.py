@@ -58,16 +58,26 @@ def used(name: str, leaves: list[Tensor]) -> list[Tensor]:
     return {"add_rms_norm": [x, residual, weight], "layer_norm_dropout": [x, weight, bias]}.get(name, leaves)
 
 
+def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
+    """s, and on the CPU y, bit for bit. On CUDA a fused kernel may sum a row in another order: log2(cols) roundings of
+    mean and rstd, and one of y."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if i > 0 or not a.is_cuda:
+            assert torch.equal(a, b)
+        else:
+            bound = 16 * torch.finfo(torch.float32).eps + torch.finfo(a.dtype).eps
+            assert (a - b).abs().max() <= bound * b.abs().max().clamp(min=1)
+
+
 @every_fused
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("cols", [1, 31, 64, 1023, 1024, 1026, 4100])
 def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> None:
-    """In float32 dropout's and the sum's roundings are the same: y and s bit for bit, with dropout's mask, at every
-    alignment of a row's first element; gradients but for the order of a rounding or two."""
+    """In float32 dropout's and the sum's roundings are the same, with dropout's mask, at every alignment of a row's
+    first element; gradients but for the order of a rounding or two."""
     leaves = inputs(cols, torch.float32, device)
     ours, theirs = fused(name, *leaves, p, 7), composed(name, *leaves, p, 7)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
+    assert_same(ours, theirs)
     grads = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i)).to(device) for i, o in enumerate(ours)]
     pairs = [torch.autograd.grad(outputs, used(name, leaves), grads) for outputs in (ours, theirs)]
     for a, b in zip(*pairs, strict=True):
@@ -79,8 +89,7 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, device: str) -> None:
     """In every dtype: s is rounded, and it is the rounded s that is normalized."""
     leaves = inputs(1025, dtype, device)
-    for a, b in zip(fused(name, *leaves, 0.0, 0), composed(name, *leaves, 0.0, 0), strict=True):
-        assert torch.equal(a, b)
+    assert_same(fused(name, *leaves, 0.0, 0), composed(name, *leaves, 0.0, 0))
 
 
 @every_fused

@@ -77,15 +77,20 @@ __device__ inline void load(acc_t<T> (&x)[N], const T *p) {
   unpack<T, N>(x, load_vector<T, N>(p));
 }
 
-// __stwb because a plain store of a vector, too, is split into narrow ones where nvcc sees fit, at half the speed.
 template <typename T, int N>
-__device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
+__device__ inline Vector<T, N> pack(const acc_t<T> (&x)[N]) {
   T v[N];
 #pragma unroll
   for (int k = 0; k < N; ++k) v[k] = from_acc<T>(x[k]);
   Vector<T, N> bits;
   memcpy(&bits, v, sizeof bits);
-  __stwb(reinterpret_cast<Vector<T, N> *>(p), bits);
+  return bits;
+}
+
+// __stwb because a plain store of a vector, too, is split into narrow ones where nvcc sees fit, at half the speed.
+template <typename T, int N>
+__device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
+  __stwb(reinterpret_cast<Vector<T, N> *>(p), pack<T, N>(x));
 }
 
 // The C++ type of a dtype, for host code: with_dtype(dtype, [&](auto zero) { using T = decltype(zero); ... }).

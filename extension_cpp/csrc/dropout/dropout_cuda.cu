@@ -1,6 +1,7 @@
 // dropout on the GPU: flat over the elements. A thread takes units of UNIT elements, which are whole 16-byte vectors and whole
 // groups of 4, so that one Philox serves four elements; it loads all its units before it computes, so that several loads are in
 // flight. Where x is not aligned to 16 bytes, it is read in the widest vectors that it allows (y is a fresh allocation).
+#include "common/cuda_dropout.cuh"
 #include "common/cuda_vector.cuh"
 #include "common/range.h"
 #include "dropout/dropout.h"
@@ -17,16 +18,9 @@ template <typename T>
 struct Parameters {
   const T *x;
   T *y;
-  const int64_t *seed;
+  dropout_t dropout;
   int64_t numel;
-  acc_t<T> scale;
-  uint32_t last_dropped;
 };
-
-template <typename T>
-__device__ inline acc_t<T> kept(const Parameters<T> &p, uint32_t bits, acc_t<T> x) {
-  return bits > p.last_dropped ? x * p.scale : acc_t<T>(0);
-}
 
 // COUNT units, the first at element i, the others `step` elements apart.
 template <typename T, int N, int COUNT>
@@ -40,23 +34,20 @@ __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t 
   }
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
-    philox_t bits[UNIT<T> / 4];
+    acc_t<T> x[UNIT<T>];
 #pragma unroll
-    for (int g = 0; g < UNIT<T> / 4; ++g) bits[g] = philox_of(seed, (i + u * step) / 4 + g);
+    for (int v = 0; v < VECTORS; ++v) unpack<T, N>(reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]), raw[u][v]);
+    drop(x, p.dropout, seed, i + u * step);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-      acc_t<T> x[N];
-      unpack<T, N>(x, raw[u][v]);
-#pragma unroll
-      for (int k = 0; k < N; ++k) x[k] = kept(p, bits[(v * N + k) / 4].word[(v * N + k) % 4], x[k]);
-      store<T, N>(p.y + i + u * step + v * N, x);
+      store<T, N>(p.y + i + u * step + v * N, reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]));
     }
   }
 }
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS) forward_kernel(Parameters<T> p) {
-  const int64_t seed = *p.seed, units = p.numel / UNIT<T>;
+  const int64_t seed = seed_of(p.dropout), units = p.numel / UNIT<T>;
   const int64_t block = static_cast<int64_t>(blockIdx.x) * (THREADS * UNITS), first = block + threadIdx.x;
   if (block + THREADS * UNITS <= units) {
     some_units<T, N, UNITS>(p, seed, first * UNIT<T>, THREADS * UNIT<T>);
@@ -68,10 +59,9 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(Parameters<T> p) {
   }
   const int64_t i = units * UNIT<T> + threadIdx.x;
   if (blockIdx.x == 0 && i < p.numel) {
-    // By selection: an index into registers would send them through memory.
-    const philox_t bits = philox_of(seed, i / 4);
-    const uint32_t low = i & 1 ? bits.word[1] : bits.word[0], high = i & 1 ? bits.word[3] : bits.word[2];
-    p.y[i] = from_acc<T>(kept(p, i & 2 ? high : low, to_acc(p.x[i])));
+    acc_t<T> x[1] = {to_acc(p.x[i])};
+    drop(x, p.dropout, seed, i);
+    p.y[i] = from_acc<T>(x[0]);
   }
 }
 
@@ -92,12 +82,7 @@ extern "C" int dropout_forward_cuda(const dropout_forward_args *args, void *stre
   using namespace dropout_cuda;
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    const Parameters<T> p{static_cast<const T *>(args->x),
-                          static_cast<T *>(args->y),
-                          args->dropout.seed,
-                          args->numel,
-                          static_cast<acc_t<T>>(args->dropout.scale),
-                          args->dropout.last_dropped};
+    const Parameters<T> p{static_cast<const T *>(args->x), static_cast<T *>(args->y), args->dropout, args->numel};
     return launch<T, 16 / sizeof(T)>(p, static_cast<cudaStream_t>(stream));
   });
 }

@@ -13,8 +13,8 @@ constexpr int BLOCKS = TEAM <= 256 && E <= (CENTERED || TEAM > 32 ? 16 : 24) ? 2
 
 // Whether a row's xhat and g stay in registers between its sums and grad_x; else x and grad_out are read from the ring again,
 // for which there is time where elements are long, or need less work.
-template <typename T, bool CENTERED, int E>
-constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&E <= 32;
+template <typename T, bool CENTERED, Fused FUSED, int E>
+constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&FUSED != ADDED &&E <= 32;
 
 template <typename T>
 struct Backward : Geometry {
@@ -29,6 +29,10 @@ struct Backward : Geometry {
   float *partial;  // (wants_weight + wants_bias, chunks, cols)
   int64_t x_stride;
   int64_t grad_out_stride;
+  const T *grad_sum;  // ADDED: may be NULL
+  int64_t grad_sum_stride;
+  T *grad_dropped;    // ADDED: may be NULL
+  dropout_t dropout;  // ADDED: of grad_dropped; DROPPED: of grad_out
 };
 
 struct Statistics {
@@ -37,19 +41,21 @@ struct Statistics {
 };
 
 // One team's rows.
-template <typename T, bool CENTERED, int TEAM, int K, int N, bool CLUSTER>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, bool CLUSTER>
 struct BackwardRows {
   static constexpr int TEAMS = THREADS<TEAM> / TEAM;
-  static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, K * N>;
+  static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, FUSED, K * N>;
+  static constexpr int TENSORS = FUSED == ADDED ? 3 : 2;
   static constexpr int KEPT = KEEP ? K : 1;
-  using TeamRing = Ring<T, 2, TEAM, K, N, CLUSTER>;
-  // A row's part of x and grad_out.
+  using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER>;
+  // A row's part of each tensor.
   struct Loaded {
-    Vector<T, N> x[K], grad_out[K];
+    Vector<T, N> x[K], grad_out[K], grad_sum[FUSED == ADDED ? K : 1];
   };
 
   const Backward<T> &p;
   TeamRing ring;
+  const int64_t seed;
   const int rank;
   const int64_t first;  // row; from there on every `step`-th
   const int64_t step;
@@ -63,6 +69,7 @@ struct BackwardRows {
                           int rank)
       : p(p),
         ring{slots, exchange, p.stages},
+        seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
         rank(rank),
         first(chunk * TEAMS + team()),
         step(p.chunks * TEAMS),
@@ -76,13 +83,21 @@ struct BackwardRows {
 
   __device__ void fetch(int i) {
     if (lane() > 0 || i >= rows) return;
-    const T *const starts[2] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
+    const T *starts[TENSORS] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
+    if (FUSED == ADDED) starts[TENSORS - 1] = p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
     ring.fetch(starts, columns, row(i) == p.rows - 1);
   }
 
   __device__ void load(Loaded &loaded, int i) const {
     ring.load(loaded.x, 0, p.x + row(i) * p.x_stride, columns);
     ring.load(loaded.grad_out, 1, p.grad_out + row(i) * p.grad_out_stride, columns);
+    if constexpr (FUSED == ADDED) {
+      if (p.grad_sum == nullptr) {
+        memset(loaded.grad_sum, 0, sizeof loaded.grad_sum);
+      } else {
+        ring.load(loaded.grad_sum, 2, p.grad_sum + row(i) * p.grad_sum_stride, columns);
+      }
+    }
   }
 
   __device__ Statistics statistics(int i) const {
@@ -102,13 +117,14 @@ struct BackwardRows {
   }
 
   // The row's part in the weight gradients, and this warp's (TEAM < 32: team's) sums of g * xhat and of g = weighted().
-  __device__ float2 sums(const Loaded &loaded, const Statistics &s) {
+  __device__ float2 sums(int i, const Loaded &loaded, const Statistics &s) {
     float along[2] = {}, sum[2] = {};  // two of each: shorter chains
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float x[N], grad[N];
       unpack<T, N>(x, loaded.x[k]);
       unpack<T, N>(grad, loaded.grad_out[k]);
+      if (FUSED == DROPPED) drop(grad, p.dropout, seed, row(i) * p.cols + columns.column(k));
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const int chain = (k * N + j) % 2;
@@ -156,7 +172,7 @@ struct BackwardRows {
   // grad_x of row i.
   __device__ void finish(int i, const Loaded &loaded, const Statistics &s, float2 total) const {
     if (p.grad_x == nullptr) return;
-    T *grad_x = p.grad_x + row(i) * p.cols;
+    const int64_t first_element = row(i) * p.cols;
     const float along = -total.x * p.per_col, shift = -total.y * p.per_col;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -165,6 +181,7 @@ struct BackwardRows {
       if (!KEEP) {
         unpack<T, N>(x, loaded.x[k]);
         unpack<T, N>(grad, loaded.grad_out[k]);
+        if (FUSED == DROPPED) drop(grad, p.dropout, seed, first_element + columns.column(k));
       }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -173,7 +190,18 @@ struct BackwardRows {
         x[j] = sizeof(T) == 2 ? fmaf(h, along * s.rstd, CENTERED ? fmaf(w, s.rstd, shift * s.rstd) : w * s.rstd)
                               : fmaf(h, along, CENTERED ? w + shift : w);
       }
-      store<T, N>(grad_x + columns.column(k), x);
+      const int64_t e = first_element + columns.column(k);
+      if constexpr (FUSED == ADDED) {
+        float grad_sum[N];
+        unpack<T, N>(grad_sum, loaded.grad_sum[k]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] += grad_sum[j];
+      }
+      store<T, N>(p.grad_x + e, x);
+      if (FUSED == ADDED && p.grad_dropped != nullptr) {
+        drop(x, p.dropout, seed, e);
+        store<T, N>(p.grad_dropped + e, x);
+      }
     }
   }
 
@@ -188,7 +216,7 @@ struct BackwardRows {
     if (CLUSTER && rows > 0) {
       ring.wait();
       load(loaded, 0);
-      ring.exchange.post(0, sums(loaded, now), rank, p.cluster);
+      ring.exchange.post(0, sums(0, loaded, now), rank, p.cluster);
       ring.now.advance(p.stages);
     }
     for (int i = 0; i < turns; ++i) {
@@ -198,7 +226,7 @@ struct BackwardRows {
         if (i + 1 < rows) {
           ring.wait();
           load(following, i + 1);
-          ring.exchange.post(i + 1, sums(following, next), rank, p.cluster);
+          ring.exchange.post(i + 1, sums(i + 1, following, next), rank, p.cluster);
           ring.now.advance(p.stages);
         }
         const float2 sum = total(i, {});
@@ -211,7 +239,7 @@ struct BackwardRows {
           ring.wait();
           load(loaded, i);
         }
-        const float2 mine = sums(loaded, now);
+        const float2 mine = sums(i, loaded, now);
         ring.exchange.post(i, mine, rank, p.cluster);
         const float2 sum = total(i, mine);
         if (KEEP) {
@@ -253,10 +281,10 @@ struct BackwardRows {
   }
 };
 
-template <typename T, bool CENTERED, int TEAM, int K, int N, bool CLUSTER>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, bool CLUSTER>
 __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, TEAM, K * N>)
     backward_kernel(const __grid_constant__ Backward<T> p) {
-  using Rows = BackwardRows<T, CENTERED, TEAM, K, N, CLUSTER>;
+  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ Exchange<TEAM, CLUSTER> exchanges[Rows::TEAMS];
   Exchange<TEAM, CLUSTER> &exchange = exchanges[Rows::team()];
@@ -282,18 +310,29 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_backward_kernel(const nor
     const T *x = static_cast<const T *>(p.x) + r * p.x_stride;
     const T *grad_out = static_cast<const T *>(p.grad_out) + r * p.grad_out_stride;
     const A mean = CENTERED ? static_cast<const A *>(p.mean)[r] : A(0), rstd = static_cast<const A *>(p.rstd)[r];
+    const auto grad_at = [&](int64_t c) {
+      A g[1] = {to_acc(grad_out[c])};
+      if (p.dropout_y.seed != nullptr) drop(g, p.dropout_y, seed_of(p.dropout_y), r * p.cols + c);
+      return g[0];
+    };
     A v[2] = {};
     for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A g = to_acc(grad_out[c]) * rstd * weight_at<T>(p.weight, p.weight_dtype, 1, c);
+      const A g = grad_at(c) * rstd * weight_at<T>(p.weight, p.weight_dtype, 1, c);
       v[0] += g * (to_acc(x[c]) - mean);
       v[1] += g;
     }
     block_sum<PLAIN_THREADS>(v);
     const A along = v[0] / p.cols * rstd * rstd, shift = CENTERED ? v[1] / p.cols : A(0);
     for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A g = to_acc(grad_out[c]), d = to_acc(x[c]) - mean, w = weight_at<T>(p.weight, p.weight_dtype, 1, c);
+      const A g = grad_at(c), d = to_acc(x[c]) - mean, w = weight_at<T>(p.weight, p.weight_dtype, 1, c);
       if (p.grad_x != nullptr) {
-        static_cast<T *>(p.grad_x)[r * p.cols + c] = from_acc<T>(g * rstd * w - shift - along * d);
+        A grad[1] = {g * rstd * w - shift - along * d};
+        if (p.grad_sum != nullptr) grad[0] += to_acc(static_cast<const T *>(p.grad_sum)[r * p.grad_sum_stride + c]);
+        static_cast<T *>(p.grad_x)[r * p.cols + c] = from_acc<T>(grad[0]);
+        if (p.grad_dropped != nullptr) {
+          drop(grad, p.dropout_x, seed_of(p.dropout_x), r * p.cols + c);
+          static_cast<T *>(p.grad_dropped)[r * p.cols + c] = from_acc<T>(grad[0]);
+        }
       }
       A *sum = partial + blockIdx.x * p.cols + c;
       const bool is_first = r == blockIdx.x;
@@ -370,21 +409,28 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
   p.partial = static_cast<float *>(args.partial);
   p.x_stride = args.x_stride;
   p.grad_out_stride = args.grad_out_stride;
+  p.grad_sum = static_cast<const T *>(args.grad_sum);
+  p.grad_sum_stride = args.grad_sum_stride;
+  p.grad_dropped = static_cast<T *>(args.grad_dropped);
+  p.dropout = args.dropout_y.seed == nullptr ? args.dropout_x : args.dropout_y;
   return p;
 }
 
-template <typename T, bool CENTERED, int TEAM, int ELEMENTS, int N, bool CLUSTER>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, int N, bool CLUSTER>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int K = ELEMENTS / N, blocks = BLOCKS<CENTERED, TEAM, ELEMENTS>;
-  constexpr int ring = (!CLUSTER && KEEPS<T, CENTERED, ELEMENTS> ? 96
-                        : CLUSTER && sizeof(T) * ELEMENTS > 32   ? 192
-                                                                 : 128)
+  constexpr bool KEEP = KEEPS<T, CENTERED, FUSED, ELEMENTS>;
+  constexpr int ring = (CLUSTER          ? (sizeof(T) * ELEMENTS > 32 ? 192 : 128)
+                        : KEEP           ? 96
+                        : FUSED == ADDED ? 144
+                                         : 128)
                        << 10;
-  return launch_ring<Ring<T, 2, TEAM, K, N, CLUSTER>, TEAM, K, N, CLUSTER, blocks>(
-      backward_kernel<T, CENTERED, TEAM, K, N, CLUSTER>, p, ring / blocks, MAX_PARTS, stream, launched);
+  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>;
+  return launch_ring<typename Rows::TeamRing, TEAM, K, N, CLUSTER, blocks>(
+      backward_kernel<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>, p, ring / blocks, MAX_PARTS, stream, launched);
 }
 
-template <typename T, bool CENTERED, int N>
+template <typename T, bool CENTERED, Fused FUSED, int N>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr bool HALF = sizeof(T) == 2;
   using Odd = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 18>, Shape<64, 32>,
@@ -393,30 +439,35 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
                         Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
   using Floats = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
                         Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
-  using Known = std::conditional_t<N == 1, Odd, std::conditional_t<HALF, Halves, Floats>>;
-  cudaError_t error = with_shape(p.cols, Known{}, [&](auto shape) {
+  using FusedOdd = Shapes<Shape<32, 8>, Shape<32, 32>, Shape<128, 32>, Shape<512, 16>>;
+  using FusedHalves = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>;
+  using FusedFloats = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>;
+  using Alone = std::conditional_t<N == 1, Odd, std::conditional_t<HALF, Halves, Floats>>;
+  using Others = std::conditional_t<N == 1, FusedOdd, std::conditional_t<HALF, FusedHalves, FusedFloats>>;
+  cudaError_t error = with_shape(p.cols, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
     using S = decltype(shape);
-    return launch_backward<T, CENTERED, S::TEAM, S::ELEMENTS, N, false>(p, stream, launched);
+    return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, N, false>(p, stream, launched);
   });
   if (error != cudaErrorNotSupported) return error;
   if constexpr (N < 8) {
-    error = launch_backward<T, CENTERED, 512, 8, N, true>(p, stream, launched);
+    error = launch_backward<T, CENTERED, FUSED, 512, 8, N, true>(p, stream, launched);
     if (error != cudaSuccess || launched) return error;
   }
-  return launch_backward<T, CENTERED, 512, 16, N, true>(p, stream, launched);
+  return launch_backward<T, CENTERED, FUSED, 512, 16, N, true>(p, stream, launched);
 }
 
-template <typename T, bool CENTERED>
+template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   constexpr int N = 16 / sizeof(T);
   Backward<T> p = fast_parameters<T>(args);
   // One column: the gradient is exactly 0, which needs the plain kernel's order of operations.
   if (args.rows == 0 || args.cols == 1 || !set_shape(p, args.rows, args.cols)) return plain_backward<T>(args, stream);
   const bool aligned = is_aligned<T>(args.x, args.x_stride) && is_aligned<T>(args.grad_out, args.grad_out_stride) &&
-                       is_aligned<T>(args.grad_x, args.cols) && is_aligned<T>(args.weight);
+                       is_aligned<T>(args.grad_x, args.cols) && is_aligned<T>(args.weight) &&
+                       is_aligned<T>(args.grad_sum, args.grad_sum_stride) && is_aligned<T>(args.grad_dropped);
   bool launched = false;
-  const cudaError_t error = aligned ? launch_backward<T, CENTERED, N>(p, stream, launched)
-                                    : launch_backward<T, CENTERED, 1>(p, stream, launched);
+  const cudaError_t error = aligned ? launch_backward<T, CENTERED, FUSED, N>(p, stream, launched)
+                                    : launch_backward<T, CENTERED, FUSED, 1>(p, stream, launched);
   if (error != cudaSuccess) return error;
   if (!launched) return plain_backward<T>(args, stream);
   return sum_partial<float>(args, p.chunks, stream);
@@ -431,12 +482,15 @@ extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
 }
 
 extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) {
-  if (args->grad_sum || args->dropout_x.seed || args->dropout_y.seed) return cudaErrorNotSupported;
   using namespace norm_cuda;
   const auto on = static_cast<cudaStream_t>(stream);
   if (args->dtype == DTYPE_FLOAT64) return plain_backward<double>(*args, on);
   return with_half_or_float(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    return args->mean ? backward<T, true>(*args, on) : backward<T, false>(*args, on);
+    if (args->grad_sum || args->grad_dropped) {
+      return args->mean ? backward<T, true, ADDED>(*args, on) : backward<T, false, ADDED>(*args, on);
+    }
+    if (args->dropout_y.seed) return backward<T, true, DROPPED>(*args, on);
+    return args->mean ? backward<T, true, ALONE>(*args, on) : backward<T, false, ALONE>(*args, on);
   });
 }

@@ -22,7 +22,30 @@ struct Forward : Geometry {
   float *rstd;
   float eps;
   int64_t x_stride;
+  const T *residual;
+  int64_t residual_stride;
+  T *sum;
+  dropout_t dropout;  // ADDED: of x, perhaps none; DROPPED: of y
 };
+
+// x, given as bits, becomes residual + dropout(x), which is also written.
+template <typename T, int TEAM, int K, int N>
+__device__ inline void add_residual(Vector<T, N> (&bits)[K], const Vector<T, N> (&residual)[K], const Forward<T> &p,
+                                    int64_t row, int64_t seed, const Columns<TEAM, K, N> &columns) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float x[N], r[N];
+    unpack<T, N>(x, bits[k]);
+    unpack<T, N>(r, residual[k]);
+    const int64_t i = row * p.cols + columns.column(k);
+    if (p.dropout.seed != nullptr) drop(x, p.dropout, seed, i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] += r[j];
+    bits[k] = pack<T, N>(x);
+    __stwb(reinterpret_cast<Vector<T, N> *>(p.sum + i), bits[k]);
+  }
+}
 
 // Sums of v over a team; `shared` is for the warps of the block, and for this sum alone.
 template <int TEAM, int COUNT>
@@ -46,7 +69,7 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM>
   }
 }
 
-template <typename T, bool CENTERED, int TEAM, int K, int N>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N>
 __global__ void __launch_bounds__(THREADS<TEAM>, (K * N <= 32 && (N > 1 || K <= 16) ? 1024 : 768) / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
@@ -56,7 +79,15 @@ __global__ void __launch_bounds__(THREADS<TEAM>, (K * N <= 32 && (N > 1 || K <= 
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
   const Columns<TEAM, K, N> columns(p, threadIdx.x % TEAM, 0);
   Vector<T, N> bits[K] = {};
-  if (is_row) load_row<T>(bits, p.x + row * p.x_stride, columns);
+  const int64_t seed = FUSED == ALONE ? 0 : seed_of(p.dropout);
+  if (is_row) {
+    load_row<T>(bits, p.x + row * p.x_stride, columns);
+    if constexpr (FUSED == ADDED) {
+      Vector<T, N> residual[K];
+      load_row<T>(residual, p.residual + row * p.residual_stride, columns);
+      add_residual(bits, residual, p, row, seed, columns);
+    }
+  }
   float x[K][N], mean = 0, shift = 0, sum[1] = {}, v[COUNT] = {};
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -104,6 +135,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, (K * N <= 32 && (N > 1 || K <= 
         const float xhat = CORRECTS ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
         x[k][j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
       }
+      if (FUSED == DROPPED) drop(x[k], p.dropout, seed, row * p.cols + columns.column(k));
       store<T, N>(y + columns.column(k), x[k]);
     }
   };
@@ -118,13 +150,15 @@ __global__ void __launch_bounds__(THREADS<TEAM>, (K * N <= 32 && (N > 1 || K <= 
 }
 
 // One cluster's rows; the walk is that of BackwardRows.
-template <typename T, bool CENTERED, int TEAM, int K, int N>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N>
 struct WideRows {
   static constexpr int PARTS = MAX_CLUSTER * TEAM / 32 / 32;  // parts of a row that one lane joins
-  using TeamRing = Ring<T, 1, TEAM, K, N, true>;
+  static constexpr int TENSORS = FUSED == ADDED ? 2 : 1;
+  using TeamRing = Ring<T, TENSORS, TEAM, K, N, true>;
 
   const Forward<T> &p;
   TeamRing ring;
+  const int64_t seed;
   const int rank;
   const int64_t first;  // row; from there on every `chunks`-th
   const int rows;
@@ -136,6 +170,7 @@ struct WideRows {
   __device__ WideRows(const Forward<T> &p, uint4 *slots, Exchange<TEAM, true> &exchange, int64_t chunk, int rank)
       : p(p),
         ring{slots, exchange, p.stages},
+        seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
         rank(rank),
         first(chunk),
         rows(static_cast<int>((p.rows - first + p.chunks - 1) / p.chunks)),
@@ -145,7 +180,8 @@ struct WideRows {
 
   __device__ void fetch(int i) {
     if (threadIdx.x > 0 || i >= rows) return;
-    const T *const starts[1] = {p.x + row(i) * p.x_stride};
+    const T *starts[TENSORS] = {p.x + row(i) * p.x_stride};
+    if (FUSED == ADDED) starts[TENSORS - 1] = p.residual + row(i) * p.residual_stride;
     ring.fetch(starts, columns, row(i) == p.rows - 1);
   }
 
@@ -153,6 +189,11 @@ struct WideRows {
   __device__ void read(Vector<T, N> (&bits)[K], int i, int turn) {
     ring.wait();
     ring.load(bits, 0, p.x + row(i) * p.x_stride, columns);
+    if constexpr (FUSED == ADDED) {
+      Vector<T, N> residual[K];
+      ring.load(residual, 1, p.residual + row(i) * p.residual_stride, columns);
+      add_residual(bits, residual, p, row(i), seed, columns);
+    }
     ring.exchange.post(turn, deviations(bits), rank, p.cluster);
     ring.now.advance(p.stages);
   }
@@ -241,6 +282,7 @@ struct WideRows {
         const float xhat = (CENTERED ? x[j] - statistics.x : x[j]) * statistics.y;
         x[j] = CENTERED ? fmaf(xhat, weight[k][j], bias[k][j]) : xhat * weight[k][j];
       }
+      if (FUSED == DROPPED) drop(x, p.dropout, seed, r * p.cols + columns.column(k));
       store<T, N>(p.y + r * p.cols + columns.column(k), x);
     }
   }
@@ -266,13 +308,13 @@ struct WideRows {
   }
 };
 
-template <typename T, bool CENTERED, int TEAM, int K, int N, int BLOCKS>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, int BLOCKS>
 __global__ void __launch_bounds__(TEAM, BLOCKS) wide_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ Exchange<TEAM, true> exchange;
   exchange.open(threadIdx.x);
-  WideRows<T, CENTERED, TEAM, K, N>(p, shared, exchange, blockIdx.x / p.cluster, cluster_rank()).run();
+  WideRows<T, CENTERED, FUSED, TEAM, K, N>(p, shared, exchange, blockIdx.x / p.cluster, cluster_rank()).run();
   sync_cluster();  // no block ends while another still sends to it
 #endif
 }
@@ -283,6 +325,15 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm
   using A = acc_t<T>;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const T *x = static_cast<const T *>(p.x) + r * p.x_stride;
+    if (p.residual != nullptr) {
+      T *const sum = static_cast<T *>(p.sum) + r * p.cols;
+      for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
+        A v[1] = {to_acc(x[c])};
+        if (p.dropout_x.seed != nullptr) drop(v, p.dropout_x, seed_of(p.dropout_x), r * p.cols + c);
+        sum[c] = from_acc<T>(v[0] + to_acc(static_cast<const T *>(p.residual)[r * p.residual_stride + c]));
+      }
+      x = sum;  // each thread reads what it wrote
+    }
     A mean[1] = {}, v[2] = {};
     if (CENTERED) {
       for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) mean[0] += to_acc(x[c]);
@@ -305,7 +356,9 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm
     for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
       const A xhat = (to_acc(x[c]) - mean[0]) * rstd;
       const A w = weight_at<T>(p.weight, p.weight_dtype, 1, c), b = weight_at<T>(p.bias, p.weight_dtype, 0, c);
-      static_cast<T *>(p.y)[r * p.cols + c] = from_acc<T>(xhat * w + b);
+      A y[1] = {xhat * w + b};
+      if (p.dropout_y.seed != nullptr) drop(y, p.dropout_y, seed_of(p.dropout_y), r * p.cols + c);
+      static_cast<T *>(p.y)[r * p.cols + c] = from_acc<T>(y[0]);
     }
   }
 }
@@ -317,67 +370,80 @@ cudaError_t plain_forward(const norm_forward_args &args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, bool CENTERED, int TEAM, int ELEMENTS, int N, int BLOCKS>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, int N, int BLOCKS>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int K = ELEMENTS / N;
-  return launch_ring<Ring<T, 1, TEAM, K, N, true>, TEAM, K, N, true, BLOCKS>(
-      wide_forward_kernel<T, CENTERED, TEAM, K, N, BLOCKS>, p, (96 << 10) / BLOCKS, INT32_MAX, stream, launched);
+  using Rows = WideRows<T, CENTERED, FUSED, TEAM, K, N>;
+  return launch_ring<typename Rows::TeamRing, TEAM, K, N, true, BLOCKS>(
+      wide_forward_kernel<T, CENTERED, FUSED, TEAM, K, N, BLOCKS>, p, (96 << 10) / BLOCKS, INT32_MAX, stream, launched);
 }
 
-template <typename T, bool CENTERED, int N>
+template <typename T, bool CENTERED, Fused FUSED, int N>
 cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   using Odd = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 18>, Shape<64, 32>,
                      Shape<128, 32>, Shape<256, 18>, Shape<256, 32>, Shape<512, 32>>;
   using Even = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
                       Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<256, 32>,
                       Shape<512, 24>, Shape<512, 32>>;
-  cudaError_t error = with_shape(p.cols, std::conditional_t<N == 1, Odd, Even>{}, [&](auto shape) {
+  using FusedOdd = Shapes<Shape<32, 8>, Shape<32, 32>, Shape<128, 32>, Shape<512, 32>>;
+  using FusedEven =
+      Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<256, 32>, Shape<512, 32>>;
+  using Known = std::conditional_t<FUSED == ALONE, std::conditional_t<N == 1, Odd, Even>,
+                                   std::conditional_t<N == 1, FusedOdd, FusedEven>>;
+  cudaError_t error = with_shape(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
     constexpr int threads = THREADS<S::TEAM>;
     const int64_t blocks = ceil_div(p.rows, threads / S::TEAM);
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     launched = true;
-    forward_kernel<T, CENTERED, S::TEAM, S::ELEMENTS / N, N><<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
+    forward_kernel<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS / N, N>
+        <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
     return cudaGetLastError();
   });
   if (error != cudaErrorNotSupported) return error;
-  if constexpr (N == 8) return launch_wide<T, CENTERED, 512, 16, N, 1>(p, stream, launched);
-  error = launch_wide<T, CENTERED, 256, 16, N, 2>(p, stream, launched);
-  if (error == cudaSuccess && !launched) error = launch_wide<T, CENTERED, 512, 16, N, 1>(p, stream, launched);
-  return error;
+  if constexpr (N < 8) {
+    error = launch_wide<T, CENTERED, FUSED, 256, 16, N, 2>(p, stream, launched);
+    if (error != cudaSuccess || launched) return error;
+  }
+  return launch_wide<T, CENTERED, FUSED, 512, 16, N, 1>(p, stream, launched);
 }
 
-template <typename T, bool CENTERED>
+template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
   constexpr int N = 16 / sizeof(T);
-  const bool is_float = args.weight_dtype != args.dtype;
   Forward<T> p{};
   p.x = static_cast<const T *>(args.x);
-  p.weight = {args.weight, 1, is_float};
-  p.bias = {args.bias, 0, is_float};
+  p.weight = {args.weight, 1, args.weight_dtype != args.dtype};
+  p.bias = {args.bias, 0, args.weight_dtype != args.dtype};
   p.y = static_cast<T *>(args.y);
   p.mean = static_cast<float *>(args.mean);
   p.rstd = static_cast<float *>(args.rstd);
   p.eps = static_cast<float>(args.eps);
   p.x_stride = args.x_stride;
+  p.residual = static_cast<const T *>(args.residual);
+  p.residual_stride = args.residual_stride;
+  p.sum = static_cast<T *>(args.sum);
+  p.dropout = FUSED == ADDED ? args.dropout_x : args.dropout_y;
   if (args.cols == 0 || !set_shape(p, args.rows, args.cols)) return plain_forward<T>(args, stream);
   const bool aligned = is_aligned<T>(args.x, args.x_stride) && is_aligned<T>(args.y, args.cols) &&
-                       is_aligned<T>(args.weight) && is_aligned<T>(args.bias);
+                       is_aligned<T>(args.weight) && is_aligned<T>(args.bias) && is_aligned<T>(args.sum) &&
+                       is_aligned<T>(args.residual, args.residual_stride);
   bool launched = false;
-  const cudaError_t error = aligned ? launch_forward<T, CENTERED, N>(p, stream, launched)
-                                    : launch_forward<T, CENTERED, 1>(p, stream, launched);
+  const cudaError_t error = aligned ? launch_forward<T, CENTERED, FUSED, N>(p, stream, launched)
+                                    : launch_forward<T, CENTERED, FUSED, 1>(p, stream, launched);
   return error != cudaSuccess || launched ? error : plain_forward<T>(args, stream);
 }
 
 }  // namespace norm_cuda
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
-  if (args->residual || args->dropout_y.seed) return cudaErrorNotSupported;
   using namespace norm_cuda;
   const auto on = static_cast<cudaStream_t>(stream);
   if (args->dtype == DTYPE_FLOAT64) return plain_forward<double>(*args, on);
   return with_half_or_float(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    return args->mean ? forward<T, true>(*args, on) : forward<T, false>(*args, on);
+    if (args->residual) return args->mean ? forward<T, true, ADDED>(*args, on) : forward<T, false, ADDED>(*args, on);
+    if (args->dropout_y.seed) return forward<T, true, DROPPED>(*args, on);
+    return args->mean ? forward<T, true, ALONE>(*args, on) : forward<T, false, ALONE>(*args, on);
   });
 }

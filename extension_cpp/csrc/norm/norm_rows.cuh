@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "common/cuda_async.cuh"
+#include "common/cuda_dropout.cuh"
 #include "common/cuda_reduce.cuh"
 #include "common/cuda_vector.cuh"
 #include "norm/norm.h"
@@ -29,6 +30,9 @@ constexpr int THREADS = TEAM > 256 ? TEAM : 256;
 constexpr int PLAIN_THREADS = 256;
 constexpr int MAX_CLUSTER = 16;
 constexpr int MAX_STAGES = 6;
+
+// What stands beside the norm (norm.h): nothing, a residual before it, or dropout behind it.
+enum Fused { ALONE, ADDED, DROPPED };
 
 // What the walk over the rows depends on, besides the template's TEAM, K and N.
 struct Geometry {
@@ -194,7 +198,8 @@ struct Ring {
   // Elements from an aligned address to `p`.
   __device__ static int skew(const T *p) { return N == 1 ? reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T) : 0; }
 
-  // By one thread of the team, when nobody reads the place any more. is_last: of the tensor, behind which nothing is read.
+  // By one thread of the team, when nobody reads the place any more. A tensor may be NULL. is_last: of the tensors, behind
+  // which nothing is read.
   __device__ void fetch(const T *const (&rows)[TENSORS], const Columns<TEAM, K, N> &columns, bool is_last) {
 #if HAS_CLUSTERS
     uint64_t *const filled = &exchange.filled[next.slot];
@@ -202,6 +207,8 @@ struct Ring {
     int vectors[TENSORS], sum = 0;
 #pragma unroll
     for (int t = 0; t < TENSORS; ++t) {
+      vectors[t] = 0;
+      if (rows[t] == nullptr) continue;
       const T *const from = rows[t] + columns.begin;
       const int elements = max(columns.end - columns.begin, 0) + skew(from);
       vectors[t] = (elements + A_VECTOR - 1) / A_VECTOR;
