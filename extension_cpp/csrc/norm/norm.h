@@ -1,4 +1,5 @@
-/* layer_norm and rms_norm, which share their kernels, alone or with what stands beside them in a model. With xhat[r,c] = (x[r,c] - mean[r]) * rstd[r]:
+/* layer_norm and rms_norm, which share their kernels, alone or with what stands beside them in a model.
+ * With xhat[r,c] = (x[r,c] - mean[r]) * rstd[r]:
  *   y = xhat * weight[c] + bias[c],  mean[r] = mean_c(x),  rstd[r] = 1 / sqrt(mean_c((x - mean)^2) + eps)
  *   rms_norm: mean[r] = 0 and no bias
  * norm_backward, with g = grad_out * weight[c]:

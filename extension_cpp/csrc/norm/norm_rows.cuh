@@ -212,7 +212,7 @@ struct Ring {
       const T *const from = rows[t] + columns.begin;
       const int elements = max(columns.end - columns.begin, 0) + skew(from);
       vectors[t] = (elements + A_VECTOR - 1) / A_VECTOR;
-      if (N == 1 && is_last && columns.end == columns.begin + elements - skew(from) && elements % A_VECTOR > 0) {
+      if (N == 1 && is_last && elements % A_VECTOR > 0) {
         --vectors[t];
         for (int e = vectors[t] * A_VECTOR; e < elements; ++e) {
           if (e >= skew(from)) reinterpret_cast<T *>(slot + t * SLOT)[e] = from[e - skew(from)];
