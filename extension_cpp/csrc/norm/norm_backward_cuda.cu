@@ -387,7 +387,7 @@ cudaError_t sum_partial(const norm_backward_args &args, int64_t parts, cudaStrea
 
 template <typename T>
 cudaError_t plain_backward(const norm_backward_args &args, cudaStream_t stream) {
-  const int64_t blocks = args.rows < MAX_PARTS ? args.rows : MAX_PARTS;
+  const int64_t blocks = std::min(args.rows, max_parts(args.cols));
   const auto kernel = args.mean ? plain_backward_kernel<T, true> : plain_backward_kernel<T, false>;
   if (blocks > 0) kernel<<<static_cast<unsigned>(blocks), PLAIN_THREADS, 0, stream>>>(args);
   const cudaError_t error = cudaGetLastError();
@@ -427,7 +427,7 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
                        << 10;
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>;
   return launch_ring<typename Rows::TeamRing, TEAM, K, N, CLUSTER, blocks>(
-      backward_kernel<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>, p, ring / blocks, MAX_PARTS, stream, launched);
+      backward_kernel<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>, p, ring / blocks, max_parts(p.cols), stream, launched);
 }
 
 template <typename T, bool CENTERED, Fused FUSED, int N>
@@ -477,7 +477,7 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
   const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
-  const int64_t parts = args->rows < norm_cuda::MAX_PARTS ? args->rows : norm_cuda::MAX_PARTS;
+  const int64_t parts = std::min(args->rows, norm_cuda::max_parts(args->cols));
   return sums * parts * args->cols * (args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float));
 }
 

@@ -259,8 +259,12 @@ struct Ring {
 
 // ---- host: which kernel for which rows ----
 
-// Most partial rows: two blocks on each multiprocessor of the largest chip.
-constexpr int64_t MAX_PARTS = 2 * 160;
+// Most partial rows of the weight gradients: as many as blocks, or clusters, run at once on the largest chip; narrow rows have two
+// blocks a multiprocessor. Not fewer than 64, for the plain kernel's sake.
+inline int64_t max_parts(int64_t cols) {
+  if (cols <= 1024) return 320;
+  return std::clamp<int64_t>(160 * 8192 / cols, 64, 160);
+}
 
 // A launch and its attributes.
 struct Launch {
