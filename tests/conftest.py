@@ -1,6 +1,11 @@
 """Options, devices, and poisoned memory: an element that a kernel forgets to write is never right by luck."""
 
 import ctypes
+import os
+
+# Threads that wait by spinning take the cores from those that work, on a machine that does something else as well.
+# OpenMP reads this when torch is loaded, here and in what the tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

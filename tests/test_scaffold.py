@@ -350,7 +350,7 @@ def test_public_names(names, added, line):
 def environment(device: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "DEBUG")}
     build = {"TORCH_CUDA_ARCH_LIST": "native"} if device == "cuda" else {"USE_CUDA": "0"}
-    return kept | build | {"OMP_WAIT_POLICY": "PASSIVE"}  # more threads than cores, which otherwise wait by spinning
+    return kept | build
 
 
 def test_library_that_is_older_than_its_sources(tree):
