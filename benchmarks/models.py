@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import extension_cpp
-from benchmarks.__main__ import machine
+from benchmarks.results import machine
 from benchmarks.timing import take_turns
 from extension_cpp.__main__ import Parser, positive
 

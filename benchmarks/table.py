@@ -1,24 +1,51 @@
 """The markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from benchmarks import results
+
+Cells = Callable[[results.Row, list[str]], list[str]]
 
 
 def table(path: Path) -> str:
-    results = json.loads(path.read_text())
-    about = results["machine"]
+    found = results.read(path)
+    about = found["machine"]
     lines = [
-        f"{about['device']}, {about['threads']} CPU threads, torch {about['torch']}, tensors of {about['mib']} MiB:",
-        "",
-        "| op | pass | dtype | width | copy GB/s | ours | eager | compile |",
-        "|---|---|---|---|---|---|---|---|",
+        f"{about['device']}, {about['threads']} CPU threads, torch {about['torch']}, tensors of {about['mib']} MiB:"
     ]
-    for row in results["rows"]:
-        cells = [row["op"], row["pass"], row["dtype"], str(row["cols"]), f"{row['copy_gb_s']:.0f}"]
-        cells += [f"{row['percent_of_copy'][name]:.0f}" for name in ("ours", "eager", "compile")]
-        lines.append(f"| {' | '.join(cells)} |")
+    large = [row for row in found["rows"] if results.sizes(row) == "large"]
+    lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
+    small = [row for row in found["rows"] if results.sizes(row) != "large"]
+    if small:
+        lines += ["", "Small tensors, microseconds:"]
+        lines += _table(small, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
     return "\n".join(lines) + "\n"
+
+
+def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
+    names = results.names(rows)
+    lines = ["", f"| {' | '.join([*head, *names])} |", "|" + "---|" * (len(head) + len(names))]
+    return lines + [f"| {' | '.join(cells_of(row, names))} |" for row in rows]
+
+
+def _percents(row: results.Row, names: list[str]) -> list[str]:
+    cells = [row["op"], row["pass"], row["dtype"], str(row["cols"]), f"{row['copy_gb_s']:.0f}"]
+    return cells + [_cell(row, name, row["percent_of_copy"].get(name, 0.0), 0) for name in names]
+
+
+def _microseconds(row: results.Row, names: list[str]) -> list[str]:
+    times = {name: 1e6 * seconds["median"] for name, seconds in row["seconds"].items()}
+    cells = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", f"{times['copy']:.1f}"]
+    return cells + [_cell(row, name, times.get(name, 0.0), 1) for name in names]
+
+
+def _cell(row: results.Row, name: str, value: float, digits: int) -> str:
+    """Empty for what was not measured, for a contender that does another op."""
+    if name in row.get("failed", {}):
+        return "wrong" if row["failed"][name].startswith("wrong") else "raised"
+    return f"{value:.{digits}f}" if name in row["seconds"] else ""
 
 
 if __name__ == "__main__":

@@ -42,6 +42,17 @@ def _once_cuda(call: Callable[[], object]) -> float:
     return start.elapsed_time(end) * 1e-3
 
 
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Replays the call's kernels as a CUDA graph: without the host, Python and allocation included.
+
+    The current stream must not be the default one, and a backward's forward must have run on it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        call()
+    return graph.replay
+
+
 def take_turns(calls: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, Time]:
     """Times every call once a round, after two rounds that do not count."""
     once = _once_cuda if device == "cuda" else _once_cpu

@@ -1,0 +1,76 @@
+"""Says what got faster or slower from one results file to another, beyond the spread of both."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results
+from extension_cpp.__main__ import Parser
+
+
+@dataclass(frozen=True)
+class Change:
+    row: results.Row
+    name: str
+    before: dict[str, float]
+    after: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        return self.after["median"] / self.before["median"]
+
+    @property
+    def beyond(self) -> bool:
+        """The ranges from 10 to 90 % have no time in common."""
+        return self.after["low"] > self.before["high"] or self.after["high"] < self.before["low"]
+
+
+def changes(before: dict, after: dict) -> Iterator[Change]:
+    """Of everything that both have timed, the copy included."""
+    rows = {results.key(row, before["machine"]): row for row in before["rows"]}
+    for row in after["rows"]:
+        old = rows.get(results.key(row, after["machine"]), {"seconds": {}})
+        for name in row["seconds"]:
+            if name in old["seconds"]:
+                yield Change(row, name, old["seconds"][name], row["seconds"][name])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks compare", description=__doc__)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    before, after = results.read(options.before), results.read(options.after)
+    console = Console(highlight=False)
+    for name, value in after["machine"].items():
+        if before["machine"].get(name, value) != value:
+            console.print(f"Not the same {name}: {before['machine'][name]} before, {value} after.", markup=False)
+    found = list(changes(before, after))
+    if not found:
+        console.print("The two files have no measurement in common.")
+        return 0
+    table = Table("op", "pass", "dtype", "shape", "of", "before us", "after us", "change")
+    beyond = sorted((change for change in found if change.beyond), key=lambda change: -change.ratio)
+    for change in beyond:
+        row = change.row
+        times = [f"{seconds['median'] * 1e6:.4g}" for seconds in (change.before, change.after)]
+        shape = f"{row['rows']} x {row['cols']}"
+        table.add_row(
+            row["op"], row["pass"], row["dtype"], shape, change.name, *times, f"{100 * change.ratio - 100:+.1f} %"
+        )
+    if beyond:
+        console.print(table)
+    slower = sum(change.ratio > 1 for change in beyond)
+    console.print(
+        f"Of {len(found)} times {slower} are slower, {len(beyond) - slower} faster, "
+        f"and {len(found) - len(beyond)} within the spread."
+    )
+    return 0

@@ -1,0 +1,75 @@
+"""Other libraries' kernels for the same work, on the GPU, where they are installed; none of them is needed.
+
+A peer is called as the op is: the same arguments, the same meaning. What each needs told:
+* Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
+  grad_out unless in_place is False: neither is the work that the others do.
+* quack's LayerNorm has no autograd, and so is left out.
+"""
+
+import importlib
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Name: the module to import and the distribution that says its version.
+LIBRARIES = {
+    "liger": ("liger_kernel.ops", "liger_kernel"),
+    "quack": ("quack", "quack-kernels"),
+    "apex": ("apex.normalization.fused_layer_norm", "apex"),
+}
+
+
+def _liger_layer_norm(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+
+def _liger_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(x, weight, _eps(eps), 0.0, "gemma", False)
+
+
+def _quack_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    from quack import rmsnorm
+
+    return rmsnorm(x, weight, eps=_eps(eps))
+
+
+def _apex_layer_norm(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction
+
+    return FusedLayerNormAffineFunction.apply(x, weight, bias, torch.Size(shape), eps)
+
+
+def _apex_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    from apex.normalization.fused_layer_norm import FusedRMSNormAffineFunction
+
+    return FusedRMSNormAffineFunction.apply(x, weight, torch.Size(shape), _eps(eps))
+
+
+def _eps(eps: float | None) -> float:
+    """rms_norm's default for float32 and the half types."""
+    return torch.finfo(torch.float32).eps if eps is None else eps
+
+
+PEERS: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "layer_norm": {"liger": _liger_layer_norm, "apex": _apex_layer_norm},
+    "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm, "apex": _apex_rms_norm},
+}
+
+
+def versions() -> dict[str, str | None]:
+    """Of each library that can be imported here; None: absent."""
+    found: dict[str, str | None] = {}
+    for name, (module, distribution) in LIBRARIES.items():
+        try:
+            importlib.import_module(module)
+            found[name] = metadata.version(distribution)
+        except Exception:  # a library made for another torch or GPU may fail at import with anything
+            found[name] = None
+    return found

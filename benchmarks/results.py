@@ -1,0 +1,109 @@
+"""A results file: one machine and its settings, and a row a measurement. A run in pieces continues the file."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import extension_cpp
+
+Row = dict[str, Any]
+Key = tuple[str, str, str, int, int, int]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine(device: str) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.machine()
+
+
+def commit() -> str | None:
+    """Of the source tree, with -dirty where files were changed since; None where git does not know."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    try:
+        import triton
+
+        compiler = triton.__version__
+    except ImportError:
+        compiler = None
+    return {"extension_cpp": extension_cpp.__version__, "triton": compiler, "cuda": torch.version.cuda}
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {path} cannot be read as a results file: {error}")
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not isinstance(found.get("machine"), dict):
+        sys.exit(f"error: {path} is not a results file: expected an object with machine and rows")
+    if not all({"op", "pass", "percent_of_copy"} <= row.keys() for row in rows):
+        sys.exit(f"error: {path} has rows of another kind than python -m benchmarks writes")
+    return found
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """At once or not at all, so that a run stopped here leaves the file before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(results, indent=1))
+    os.replace(part, path)
+
+
+def key(row: Row, about: dict[str, Any]) -> Key:
+    """What was measured: the same key, the same work on as many threads."""
+    return row["op"], row["pass"], row["dtype"], row["rows"], row["cols"], row.get("threads", about["threads"])
+
+
+def sizes(row: Row) -> str:
+    return row.get("sizes", "large")
+
+
+def names(rows: list[Row]) -> list[str]:
+    """The contenders, in their order, the copy left out."""
+    found = {name: None for row in rows for name in (*row["seconds"], *row.get("failed", {})) if name != "copy"}
+    return list(found)
+
+
+def new(about: dict[str, Any]) -> dict[str, Any]:
+    return {"machine": about, "rows": []}
+
+
+def continued(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The file's results under this run's description; a run elsewhere or with other settings is refused."""
+    if not path.exists():
+        return new(about)
+    found = read(path)
+    for name, value in about.items():
+        there = found["machine"].get(name, value)
+        if name not in ("threads", "commit") and there != value:
+            sys.exit(
+                f"error: {path} was measured with {name} {there}, and this run has {value}: "
+                "give another file with --json"
+            )
+    return {"machine": about | {"threads": found["machine"]["threads"]}, "rows": found["rows"]}

@@ -1,0 +1,361 @@
+"""Times every op's forward and backward beside eager PyTorch, torch.compile, other libraries and a copy of memory.
+
+The rows come from the tests' specs: a new op is measured with nothing to add. A figure is the percent of the copy's
+bandwidth that the op's floor (every input read once, every output written once) over its time comes to; streaming
+stores and ops that write less than they read can pass 100.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import peers, results
+from benchmarks.timing import Time, captured, take_turns
+from extension_cpp.__main__ import Parser, positive
+from tests.checks import Result, as_tuple, assert_right, convert, is_finite, largest_error, leaves, random_grad
+from tests.opspec import OpSpec, Sample, all_specs
+
+WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
+SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A result is judged on no more elements than this, at the full width: float64 and its intermediates are many times x.
+JUDGED = 2**20
+# glibc hands large blocks back to the kernel, and then every call pays for page faults; PyTorch's users meet that, too.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: OpSpec
+    dtype: str
+    rows: int
+    cols: int
+    backward: bool
+    threads: int
+    sizes: str
+
+    @property
+    def step(self) -> str:
+        return "backward" if self.backward else "forward"
+
+    def floor_bytes(self) -> float:
+        elements = self.spec.bench.backward if self.backward else self.spec.bench.forward
+        return elements * self.rows * self.cols * DTYPES[self.dtype].itemsize
+
+    def copied_bytes(self) -> int:
+        return 2 * self.rows * self.cols * DTYPES[self.dtype].itemsize
+
+    def head(self) -> results.Row:
+        """The row without its figures."""
+        row = {"op": self.spec.name, "pass": self.step, "dtype": self.dtype, "rows": self.rows, "cols": self.cols}
+        return row | {"threads": self.threads, "sizes": self.sizes}
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} {self.step} {self.dtype} {self.rows} x {self.cols}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m benchmarks",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog="Two results files are compared with python -m benchmarks compare BEFORE AFTER.",
+    )
+    names = [spec.name for spec in all_specs()]
+    steps = ["forward", "backward"]
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--op", nargs="+", choices=names, default=names, metavar="OP", help=f"of {', '.join(names)}")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--width", nargs="+", type=positive, default=list(WIDTHS), help="columns (default: %(default)s)"
+    )
+    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
+    parser.add_argument("--mib", type=positive, help="size of one tensor in MiB (default: 512)", default=512)
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        choices=["large", "small", "sweep"],
+        default=["large"],
+        help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096; "
+        "sweep: 1 KiB to --mib, fourfold each (default: large)",
+    )
+    parser.add_argument("--rounds", type=positive, default=15, help="timed calls of each contender (default: 15)")
+    parser.add_argument("--threads", nargs="+", type=positive, help="CPU threads, one run each (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes most of the time)")
+    parser.add_argument("--plain-malloc", action="store_true", help="CPU: with the page faults of glibc's defaults")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="the results file; one that is there is continued (default: out/bench-DEVICE.json, a new one)",
+    )
+    parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
+    options = parser.parse_args(arguments)
+    if options.rounds < 9:
+        parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU here")
+    options.threads = options.threads or [torch.get_num_threads()]
+    return options
+
+
+def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
+    """sizes, rows and columns."""
+    largest = options.mib * 2**20 // itemsize
+    if "large" in options.sizes:
+        for cols in [1024] if spec.bench.flat else options.width:
+            yield "large", max(largest // cols, 1), cols
+    if "small" in options.sizes:
+        yield from (("small", rows, cols) for rows, cols in SMALL)
+    if "sweep" in options.sizes:
+        elements = 1024 // itemsize
+        while elements <= largest:
+            cols = min(elements, 1024)
+            yield "sweep", elements // cols, cols
+            elements *= 4
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    for threads in options.threads:
+        for spec in all_specs():
+            if spec.name not in options.op:
+                continue
+            for dtype in options.dtype:
+                for sizes, rows, cols in shapes(spec, DTYPES[dtype].itemsize, options):
+                    for step in options.passes:
+                        if step == "forward" or spec.bench.backward:
+                            yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
+
+
+def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return function(*sample.args, **sample.kwargs)
+
+    return call
+
+
+def backward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
+    """Differentiates one kept forward."""
+    outputs = as_tuple(function(*sample.args, **sample.kwargs))
+    inputs, grads_out = leaves(sample), [torch.randn_like(output) for output in outputs]
+    return lambda: torch.autograd.grad(outputs, inputs, grads_out, retain_graph=True)
+
+
+def make_sample(case: Case, device: str, rows: int) -> Sample:
+    return case.spec.bench.sample(
+        lambda shape: torch.randn(shape, dtype=DTYPES[case.dtype], device=device, requires_grad=True),
+        (rows, case.cols),
+    )
+
+
+class Judge:
+    """Says whether a contender does the case's work: its result against float64's, on fewer rows of the same width.
+
+    The bound is that of the tests for our own ops: twice eager PyTorch's error, or 4 eps max|exact| sqrt(terms).
+    """
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case = case
+        self.sample = make_sample(case, device, min(case.rows, max(JUDGED // case.cols, 1)))
+        self.eager = self._result(case.spec.reference, self.sample)
+        self.exact = self._result(case.spec.reference, convert(self.sample, torch.float64))
+        self.eager_errors = [
+            largest_error(b, c, is_finite(c, b.dtype))
+            for (_, b), (_, c) in zip(self.eager.tensors(), self.exact.tensors(), strict=True)
+        ]
+        self.reduction, self.least_scale = case.spec.reduction(self.sample), case.spec.terms(self.sample)
+
+    def _result(self, function: Callable[..., Any], sample: Sample) -> Result:
+        if not self.case.backward:
+            with torch.no_grad():
+                return Result(as_tuple(function(*sample.args, **sample.kwargs)), [])
+        outputs = as_tuple(function(*sample.args, **sample.kwargs))
+        grad_out = random_grad()
+        gradients = torch.autograd.grad(outputs, leaves(sample), [grad_out(output) for output in outputs])
+        return Result(tuple(output.detach() for output in outputs), list(gradients))
+
+    def wrong(self, name: str, function: Callable[..., Any]) -> str | None:
+        if name != "ours" and self.case.spec.positional and self.case.spec.bench.stock:
+            return None  # it draws a dropout mask of its own
+        x = self.sample.args[0]
+        poison = [torch.full_like(x, float("nan")) for _ in range(4)]
+        del poison  # what is allocated next is not right by luck
+        got = self._result(function, self.sample)
+        bounds = self.eager, self.eager_errors, self.exact, self.reduction
+        try:
+            assert_right(got, *bounds, what="wrong", limits=False, least_scale=self.least_scale)
+        except AssertionError as error:
+            return str(error)
+        return None
+
+
+def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) -> dict[str, Callable[..., Any]]:
+    stock = case.spec.bench.stock or case.spec.reference
+    functions = {"ours": case.spec.function, "eager": stock}
+    if not options.no_compile:
+        torch._dynamo.reset()
+        functions["compile"] = torch.compile(stock, dynamic=False)  # compiled for the timed shape alone, as if first
+    known = peers.PEERS.get(case.spec.name, {})
+    return functions | {name: known[name] for name in libraries if name in known}
+
+
+def prepare(
+    case: Case, options: argparse.Namespace, libraries: list[str]
+) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """The calls to time, the copy first; and what is wrong with the contenders that are left out."""
+    torch.manual_seed(options.seed)
+    judge = Judge(case, options.device)
+    sample = make_sample(case, options.device, case.rows)
+    x = sample.args[0].detach()
+    target = torch.empty_like(x)
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(x)}
+    failed: dict[str, str] = {}
+    for name, function in contenders(case, options, libraries).items():
+        try:
+            wrong = judge.wrong(name, function)
+            if wrong is None:
+                call = (backward_call if case.backward else forward_call)(function, sample)
+                call()
+                calls[name] = call
+            else:
+                failed[name] = wrong
+        except Exception as error:  # whatever another's code raises is its row's result, not this run's end
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+    return calls, failed
+
+
+def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
+    """The floor's bytes over each time, as percent of the copy's bandwidth."""
+    bandwidth = case.copied_bytes() / times["copy"].median
+    return {name: 100 * case.floor_bytes() / time.median / bandwidth for name, time in times.items() if name != "copy"}
+
+
+def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
+    torch.set_num_threads(case.threads)
+    calls, failed = prepare(case, options, libraries)
+    times = take_turns(calls, options.device, options.rounds)
+    row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}
+    row |= {"percent_of_copy": percents(case, times), "floor_bytes": case.floor_bytes()}
+    row["seconds"] = {name: asdict(time) for name, time in times.items()}
+    if failed:
+        row["failed"] = failed
+    if options.device == "cuda":
+        row["kernel_seconds"] = kernel_seconds(calls, options.rounds)
+    return row
+
+
+def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+    """The kernels alone, by replay of a CUDA graph; a contender that cannot be captured is missing."""
+    graphs = {}
+    for name, call in calls.items():
+        with contextlib.suppress(RuntimeError):
+            graphs[name] = captured(call)
+    return {name: asdict(time) for name, time in take_turns(graphs, "cuda", rounds).items()}
+
+
+def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
+    """Percent of copy for large tensors, microseconds for the others."""
+    about = {name: value for name, value in found["machine"].items() if name != "versions"}
+    large = [row for row in rows if results.sizes(row) == "large"]
+    if large:
+        names = results.names(large)
+        table = Table("op", "pass", "dtype", "shape", "copy GB/s", "ours us", *(f"{name} %" for name in names))
+        table.title = str(about)
+        for row in large:
+            figures = [figure(row, "ours", False), *(figure(row, name, True) for name in names)]
+            table.add_row(*about_row(row), f"{row['copy_gb_s']:.0f}", *figures)
+        console.print(table)
+    small = [row for row in rows if results.sizes(row) != "large"]
+    if small:
+        names = ["copy", *results.names(small)]
+        table = Table("op", "pass", "dtype", "shape", *(f"{name} us" for name in names), title=str(about))
+        for row in small:
+            table.add_row(*about_row(row), *(figure(row, name, False) for name in names))
+        console.print(table)
+    for row in rows:
+        for name, reason in row.get("failed", {}).items():
+            console.print(f"{' '.join(about_row(row))}: {name}: {reason}", markup=False)
+
+
+def about_row(row: results.Row) -> list[str]:
+    return [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}"]
+
+
+def figure(row: results.Row, name: str, percent: bool) -> str:
+    if name not in row["seconds"]:
+        return "failed" if name in row.get("failed", {}) else ""
+    return f"{row['percent_of_copy'][name]:.0f}" if percent else microseconds(row["seconds"][name])
+
+
+def microseconds(seconds: dict[str, float]) -> str:
+    """The median, and the range from 10 to 90 %."""
+    low, median, high = (1e6 * seconds[name] for name in ("low", "median", "high"))
+    digits = 0 if median >= 100 else 1
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The machine and the settings; the peers that are here."""
+    libraries = peers.versions() if options.device == "cuda" else {}
+    about = results.machine(options.device) | {"threads": max(options.threads), "mib": options.mib}
+    about |= {"plain_malloc": options.plain_malloc, "rounds": options.rounds, "seed": options.seed}
+    about |= {"commit": results.commit(), "versions": results.versions() | libraries}
+    return about, [name for name, version in libraries.items() if version is not None]
+
+
+def measure_all(
+    console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], path: Path, found: Any
+) -> tuple[list[results.Row], bool]:
+    """The new rows, and whether all were measured; after each, the file holds what there is."""
+    rows = {results.key(row, found["machine"]): row for row in found["rows"]}
+    done: list[results.Row] = []
+    # A stream of its own: what runs on the default stream cannot be captured as a CUDA graph.
+    stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
+    try:
+        with Progress(console=console) as progress, stream:
+            task = progress.add_task("benchmarks", total=len(todo))
+            for case in todo:
+                progress.update(task, description=str(case))
+                row = measure(case, options, libraries) | {"commit": found["machine"]["commit"]}
+                rows[results.key(row, found["machine"])] = row
+                results.write(path, found | {"rows": list(rows.values())})
+                done.append(row)
+                progress.advance(task)
+    except KeyboardInterrupt:
+        return done, False
+    return done, True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.device == "cpu" and not options.plain_malloc and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEP_MEMORY})
+    torch._functorch.config.donated_buffer = False  # backward is called many times over one forward
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    about, libraries = describe(options)
+    path = options.json or Path("out") / f"bench-{options.device}.json"
+    found = results.continued(path, about) if options.json else results.new(about)
+    absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
+    if absent:
+        console.print(f"Absent here, and not measured: {', '.join(absent)}.")
+    there = {results.key(row, found["machine"]) for row in found["rows"]}
+    todo = [case for case in cases(options) if options.again or results.key(case.head(), about) not in there]
+    done, complete = measure_all(console, todo, options, libraries, path, found)
+    show(console, found, done)
+    if not complete:
+        console.print(f"Stopped: {len(done)} of {len(todo)} were measured; with --json {path} it goes on from there.")
+        return 130
+    skipped = f" {len(there)} rows were there before." if there else ""
+    console.print(f"The figures are in {path}.{skipped}")
+    return 0

@@ -1,0 +1,172 @@
+"""python -m benchmarks on tiny tensors: what it writes, continues and keeps; compare; one sentence an error."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import peers, results, run
+from benchmarks.table import table
+
+TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, device: str):
+    """Runs into one results file and returns what is in it."""
+    path = tmp_path / "deep" / "figures.json"
+
+    def call(*words: str) -> dict:
+        threads = torch.get_num_threads()
+        try:
+            assert command.main(["--device", device, *TINY, "--json", str(path), *words]) in (0, 130)
+        finally:
+            torch.set_num_threads(threads)
+        return json.loads(path.read_text())
+
+    call.path = path
+    return call
+
+
+def test_a_row_has_its_figures(bench, device) -> None:
+    found = bench("--op", "rms_norm", "--pass", "backward")
+    about = {"device", "threads", "torch", "python", "mib", "plain_malloc", "rounds", "seed", "commit", "versions"}
+    assert about <= found["machine"].keys()
+    (row,) = found["rows"]
+    assert (row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]) == (
+        "rms_norm",
+        "backward",
+        "float32",
+        255,
+        1025,
+    )
+    assert {"copy", "ours", "eager"} <= row["seconds"].keys()
+    assert ("kernel_seconds" in row) == (device == "cuda")
+    for seconds in row["seconds"].values():
+        assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"]
+    copied, floor = 2 * 255 * 1025 * 4, 3 * 255 * 1025 * 4
+    share = floor / row["seconds"]["ours"]["median"] / (copied / row["seconds"]["copy"]["median"])
+    assert row["percent_of_copy"]["ours"] == pytest.approx(100 * share)
+
+
+def test_a_run_continues_the_file(bench, monkeypatch, capsys) -> None:
+    first = bench("--op", "relu", "--pass", "forward")
+    both = bench("--op", "relu", "--pass", "forward", "backward")
+    assert [row["pass"] for row in both["rows"]] == ["forward", "backward"]
+    assert both["rows"][0] == first["rows"][0]
+    measured = []
+    measure = run.measure
+    monkeypatch.setattr(run, "measure", lambda case, *rest: measured.append(case) or measure(case, *rest))
+    assert bench("--op", "relu") == both and not measured
+    again = bench("--op", "relu", "--pass", "forward", "--again")
+    assert len(measured) == 1 and len(again["rows"]) == 2 and again["rows"][1] == both["rows"][1]
+    assert "2 rows were there before" in capsys.readouterr().out
+
+
+def test_stopping_keeps_what_was_measured(bench, monkeypatch, capsys) -> None:
+    measure = run.measure
+
+    def stop_at_backward(case, *rest):
+        if case.backward:
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    monkeypatch.setattr(run, "measure", stop_at_backward)
+    assert [row["pass"] for row in bench("--op", "relu")["rows"]] == ["forward"]
+    assert "Stopped: 1 of 2 were measured" in capsys.readouterr().out
+
+
+def test_a_file_of_other_settings_is_refused(bench) -> None:
+    bench("--op", "relu", "--pass", "forward")
+    before = bench.path.read_text()
+    with pytest.raises(SystemExit, match=r"error: .* was measured with seed 0, and this run has 1: give another file"):
+        bench("--op", "relu", "--seed", "1")
+    assert bench.path.read_text() == before
+
+
+def test_small_sizes_and_threads(bench, monkeypatch) -> None:
+    monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
+    rows = bench("--op", "mish", "--pass", "forward", "--sizes", "small", "sweep", "--threads", "1", "2")["rows"]
+    shapes = [(row["rows"], row["cols"]) for row in rows if row["threads"] == 1]
+    assert shapes == [*run.SMALL, (1, 256), (1, 1024), (4, 1024), (16, 1024), (64, 1024), (256, 1024)]
+    assert [(row["rows"], row["cols"]) for row in rows if row["threads"] == 2] == shapes
+    text = table(bench.path)
+    assert "Small tensors, microseconds:" in text and text.count("| 128 x 1024 |") == 2
+
+
+def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
+    def raises(*_):
+        raise ValueError("not on this machine")
+
+    def nearly(x, shape, weight, eps):
+        return torch.nn.functional.rms_norm(x, shape, weight, eps) * (1 + 1e-4)
+
+    def unwritten(x, shape, weight, eps):
+        y = torch.nn.functional.rms_norm(x, shape, weight, eps).clone()
+        y[-1, -1] = torch.nan
+        return y
+
+    strange = {"liger": nearly, "quack": raises, "apex": unwritten}
+    monkeypatch.setitem(peers.PEERS, "rms_norm", strange)
+    describe = run.describe
+    monkeypatch.setattr(run, "describe", lambda options: (describe(options)[0], list(strange)))
+    (row,) = bench("--op", "rms_norm", "--pass", "forward")["rows"]
+    assert row["failed"]["liger"].startswith("wrong, output 0: error ")
+    assert row["failed"]["quack"] == "ValueError: not on this machine"
+    assert row["failed"]["apex"].startswith("wrong, output 0: error nan")
+    assert set(row["seconds"]) == {"copy", "ours", "eager"} == {"copy", *row["percent_of_copy"]}
+    assert "rms_norm forward float32 255 x 1025: quack: ValueError: not on this machine" in capsys.readouterr().out
+    assert "| wrong | raised | wrong |" in table(bench.path)
+
+
+@pytest.mark.parametrize("spec", run.all_specs(), ids=str)
+def test_every_op_is_judged_right(spec, device) -> None:
+    for backward in (False, True) if spec.bench.backward else (False,):
+        case = run.Case(spec, "bfloat16", 4, 1025, backward, 1, "large")
+        assert run.Judge(case, device).wrong("ours", spec.function) is None
+
+
+def test_compare(bench, tmp_path, capsys) -> None:
+    found = bench("--op", "relu", "rms_norm", "--pass", "forward")
+    other = copy.deepcopy(found)
+    for row, place, factor in zip(other["rows"], ("high", "low"), (3.0, 0.3), strict=True):
+        time = factor * row["seconds"]["eager"][place]
+        row["seconds"]["eager"] = {"low": 0.9 * time, "median": time, "high": 1.1 * time}
+    results.write(tmp_path / "other.json", other)
+    capsys.readouterr()
+    assert command.main(["compare", str(bench.path), str(tmp_path / "other.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "Of 6 times 1 are slower, 1 faster, and 4 within the spread." in printed
+    assert command.main(["compare", str(bench.path), str(bench.path)]) == 0
+    assert "Of 6 times 0 are slower, 0 faster, and 6 within the spread." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--rounds", "8"], "at least 9"),
+        (["--op", "other"], "invalid choice: 'other'"),
+        (["--width", "0"], "expected a whole number of at least 1"),
+        (["compare", "a.json"], "the following arguments are required: after"),
+    ],
+)
+def test_wrong_options(words, message, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text, message", [("", "cannot be read"), ("[]", "is not a results file"), (None, "cannot be read")]
+)
+def test_a_file_that_is_none(tmp_path, text, message) -> None:
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=rf"^error: .*{message}"):
+        command.main(["compare", str(path), str(path)])
