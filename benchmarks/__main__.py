@@ -1,10 +1,10 @@
-"""python -m benchmarks: times the ops (run.py); compare looks at what was written."""
+"""python -m benchmarks: times the ops (run.py); compare, plot and report look at what was written."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
-LOOKS = ("compare",)
+LOOKS = ("compare", "plot", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m benchmarks",
         description=(__doc__ or "").split("\n\n")[0],
-        epilog="Two results files are compared with python -m benchmarks compare BEFORE AFTER.",
+        epilog="python -m benchmarks compare, plot and report, each with a --help, look at the results.",
     )
     names = [spec.name for spec in all_specs()]
     steps = ["forward", "backward"]

@@ -43,6 +43,9 @@ class Bench:
     flat: bool = False  # the width makes no difference: one shape is enough
     # What PyTorch offers for it, where that is not the reference.
     stock: Callable[..., Any] | None = None
+    # Arithmetic operations an element of the shape, forward and backward, for the roofline; exp, log, a division and
+    # a square root count as one each.
+    operations: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

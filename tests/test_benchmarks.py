@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import peers, results, run
+from benchmarks import peers, plot, results, run
 from benchmarks.table import table
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
@@ -142,6 +142,48 @@ def test_compare(bench, tmp_path, capsys) -> None:
     assert "Of 6 times 1 are slower, 1 faster, and 4 within the spread." in printed
     assert command.main(["compare", str(bench.path), str(bench.path)]) == 0
     assert "Of 6 times 0 are slower, 0 faster, and 6 within the spread." in capsys.readouterr().out
+
+
+def made_up() -> dict:
+    """Results of two widths, three sizes and two numbers of threads."""
+    rows = []
+    shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
+    shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
+    for sizes, height, width, threads in shapes:
+        for step in ("forward", "backward"):
+            row = {"op": "rms_norm", "pass": step, "dtype": "float32", "rows": height, "cols": width}
+            seconds = {name: {"low": 0.9e-6, "median": 1e-6, "high": 2e-6} for name in ("copy", "ours", "liger")}
+            row |= {"threads": threads, "sizes": sizes, "copy_gb_s": 10.0, "seconds": seconds}
+            rows.append(row | {"percent_of_copy": {"ours": 90.0, "liger": 80.0}, "failed": {"quack": "wrong <&>"}})
+    flat = rows[0] | {"op": "mish"}
+    about = {"device": "A <machine>", "threads": 2, "torch": "2", "mib": 1, "versions": {"apex": None}}
+    return {"machine": about, "rows": [*rows, flat]}
+
+
+def test_pictures(tmp_path, capsys) -> None:
+    path = tmp_path / "made.json"
+    results.write(path, made_up())
+    assert command.main(["plot", str(path), "--out", str(tmp_path / "plots")]) == 0
+    for kind in ("widths", "flat", "size", "threads", "roofline"):
+        stem = tmp_path / "plots" / f"made-{kind}-float32"
+        text = stem.with_suffix(".svg").read_text()
+        for word in ("A &lt;machine&gt;, float32", "ours", "liger", "copy", "mish" if kind == "flat" else "rms_norm"):
+            assert word in text, (kind, word)
+        assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    first, second = ([plot.svg(figure) for _, figure in plot.pictures(path)] for _ in range(2))
+    assert first == second
+    assert [name for name, _ in plot.pictures(path, ["mish"])] == ["made-flat-float32", "made-roofline-float32"]
+
+
+def test_report(tmp_path) -> None:
+    path, page = tmp_path / "made.json", tmp_path / "made.html"
+    results.write(path, made_up())
+    assert command.main(["report", str(path), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert "A &lt;machine&gt;" in text and "wrong &lt;&amp;&gt;" in text and "absent" in text
+    assert text.count("<svg") == 5 and text.count("<tr>") == 1 + 13 + 5
+    assert "src=" not in text and "@import" not in text
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ SPEC = OpSpec(
     error_inputs=error_inputs,
     reduction=lambda sample: max(sample.args[0].shape[-1], sample.args[0].numel() // max(sample.args[0].shape[-1], 1)),
     bench=Bench(
-        lambda make, shape: Sample((make(shape), shape[-1:], make(shape[-1:]), make(shape[-1:]))), forward=2, backward=3
+        lambda make, shape: Sample((make(shape), shape[-1:], make(shape[-1:]), make(shape[-1:]))),
+        forward=2,
+        backward=3,
+        operations=(7, 14),
     ),
     keeps_strides=False,
     terms=terms,

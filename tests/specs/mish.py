@@ -22,7 +22,7 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=lambda sample: 1,
-    bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, flat=True),
+    bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, flat=True, operations=(6, 13)),
     keeps_strides=True,
     launches=(1, 1),
 )

@@ -40,7 +40,9 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=lambda sample: 1,
-    bench=Bench(lambda make, shape: Sample((make(shape), make(shape), 0.5)), forward=3, backward=5, flat=True),
+    bench=Bench(
+        lambda make, shape: Sample((make(shape), make(shape), 0.5)), forward=3, backward=5, flat=True, operations=(2, 2)
+    ),
     keeps_strides=True,
     launches=(1, 1),
 )

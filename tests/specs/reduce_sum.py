@@ -49,7 +49,7 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=reduction,
-    bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=1, backward=0),
+    bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=1, backward=0, operations=(1, 0)),
     keeps_strides=False,
     # One for a sum over the last dimension; two where too few sums are left to fill the GPU (reduce_sum.cpp).
     launches=(1, 0),

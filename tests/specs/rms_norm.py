@@ -46,7 +46,12 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=lambda sample: max(sample.args[0].shape[-1], sample.args[0].numel() // max(sample.args[0].shape[-1], 1)),
-    bench=Bench(lambda make, shape: Sample((make(shape), shape[-1:], make(shape[-1:]), EPS)), forward=2, backward=3),
+    bench=Bench(
+        lambda make, shape: Sample((make(shape), shape[-1:], make(shape[-1:]), EPS)),
+        forward=2,
+        backward=3,
+        operations=(4, 9),
+    ),
     keeps_strides=False,
     terms=terms,
     launches=(1, 2),

@@ -34,7 +34,9 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # rows, for the bias gradient
-    bench=Bench(lambda make, shape: Sample((make(shape), make(shape[-1:]), SCALE)), forward=2, backward=3),
+    bench=Bench(
+        lambda make, shape: Sample((make(shape), make(shape[-1:]), SCALE)), forward=2, backward=3, operations=(3, 6)
+    ),
     keeps_strides=True,
     launches=(1, 2),
 )

@@ -1,0 +1,267 @@
+"""Draws a results file, as svg and png: percent of copy over width, time over size, scaling over threads, a roofline.
+
+Each picture is made for each dtype whose rows have what it shows; the others are left out.
+"""
+
+import argparse
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import results
+from extension_cpp.__main__ import Parser
+from tests.opspec import all_specs
+
+# Okabe and Ito's colours, which those who see fewer colours can tell apart; a marker each for prints.
+LOOKS = {
+    "ours": ("#0072B2", "o"),
+    "eager": ("#E69F00", "s"),
+    "compile": ("#009E73", "^"),
+    "liger": ("#CC79A7", "D"),
+    "quack": ("#D55E00", "v"),
+    "apex": ("#56B4E9", "P"),
+}
+LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
+Panel = Callable[[Axes, list[results.Row]], None]
+
+
+def passes_of(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row]]:
+    found: dict[tuple[str, str], list[results.Row]] = {}
+    for row in rows:
+        found.setdefault((row["op"], row["pass"]), []).append(row)
+    return found
+
+
+def elements(row: results.Row) -> int:
+    return row["rows"] * row["cols"]
+
+
+def itemsize(row: results.Row) -> int:
+    return 4 if row["dtype"] == "float32" else 2
+
+
+def line(axes: Axes, name: str, x: Sequence[Any], y: Sequence[float], joined: bool = True) -> None:
+    color, marker = LOOKS[name]
+    style = "-" if joined else "none"
+    axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)
+
+
+def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
+    """Widths of whole vectors joined, odd ones apart on the right."""
+    rows = sorted(rows, key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
+    even = sum(row["cols"] % 8 == 0 for row in rows)
+    axes.axhline(100, **LIMIT, label="copy")
+    for name in results.names(rows):
+        points = [(i, row["percent_of_copy"].get(name)) for i, row in enumerate(rows)]
+        for part, joined in ((points[:even], True), (points[even:], False)):
+            known = [(x, y) for x, y in part if y is not None]
+            line(axes, name, [x for x, _ in known], [y for _, y in known], joined)
+    axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
+    axes.set_ylim(bottom=0)
+
+
+def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], float], log: bool) -> Panel:
+    """A panel of y(row, contender) over x(row), the copy as the limit."""
+
+    def panel(axes: Axes, rows: list[results.Row]) -> None:
+        rows = sorted(rows, key=x)
+        points = [(x(row), y(row, "copy")) for row in rows]
+        axes.plot(*zip(*points, strict=True), **LIMIT, label="copy")
+        for name in results.names(rows):
+            points = [(x(row), y(row, name)) for row in rows if name in row["seconds"]]
+            line(axes, name, [a for a, _ in points], [b for _, b in points])
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+        else:
+            axes.set_xticks(sorted({x(row) for row in rows}))
+            axes.set_ylim(bottom=0)
+
+    return panel
+
+
+def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
+    """A row an op, forward and backward beside each other; one legend."""
+    groups = passes_of(rows)
+    ops = list(dict.fromkeys(op for op, _ in groups))
+    figure = Figure(figsize=(8, 1 + 1.9 * len(ops)), layout="constrained")
+    axes = figure.subplots(len(ops), 2, squeeze=False, sharey="row")
+    for op, pair in zip(ops, axes, strict=True):
+        for step, one in zip(("forward", "backward"), pair, strict=True):
+            if (op, step) not in groups:
+                one.remove()
+                continue
+            panel(one, groups[op, step])
+            one.set_title(f"{op} {step}", fontsize=9)
+            one.grid(alpha=0.3)
+            if op == ops[-1]:
+                one.set_xlabel(x_label, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.supylabel(y_label, fontsize=9)
+    legend(figure)
+    return figure
+
+
+def legend(figure: Figure) -> None:
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            found.setdefault(label, handle)
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=len(found), fontsize=9)
+
+
+def widths(rows: list[results.Row], title: str) -> Figure | None:
+    large = [row for row in rows if results.sizes(row) == "large"]
+    chosen = [row for group in passes_of(large).values() if len(group) > 1 for row in group]
+    return grid(chosen, widths_panel, title, "width", "percent of copy") if chosen else None
+
+
+def flat(rows: list[results.Row], title: str) -> Figure | None:
+    """The ops whose width makes no difference, in one panel."""
+    large = [row for row in rows if results.sizes(row) == "large"]
+    chosen = [group[0] for group in passes_of(large).values() if len(group) == 1]
+    if not chosen:
+        return None
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(100, **LIMIT, label="copy")
+    names = results.names(chosen)
+    for place, name in enumerate(names):
+        known = [(i, row["percent_of_copy"][name]) for i, row in enumerate(chosen) if name in row["percent_of_copy"]]
+        left = [i + 0.8 * ((place + 0.5) / len(names) - 0.5) for i, _ in known]
+        axes.bar(left, [y for _, y in known], 0.8 / len(names), color=LOOKS[name][0], label=name)
+    labels = [f"{row['op']}\n{row['pass']}" for row in chosen]
+    axes.set_xticks(range(len(chosen)), labels, fontsize=8)
+    axes.set_ylabel("percent of copy", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    legend(figure)
+    return figure
+
+
+def size(rows: list[results.Row], title: str) -> Figure | None:
+    chosen = [row for row in rows if results.sizes(row) == "sweep"]
+    chosen = chosen or [row for row in rows if results.sizes(row) == "small"]
+    panel = against(
+        lambda row: elements(row) * itemsize(row), lambda row, name: 1e6 * row["seconds"][name]["median"], log=True
+    )
+    return grid(chosen, panel, title, "bytes of one tensor", "microseconds") if chosen else None
+
+
+def threads(rows: list[results.Row], title: str) -> Figure | None:
+    """Of each op the largest tensor that was timed on several numbers of threads."""
+    chosen: list[results.Row] = []
+    for group in passes_of([row for row in rows if "threads" in row]).values():
+        largest = max(group, key=elements)
+        same = [row for row in group if (row["rows"], row["cols"]) == (largest["rows"], largest["cols"])]
+        chosen += same if len(same) > 1 else []
+    panel = against(lambda row: row["threads"], gigabytes, log=False)
+    return grid(chosen, panel, title, "threads", "GB/s") if chosen else None
+
+
+def gigabytes(row: results.Row, name: str) -> float:
+    """A second, of what the op has to move."""
+    return row["copy_gb_s"] * (1 if name == "copy" else row["percent_of_copy"][name] / 100)
+
+
+def operations() -> dict[tuple[str, str], tuple[float, float]]:
+    """Of each op and pass whose spec counts them: arithmetic operations and elements moved, an element of x."""
+    found = {}
+    for spec in all_specs():
+        for i, step in enumerate(("forward", "backward")):
+            moved = (spec.bench.forward, spec.bench.backward)[i]
+            if spec.bench.operations and moved:
+                found[spec.name, step] = spec.bench.operations[i], moved
+    return found
+
+
+def roofline(rows: list[results.Row], title: str) -> Figure | None:
+    """Arithmetic a second over arithmetic a byte at the largest tensor; the roof is the copy's bandwidth."""
+    counted = operations()
+    large = passes_of([row for row in rows if results.sizes(row) == "large"])
+    chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
+    chosen = [row for row in chosen if (row["op"], row["pass"]) in counted]
+    if not chosen:
+        return None
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    by_intensity: dict[float, list[results.Row]] = {}
+    for row in chosen:
+        arithmetic, moved = counted[row["op"], row["pass"]]
+        by_intensity.setdefault(arithmetic / (moved * itemsize(row)), []).append(row)
+    roof = max(row["copy_gb_s"] for row in chosen)
+    ends = [0.8 * min(by_intensity), 1.25 * max(by_intensity)]
+    axes.plot(ends, [roof * x for x in ends], **LIMIT, label="copy")
+    for name in results.names(chosen):
+        points = [
+            (x, x * gigabytes(row, name))
+            for x, group in by_intensity.items()
+            for row in group
+            if name in row["seconds"]
+        ]
+        line(axes, name, [x for x, _ in points], [y for _, y in points], joined=False)
+    axes.set(xscale="log", yscale="log")
+    labels = ["\n".join(f"{row['op']} {row['pass']}" for row in group) for group in by_intensity.values()]
+    axes.secondary_xaxis("top").set_xticks(list(by_intensity), labels, rotation=60, ha="left", fontsize=7)
+    axes.grid(alpha=0.3, which="major")
+    axes.set_xlabel("arithmetic operations a byte", fontsize=9)
+    axes.set_ylabel("arithmetic operations, 10^9 a second", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    legend(figure)
+    return figure
+
+
+PICTURES = {
+    "widths": (widths, "percent of copy over width"),
+    "flat": (flat, "percent of copy"),
+    "size": (size, "time over size"),
+    "threads": (threads, "scaling over threads"),
+    "roofline": (roofline, "roofline, each op at its best width"),
+}
+
+
+def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str, Figure]]:
+    """Name and figure of all that the file has the rows for."""
+    found = results.read(path)
+    found["rows"] = [row for row in found["rows"] if ops is None or row["op"] in ops]
+    about = found["machine"]
+    for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["dtype"] == dtype]
+        most = max(row.get("threads", about["threads"]) for row in rows)
+        with_most = [row for row in rows if row.get("threads", about["threads"]) == most]
+        for kind, (draw, what) in PICTURES.items():
+            figure = draw(rows if draw is threads else with_most, f"{about['device']}, {dtype}: {what}")
+            if figure:
+                yield f"{path.stem}-{kind}-{dtype}", figure
+
+
+def svg(figure: Figure) -> str:
+    """The same figure gives the same text: no date, and names of parts that are not random."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks plot", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--op", nargs="+", metavar="OP", help="these alone (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("out/plots"), help="folder (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in options.files:
+        for name, figure in pictures(path, options.op):
+            (options.out / f"{name}.svg").write_text(svg(figure))
+            figure.savefig(options.out / f"{name}.png", dpi=120)
+            print(f"{options.out / name}.svg and .png")
+    return 0

@@ -1,0 +1,88 @@
+"""Writes a results file as one HTML page, with its pictures inside: nothing else is loaded."""
+
+import argparse
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from benchmarks import plot, results
+from extension_cpp.__main__ import Parser
+
+STYLE = """
+body { font: 15px/1.5 sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
+th, td { padding: 2px 10px; border-bottom: 1px solid #ddd; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+th { position: sticky; top: 0; background: white; }
+.best { font-weight: bold; }
+svg { max-width: 100%; height: auto; }
+"""
+READING = (
+    "A percentage is the bandwidth that the op's floor (every input read once, every output written once) comes to, "
+    "as a share of what a copy of one such tensor reaches in the same turns. Times are medians, with the range from "
+    "10 to 90 % after them; the fastest of a row is bold."
+)
+
+
+def description(about: dict) -> str:
+    """The machine and the settings; a library without a version was not there."""
+    facts = {name: value for name, value in about.items() if name != "versions"}
+    facts |= {name: version or "absent" for name, version in about.get("versions", {}).items()}
+    rows = (f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
+    return f"<table>{''.join(rows)}</table>"
+
+
+def cell(row: results.Row, name: str) -> str:
+    if name in row.get("failed", {}):
+        return f"<td>{escape(row['failed'][name])}</td>"
+    if name not in row["seconds"]:
+        return "<td></td>"
+    low, median, high = (1e6 * row["seconds"][name][figure] for figure in ("low", "median", "high"))
+    others = [time["median"] for other, time in row["seconds"].items() if other != "copy"]
+    best = ' class="best"' if row["seconds"][name]["median"] == min(others) else ""
+    share = f"{row['percent_of_copy'][name]:.0f} %, " if name != "copy" else f"{row['copy_gb_s']:.0f} GB/s, "
+    return f"<td{best}>{share}{median:.1f} us ({low:.1f} to {high:.1f})</td>"
+
+
+def figures(found: dict) -> str:
+    names = ["copy", *results.names(found["rows"])]
+    head = ["op", "pass", "dtype", "shape", "threads", *names]
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
+    for row in found["rows"]:
+        threads = row.get("threads", found["machine"]["threads"])
+        what = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", str(threads)]
+        cells = [f"<td>{escape(text)}</td>" for text in what] + [cell(row, name) for name in names]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{chr(10).join(lines)}</table>"
+
+
+def page(path: Path) -> str:
+    found = results.read(path)
+    title = escape(f"extension_cpp on {found['machine']['device']}")
+    drawn = (plot.svg(figure) for _, figure in plot.pictures(path))
+    pictures = "\n".join(text[text.index("<svg") :] for text in drawn)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>
+<body><h1>{title}</h1><p>{READING}</p>
+{description(found["machine"])}
+{pictures}
+{figures(found)}
+</body></html>
+"""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks report", description=__doc__)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, help="the page (default: FILE with .html, in out/)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    path = options.out or Path("out") / f"{options.file.stem}.html"
+    text = page(options.file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    print(path)
+    return 0
