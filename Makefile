@@ -20,7 +20,7 @@ setup build run test test-gpu bench docs sanitize: export TORCH_CUDA_ARCH_LIST =
 endif
 
 BUILD_NEEDS := ninja
-TEST_NEEDS := $(BUILD_NEEDS) pytest hypothesis numpy setuptools transformers
+TEST_NEEDS := $(BUILD_NEEDS) pytest hypothesis numpy setuptools transformers rich matplotlib
 C_SOURCES = find extension_cpp templates tests examples -name .venv -prune -o \
   -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
 CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format
@@ -63,7 +63,7 @@ test-gpu: $(READY)  ## build, then run the tests that use the GPU
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m pytest --device cuda -k cuda $(ARGS)
 
-bench: $(READY)  ## build, then time the operators beside PyTorch's
+bench: $(READY)  ## build, then time the operators beside PyTorch's; ARGS="compare A B", plot, report look at it
 	$(call need,$(BUILD_NEEDS) rich matplotlib)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m benchmarks $(ARGS)

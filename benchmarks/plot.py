@@ -1,10 +1,13 @@
 """Draws a results file, as svg and png: percent of copy over width, time over size, scaling over threads, a roofline.
 
-Each picture is made for each dtype whose rows have what it shows; the others are left out.
+Each picture is made for each dtype whose rows have what it shows; the others are left out. Without a FILE the
+documents' own pictures are drawn anew.
 """
 
 import argparse
+import hashlib
 import io
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,11 @@ LOOKS = {
     "apex": ("#56B4E9", "P"),
 }
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
+ROOT = Path(__file__).resolve().parent.parent
+# The documents' pictures: from which file, of which ops, which one.
+PUBLISHED = {
+    "docs/norms-h200.svg": ("benchmarks/results/h200.json", ("layer_norm", "rms_norm"), "h200-widths-bfloat16"),
+}
 Panel = Callable[[Axes, list[results.Row]], None]
 
 
@@ -240,17 +248,25 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
                 yield f"{path.stem}-{kind}-{dtype}", figure
 
 
-def svg(figure: Figure) -> str:
+def svg(figure: Figure, description: str | None = None) -> str:
     """The same figure gives the same text: no date, and names of parts that are not random."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
-        figure.savefig(out, format="svg", metadata={"Date": None})
+        figure.savefig(out, format="svg", metadata={"Date": None, "Description": description})
     return out.getvalue()
 
 
+def published(name: str) -> str:
+    """The picture, with the digest of the rows it shows as its description: what a test knows a stale one by."""
+    source, ops, picture = PUBLISHED[name]
+    figure = dict(pictures(ROOT / source, ops))[picture]
+    rows = [row for row in results.read(ROOT / source)["rows"] if row["op"] in ops]
+    return svg(figure, description=hashlib.sha256(json.dumps(rows).encode()).hexdigest())
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks plot", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser = Parser(prog="python -m benchmarks plot", description=(__doc__ or "").replace("\n", " "))
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--op", nargs="+", metavar="OP", help="these alone (default: all)")
     parser.add_argument("--out", type=Path, default=Path("out/plots"), help="folder (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -258,8 +274,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
+    for name in () if options.files else PUBLISHED:
+        (ROOT / name).write_text(published(name))
+        print(name)
     for path in options.files:
+        options.out.mkdir(parents=True, exist_ok=True)
         for name, figure in pictures(path, options.op):
             (options.out / f"{name}.svg").write_text(svg(figure))
             figure.savefig(options.out / f"{name}.png", dpi=120)

@@ -19,9 +19,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 import extension_cpp
+from benchmarks import plot
 from benchmarks.table import table
 from extension_cpp.__main__ import parser
 from scripts import document_ops
@@ -64,6 +66,16 @@ def anchors(document: Path) -> set[str]:
 )
 def test_performance_tables_are_those_of_the_results(results: Path) -> None:
     assert table(results) in (ROOT / "docs" / "performance.md").read_text(), f"python -m benchmarks.table {results}"
+
+
+@pytest.mark.parametrize("name", plot.PUBLISHED)
+def test_pictures_are_those_of_the_results(name: str) -> None:
+    there, fresh = (ROOT / name).read_text(), plot.published(name)
+    digest = re.search(r"<dc:description>[0-9a-f]{64}</dc:description>", fresh)
+    assert digest and digest[0] in there, f"{name} is stale: python -m benchmarks plot"
+    # Another version lays out the same figures a little differently.
+    if f"Matplotlib v{matplotlib.__version__}," in there:
+        assert there == fresh, f"{name} is stale: python -m benchmarks plot"
 
 
 def test_operators_are_documented_as_they_are() -> None:
