@@ -8,8 +8,8 @@
 namespace norm_cuda {
 
 // Blocks that a multiprocessor holds: two, so that one computes while the other waits for its sums, where registers allow.
-template <bool CENTERED, int TEAM, int E>
-constexpr int BLOCKS = TEAM <= 256 && E <= (CENTERED || TEAM > 32 ? 16 : 24) ? 2 : 1;
+template <bool CENTERED, Fused FUSED, int TEAM, int E, bool CLUSTER>
+constexpr int BLOCKS = !CLUSTER && FUSED == ALONE && TEAM <= 256 && E <= (CENTERED || TEAM > 32 ? 16 : 24) ? 2 : 1;
 
 // Whether a row's xhat and g stay in registers between its sums and grad_x; else x and grad_out are read from the ring again,
 // for which there is time where elements are long, or need less work.
@@ -282,7 +282,7 @@ struct BackwardRows {
 };
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, bool CLUSTER>
-__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, TEAM, K * N>)
+__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K * N, CLUSTER>)
     backward_kernel(const __grid_constant__ Backward<T> p) {
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>;
   extern __shared__ __align__(128) uint4 shared[];
@@ -418,7 +418,7 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, int N, bool CLUSTER>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int K = ELEMENTS / N, blocks = BLOCKS<CENTERED, TEAM, ELEMENTS>;
+  constexpr int K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, ELEMENTS, CLUSTER>;
   constexpr bool KEEP = KEEPS<T, CENTERED, FUSED, ELEMENTS>;
   constexpr int ring = (CLUSTER          ? (sizeof(T) * ELEMENTS > 32 ? 192 : 128)
                         : KEEP           ? 96
@@ -434,12 +434,12 @@ template <typename T, bool CENTERED, Fused FUSED, int N>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr bool HALF = sizeof(T) == 2;
   using Odd = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 18>, Shape<64, 32>,
-                     Shape<128, 32>, Shape<256, 18>, Shape<512, 16>>;
+                     Shape<128, 32>, Shape<256, 18>>;
   using Halves = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
                         Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
   using Floats = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
                         Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
-  using FusedOdd = Shapes<Shape<32, 8>, Shape<32, 32>, Shape<128, 32>, Shape<512, 16>>;
+  using FusedOdd = Shapes<Shape<32, 8>, Shape<32, 32>, Shape<128, 32>>;
   using FusedHalves = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>;
   using FusedFloats = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>;
   using Alone = std::conditional_t<N == 1, Odd, std::conditional_t<HALF, Halves, Floats>>;
@@ -449,11 +449,19 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
     return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, N, false>(p, stream, launched);
   });
   if (error != cudaErrorNotSupported) return error;
-  if constexpr (N < 8) {
+  // What needs more registers a column has fewer threads, for they share what the multiprocessor has.
+  if constexpr (FUSED != ALONE || N == 1) {
+    constexpr int ELEMENTS = N == 8 ? 32 : 16;
+    error = launch_backward<T, CENTERED, FUSED, 256, ELEMENTS, N, true>(p, stream, launched);
+    if (error != cudaSuccess || launched || N == 8) return error;
+  } else if constexpr (!HALF) {
     error = launch_backward<T, CENTERED, FUSED, 512, 8, N, true>(p, stream, launched);
     if (error != cudaSuccess || launched) return error;
   }
-  return launch_backward<T, CENTERED, FUSED, 512, 16, N, true>(p, stream, launched);
+  if constexpr (FUSED == ALONE || N < 8) {
+    error = launch_backward<T, CENTERED, FUSED, 512, 16, N, true>(p, stream, launched);
+  }
+  return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>

@@ -69,8 +69,14 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM>
   }
 }
 
+// Threads that a multiprocessor holds, as far as that many registers do without spills: the more blocks, the steadier.
+template <Fused FUSED, int K, int N>
+constexpr int RESIDENT = FUSED != ALONE                     ? 512
+                         : K *N <= 32 && (N > 1 || K <= 16) ? 1024
+                                                            : 768;
+
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N>
-__global__ void __launch_bounds__(THREADS<TEAM>, (K * N <= 32 && (N > 1 || K <= 16) ? 1024 : 768) / THREADS<TEAM>)
+__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<FUSED, K, N> / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
   constexpr int TEAMS = THREADS<TEAM> / TEAM, COUNT = CORRECTS ? 2 : 1;
@@ -402,7 +408,7 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   });
   if (error != cudaErrorNotSupported) return error;
   if constexpr (N < 8) {
-    error = launch_wide<T, CENTERED, FUSED, 256, 16, N, 2>(p, stream, launched);
+    error = launch_wide < T, CENTERED, FUSED, 256, 16, N, FUSED == ALONE ? 2 : 1 > (p, stream, launched);
     if (error != cudaSuccess || launched) return error;
   }
   return launch_wide<T, CENTERED, FUSED, 512, 16, N, 1>(p, stream, launched);
