@@ -277,12 +277,14 @@ def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> No
             table.add_row(*about_row(row), f"{row['copy_gb_s']:.0f}", *figures)
         console.print(table)
     small = [row for row in rows if results.sizes(row) != "large"]
-    if small:
-        names = ["copy", *results.names(small)]
-        table = Table("op", "pass", "dtype", "shape", *(f"{name} us" for name in names), title=str(about))
-        for row in small:
-            table.add_row(*about_row(row), *(figure(row, name, False) for name in names))
-        console.print(table)
+    kernels = [row | {"seconds": row["kernel_seconds"]} for row in rows if "kernel_seconds" in row]
+    for title, chosen in ((str(about), small), ("kernels alone, replayed as a CUDA graph", kernels)):
+        if chosen:
+            names = ["copy", *results.names(chosen)]
+            table = Table("op", "pass", "dtype", "shape", *(f"{name} us" for name in names), title=title)
+            for row in chosen:
+                table.add_row(*about_row(row), *(figure(row, name, False) for name in names))
+            console.print(table)
     for row in rows:
         for name, reason in row.get("failed", {}).items():
             console.print(f"{' '.join(about_row(row))}: {name}: {reason}", markup=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import __main__ as command
 from benchmarks import peers, plot, results, run
@@ -174,6 +175,14 @@ def test_pictures(tmp_path, capsys) -> None:
     first, second = ([plot.svg(figure) for _, figure in plot.pictures(path)] for _ in range(2))
     assert first == second
     assert [name for name, _ in plot.pictures(path, ["mish"])] == ["made-flat-float32", "made-roofline-float32"]
+
+
+def test_kernels_alone_are_shown(capsys) -> None:
+    row = made_up()["rows"][0]
+    row["kernel_seconds"] = {"copy": row["seconds"]["copy"], "ours": {"low": 1e-6, "median": 7e-6, "high": 8e-6}}
+    run.show(Console(width=200), made_up(), [row])
+    printed = capsys.readouterr().out
+    assert "kernels alone" in printed and "7.0 (1.0 to 8.0)" in printed
 
 
 def test_report(tmp_path) -> None:
