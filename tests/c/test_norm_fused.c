@@ -17,8 +17,12 @@ enum { SUM, Y, MEAN, RSTD, GRAD_X, GRAD_DROPPED, GRAD_WEIGHT, GRAD_BIAS, OUTPUTS
 static dtype_t computed_in(const fused_case *c) { return c->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
 static size_t size_of(const fused_case *c) { return formats[c->dtype].size; }
 
+static size_t output_size_of(const fused_case *c, int k) {
+  return k == MEAN || k == RSTD ? formats[computed_in(c)].size : size_of(c);
+}
+
 static size_t output_bytes(const fused_case *c, int k) {
-  if (k == MEAN || k == RSTD) return (size_t)c->rows * formats[computed_in(c)].size;
+  if (k == MEAN || k == RSTD) return (size_t)c->rows * output_size_of(c, k);
   return (size_t)(k >= GRAD_WEIGHT ? c->cols : c->rows * c->cols) * size_of(c);
 }
 
@@ -153,7 +157,8 @@ static uint64_t run_case(const fused_case *c) {
     free(values);
   }
   for (int way = 0; way < 2; ++way) {
-    for (int k = 0; k < OUTPUTS; ++k) out[way][k] = buffer_new(output_bytes(c, k), (size_t)c->offset * size_of(c));
+    for (int k = 0; k < OUTPUTS; ++k)
+      out[way][k] = buffer_new(output_bytes(c, k), (size_t)c->offset * output_size_of(c, k));
     (way ? run_composed : run_fused)(c, in, wide, out[way]);
   }
   check_outputs(c, out[0], out[1]);
