@@ -70,7 +70,7 @@ class AddLayerNorm(nn.LayerNorm):
     """extension_cpp.nn.AddLayerNorm of PyTorch's parts: the residual stream takes up a branch, and is normalized for
     the next; (layer_norm(s), s), s = residual + x."""
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         s = residual + x
         return super().forward(s), s
 

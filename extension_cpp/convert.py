@@ -189,7 +189,7 @@ class _FormulaNorm:
     original: ClassVar[type]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.formula(self, x)  # type: ignore[arg-type]
+        return self.formula(self, x)  # type: ignore[arg-type]  # the class it is mixed into has the rest
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickles and copies without the class, which no module holds: it is made again."""

@@ -117,10 +117,10 @@ class AddLayerNorm(torch.nn.LayerNorm):
         dtype: torch.dtype | None = None,
         p: float = 0.0,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]  # torch's stub
         self.p = p
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_layer_norm(
             x, residual, self.normalized_shape, self.weight, self.bias, self.eps, self.p, self.training
         )
@@ -149,10 +149,10 @@ class AddRMSNorm(torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         p: float = 0.0,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]  # torch's stub
         self.p = p
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.p, self.training)
 
     def extra_repr(self) -> str:

@@ -395,4 +395,4 @@ def test_dropout(device: str) -> None:
 
 def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got"):
-        convert([torch.nn.LayerNorm(8)])  # type: ignore[arg-type]
+        convert([torch.nn.LayerNorm(8)])  # type: ignore[arg-type]  # that is the mistake

@@ -1,13 +1,14 @@
 // layer_norm and rms_norm on the GPU, in one pass over x (norm_rows.cuh says how rows meet threads).
 //
 // Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for; a block takes 16 KB or more,
-// for more than one block in 900 cycles a multiprocessor cannot start. Plain loads and stores: with any other cache policy on
-// one of the two sides they are 4 % slower. Wider rows: clusters of persistent blocks behind a ring.
+// for smaller ones cannot be started fast enough. Plain loads and stores: another cache policy on one of the two sides costs
+// 4 %. Wider rows: clusters of persistent blocks behind a ring.
 //
 // Mean and squared deviations take two passes over the registers, for float with the correction for the rounding of the mean
 // (half types cannot hold a mean so large that it would show). In a cluster every warp does so for its part of the row, and the
 // parts are then joined: the row's mean is that of the parts' means, and each part's distance from it counts as many times as
 // the part has columns.
+#include "norm/norm_plain.cuh"
 #include "norm/norm_rows.cuh"
 
 namespace norm_cuda {
@@ -323,57 +324,6 @@ __global__ void __launch_bounds__(TEAM, BLOCKS) wide_forward_kernel(const __grid
   WideRows<T, CENTERED, FUSED, TEAM, K, N>(p, shared, exchange, blockIdx.x / p.cluster, cluster_rank()).run();
   sync_cluster();  // no block ends while another still sends to it
 #endif
-}
-
-// For what the others do not take: a block a row, which it reads three times, element by element.
-template <typename T, bool CENTERED>
-__global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm_forward_args p) {
-  using A = acc_t<T>;
-  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
-    const T *x = static_cast<const T *>(p.x) + r * p.x_stride;
-    if (p.residual != nullptr) {
-      T *const sum = static_cast<T *>(p.sum) + r * p.cols;
-      for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-        A v[1] = {to_acc(x[c])};
-        if (p.dropout_x.seed != nullptr) drop(v, p.dropout_x, seed_of(p.dropout_x), r * p.cols + c);
-        sum[c] = from_acc<T>(v[0] + to_acc(static_cast<const T *>(p.residual)[r * p.residual_stride + c]));
-      }
-      x = sum;  // each thread reads what it wrote
-    }
-    A mean[1] = {}, v[2] = {};
-    if (CENTERED) {
-      for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) mean[0] += to_acc(x[c]);
-      block_sum<PLAIN_THREADS>(mean);
-      mean[0] /= p.cols;
-    }
-    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A d = to_acc(x[c]) - mean[0];
-      v[0] += d;
-      v[1] += d * d;
-    }
-    block_sum<PLAIN_THREADS>(v);
-    if (CENTERED) mean[0] += v[0] / p.cols;
-    const A squares = CENTERED ? v[1] - v[0] * v[0] / p.cols : v[1];
-    const A rstd = 1 / sqrt(squares / p.cols + static_cast<A>(p.eps));
-    if (threadIdx.x == 0) {
-      if (CENTERED) static_cast<A *>(p.mean)[r] = mean[0];
-      static_cast<A *>(p.rstd)[r] = rstd;
-    }
-    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A xhat = (to_acc(x[c]) - mean[0]) * rstd;
-      const A w = weight_at<T>(p.weight, p.weight_dtype, 1, c), b = weight_at<T>(p.bias, p.weight_dtype, 0, c);
-      A y[1] = {xhat * w + b};
-      if (p.dropout_y.seed != nullptr) drop(y, p.dropout_y, seed_of(p.dropout_y), r * p.cols + c);
-      static_cast<T *>(p.y)[r * p.cols + c] = from_acc<T>(y[0]);
-    }
-  }
-}
-
-template <typename T>
-cudaError_t plain_forward(const norm_forward_args &args, cudaStream_t stream) {
-  const auto kernel = args.mean ? plain_forward_kernel<T, true> : plain_forward_kernel<T, false>;
-  kernel<<<static_cast<unsigned>(std::min<int64_t>(args.rows, 1 << 16)), PLAIN_THREADS, 0, stream>>>(args);
-  return cudaGetLastError();
 }
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, int N, int BLOCKS>

@@ -27,7 +27,6 @@ namespace norm_cuda {
 
 template <int TEAM>
 constexpr int THREADS = TEAM > 256 ? TEAM : 256;
-constexpr int PLAIN_THREADS = 256;
 constexpr int MAX_CLUSTER = 16;
 constexpr int MAX_STAGES = 6;
 
@@ -382,14 +381,6 @@ cudaError_t with_half_or_float(dtype_t dtype, F &&f) {
     case DTYPE_FLOAT16: return f(__half{});
     default: return cudaErrorInvalidValue;
   }
-}
-
-// One weight; `missing` where there are none.
-template <typename T>
-__device__ inline acc_t<T> weight_at(const void *weights, dtype_t dtype, double missing, int64_t c) {
-  if (weights == nullptr) return static_cast<acc_t<T>>(missing);
-  if (dtype == DTYPE_FLOAT32) return static_cast<const float *>(weights)[c];
-  return to_acc(static_cast<const T *>(weights)[c]);
 }
 
 }  // namespace norm_cuda
