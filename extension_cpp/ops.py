@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_autocast, register_autograd, register_fake
+from torch.library import register_autocast, register_fake
+
+from extension_cpp.autograd import register_autograd
 
 _ops = torch.ops.extension_cpp
 

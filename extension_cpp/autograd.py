@@ -1,0 +1,99 @@
+"""register_autograd as torch.library's, cheaper a call: what both cost is in docs/performance.md.
+
+An Autograd kernel in Python runs at every call, with gradients and without, and for the backward op again, so that on
+small tensors it is most of the time. torch.library.register_autograd makes an object of each call's arguments, looks
+up defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is needed here:
+
+* The guard keeps what runs below from recording gradients. autograd.Function has switched them off by then, and where
+  no argument requires grad there are none to record.
+* Lists of tensors would have to be flattened. Operators that have some are refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import DispatchKey, DispatchKeySet, Tensor
+from torch.library import Library
+
+# Of a call's keys those that come after autograd: the bits of a set are in the order of dispatch. PythonDispatcher, the
+# first of all while torch.compile traces, has to see each step.
+_AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.AutogradOther).raw_repr() - 1).add(
+    DispatchKey.PythonDispatcher
+)
+
+_libraries: list[Library] = []  # a registration lasts as long as its Library
+
+
+def register_autograd(
+    op: str, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+) -> None:
+    """Gives an operator its derivative, as torch.library.register_autograd does.
+
+    Args:
+        op: "namespace::name" of an operator that writes to no argument and takes and returns no list of tensors, and
+            tensors by position alone.
+        backward: ``backward(ctx, *grads)`` returns a gradient an argument that can be given by position, None for what
+            has none.
+        setup_context: ``setup_context(ctx, inputs, output)`` keeps what backward reads; ``inputs`` and
+            ``ctx.needs_input_grad`` have an entry for each of these arguments, defaults included. An operator with
+            keyword-only arguments gets them as ``keyword_only_inputs``, too.
+
+    Raises:
+        NotImplementedError: the operator's schema is not of that kind.
+    """
+    namespace, name = op.split("::")
+    overload = getattr(getattr(torch.ops, namespace), name).default
+    _check_schema(overload._schema)
+    library = Library(namespace, "FRAGMENT")
+    library.impl(name, _autograd_kernel(overload, backward, setup_context), "Autograd", with_keyset=True)
+    _libraries.append(library)
+
+
+def _check_schema(schema: Any) -> None:
+    for argument in (*schema.arguments, *schema.returns):
+        kind = str(argument.type)
+        if argument.alias_info is not None or ("Tensor" in kind and ("List" in kind or argument.kwarg_only)):
+            raise NotImplementedError(
+                f"{schema.name}: expected an operator that writes to no argument and has neither lists of tensors nor "
+                f"keyword-only tensors, but got {schema}; use torch.library.register_autograd"
+            )
+
+
+def _autograd_kernel(
+    op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    by_position = [argument for argument in op._schema.arguments if not argument.kwarg_only]
+    keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
+    defaults = tuple(argument.default_value for argument in by_position)
+    keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
+
+    # Function.apply takes no keywords, and one more argument is one more gradient: what is none comes last, as a pair.
+    def forward(ctx: Any, *args: Any) -> Any:
+        inputs, (keys, keywords) = args[:-1], args[-1]
+        output = op.redispatch(keys, *inputs, **keywords)
+        ctx.needs_input_grad = ctx.needs_input_grad[:-1]
+        if setup_context is not None:
+            given = {"keyword_only_inputs": keyword_defaults | keywords} if keyword_only else {}
+            setup_context(ctx=ctx, inputs=inputs, output=output, **given)
+        return output
+
+    def with_none(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        result = backward(ctx, *grads)
+        return (*result, None) if isinstance(result, tuple) else (result, None)
+
+    # Made by type(), because PyTorch takes the name in grad_fn from the class while it is made.
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(with_none)}
+    node: Any = type(op._schema.name.split("::")[1], (torch.autograd.Function,), functions)
+    apply = node.apply
+
+    def kernel(keys: DispatchKeySet, *args: Any, **keywords: Any) -> Any:
+        keys = keys & _AFTER_AUTOGRAD
+        if torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    # The dispatcher leaves out trailing arguments that are their defaults.
+                    return apply(*args, *defaults[len(args) :], (keys, keywords))
+        return op.redispatch(keys, *args, **keywords)
+
+    return kernel
