@@ -1,15 +1,15 @@
-"""python -m benchmarks: times the ops (run.py); compare, plot and report look at what was written."""
+"""python -m benchmarks: times the ops (run.py); host: what a call costs; compare, plot, report: look at results."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
-LOOKS = ("compare", "plot", "report")
+COMMANDS = ("compare", "host", "plot", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in LOOKS:
+    if words and words[0] in COMMANDS:
         return importlib.import_module(f"benchmarks.{words[0]}").main(words[1:])
     return importlib.import_module("benchmarks.run").main(words)
 

@@ -4,12 +4,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import host, results
 
 Cells = Callable[[results.Row, list[str]], list[str]]
 
 
 def table(path: Path) -> str:
+    if path.stem.startswith("host-"):
+        return host.markdown(path)
     found = results.read(path)
     about = found["machine"]
     lines = [

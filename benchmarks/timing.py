@@ -53,12 +53,18 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def take_turns(calls: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, Time]:
-    """Times every call once a round, after two rounds that do not count."""
+def take_turns(
+    calls: dict[str, Callable[[], object]],
+    device: str,
+    rounds: int,
+    ready: Callable[[str], object] = lambda name: None,
+) -> dict[str, Time]:
+    """Times every call once a round, after two rounds that do not count; `ready` hears its name before, untimed."""
     once = _once_cuda if device == "cuda" else _once_cpu
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items():
+            ready(name)
             spent = once(call)
             if number >= 2:
                 seconds[name].append(spent)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
-from extension_cpp.autograd import register_autograd
+from extension_cpp.autograd import _AFTER_AUTOGRAD, register_autograd
 
 
 @pytest.fixture
@@ -36,6 +36,10 @@ def gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> t
 def assert_equal(ours: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
     for a, b in zip(ours, others, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_what_comes_after_autograd_is_what_pytorch_says() -> None:
+    assert _AFTER_AUTOGRAD.raw_repr() == torch._C._after_autograd_keyset.raw_repr()
 
 
 # An operator with a default and a keyword-only argument, and what its setup_context was given.
@@ -68,7 +72,9 @@ register_autograd("autograd_test::scaled", _backward, setup_context=_setup_conte
 @pytest.mark.parametrize("arguments, factor", [({}, 2), ({"factor": 3.0}, 3), ({"factor": 3.0, "negate": True}, -3)])
 def test_arguments_defaults_and_what_needs_grad(needs_x, needs_y, arguments, factor, device) -> None:
     x, y = (torch.ones(3, device=device, requires_grad=needs) for needs in (needs_x, needs_y))
-    torch.ops.autograd_test.scaled(x, y, **arguments).sum().backward()
+    z = torch.ops.autograd_test.scaled(x, y, **arguments)
+    assert z.tolist() == [factor + 1] * 3
+    z.sum().backward()
     assert given["inputs"][0] is x and given["inputs"][1] is y and given["inputs"][2:] == (abs(factor),)
     assert given["keyword_only_inputs"] == {"negate": factor < 0}
     assert given["needs"] == (needs_x, needs_y, False)
@@ -81,6 +87,15 @@ def test_arguments_left_out(device) -> None:
     torch.ops.autograd_test.scaled(x).sum().backward()
     assert given["inputs"][1:] == (None, 2.0) and given["needs"] == (True, False, False)
     assert x.grad.tolist() == [2] * 3
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted(device) -> None:
+    x = torch.ones(3, device=device, requires_grad=True)
+    given.clear()
+    with torch.no_grad():
+        torch.ops.autograd_test.scaled(x)
+    torch.ops.autograd_test.scaled(x.detach())
+    assert not given
 
 
 @pytest.mark.parametrize(

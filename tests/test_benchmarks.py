@@ -8,8 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
+import extension_cpp
 from benchmarks import __main__ as command
-from benchmarks import peers, plot, results, run
+from benchmarks import host, peers, plot, results, run
 from benchmarks.table import table
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
@@ -145,6 +146,49 @@ def test_compare(bench, tmp_path, capsys) -> None:
     assert "Of 6 times 0 are slower, 0 faster, and 6 within the spread." in capsys.readouterr().out
 
 
+def test_host(tmp_path, device, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(host, "CALLS", 2)
+    path, threads = tmp_path / "deep" / "host-made.json", torch.get_num_threads()
+    kernels = []
+    register_plainly = host.register_plainly
+    monkeypatch.setattr(host, "register_plainly", lambda: kernels.append(node()) or register_plainly())
+
+    def node() -> str:
+        x = torch.ones(2, 2, device=device, requires_grad=True)
+        return type(extension_cpp.layer_norm(x, (2,)).grad_fn).__name__
+
+    try:
+        assert command.main(["host", "--device", device, "--rounds", "9", "--json", str(path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(path.read_text())
+    assert {"device", "torch", "python", "shape", "calls", "rounds", "commit", "versions"} <= found["machine"].keys()
+    measured = [(row["pass"], row["way"]) for row in found["rows"]]
+    assert measured == [(name, way) for name, (_, ways) in host.PASSES.items() for way in ways]
+    for row in found["rows"]:
+        assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
+    printed = capsys.readouterr().out
+    for word in (*host.PASSES, *host.WAYS, str(path)):
+        assert word in printed
+    time = found["rows"][0]["seconds"]["median"]
+    assert f"| native | torch.nn.functional.layer_norm | {1e6 * time:.1f} |" in table(path)
+    # Each turn of the plain registration begins, and the whole ends, with the package's own.
+    assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
+    library = register_plainly()
+    assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
+    del library
+
+
+@pytest.mark.parametrize("way", host.WAYS)
+def test_the_ways_of_host_do_the_same(way, device) -> None:
+    calls = host.Calls(device)
+    library = host.register_plainly() if way == "register_autograd" else None
+    output, gradients = calls.forward(way)(), calls.forward_and_backward(way)()
+    del library
+    torch.testing.assert_close(output[0] if way == "kernel" else output, calls.forward("native")())
+    torch.testing.assert_close(list(gradients), list(calls.forward_and_backward("native")()))
+
+
 def made_up() -> dict:
     """Results of two widths, three sizes and two numbers of threads."""
     rows = []
@@ -202,6 +246,7 @@ def test_report(tmp_path) -> None:
         (["--op", "other"], "invalid choice: 'other'"),
         (["--width", "0"], "expected a whole number of at least 1"),
         (["compare", "a.json"], "the following arguments are required: after"),
+        (["host", "--rounds", "8"], "at least 9"),
     ],
 )
 def test_wrong_options(words, message, capsys) -> None:

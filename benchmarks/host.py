@@ -1,0 +1,199 @@
+"""Times what a call costs the host, layer by layer: layer_norm of a tensor so small that the kernel hardly counts.
+
+Each figure is a batch of calls over their number; a GPU is waited for between batches alone. The ways take turns.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import DispatchKey, DispatchKeySet, Tensor
+
+import extension_cpp
+from benchmarks import results
+from benchmarks.run import microseconds
+from benchmarks.timing import take_turns
+from extension_cpp import ops
+from extension_cpp.__main__ import Parser, positive
+
+ROWS, COLS, EPS = 8, 512, 1e-5
+CALLS = 50  # a batch: as a rule over before the system gives the core to another, and a GPU's queue has room for it
+
+# From the outside in. "by hand" is the leanest that Python's autograd can be: it serves one op on one device.
+WAYS = {
+    "native": "torch.nn.functional.layer_norm",
+    "function": "extension_cpp.layer_norm",
+    "operator": "torch.ops.extension_cpp.layer_norm.default",
+    "register_autograd": "the operator with torch.library.register_autograd",
+    "by hand": "an autograd.Function around the kernel, without the dispatcher",
+    "kernel": "the kernel below autograd: checks, allocation, launch",
+}
+# Where a way is not timed it does what another does: without gradients nothing is left of autograd.
+PASSES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "forward, inference_mode": (torch.inference_mode, ("native", "function", "operator", "kernel")),
+    "forward, no_grad": (torch.no_grad, ("native", "function", "operator", "register_autograd")),
+    "forward, grad": (contextlib.nullcontext, ("native", "function", "operator", "register_autograd", "by hand")),
+    "forward and backward": (contextlib.nullcontext, tuple(WAYS)),
+}
+
+
+class _Replacing(torch.library.Library):
+    """Registers over the kernel that is there, which serves again when this Library is gone."""
+
+    def impl(self, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns of what is asked for here
+            super().impl(*args, **kwargs, allow_override=True)
+
+
+def register_plainly() -> torch.library.Library:
+    """layer_norm and its backward under PyTorch's own register_autograd, while the result lives."""
+    library = _Replacing("extension_cpp", "FRAGMENT")
+    for name, backward, setup_context in (
+        ("layer_norm", ops._layer_norm_backward, ops._layer_norm_setup_context),
+        ("layer_norm_backward", ops._layer_norm_double_backward, ops._layer_norm_backward_setup_context),
+    ):
+        torch.library.register_autograd(f"extension_cpp::{name}", backward, setup_context=setup_context, lib=library)
+    return library
+
+
+class Calls:
+    """One call of each way, forward alone or with its backward."""
+
+    def __init__(self, device: str) -> None:
+        self.x, self.grad_out = (torch.randn(ROWS, COLS, device=device) for _ in range(2))
+        self.weight, self.bias = torch.ones(COLS, device=device), torch.zeros(COLS, device=device)
+        self.leaves = [tensor.requires_grad_() for tensor in (self.x, self.weight, self.bias)]
+        self.operator = torch.ops.extension_cpp.layer_norm.default
+        self.backward = torch.ops.extension_cpp.layer_norm_backward.default
+        self.keys = DispatchKeySet(getattr(DispatchKey, device.upper()))
+        self.by_hand = self._function_by_hand()
+
+    def _function_by_hand(self) -> Callable[..., Tensor]:
+        operator, backward, keys = self.operator, self.backward, self.keys
+
+        class ByHand(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+                y, mean, rstd = operator.redispatch(keys, x, (COLS,), weight, bias, EPS)
+                ctx.save_for_backward(x, weight, bias, mean, rstd)
+                return y
+
+            @staticmethod
+            def backward(ctx: Any, grad_out: Tensor) -> Any:
+                x, weight, bias, mean, rstd = ctx.saved_tensors
+                return backward.redispatch(keys, grad_out, x, (COLS,), mean, rstd, weight, bias, True, True, True)
+
+        return ByHand.apply
+
+    def forward(self, way: str) -> Callable[[], Any]:
+        x, weight, bias, shape = self.x, self.weight, self.bias, (COLS,)
+        operator, keys, by_hand = self.operator, self.keys, self.by_hand
+        return {
+            "native": lambda: torch.nn.functional.layer_norm(x, shape, weight, bias, EPS),
+            "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
+            "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
+            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],
+            "by hand": lambda: by_hand(x, weight, bias),
+            "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
+        }[way]
+
+    def forward_and_backward(self, way: str) -> Callable[[], Any]:
+        forward, leaves, grad_out = self.forward(way), self.leaves, self.grad_out
+        if way != "kernel":
+            return lambda: torch.autograd.grad(forward(), leaves, grad_out)
+        backward, keys, (x, weight, bias) = self.backward, self.keys, leaves
+
+        def kernels() -> Any:
+            _, mean, rstd = forward()
+            return backward.redispatch(keys, grad_out, x, (COLS,), mean, rstd, weight, bias, True, True, True)
+
+        return kernels
+
+
+def batch(call: Callable[[], Any], mode: Callable[[], Any], count: int) -> None:
+    with mode():
+        for _ in range(count):
+            call()
+
+
+def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    calls = Calls(device)
+    plain: list[torch.library.Library] = []
+    for name, (mode, ways) in PASSES.items():
+        make = calls.forward_and_backward if name == "forward and backward" else calls.forward
+        one = {way: functools.partial(batch, make(way), mode) for way in ways}
+
+        def ready(way: str, one: dict[str, Any] = one) -> None:
+            plain.clear()
+            if way == "register_autograd":
+                plain.append(register_plainly())
+            one[way](2)  # what the ways before have put out of the caches, or registered anew, is not this one's cost
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        # On a GPU, too, it is the host that is timed.
+        times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
+        plain.clear()
+        for way, time in times.items():
+            seconds = {figure: value / CALLS for figure, value in asdict(time).items()}
+            yield {"pass": name, "way": way, "seconds": seconds}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks host", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=positive, default=101, help="timed batches of each way (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures (default: out/host-DEVICE.json)")
+    options = parser.parse_args(arguments)
+    if options.rounds < 9:
+        parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU here")
+    return options
+
+
+def lines(rows: list[dict[str, Any]], figure: Callable[[dict[str, float]], str]) -> Iterator[list[str]]:
+    """A way, what it is, and its figure in each pass, empty where it was not timed."""
+    found = {(row["way"], row["pass"]): figure(row["seconds"]) for row in rows}
+    for way, meaning in WAYS.items():
+        yield [way, meaning, *(found.get((way, name), "") for name in PASSES)]
+
+
+def markdown(path: Path) -> str:
+    """The table of a results file, in microseconds."""
+    found = json.loads(path.read_text())
+    about = found["machine"]
+    head = ["", "", *PASSES]
+    table = [f"{about['device']}, torch {about['torch']}, float32 {about['shape']}, microseconds a call:", ""]
+    table += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    table += [f"| {' | '.join(line)} |" for line in lines(found["rows"], lambda time: f"{1e6 * time['median']:.1f}")]
+    return "\n".join(table) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    torch.set_num_threads(1)  # the tensor is too small for more, and who waits for them measures the machine
+    about = results.machine(options.device) | {"shape": f"{ROWS} x {COLS}", "calls": CALLS, "rounds": options.rounds}
+    about |= {"commit": results.commit(), "versions": results.versions()}
+    with console.status("layer_norm, layer by layer"):
+        rows = list(measure(options.device, options.rounds))
+    table = Table("", "", *PASSES, title=f"microseconds a call, from 10 to 90 %: {about}")
+    for line in lines(rows, microseconds):
+        table.add_row(*line)
+    console.print(table)
+    path = options.json or Path("out") / f"host-{options.device}.json"
+    results.write(path, {"machine": about, "rows": rows})
+    console.print(f"The figures are in {path}.")
+    return 0
