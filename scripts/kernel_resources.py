@@ -31,6 +31,12 @@ def cuobjdump() -> str:
     return found
 
 
+def short_name(name: str) -> str:
+    """A demangled name without result type, parameters and casts of template arguments."""
+    name = re.sub(r"^void |(?<=>)\([^<>]*(?:<[^<>]*>)?[^<>]*\)$", "", name)
+    return re.sub(r"\((?:int|bool|[\w:]+::\w+)\)(?=[\w-])", "", name)
+
+
 def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
     """Name, registers, stack and shared memory of every kernel compiled for `arch`."""
     usage = subprocess.run([cuobjdump(), "-res-usage", "-arch", arch, library], capture_output=True, text=True).stdout
@@ -39,10 +45,8 @@ def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
         sys.exit(f"error: {library.name} has no kernels for {arch}.")
     mangled = "\n".join(name for name, *_ in rows)
     names = subprocess.run(["c++filt"], input=mangled, capture_output=True, text=True, check=True).stdout.splitlines()
-    casts = r"\((?:int|bool|[\w:]+::\w+)\)(?=[\w-])"
-    short = [re.sub(casts, "", re.sub(r"^void |(?<=>)\([^<>]*(?:<[^<>]*>)?[^<>]*\)$", "", name)) for name in names]
     numbers = [(int(registers), int(stack), int(shared)) for _, registers, stack, shared in rows]
-    return sorted((name, *three) for name, three in zip(short, numbers, strict=True))
+    return sorted((short_name(name), *three) for name, three in zip(names, numbers, strict=True))
 
 
 def main() -> None:

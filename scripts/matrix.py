@@ -28,7 +28,18 @@ TORCH_OLDEST, TORCH_NEWEST = "2.10", "2.15"
 PYTHON_OLDEST = (3, 10)
 TOOLS_NOT_NEEDED = ("torch", "ruff", "mypy", "clang-format", "pre-commit")
 # The others use the package as installed.
-OF_THE_CHECKOUT = ("build", "c", "docs", "examples", "library", "mutants", "scaffold", "train_text", "troubleshooting")
+OF_THE_CHECKOUT = (
+    "build",
+    "c",
+    "docs",
+    "examples",
+    "library",
+    "mutants",
+    "profile",
+    "scaffold",
+    "train_text",
+    "troubleshooting",
+)
 TESTS_OF_THE_CHECKOUT = tuple(f"test_{of}.py" for of in OF_THE_CHECKOUT)
 
 ASK_PYTHON = "import sys, venv, ensurepip; print(sys.version_info[0], sys.version_info[1])"

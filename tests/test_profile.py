@@ -1,0 +1,165 @@
+"""scripts/profile.sh: the page made of Nsight Compute's report, the CPU's profile, and what is said without a tool."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import ncu_summary
+
+ROOT = Path(__file__).resolve().parent.parent
+
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+# Name, unit and value of one launch, as ncu prints them with --print-units base.
+METRICS = {
+    "dram__bytes_read.sum": ("byte", "268,435,456"),
+    "dram__bytes_write.sum": ("byte", "131,564,544"),
+    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "84.41"),
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "83.49"),
+    "gpu__time_duration.sum": ("ns", "100,000"),
+    "launch__block_size": ("", "128"),
+    "launch__grid_size": ("", "1,056"),
+    "launch__occupancy_limit_blocks": ("block", "32"),
+    "launch__occupancy_limit_registers": ("block", "2"),
+    "launch__occupancy_limit_shared_mem": ("block", "3"),
+    "launch__occupancy_limit_warps": ("block", "16"),
+    "launch__registers_per_thread": ("register/thread", "168"),
+    "launch__shared_mem_per_block_dynamic": ("byte/block", "65,536"),
+    "launch__shared_mem_per_block_static": ("byte/block", "64"),
+    "sass__inst_executed_local_loads": ("inst", "0"),
+    "sass__inst_executed_local_stores": ("inst", "16"),
+    "sm__maximum_warps_per_active_cycle_pct": ("%", "12.50"),
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "31.77"),
+    "sm__warps_active.avg.pct_of_peak_sustained_active": ("%", "12.21"),
+    STALLED.format("barrier"): ("inst", "2"),
+    STALLED.format("long_scoreboard"): ("inst", "5"),
+    STALLED.format("long_scoreboard_not_issued"): ("inst", "4.9"),
+    STALLED.format("not_selected"): ("inst", "0.5"),
+    STALLED.format("selected"): ("inst", "1"),
+    STALLED.format("short_scoreboard"): ("inst", "1"),
+    STALLED.format("wait"): ("inst", "0.5"),
+}
+NAME = "void norm_cuda::backward_kernel<__nv_bfloat16, (bool)1, (norm_cuda::Fused)0, (int)128>(norm_cuda::Backward<T1>)"
+
+
+def csv_of(metrics: dict[str, tuple[str, str]]) -> str:
+    head, about = ["ID", "Process ID", "Kernel Name"], ["0", "4242", NAME]
+    rows = [
+        head + list(metrics),
+        [""] * len(head) + [unit for unit, _ in metrics.values()],
+        about + [value for _, value in metrics.values()],
+    ]
+    lines = [",".join(f'"{cell}"' for cell in row) for row in rows]
+    return "\n".join(["==PROF== Connected to process 4242", *lines]) + "\n"
+
+
+PAGE = """\
+norm_cuda::backward_kernel<__nv_bfloat16, 1, 0, 128>
+  duration      100.0 us
+  DRAM          268.4 MB read, 131.6 MB written: 4000 GB/s, 83 % of peak
+  busy          memory 84 %, compute 32 %
+  grid          1056 blocks of 128 threads
+  occupancy     12 % of the warps of 12 %; blocks an SM: 2 by registers, 3 by shared memory, 16 by warps, 32 by blocks
+  registers     168 a thread
+  shared memory 65.6 KB a block
+  spills        0 loads and 16 stores of local memory, in instructions of a warp
+  stalls        long scoreboard 50 %, barrier 20 %, short scoreboard 10 %, not selected 5 % of 10.0 cycles in all"""
+
+
+def summary(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.ncu_summary", str(path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_summary_of_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.csv"
+    path.write_text(csv_of(METRICS))
+    assert summary(path).stdout == PAGE + "\n"
+
+
+@pytest.mark.parametrize("missing", METRICS)
+def test_what_a_report_lacks_is_a_dash(missing: str) -> None:
+    (kernel,) = ncu_summary.kernels(csv_of({name: about for name, about in METRICS.items() if name != missing}))
+    changed = set(ncu_summary.describe(kernel).splitlines()) - set(PAGE.splitlines())
+    if missing.startswith("smsp__"):  # the shares of the other reasons grow
+        assert len(changed) == (missing != STALLED.format("long_scoreboard_not_issued"))
+    else:
+        assert 1 <= len(changed) <= 2 and all(re.search(r"(^|\s)-(\s|$)", line) for line in changed)
+
+
+def test_a_report_of_nothing() -> None:
+    assert "-" in ncu_summary.describe({"ID": "0"})
+    assert ncu_summary.kernels("==WARNING== No kernels were profiled.\n") == []
+
+
+@pytest.mark.parametrize("text", [None, "==WARNING== No kernels were profiled.\n"])
+def test_no_report(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "report.csv"
+    if text is not None:
+        path.write_text(text)
+    told = summary(path)
+    assert told.returncode == 1 and told.stderr.startswith(f"error: {path} ") and told.stderr.count("\n") == 1
+
+
+def profile(*words: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": path, "PYTHON": sys.executable}
+    return subprocess.run(["scripts/profile.sh", *words], cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+def test_profile_on_the_cpu() -> None:
+    if shutil.which("perf") is None:
+        pytest.skip("there is no perf; valgrind, which would take its place, takes minutes")
+    told = profile("relu", "--cpu", "--dtype", "float32", "--mib", "8", "--seconds", "0.5")
+    if told.returncode != 0 and "perf_event_paranoid" in told.stderr:
+        pytest.skip("perf may not measure here")
+    assert told.returncode == 0, told.stderr
+    assert "relu backward float32 512 x 4096: 25.2 MB" in told.stdout
+    assert "msec task-clock" in told.stdout and "relu_forward_float32" in told.stdout
+
+
+NCU = """#!/bin/sh
+case "$*" in
+  *--import*) cat report.csv ;;
+  *--profile-from-start*off*-m*scripts.run_op*layer_norm*--width*64*--device*cuda) echo ==PROF==; echo a title ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_profile_on_a_gpu(tmp_path: Path, works: bool) -> None:
+    """With stand-ins for nvidia-smi and ncu: what the script makes of them."""
+    (tmp_path / "report.csv").write_text(csv_of(METRICS))
+    for name, text in {"nvidia-smi": "#!/bin/sh\n", "ncu": NCU.replace("report.csv", f"{tmp_path}/report.csv")}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    told = profile("layer_norm", "--width", "64" if works else "32", path=f"{tmp_path}:{os.environ['PATH']}")
+    if works:
+        assert told.returncode == 0, told.stderr
+        assert told.stdout.startswith(f"a title\n\n{PAGE}\n\nThe report for the graphical view: ncu-ui out/profile-")
+    else:
+        assert told.returncode == 1 and "error: ncu failed. ERR_NVGPUCTRPERM in what it wrote means" in told.stderr
+
+
+def test_profile_without_a_profiler(tmp_path: Path) -> None:
+    for tool in ("bash", "cat", "env", "dirname", "mkdir", "sed"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or "/nowhere")
+    told = profile("relu", "--cpu", path=str(tmp_path))
+    assert told.returncode == 1 and told.stderr.startswith("error: neither perf nor valgrind is on this machine.\n")
+
+
+def test_profile_of_what_is_no_op() -> None:
+    if shutil.which("perf") is None:
+        pytest.skip("there is no perf, under which the op would run")
+    told = profile("sigmoid", "--cpu")
+    assert told.returncode == 1 and "error: argument OP: invalid choice: 'sigmoid'" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_profile_says_how_it_is_called() -> None:
+    told = profile("--help")
+    assert told.returncode == 0 and "scripts/profile.sh OP [--dtype bfloat16]" in told.stdout
