@@ -254,25 +254,30 @@ def _bits(x: torch.Tensor) -> bytes:
     return x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _digest(spec: OpSpec, dtype: torch.dtype, device: str) -> str:
-    """A hash of results and gradients, over at least 8 blocks of work."""
+def _calls(spec: OpSpec, dtype: torch.dtype, device: str) -> list[Sample]:
+    """Of at least 8 blocks of work each."""
+    shapes = [(700, 1025), (3, 200_001), (4099, 31)]
+    return [sample for shape in shapes for sample in spec.sample_inputs(maker(device, dtype), shape)]
+
+
+def _digest(spec: OpSpec, calls: list[Sample]) -> str:
+    """A hash of results and gradients."""
     digest = hashlib.sha256()
-    for shape in [(700, 1025), (3, 200_001), (4099, 31)]:
-        for sample in spec.sample_inputs(maker(device, dtype), shape):
-            for _, x in run(spec.function, sample, random_grad()).tensors():
-                digest.update(_bits(x))
+    for sample in calls:
+        for _, x in run(spec.function, sample, random_grad()).tensors():
+            digest.update(_bits(x))
     return digest.hexdigest()
 
 
 @every_op
 @every_dtype
 def test_deterministic_at_any_number_of_threads(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    before = torch.get_num_threads()
+    before, calls = torch.get_num_threads(), _calls(spec, dtype, device)
     try:
         digests = set()
         for threads in (1, 2, 7, 2):
             torch.set_num_threads(threads)
-            digests.add(_digest(spec, dtype, device))
+            digests.add(_digest(spec, calls))
         assert len(digests) == 1
     finally:
         torch.set_num_threads(before)
@@ -280,7 +285,7 @@ def test_deterministic_at_any_number_of_threads(spec: OpSpec, dtype: torch.dtype
 
 LEVEL_SCRIPT = """
 import ctypes, torch, extension_cpp
-from tests.test_battery import DTYPES, SPECS, _digest
+from tests.test_battery import DTYPES, SPECS, _calls, _digest
 from tests.checks import check, maker
 level = ctypes.CDLL(extension_cpp.LIBRARY).extension_cpp_cpu_level
 level.restype = ctypes.c_char_p
@@ -289,7 +294,7 @@ for spec in SPECS:
     for dtype in DTYPES:
         for sample in spec.sample_inputs(maker("cpu", dtype), (33, 1025)):
             check(spec, sample)
-        print(spec.name, dtype, _digest(spec, dtype, "cpu"))
+        print(spec.name, dtype, _digest(spec, _calls(spec, dtype, "cpu")))
 """
 
 
@@ -361,9 +366,10 @@ def test_no_leak(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_eight_python_threads(spec: OpSpec, device: str) -> None:
-    expected = _digest(spec, torch.float32, device)
+    calls = _calls(spec, torch.float32, device)
+    expected = _digest(spec, calls)
     results: list[str] = []
-    threads = [threading.Thread(target=lambda: results.append(_digest(spec, torch.float32, device))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(_digest(spec, calls))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
