@@ -52,13 +52,22 @@ TESTS = [
 STEPS = {"plain": 61, "sanitized": 4999}
 
 
+@functools.cache
+def build_folder() -> Path | None:
+    """Where the library that runs here was linked."""
+    library = build_library.CSRC.parent / build_library.LIBRARY
+    built = library.read_bytes() if library.exists() else b""
+    places = build_library.ROOT.glob(f"build/*/{build_library.LIBRARY}")
+    return next((place.parent for place in places if place.read_bytes() == built), None)
+
+
 def library_objects() -> Path | None:
-    """Where the last build left the library's objects, which the plain build's flags made, if no source is newer."""
-    for folder in sorted(build_library.ROOT.glob("build/release-*")):
-        ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n"]
-        if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout:
-            return folder
-    return None
+    """Where the library's objects are, which the plain build's flags made, if no source is newer."""
+    folder = build_folder()
+    if folder is None or not folder.name.startswith("release-"):
+        return None
+    ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n"]
+    return folder if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout else None
 
 
 def compile_program(build: str, folder: Path) -> Path:

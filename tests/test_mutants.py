@@ -11,7 +11,6 @@ the last build. Mutants of CUDA code need a GPU, one of a test of the slow tier 
 
 import ctypes
 import dataclasses
-import functools
 import json
 import re
 import shlex
@@ -26,6 +25,7 @@ import torch
 
 import build_library
 import extension_cpp
+from tests.test_c import build_folder
 from tests.test_docs import ROOT, blocks
 
 SLOW = "test_more_than_two_to_the_31_elements"
@@ -58,14 +58,6 @@ def parse(code: str) -> Mutant:
 
 
 MUTANTS = [parse(code) for _, _, code in blocks(ROOT / "docs" / "pitfalls.md", "diff")]
-
-
-@functools.cache
-def build_folder() -> Path | None:
-    """Where the library that runs here was linked."""
-    built = extension_cpp.LIBRARY.read_bytes()
-    places = (ROOT / "build").glob(f"*/{build_library.LIBRARY}")
-    return next((place.parent for place in places if place.read_bytes() == built), None)
 
 
 def ninja(tool: str) -> str:
