@@ -73,6 +73,11 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     axes.set_ylim(bottom=0)
 
 
+def bytes_in_words(count: int) -> str:
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
 def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], float], log: bool) -> Panel:
     """A panel of y(row, contender) over x(row), the copy as the limit."""
 
@@ -84,8 +89,10 @@ def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], f
             points = [(x(row), y(row, name)) for row in rows if name in row["seconds"]]
             line(axes, name, [a for a, _ in points], [b for _, b in points])
         if log:
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            axes.set(xscale="log", yscale="log")
+            ticks = [2**power for power in range(10, 41, 4) if x(rows[0]) <= 2**power <= x(rows[-1])]
+            axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
+            axes.minorticks_off()
         else:
             axes.set_xticks(sorted({x(row) for row in rows}))
             axes.set_ylim(bottom=0)
@@ -158,7 +165,7 @@ def size(rows: list[results.Row], title: str) -> Figure | None:
     panel = against(
         lambda row: elements(row) * itemsize(row), lambda row, name: 1e6 * row["seconds"][name]["median"], log=True
     )
-    return grid(chosen, panel, title, "bytes of one tensor", "microseconds") if chosen else None
+    return grid(chosen, panel, title, "size of one tensor", "microseconds") if chosen else None
 
 
 def threads(rows: list[results.Row], title: str) -> Figure | None:
@@ -189,7 +196,7 @@ def operations() -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
-    """Arithmetic a second over arithmetic a byte at the largest tensor; the roof is the copy's bandwidth."""
+    """Arithmetic a second over arithmetic a byte, large tensors, each op at its best width; the roof is the copy's."""
     counted = operations()
     large = passes_of([row for row in rows if results.sizes(row) == "large"])
     chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
