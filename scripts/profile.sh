@@ -22,6 +22,10 @@ case "${words[0]-}" in
     exit
     ;;
 esac
+if ! command -v "$python" >/dev/null; then
+  echo "error: $python was not found: \`make setup\` makes it, or PYTHON=/path/to/python names another." >&2
+  exit 1
+fi
 mkdir -p out
 report=out/profile-${words[0]##*/}-$device
 # glibc hands large blocks back to the kernel, and then every call pays for page faults (benchmarks/run.py does the same).

@@ -105,8 +105,10 @@ def test_no_report(tmp_path: Path, text: str | None) -> None:
     assert told.returncode == 1 and told.stderr.startswith(f"error: {path} ") and told.stderr.count("\n") == 1
 
 
-def profile(*words: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": path, "PYTHON": sys.executable}
+def profile(
+    *words: str, path: str = os.environ["PATH"], python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": path, "PYTHON": python}
     return subprocess.run(["scripts/profile.sh", *words], cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
@@ -150,6 +152,11 @@ def test_profile_without_a_profiler(tmp_path: Path) -> None:
         (tmp_path / tool).symlink_to(shutil.which(tool) or "/nowhere")
     told = profile("relu", "--cpu", path=str(tmp_path))
     assert told.returncode == 1 and told.stderr.startswith("error: neither perf nor valgrind is on this machine.\n")
+
+
+def test_profile_without_python() -> None:
+    told = profile("relu", python="/nowhere/python")
+    assert told.returncode == 1 and told.stderr.startswith("error: /nowhere/python was not found")
 
 
 def test_profile_of_what_is_no_op() -> None:
