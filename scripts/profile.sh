@@ -5,7 +5,7 @@
 #
 # On a GPU Nsight Compute measures each kernel of one forward and one backward; the report stays in out/ for ncu-ui. On the CPU,
 # with --cpu or without a GPU, perf counts and samples some seconds of calls; where there is no perf, valgrind counts the
-# instructions of two calls. docs/profiling.md says how to read it. PYTHON names the environment.
+# instructions of a few calls. docs/profiling.md says how to read it. PYTHON names the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -52,12 +52,12 @@ with_perf() {
   fifos=$(mktemp -d)
   trap 'rm -rf "$fifos"' EXIT
   mkfifo "$fifos/stat" "$fifos/record"
-  # Both wait for the op's warm-up to be over. Counters that the machine lacks (most virtual ones) are shown as not supported.
+  # Both leave out the start, the warm-up and the end. Counters that the machine lacks (most virtual ones) are shown as not supported.
   perf stat -D -1 --control "fifo:$fifos/stat" -o "$report.stat" \
     -e task-clock,page-faults,context-switches,cycles,instructions,cache-misses -- \
     perf record -D -1 --control "fifo:$fifos/record" -F 999 -o "$report.perf" -- \
     "${run[@]}" --control "$fifos/stat" "$fifos/record" 2>"$report.log" || { cat "$report.log" >&2; exit 1; }
-  printf '\nCounted, without the warm-up:\n'
+  printf '\nCounted in that time:\n'
   grep -oE '[0-9<].* (msec task-clock|page-faults|context-switches|cycles|instructions|cache-misses)' "$report.stat"
   printf '\nShare of the samples, where from, function:\n'
   perf report -i "$report.perf" --stdio -F overhead,dso,sym --percent-limit 0.5 --no-inline 2>/dev/null |
@@ -66,10 +66,10 @@ with_perf() {
 }
 
 with_valgrind() {
-  # Its processor is slow and has no AVX-512: a few rows, two calls of each pass, and only what our own functions do.
+  # Its processor is slow and has no AVX-512: a few rows, four calls of each pass, and only what our own functions do.
   valgrind --quiet --tool=callgrind --toggle-collect='*_cpu_v3' --toggle-collect='*_cpu_baseline' \
     --callgrind-out-file="$report.callgrind" "${run[@]}" --mib 1 --seconds 0
-  printf '\nInstructions of two calls of each pass:\n'
+  printf '\nInstructions of four calls of each pass:\n'
   callgrind_annotate "$report.callgrind" | grep -E '^ *[0-9,]+ \(' | sed -n 1,20p
   printf '\nLine by line, of a library built with DEBUG=1: callgrind_annotate %s FILE.c\n' "$report.callgrind"
 }

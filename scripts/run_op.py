@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=4, help="CPU: how long (default: 4); 0: once")
     parser.add_argument(
-        "--control", type=Path, nargs="+", default=[], metavar="FIFO", help="perf's, told to begin after the warm-up"
+        "--control", type=Path, nargs="+", default=[], metavar="FIFO", help="perf's, told when to begin and to end"
     )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def passes(options: argparse.Namespace) -> dict[Case, Callable[[], object]]:
-    """Forward and, where the op has one that moves anything, backward; called once each."""
+    """Forward and, where the op has one that moves anything, backward; warm: the memory they need is there."""
     rows = max(options.mib * 2**20 // (options.width * DTYPES[options.dtype].itemsize), 1)
     sizes = (options.spec, options.dtype, rows, options.width)
     forward, backward = (Case(*sizes, step, torch.get_num_threads(), "large") for step in (False, True))
@@ -50,7 +50,7 @@ def passes(options: argparse.Namespace) -> dict[Case, Callable[[], object]]:
     calls = {forward: forward_call(options.spec.function, sample)}
     if options.spec.bench.backward:
         calls[backward] = backward_call(options.spec.function, sample)
-    for call in calls.values():
+    for call in [*calls.values()] * 3:
         call()
     return calls
 
@@ -64,9 +64,13 @@ def run_cuda(calls: dict[Case, Callable[[], object]]) -> None:
     torch.cuda.profiler.stop()
 
 
-def run_cpu(calls: dict[Case, Callable[[], object]], seconds: float, control: Sequence[Path]) -> None:
+def tell(control: Sequence[Path], word: str) -> None:
     for fifo in control:
-        fifo.write_text("enable\n")
+        fifo.write_text(f"{word}\n")
+
+
+def run_cpu(calls: dict[Case, Callable[[], object]], seconds: float, control: Sequence[Path]) -> None:
+    tell(control, "enable")
     spent: dict[Case, list[float]] = {case: [] for case in calls}
     end = time.perf_counter() + seconds
     while not spent[next(iter(calls))] or time.perf_counter() < end:
@@ -74,6 +78,7 @@ def run_cpu(calls: dict[Case, Callable[[], object]], seconds: float, control: Se
             start = time.perf_counter()
             call()
             spent[case].append(time.perf_counter() - start)
+    tell(control, "disable")
     for case, times in spent.items():
         median = statistics.median(times)
         rate = 1e-9 * case.floor_bytes() / median
