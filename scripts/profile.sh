@@ -66,10 +66,10 @@ with_perf() {
 }
 
 with_valgrind() {
-  # Its processor is slow and has no AVX-512: a few rows, four calls of each pass, and only what our own functions do.
+  # Its processor is slow and has no AVX-512: a few rows, a few calls of each pass, and only what our own functions do.
   valgrind --quiet --tool=callgrind --toggle-collect='*_cpu_v3' --toggle-collect='*_cpu_baseline' \
     --callgrind-out-file="$report.callgrind" "${run[@]}" --mib 1 --seconds 0
-  printf '\nInstructions of four calls of each pass:\n'
+  printf '\nInstructions of our functions, in five forward and four backward calls:\n'
   callgrind_annotate "$report.callgrind" | grep -E '^ *[0-9,]+ \(' | sed -n 1,20p
   printf '\nLine by line, of a library built with DEBUG=1: callgrind_annotate %s FILE.c\n' "$report.callgrind"
 }

@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=positive, default=4096, help="columns (default: 4096)")
     parser.add_argument("--mib", type=positive, default=128, help="size of one tensor in MiB (default: 128)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=4, help="CPU: how long (default: 4); 0: once")
+    parser.add_argument("--seconds", type=float, default=4, help="CPU: how long (default: 4); 0: once, untimed")
     parser.add_argument(
         "--control", type=Path, nargs="+", default=[], metavar="FIFO", help="perf's, told when to begin and to end"
     )
@@ -79,7 +79,7 @@ def run_cpu(calls: dict[Case, Callable[[], object]], seconds: float, control: Se
             call()
             spent[case].append(time.perf_counter() - start)
     tell(control, "disable")
-    for case, times in spent.items():
+    for case, times in spent.items() if seconds > 0 else ():
         median = statistics.median(times)
         rate = 1e-9 * case.floor_bytes() / median
         print(f"  {case.step:8}  {1e3 * median:.2f} ms, {rate:.1f} GB/s of those bytes, median of {len(times)} calls")
