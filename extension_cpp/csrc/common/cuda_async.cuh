@@ -6,7 +6,11 @@
 
 #include <cstdint>
 
-#define HAS_CLUSTERS (__CUDA_ARCH__ >= 900)
+#if __CUDA_ARCH__ >= 900
+#define HAS_CLUSTERS 1
+#else
+#define HAS_CLUSTERS 0
+#endif
 
 __device__ inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 

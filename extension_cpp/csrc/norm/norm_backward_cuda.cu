@@ -9,8 +9,13 @@
 namespace norm_cuda {
 
 // Blocks that a multiprocessor holds: two, so that one computes while the other waits for its sums, where registers allow.
-template <bool CENTERED, Fused FUSED, int TEAM, int E, bool CLUSTER>
-constexpr int BLOCKS = !CLUSTER && FUSED == ALONE && TEAM <= 256 && E <= (CENTERED || TEAM > 32 ? 16 : 24) ? 2 : 1;
+template <bool CENTERED, Fused FUSED, int TEAM, int K, int N, bool CLUSTER, bool ODD>
+constexpr int BLOCKS = !CLUSTER && FUSED == ALONE && TEAM <= 256 &&
+                               K * N <= (ODD                     ? 2 * N
+                                         : CENTERED || TEAM > 32 ? 16
+                                                                 : 24)
+                           ? 2
+                           : 1;
 
 // Whether a row's xhat and g stay in registers between its sums and grad_x; else x and grad_out are read from the ring again,
 // for which there is time where elements are long, or need less work.
@@ -42,16 +47,19 @@ struct Statistics {
 };
 
 // One team's rows.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, bool CLUSTER>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD>
 struct BackwardRows {
+  static constexpr int N = VECTOR<T>;
   static constexpr int TEAMS = THREADS<TEAM> / TEAM;
   static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, FUSED, K * N>;
   static constexpr int TENSORS = FUSED == ADDED ? 3 : 2;
   static constexpr int KEPT = KEEP ? K : 1;
-  using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER>;
+  using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD>;
+  using Mine = Part<T, TEAM, K, N, ODD>;
   // A row's part of each tensor.
   struct Loaded {
-    Vector<T, N> x[K], grad_out[K], grad_sum[FUSED == ADDED ? K : 1];
+    Mine x, grad_out;
+    std::conditional_t<FUSED == ADDED, Mine, Part<T, TEAM, 1, N, false>> grad_sum;
   };
 
   const Backward<T> &p;
@@ -62,24 +70,25 @@ struct BackwardRows {
   const int64_t step;
   const int rows;
   const int turns;  // of a warp: the rows of its busiest team
-  const Columns<TEAM, K, N> columns;
+  const Columns<TEAM, K, N, ODD> columns;
   float weight[K][N], grad_weight[K][N], grad_bias[CENTERED ? K : 1][N];
+  float edge_weight[1], edge_grad_weight[1], edge_grad_bias[1];
   float xhat[KEPT][N], g[KEPT][N];
 
   __device__ BackwardRows(const Backward<T> &p, uint4 *slots, Exchange<TEAM, CLUSTER> &exchange, int64_t chunk,
                           int rank)
       : p(p),
-        ring{slots, exchange, p.stages},
+        ring{slots, exchange, p.stages, p.slot},
         seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
         rank(rank),
         first(chunk * TEAMS + team()),
         step(p.chunks * TEAMS),
         rows(static_cast<int>((p.rows - first + step - 1) / step)),
         turns(TEAM < 32 ? static_cast<int>((p.rows - chunk * TEAMS + step - 1) / step) : rows),
-        columns(p, lane(), rank) {}
+        columns(p, first, lane(), rank) {}
 
-  __device__ static int team() { return threadIdx.x / TEAM; }
-  __device__ static int lane() { return threadIdx.x % TEAM; }
+  __device__ static int team() { return TEAMS > 1 ? threadIdx.x / TEAM : 0; }
+  __device__ static int lane() { return TEAMS > 1 ? threadIdx.x % TEAM : threadIdx.x; }
   __device__ int64_t row(int i) const { return first + i * step; }
 
   __device__ void fetch(int i) {
@@ -94,7 +103,7 @@ struct BackwardRows {
     ring.load(loaded.grad_out, 1, p.grad_out + row(i) * p.grad_out_stride, columns);
     if constexpr (FUSED == ADDED) {
       if (p.grad_sum == nullptr) {
-        memset(loaded.grad_sum, 0, sizeof loaded.grad_sum);
+        loaded.grad_sum = {};
       } else {
         ring.load(loaded.grad_sum, 2, p.grad_sum + row(i) * p.grad_sum_stride, columns);
       }
@@ -120,23 +129,33 @@ struct BackwardRows {
   // The row's part in the weight gradients, and this warp's (TEAM < 32: team's) sums of g * xhat and of g = weighted().
   __device__ float2 sums(int i, const Loaded &loaded, const Statistics &s) {
     float along[2] = {}, sum[2] = {};  // two of each: shorter chains
+    // Leaves xhat in x and g in grad.
+    const auto add = [&](auto &x, auto &grad, const auto &w, auto &to_weight, auto &to_bias, int c) {
+      if (FUSED == DROPPED) drop(grad, p.dropout, seed, row(i) * p.cols + c);
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
+        x[j] = normalize(x[j], s);
+        to_weight[j] = fmaf(grad[j], x[j], to_weight[j]);
+        if (CENTERED) to_bias[j] += grad[j];
+        grad[j] = weighted(grad[j], w[j], s);
+        along[j % 2] = fmaf(grad[j], x[j], along[j % 2]);
+        if (CENTERED) sum[j % 2] += grad[j];
+      }
+    };
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float x[N], grad[N];
-      unpack<T, N>(x, loaded.x[k]);
-      unpack<T, N>(grad, loaded.grad_out[k]);
-      if (FUSED == DROPPED) drop(grad, p.dropout, seed, row(i) * p.cols + columns.column(k));
+      unpack<T, N>(x, loaded.x.bits[k]);
+      unpack<T, N>(grad, loaded.grad_out.bits[k]);
+      add(x, grad, weight[k], grad_weight[k], grad_bias[CENTERED ? k : 0], columns.column(k));
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const int chain = (k * N + j) % 2;
-        x[j] = normalize(x[j], s);
-        grad_weight[k][j] = fmaf(grad[j], x[j], grad_weight[k][j]);
-        if (CENTERED) grad_bias[k][j] += grad[j];
-        grad[j] = weighted(grad[j], weight[k][j], s);
-        along[chain] = fmaf(grad[j], x[j], along[chain]);
-        if (CENTERED) sum[chain] += grad[j];
         if (KEEP) xhat[KEEP ? k : 0][j] = x[j], g[KEEP ? k : 0][j] = grad[j];
       }
+    }
+    if (columns.has_edge()) {
+      float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)};
+      add(x, grad, edge_weight, edge_grad_weight, edge_grad_bias, columns.edge);
     }
     float2 v = {along[0] + along[1], sum[0] + sum[1]};
     if constexpr (TEAM >= 32) return warp_sum<CENTERED>(v);
@@ -175,44 +194,61 @@ struct BackwardRows {
     if (p.grad_x == nullptr) return;
     const int64_t first_element = row(i) * p.cols;
     const float along = -total.x * p.per_col, shift = -total.y * p.per_col;
+    // From xhat and g.
+    const auto write = [&](auto &xhat, const auto &g, const auto &grad_sum, int c) {
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof xhat / sizeof xhat[0]); ++j) {
+        const float w = g[j];
+        xhat[j] = sizeof(T) == 2
+                      ? fmaf(xhat[j], along * s.rstd, CENTERED ? fmaf(w, s.rstd, shift * s.rstd) : w * s.rstd)
+                      : fmaf(xhat[j], along, CENTERED ? w + shift : w);
+        if (FUSED == ADDED) xhat[j] += grad_sum[j];
+      }
+      store(p.grad_x + first_element + c, xhat);
+      if (FUSED == ADDED && p.grad_dropped != nullptr) {
+        drop(xhat, p.dropout, seed, first_element + c);
+        store(p.grad_dropped + first_element + c, xhat);
+      }
+    };
+    // x and grad_out become xhat and g.
+    const auto prepare = [&](auto &x, auto &grad, const auto &w, int c) {
+      if (FUSED == DROPPED) drop(grad, p.dropout, seed, first_element + c);
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
+        x[j] = normalize(x[j], s);
+        grad[j] = weighted(grad[j], w[j], s);
+      }
+    };
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      float x[N], grad[N];
-      if (!KEEP) {
-        unpack<T, N>(x, loaded.x[k]);
-        unpack<T, N>(grad, loaded.grad_out[k]);
-        if (FUSED == DROPPED) drop(grad, p.dropout, seed, first_element + columns.column(k));
+      float x[N], grad[N], grad_sum[N] = {};
+      if constexpr (KEEP) {
+        memcpy(x, xhat[k], sizeof x);
+        memcpy(grad, g[k], sizeof grad);
+      } else {
+        unpack<T, N>(x, loaded.x.bits[k]);
+        unpack<T, N>(grad, loaded.grad_out.bits[k]);
+        prepare(x, grad, weight[k], columns.column(k));
       }
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float h = KEEP ? xhat[KEEP ? k : 0][j] : normalize(x[j], s);
-        const float w = KEEP ? g[KEEP ? k : 0][j] : weighted(grad[j], weight[k][j], s);
-        x[j] = sizeof(T) == 2 ? fmaf(h, along * s.rstd, CENTERED ? fmaf(w, s.rstd, shift * s.rstd) : w * s.rstd)
-                              : fmaf(h, along, CENTERED ? w + shift : w);
-      }
-      const int64_t e = first_element + columns.column(k);
-      if constexpr (FUSED == ADDED) {
-        float grad_sum[N];
-        unpack<T, N>(grad_sum, loaded.grad_sum[k]);
-#pragma unroll
-        for (int j = 0; j < N; ++j) x[j] += grad_sum[j];
-      }
-      store<T, N>(p.grad_x + e, x);
-      if (FUSED == ADDED && p.grad_dropped != nullptr) {
-        drop(x, p.dropout, seed, e);
-        store<T, N>(p.grad_dropped + e, x);
-      }
+      if constexpr (FUSED == ADDED) unpack<T, N>(grad_sum, loaded.grad_sum.bits[k]);
+      write(x, grad, grad_sum, columns.column(k));
     }
+    if (!columns.has_edge()) return;
+    float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)}, grad_sum[1] = {};
+    prepare(x, grad, edge_weight, columns.edge);
+    if (FUSED == ADDED) grad_sum[0] = to_acc(loaded.grad_sum.edge);
+    write(x, grad, grad_sum, columns.edge);
   }
 
   // All rows, and this block's partial row of the weight gradients.
   __device__ void run(int64_t chunk, float *shared) {
     for (int i = 0; i < p.stages; ++i) fetch(i);
     Statistics now = statistics(0), next = statistics(1);
-    load_weights<T>(weight, p.weight, columns);
+    load_weights<T>(weight, edge_weight, p.weight, columns);
     memset(grad_weight, 0, sizeof grad_weight);
     memset(grad_bias, 0, sizeof grad_bias);
+    edge_grad_weight[0] = edge_grad_bias[0] = 0;
     Loaded loaded;
     if (CLUSTER && rows > 0) {
       ring.wait();
@@ -256,14 +292,15 @@ struct BackwardRows {
       next = after;
     }
     float *partial = p.partial + chunk * p.cols;
-    if (p.wants_weight) write_partial(grad_weight, shared, partial);
+    if (p.wants_weight) write_partial(grad_weight, edge_grad_weight[0], shared, partial);
     if constexpr (CENTERED) {
-      if (p.wants_bias) write_partial(grad_bias, shared, partial + (p.wants_weight ? p.chunks * p.cols : 0));
+      if (p.wants_bias)
+        write_partial(grad_bias, edge_grad_bias[0], shared, partial + (p.wants_weight ? p.chunks * p.cols : 0));
     }
   }
 
   // One of the sums over the rows to its partial row; the teams' are added in shared memory, where the ring has no rows left.
-  __device__ void write_partial(const float (&sums)[K][N], float *shared, float *partial) const {
+  __device__ void write_partial(const float (&sums)[K][N], float edge, float *shared, float *partial) const {
     float *to = TEAMS > 1 ? shared + team() * p.cols : partial;
     if (TEAMS > 1) __syncthreads();
 #pragma unroll
@@ -272,6 +309,7 @@ struct BackwardRows {
 #pragma unroll
       for (int j = 0; j < N; ++j) to[columns.column(k) + j] = sums[k][j];
     }
+    if (columns.has_edge()) to[columns.edge] = edge;
     if (TEAMS == 1) return;
     __syncthreads();
     for (int c = threadIdx.x; c < p.cols; c += THREADS<TEAM>) {
@@ -282,10 +320,11 @@ struct BackwardRows {
   }
 };
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, bool CLUSTER>
-__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K * N, CLUSTER>)
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD>
+__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K, VECTOR<T>, CLUSTER, ODD>)
     backward_kernel(const __grid_constant__ Backward<T> p) {
-  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>;
+  if constexpr (CLUSTER && !HAS_CLUSTERS) return;
+  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ Exchange<TEAM, CLUSTER> exchanges[Rows::TEAMS];
   Exchange<TEAM, CLUSTER> &exchange = exchanges[Rows::team()];
@@ -295,7 +334,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K
   if (CLUSTER) rank = cluster_rank();
 #endif
   exchange.open(Rows::lane());
-  Rows rows(p, shared + Rows::team() * p.stages * Rows::TeamRing::STAGE, exchange, chunk, rank);
+  Rows rows(p, shared + Rows::team() * p.stages * Rows::TENSORS * p.slot, exchange, chunk, rank);
   rows.run(chunk, reinterpret_cast<float *>(shared));
 #if HAS_CLUSTERS
   if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
@@ -324,66 +363,64 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
   return p;
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, int N, bool CLUSTER>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, ELEMENTS, CLUSTER>;
+  constexpr int N = VECTOR<T>, K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, K, N, CLUSTER, ODD>;
   constexpr bool KEEP = KEEPS<T, CENTERED, FUSED, ELEMENTS>;
   constexpr int ring = (CLUSTER          ? (sizeof(T) * ELEMENTS > 32 ? 192 : 128)
                         : KEEP           ? 96
                         : FUSED == ADDED ? 144
                                          : 128)
                        << 10;
-  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>;
-  return launch_ring<typename Rows::TeamRing, TEAM, K, N, CLUSTER, blocks>(
-      backward_kernel<T, CENTERED, FUSED, TEAM, K, N, CLUSTER>, p, ring / blocks, max_parts(p.cols), stream, launched);
+  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
+  constexpr auto kernel = backward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
+  return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD>(p, ring / blocks, max_parts(p.cols),
+                                                                              stream, launched);
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int N>
+template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr bool HALF = sizeof(T) == 2;
-  using Odd = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 18>, Shape<64, 32>,
-                     Shape<128, 32>, Shape<256, 18>>;
-  using Halves = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
-                        Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
-  using Floats = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
-                        Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
-  using FusedOdd = Shapes<Shape<32, 8>, Shape<32, 32>, Shape<128, 32>>;
+  constexpr int N = VECTOR<T>;
+  constexpr bool HALF = N == 8;
+  using Narrow = std::conditional_t<ODD, Shape<16, 8>, Shape<8, 8>>;  // ODD: threads for all edges
+  using Halves = Shapes<Narrow, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>, Shape<64, 32>,
+                        Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
+  using Floats = Shapes<Narrow, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>, Shape<64, 32>,
+                        Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
   using FusedHalves = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>;
   using FusedFloats = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>;
-  using Alone = std::conditional_t<N == 1, Odd, std::conditional_t<HALF, Halves, Floats>>;
-  using Others = std::conditional_t<N == 1, FusedOdd, std::conditional_t<HALF, FusedHalves, FusedFloats>>;
-  cudaError_t error = with_shape(p.cols, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
+  using Alone = std::conditional_t<HALF, Halves, Floats>;
+  using Others = std::conditional_t<HALF, FusedHalves, FusedFloats>;
+  using Known = std::conditional_t<FUSED == ALONE, Alone, Others>;
+  cudaError_t error = with_shape<N>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
-    return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, N, false>(p, stream, launched);
+    return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream, launched);
   });
   if (error != cudaErrorNotSupported) return error;
   // What needs more registers a column has fewer threads, for they share what the multiprocessor has.
-  if constexpr (FUSED != ALONE || N == 1) {
-    constexpr int ELEMENTS = N == 8 ? 32 : 16;
-    error = launch_backward<T, CENTERED, FUSED, 256, ELEMENTS, N, true>(p, stream, launched);
-    if (error != cudaSuccess || launched || N == 8) return error;
-  } else if constexpr (!HALF) {
-    error = launch_backward<T, CENTERED, FUSED, 512, 8, N, true>(p, stream, launched);
+  if constexpr (HALF) {
+    return launch_backward<T, CENTERED, FUSED, 256, 32, true, ODD>(p, stream, launched);
+  } else {
+    constexpr int TEAM = FUSED == ALONE ? 512 : 256;
+    error = launch_backward<T, CENTERED, FUSED, TEAM, 4096 / TEAM, true, ODD>(p, stream, launched);
     if (error != cudaSuccess || launched) return error;
+    return launch_backward<T, CENTERED, FUSED, 512, 16, true, ODD>(p, stream, launched);
   }
-  if constexpr (FUSED == ALONE || N < 8) {
-    error = launch_backward<T, CENTERED, FUSED, 512, 16, N, true>(p, stream, launched);
-  }
-  return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
-  constexpr int N = 16 / sizeof(T);
   Backward<T> p = fast_parameters<T>(args);
   // One column: the gradient is exactly 0, which needs the plain kernel's order of operations.
   if (args.rows == 0 || args.cols == 1 || !set_shape(p, args.rows, args.cols)) return plain_backward<T>(args, stream);
-  const bool aligned = is_aligned<T>(args.x, args.x_stride) && is_aligned<T>(args.grad_out, args.grad_out_stride) &&
-                       is_aligned<T>(args.grad_x, args.cols) && is_aligned<T>(args.weight) &&
-                       is_aligned<T>(args.grad_sum, args.grad_sum_stride) && is_aligned<T>(args.grad_dropped);
+  const bool in_step =
+      is_in_step<T>(p, args.x, args.x_stride) && is_in_step<T>(p, args.grad_out, args.grad_out_stride) &&
+      is_in_step<T>(p, args.grad_x, args.cols) && is_in_step<T>(p, args.grad_sum, args.grad_sum_stride) &&
+      is_in_step<T>(p, args.grad_dropped, args.cols) && is_aligned(args.weight);
+  if (!in_step) return plain_backward<T>(args, stream);
   bool launched = false;
-  const cudaError_t error = aligned ? launch_backward<T, CENTERED, FUSED, N>(p, stream, launched)
-                                    : launch_backward<T, CENTERED, FUSED, 1>(p, stream, launched);
+  const cudaError_t error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
+                                                       : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
   if (error != cudaSuccess) return error;
   if (!launched) return plain_backward<T>(args, stream);
   return sum_partial<float>(args, p.chunks, stream);

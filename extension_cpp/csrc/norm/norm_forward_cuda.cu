@@ -2,7 +2,7 @@
 //
 // Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for; a block takes 16 KB or more,
 // for smaller ones cannot be started fast enough. Plain loads and stores: another cache policy on one of the two sides costs
-// 4 %. Wider rows: clusters of persistent blocks behind a ring.
+// 4 %. Wider rows, and ODD ones, whose weights would have to be moved into place for every row: persistent blocks behind a ring.
 //
 // Mean and squared deviations take two passes over the registers, for float with the correction for the rounding of the mean
 // (half types cannot hold a mean so large that it would show). In a cluster every warp does so for its part of the row, and the
@@ -29,23 +29,30 @@ struct Forward : Geometry {
   dropout_t dropout;  // ADDED: of x, perhaps none; DROPPED: of y
 };
 
-// x, given as bits, becomes residual + dropout(x), which is also written.
-template <typename T, int TEAM, int K, int N>
-__device__ inline void add_residual(Vector<T, N> (&bits)[K], const Vector<T, N> (&residual)[K], const Forward<T> &p,
-                                    int64_t row, int64_t seed, const Columns<TEAM, K, N> &columns) {
+// x becomes residual + dropout(x), which is also written.
+template <typename T, int TEAM, int K, int N, bool ODD>
+__device__ inline void add_residual(Part<T, TEAM, K, N, ODD> &part, const Part<T, TEAM, K, N, ODD> &residual,
+                                    const Forward<T> &p, int64_t row, int64_t seed,
+                                    const Columns<TEAM, K, N, ODD> &columns) {
+  const auto add = [&](auto &x, const auto &r, int64_t i) {
+    if (p.dropout.seed != nullptr) drop(x, p.dropout, seed, i);
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) x[j] += r[j];
+    store(p.sum + i, x);
+  };
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     if (!columns.has(k)) continue;
     float x[N], r[N];
-    unpack<T, N>(x, bits[k]);
-    unpack<T, N>(r, residual[k]);
-    const int64_t i = row * p.cols + columns.column(k);
-    if (p.dropout.seed != nullptr) drop(x, p.dropout, seed, i);
-#pragma unroll
-    for (int j = 0; j < N; ++j) x[j] += r[j];
-    bits[k] = pack<T, N>(x);
-    __stwb(reinterpret_cast<Vector<T, N> *>(p.sum + i), bits[k]);
+    unpack<T, N>(x, part.bits[k]);
+    unpack<T, N>(r, residual.bits[k]);
+    add(x, r, row * p.cols + columns.column(k));
+    part.bits[k] = pack<T, N>(x);
   }
+  if (!columns.has_edge()) return;
+  float x[1] = {to_acc(part.edge)}, r[1] = {to_acc(residual.edge)};
+  add(x, r, row * p.cols + columns.edge);
+  part.edge = from_acc<T>(x[0]);
 }
 
 // Sums of v over a team; `shared` is for the warps of the block, and for this sum alone.
@@ -71,34 +78,34 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM>
 }
 
 // Threads that a multiprocessor holds, as far as that many registers do without spills: the more blocks, the steadier.
-template <Fused FUSED, int K, int N>
-constexpr int RESIDENT = FUSED != ALONE                     ? 512
-                         : K *N <= 32 && (N > 1 || K <= 16) ? 1024
-                                                            : 768;
+template <Fused FUSED, int E>
+constexpr int RESIDENT = FUSED != ALONE ? 512
+                         : E <= 32      ? 1024
+                                        : 768;
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N>
-__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<FUSED, K, N> / THREADS<TEAM>)
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<FUSED, K * VECTOR<T>> / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
-  constexpr int TEAMS = THREADS<TEAM> / TEAM, COUNT = CORRECTS ? 2 : 1;
+  constexpr int TEAMS = THREADS<TEAM> / TEAM, COUNT = CORRECTS ? 2 : 1, N = VECTOR<T>;
   __shared__ float sums[THREADS<TEAM> / 32][1], squares[THREADS<TEAM> / 32][COUNT];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
-  const Columns<TEAM, K, N> columns(p, threadIdx.x % TEAM, 0);
-  Vector<T, N> bits[K] = {};
+  const Columns<TEAM, K, N, false> columns(p, row, threadIdx.x % TEAM, 0);
+  Part<T, TEAM, K, N, false> part{};
   const int64_t seed = FUSED == ALONE ? 0 : seed_of(p.dropout);
   if (is_row) {
-    load_row<T>(bits, p.x + row * p.x_stride, columns);
+    part.load(p.x + row * p.x_stride, columns);
     if constexpr (FUSED == ADDED) {
-      Vector<T, N> residual[K];
-      load_row<T>(residual, p.residual + row * p.residual_stride, columns);
-      add_residual(bits, residual, p, row, seed, columns);
+      Part<T, TEAM, K, N, false> residual;
+      residual.load(p.residual + row * p.residual_stride, columns);
+      add_residual(part, residual, p, row, seed, columns);
     }
   }
   float x[K][N], mean = 0, shift = 0, sum[1] = {}, v[COUNT] = {};
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    unpack<T, N>(x[k], bits[k]);
+    unpack<T, N>(x[k], part.bits[k]);
 #pragma unroll
     for (int j = 0; j < N; ++j) sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
   }
@@ -156,53 +163,68 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<FUSED, K, N> / THREADS
   }
 }
 
-// One cluster's rows; the walk is that of BackwardRows.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N>
-struct WideRows {
-  static constexpr int PARTS = MAX_CLUSTER * TEAM / 32 / 32;  // parts of a row that one lane joins
+// The rows of one team of persistent blocks; the walk is that of BackwardRows.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD>
+struct ForwardRows {
+  static constexpr int N = VECTOR<T>, TEAMS = THREADS<TEAM> / TEAM;
+  static constexpr int GROUP = TEAM < 32 ? TEAM : 32;  // threads whose numbers are one part of a row
+  // Parts of a row that one lane joins.
+  static constexpr int PARTS = ((CLUSTER ? MAX_CLUSTER : 1) * TEAM / 32 + 31) / 32;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1;
-  using TeamRing = Ring<T, TENSORS, TEAM, K, N, true>;
+  using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD>;
+  using Mine = Part<T, TEAM, K, N, ODD>;
 
   const Forward<T> &p;
   TeamRing ring;
   const int64_t seed;
   const int rank;
-  const int64_t first;  // row; from there on every `chunks`-th
+  const int64_t first;  // row; from there on every (p.chunks * TEAMS)-th
   const int rows;
-  const Columns<TEAM, K, N> columns;
-  float count;          // the columns of this warp
-  float counts[PARTS];  // those of the parts that this lane joins
-  float weight[K][N], bias[CENTERED ? K : 1][N];
+  const Columns<TEAM, K, N, ODD> columns;
+  float per_count;                      // 1 / the columns of this part
+  float counts[PARTS > 0 ? PARTS : 1];  // those of the parts that this lane joins
+  float weight[K][N], bias[CENTERED ? K : 1][N], edge_weight[1], edge_bias[1];
 
-  __device__ WideRows(const Forward<T> &p, uint4 *slots, Exchange<TEAM, true> &exchange, int64_t chunk, int rank)
+  __device__ ForwardRows(const Forward<T> &p, uint4 *slots, Exchange<TEAM, CLUSTER> &exchange, int64_t chunk, int rank)
       : p(p),
-        ring{slots, exchange, p.stages},
+        ring{slots, exchange, p.stages, p.slot},
         seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
         rank(rank),
-        first(chunk),
-        rows(static_cast<int>((p.rows - first + p.chunks - 1) / p.chunks)),
-        columns(p, threadIdx.x, rank) {}
+        first(chunk * TEAMS + team()),
+        rows(rows_from(first)),
+        columns(p, first, lane(), rank),
+        per_count(p.per_col) {}
 
-  __device__ int64_t row(int i) const { return first + i * p.chunks; }
+  __device__ static int team() { return TEAMS > 1 ? threadIdx.x / TEAM : 0; }
+  __device__ static int lane() { return TEAMS > 1 ? threadIdx.x % TEAM : threadIdx.x; }
+  __device__ int64_t row(int i) const { return first + i * (p.chunks * TEAMS); }
+  __device__ int rows_from(int64_t first) const {
+    return static_cast<int>((p.rows - first + p.chunks * TEAMS - 1) / (p.chunks * TEAMS));
+  }
 
   __device__ void fetch(int i) {
-    if (threadIdx.x > 0 || i >= rows) return;
+    if (lane() > 0 || i >= rows) return;
     const T *starts[TENSORS] = {p.x + row(i) * p.x_stride};
     if (FUSED == ADDED) starts[TENSORS - 1] = p.residual + row(i) * p.residual_stride;
     ring.fetch(starts, columns, row(i) == p.rows - 1);
   }
 
-  // Row i from the ring, its numbers to the cluster.
-  __device__ void read(Vector<T, N> (&bits)[K], int i, int turn) {
-    ring.wait();
-    ring.load(bits, 0, p.x + row(i) * p.x_stride, columns);
-    if constexpr (FUSED == ADDED) {
-      Vector<T, N> residual[K];
-      ring.load(residual, 1, p.residual + row(i) * p.residual_stride, columns);
-      add_residual(bits, residual, p, row(i), seed, columns);
+  // Row i from the ring; returns this part's numbers, and gives them to the others for turn number `turn`.
+  __device__ float2 read(Mine &part, int i, int turn) {
+    if (TEAM < 32) part = {};
+    if (TEAM >= 32 || i < rows) {
+      ring.wait();
+      ring.load(part, 0, p.x + row(i) * p.x_stride, columns);
+      if constexpr (FUSED == ADDED) {
+        Mine residual;
+        ring.load(residual, 1, p.residual + row(i) * p.residual_stride, columns);
+        add_residual(part, residual, p, row(i), seed, columns);
+      }
+      ring.now.advance(p.stages);
     }
-    ring.exchange.post(turn, deviations(bits), rank, p.cluster);
-    ring.now.advance(p.stages);
+    const float2 mine = deviations(part);
+    ring.exchange.post(turn, mine, rank, p.cluster);
+    return mine;
   }
 
   // The parts of the row that this lane joins: f(j, numbers of the part).
@@ -215,158 +237,204 @@ struct WideRows {
     }
   }
 
-  // Counts the columns, of this warp and of all parts.
+  // Counts the columns, of this part and of all.
   __device__ void count_columns() {
     float v[1] = {static_cast<float>(columns.count())};
     group_sum(v);
-    count = v[0];
-    ring.exchange.post(0, {count, 0}, rank, p.cluster);
+    per_count = 1 / fmaxf(v[0], 1);
+    ring.exchange.post(0, {v[0], 0}, rank, p.cluster);
     for_parts(ring.exchange.collect(0), [&](int j, float2 part) { counts[j] = part.x; });
   }
 
-  // Mean and squared deviations of this warp's part of a row; for rms_norm, 0 and the sum of squares. Half types take one pass,
-  // around the warp's first element: were it far away from all others, 9 of 24 bits would be lost.
-  __device__ float2 deviations(const Vector<T, N> (&bits)[K]) const {
-    float x[K][N], sum[1] = {};
+  // Mean and squared deviations of one part of a row; for rms_norm, 0 and the sum of squares. Half types take one pass, around
+  // an element of it: were that far away from all others, 9 of 24 bits would be lost.
+  __device__ float2 deviations(const Mine &part) const {
+    float x[K][N], sum[1] = {}, edge = 0;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      unpack<T, N>(x[k], bits[k]);
+      unpack<T, N>(x[k], part.bits[k]);
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
     }
-    if (!CENTERED || sizeof(T) == 4) group_sum(sum);
+    if (ODD) {
+      edge = to_acc(part.edge);
+      sum[0] = CENTERED ? sum[0] + edge : fmaf(edge, edge, sum[0]);
+    }
+    if (!CENTERED || sizeof(T) == 4) group_sum(sum, GROUP);
     if (!CENTERED) return {0, sum[0]};
-    const float per_count = 1 / fmaxf(count, 1);
-    const float center = sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0);
+    const float center = sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0, GROUP);
     float2 v = {};
+    const auto add = [&](float d) {
+      v.x += d;
+      v.y = fmaf(d, d, v.y);
+    };
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float d = x[k][j] - center;
-        v.x += d;
-        v.y = fmaf(d, d, v.y);
-      }
+      for (int j = 0; j < N; ++j) add(x[k][j] - center);
     }
-    v = warp_sum<true>(v);
+    if (columns.has_edge()) add(edge - center);
+    if constexpr (TEAM >= 32) {
+      v = warp_sum<true>(v);
+    } else {
+      float both[2] = {v.x, v.y};
+      group_sum(both, GROUP);
+      v = {both[0], both[1]};
+    }
     return {center + v.x * per_count, isinf(v.y) ? v.y : v.y - v.x * v.x * per_count};
   }
 
-  // Mean and rstd of the row that is number `turn` of this block, around the mean of its first part.
-  __device__ float2 statistics(int turn) const {
-    const float2 *parts = ring.exchange.collect(turn);
-    const float center = CENTERED ? parts[0].x : 0;
-    float2 v = {};
-    for_parts(parts, [&](int j, float2 part) {
-      const float d = part.x - center;
-      const float square = CENTERED ? fmaf(counts[j] * d, d, part.y) : part.y;
-      if (CENTERED) v.x = fmaf(counts[j], d, v.x);
-      v.y += square;
-    });
-    if (CENTERED) {
-      v = warp_sum<true>(v);
-      if (!isinf(v.y)) v.y -= v.x * v.x * p.per_col;
+  // Mean and rstd of the row that is number `turn` of this team, around the mean of its first part.
+  __device__ float2 statistics(int turn, float2 mine) const {
+    if constexpr (TEAM <= 32) {
+      __syncwarp();
+      return {mine.x, rsqrtf(fmaf(mine.y, p.per_col, p.eps))};
     } else {
-      v.y = warp_sum<false>({v.y, 0}).x;
+      const float2 *parts = ring.exchange.collect(turn);
+      const float center = CENTERED ? parts[0].x : 0;
+      float2 v = {};
+      for_parts(parts, [&](int j, float2 part) {
+        const float d = part.x - center;
+        const float square = CENTERED ? fmaf(counts[j] * d, d, part.y) : part.y;
+        if (CENTERED) v.x = fmaf(counts[j], d, v.x);
+        v.y += square;
+      });
+      if (CENTERED) {
+        v = warp_sum<true>(v);
+        if (!isinf(v.y)) v.y -= v.x * v.x * p.per_col;
+      } else {
+        v.y = warp_sum<false>({v.y, 0}).x;
+      }
+      return {fmaf(v.x, p.per_col, center), rsqrtf(fmaf(v.y, p.per_col, p.eps))};
     }
-    return {fmaf(v.x, p.per_col, center), rsqrtf(fmaf(v.y, p.per_col, p.eps))};
   }
 
-  __device__ void finish(int i, const Vector<T, N> (&bits)[K], float2 statistics) const {
+  __device__ void finish(int i, const Mine &part, float2 statistics) const {
     const int64_t r = row(i);
-    if (threadIdx.x == 0 && rank == 0) {
-      if (CENTERED) p.mean[r] = statistics.x;
-      p.rstd[r] = statistics.y;
+    const float mean = statistics.x, rstd = statistics.y;
+    if (lane() == 0 && rank == 0) {
+      if (CENTERED) p.mean[r] = mean;
+      p.rstd[r] = rstd;
     }
+    const auto write = [&](auto &x, const auto &w, const auto &b, int c) {
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
+        const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
+        x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
+      }
+      if (FUSED == DROPPED) drop(x, p.dropout, seed, r * p.cols + c);
+      store(p.y + r * p.cols + c, x);
+    };
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
       float x[N];
-      unpack<T, N>(x, bits[k]);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float xhat = (CENTERED ? x[j] - statistics.x : x[j]) * statistics.y;
-        x[j] = CENTERED ? fmaf(xhat, weight[k][j], bias[k][j]) : xhat * weight[k][j];
-      }
-      if (FUSED == DROPPED) drop(x, p.dropout, seed, r * p.cols + columns.column(k));
-      store<T, N>(p.y + r * p.cols + columns.column(k), x);
+      unpack<T, N>(x, part.bits[k]);
+      write(x, weight[k], bias[CENTERED ? k : 0], columns.column(k));
     }
+    if (!columns.has_edge()) return;
+    float x[1] = {to_acc(part.edge)};
+    write(x, edge_weight, edge_bias, columns.edge);
   }
 
   __device__ void run() {
     for (int i = 0; i < p.stages; ++i) fetch(i);
-    load_weights<T>(weight, p.weight, columns);
+    load_weights<T>(weight, edge_weight, p.weight, columns);
     if constexpr (CENTERED) {
-      load_weights<T>(bias, p.bias, columns);
-      count_columns();
+      load_weights<T>(bias, edge_bias, p.bias, columns);
+      if constexpr (TEAM > 32) count_columns();
     }
-    constexpr int COUNTED = CENTERED ? 1 : 0;  // turns
-    Vector<T, N> bits[K], following[K];
-    if (rows > 0) read(bits, 0, COUNTED);
-    for (int i = 0; i < rows; ++i) {
-      if (i + 1 < rows) read(following, i + 1, i + 1 + COUNTED);
-      const float2 s = statistics(i + COUNTED);
+    constexpr int COUNTED = CENTERED && TEAM > 32 ? 1 : 0;  // turns
+    // Of a warp: the rows of its busiest team.
+    const int turns = TEAM < 32 ? rows_from(first - team()) : rows;
+    Mine part;
+    float2 mine = {};
+    if (CLUSTER && turns > 0) read(part, 0, COUNTED);
+    for (int i = 0; i < turns; ++i) {
+      Mine following;
+      if (!CLUSTER) {
+        mine = read(part, i, i + COUNTED);
+      } else if (i + 1 < turns) {
+        read(following, i + 1, i + 1 + COUNTED);  // so that nobody waits for the numbers of row i
+      }
+      const float2 s = statistics(i + COUNTED, mine);
       fetch(i + p.stages);  // all warps have posted row i, so they have read it
-      finish(i, bits, s);
-#pragma unroll
-      for (int k = 0; k < K; ++k) bits[k] = following[k];
+      if (TEAM >= 32 || i < rows) finish(i, part, s);
+      if (CLUSTER) part = following;
     }
   }
 };
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, int BLOCKS>
-__global__ void __launch_bounds__(TEAM, BLOCKS) wide_forward_kernel(const __grid_constant__ Forward<T> p) {
-#if HAS_CLUSTERS
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int BLOCKS>
+__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS) ring_forward_kernel(const __grid_constant__ Forward<T> p) {
+  if constexpr (CLUSTER && !HAS_CLUSTERS) return;
+  using Rows = ForwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
   extern __shared__ __align__(128) uint4 shared[];
-  __shared__ Exchange<TEAM, true> exchange;
-  exchange.open(threadIdx.x);
-  WideRows<T, CENTERED, FUSED, TEAM, K, N>(p, shared, exchange, blockIdx.x / p.cluster, cluster_rank()).run();
-  sync_cluster();  // no block ends while another still sends to it
+  __shared__ Exchange<TEAM, CLUSTER> exchanges[Rows::TEAMS];
+  Exchange<TEAM, CLUSTER> &exchange = exchanges[Rows::team()];
+  int rank = 0;
+#if HAS_CLUSTERS
+  if (CLUSTER) rank = cluster_rank();
+#endif
+  exchange.open(Rows::lane());
+  uint4 *const slots = shared + Rows::team() * p.stages * Rows::TENSORS * p.slot;
+  Rows(p, slots, exchange, blockIdx.x / p.cluster, rank).run();
+#if HAS_CLUSTERS
+  if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
 #endif
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, int N, int BLOCKS>
-cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int K = ELEMENTS / N;
-  using Rows = WideRows<T, CENTERED, FUSED, TEAM, K, N>;
-  return launch_ring<typename Rows::TeamRing, TEAM, K, N, true, BLOCKS>(
-      wide_forward_kernel<T, CENTERED, FUSED, TEAM, K, N, BLOCKS>, p, (96 << 10) / BLOCKS, INT32_MAX, stream, launched);
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD, int BLOCKS>
+cudaError_t launch_ring_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>, K = ELEMENTS / N, RING = (100 << 10) / BLOCKS, TENSORS = FUSED == ADDED ? 2 : 1;
+  constexpr auto kernel = ring_forward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, BLOCKS>;
+  return launch_ring<kernel, TENSORS, TEAM, K, N, CLUSTER, BLOCKS, ODD>(p, RING, INT32_MAX, stream, launched);
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int N>
+template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  using Odd = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 18>, Shape<64, 32>,
-                     Shape<128, 32>, Shape<256, 18>, Shape<256, 32>, Shape<512, 32>>;
-  using Even = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
-                      Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<256, 32>,
-                      Shape<512, 24>, Shape<512, 32>>;
-  using FusedOdd = Shapes<Shape<32, 8>, Shape<32, 32>, Shape<128, 32>, Shape<512, 32>>;
-  using FusedEven =
+  constexpr int N = VECTOR<T>;
+  using Alone = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
+                       Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<256, 32>,
+                       Shape<512, 24>, Shape<512, 32>>;
+  using Others =
       Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<256, 32>, Shape<512, 32>>;
-  using Known = std::conditional_t<FUSED == ALONE, std::conditional_t<N == 1, Odd, Even>,
-                                   std::conditional_t<N == 1, FusedOdd, FusedEven>>;
-  cudaError_t error = with_shape(p.cols, Known{}, [&](auto shape) {
+  // Two blocks a multiprocessor, for which the weights of layer_norm's wider shapes leave no registers.
+  using OddWide = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>;
+  using Odd = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<64, 16>, Shape<128, 16>, Shape<256, 16>>;
+  using Known = std::conditional_t<ODD, std::conditional_t<N == 8 && !CENTERED, OddWide, Odd>,
+                                   std::conditional_t<FUSED == ALONE, Alone, Others>>;
+  cudaError_t error = with_shape<N>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
-    constexpr int threads = THREADS<S::TEAM>;
-    const int64_t blocks = ceil_div(p.rows, threads / S::TEAM);
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    launched = true;
-    forward_kernel<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS / N, N>
-        <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
-    return cudaGetLastError();
+    if constexpr (ODD) {
+      return launch_ring_forward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, true, 2>(p, stream, launched);
+    } else {
+      constexpr int threads = THREADS<S::TEAM>;
+      const int64_t blocks = ceil_div(p.rows, threads / S::TEAM);
+      if (blocks > INT32_MAX) return cudaErrorNotSupported;
+      launched = true;
+      forward_kernel<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS / N>
+          <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
+      return cudaGetLastError();
+    }
   });
   if (error != cudaErrorNotSupported) return error;
-  if constexpr (N < 8) {
-    error = launch_wide < T, CENTERED, FUSED, 256, 16, N, FUSED == ALONE ? 2 : 1 > (p, stream, launched);
+  // Two blocks a multiprocessor, if their registers hold the weights, too.
+  constexpr int BLOCKS = FUSED == ALONE ? 2 : 1;
+  if constexpr (N == 4 || (ODD && CENTERED)) {
+    error = launch_ring_forward<T, CENTERED, FUSED, 256, 16, true, ODD, BLOCKS>(p, stream, launched);
     if (error != cudaSuccess || launched) return error;
   }
-  return launch_wide<T, CENTERED, FUSED, 512, 16, N, 1>(p, stream, launched);
+  if constexpr (N == 4) {
+    return launch_ring_forward<T, CENTERED, FUSED, 512, 16, true, ODD, 1>(p, stream, launched);
+  } else {
+    return launch_ring_forward<T, CENTERED, FUSED, 256, 32, true, ODD, BLOCKS>(p, stream, launched);
+  }
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
-  constexpr int N = 16 / sizeof(T);
   Forward<T> p{};
   p.x = static_cast<const T *>(args.x);
   p.weight = {args.weight, 1, args.weight_dtype != args.dtype};
@@ -381,12 +449,13 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
   p.sum = static_cast<T *>(args.sum);
   p.dropout = FUSED == ADDED ? args.dropout_x : args.dropout_y;
   if (args.cols == 0 || !set_shape(p, args.rows, args.cols)) return plain_forward<T>(args, stream);
-  const bool aligned = is_aligned<T>(args.x, args.x_stride) && is_aligned<T>(args.y, args.cols) &&
-                       is_aligned<T>(args.weight) && is_aligned<T>(args.bias) && is_aligned<T>(args.sum) &&
-                       is_aligned<T>(args.residual, args.residual_stride);
+  const bool in_step = is_in_step<T>(p, args.x, args.x_stride) && is_in_step<T>(p, args.y, args.cols) &&
+                       is_in_step<T>(p, args.residual, args.residual_stride) && is_in_step<T>(p, args.sum, args.cols) &&
+                       is_aligned(args.weight) && is_aligned(args.bias);
+  if (!in_step) return plain_forward<T>(args, stream);
   bool launched = false;
-  const cudaError_t error = aligned ? launch_forward<T, CENTERED, FUSED, N>(p, stream, launched)
-                                    : launch_forward<T, CENTERED, FUSED, 1>(p, stream, launched);
+  const cudaError_t error = args.cols % VECTOR<T> == 0 ? launch_forward<T, CENTERED, FUSED, false>(p, stream, launched)
+                                                       : launch_forward<T, CENTERED, FUSED, true>(p, stream, launched);
   return error != cudaSuccess || launched ? error : plain_forward<T>(args, stream);
 }
 

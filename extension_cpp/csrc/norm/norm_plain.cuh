@@ -1,5 +1,6 @@
 // The norms' kernels for what norm_forward_cuda.cu and norm_backward_cuda.cu do not take otherwise: float64, one column in
-// backward, and rows that are too wide for the chip. Element by element; and the sum of the partial rows, which is common to all.
+// backward, tensors whose rows begin at different distances from multiples of 16 bytes, and rows that are too wide for the chip.
+// Element by element; and the sum of the partial rows, which is common to all.
 #ifndef EXTENSION_CPP_NORM_PLAIN_CUH
 #define EXTENSION_CPP_NORM_PLAIN_CUH
 
@@ -102,7 +103,10 @@ cudaError_t sum_partial(const norm_backward_args &args, int64_t parts, cudaStrea
   Launch launch(static_cast<unsigned>(blocks), dim3(SUM_X, SUM_Y), 0, stream);
   return with_dtype(args.weight_dtype, [&](auto zero) {
     using W = decltype(zero);
-    if (is_for_sm_90(reinterpret_cast<const void *>(sum_partial_kernel<A, W>))) launch.overlap();
+    int device;
+    const cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    if (is_for_sm_90<sum_partial_kernel<A, W>>(device)) launch.overlap();
     return cudaLaunchKernelEx(&launch.config, sum_partial_kernel<A, W>, static_cast<const A *>(args.partial),
                               static_cast<W *>(outputs[0]), static_cast<W *>(outputs[1]), parts, args.cols);
   });

@@ -2,8 +2,12 @@
 //
 // A team of TEAM threads takes a row: part of a warp, a warp, several, or a whole block. A block has THREADS threads, that is
 // one team or several. Thread t of the team owns the columns t * N, (t + TEAM) * N, ... and the N - 1 behind each, at most K
-// times N. N is a 16-byte vector where all rows of all tensors are aligned, else 1: odd widths go element by element, side by
-// side, so that no row has ends to treat apart.
+// times N, where N is a 16-byte vector.
+//
+// ODD: the width is no multiple of N, so that most rows begin between two multiples of 16 bytes, those of all tensors alike. The
+// vectors are then those of memory, but for the two at the ends of the row, which hold elements of the rows beside it: the up to
+// 2 (N - 1) columns in them are shared out one a thread, its `edge`. The rows of a thread are a multiple of N apart: all begin
+// alike, its columns never change, and weights and their gradients may stay in its registers.
 //
 // The ring. Persistent blocks read ahead: one thread of a team asks for a row several turns before its time, by one bulk copy
 // into shared memory (from sm_90 on; before, a row is read when its turn comes). Too many bytes on their way are slower than
@@ -27,6 +31,8 @@ namespace norm_cuda {
 
 template <int TEAM>
 constexpr int THREADS = TEAM > 256 ? TEAM : 256;
+template <typename T>
+constexpr int VECTOR = 16 / sizeof(T);  // elements
 constexpr int MAX_CLUSTER = 16;
 constexpr int MAX_STAGES = 6;
 
@@ -40,35 +46,75 @@ struct Geometry {
   float per_col;   // 1 / cols
   int stages;      // rows of a team in the ring
   int cluster;     // blocks that share a row
-  int slice;       // columns of a row that one block of the cluster takes
+  int slice;       // columns of a row that one block takes, in vectors
+  int slot;        // vectors that they take in the ring
   int64_t chunks;  // shares of the rows: one a block or cluster
 };
 
 // The columns of one thread.
-template <int TEAM, int K, int N>
+template <int TEAM, int K, int N, bool ODD>
 struct Columns {
-  int begin;  // of the block's slice
+  int begin;  // of the block's share of the row; up to N - 1 before it
   int end;
   int first;  // of this thread
+  int limit;  // of the vectors
+  int edge;   // this thread's single column; -1: none
 
-  __device__ Columns(const Geometry &g, int lane, int rank)
-      : begin(rank * g.slice), end(g.cluster > 1 ? min(begin + g.slice, g.cols) : g.cols), first(begin + lane * N) {}
+  // For `row`, and for every row a multiple of N away.
+  __device__ Columns(const Geometry &g, int64_t row, int lane, int rank) : edge(-1) {
+    // The row's vectors are those from `whole` to `tail`. A block takes g.slice columns of them; the first one also what is
+    // before, the one that takes the last of them also what is behind.
+    const int skew = ODD ? static_cast<int>(row * g.cols % N) : 0, whole = skew > 0 ? N - skew : 0;
+    const int tail = ODD ? whole + max(g.cols - whole, 0) / N * N : g.cols;
+    const int from = whole + rank * g.slice, to = from + g.slice;
+    begin = rank == 0 ? -skew : min(from, tail);
+    end = to < tail ? to : rank == 0 || from < tail ? g.cols : begin;
+    first = from + lane * N;
+    limit = min(to, tail);
+    if constexpr (ODD) {
+      static_assert(TEAM >= 2 * (N - 1));
+      const int head = rank == 0 ? min(whole, g.cols) : 0;
+      if (lane < head) edge = lane;
+      if (lane >= head && limit + lane - head < end) edge = limit + lane - head;
+    }
+  }
   __device__ int column(int k) const { return first + k * TEAM * N; }
-  __device__ bool has(int k) const { return column(k) < end; }
+  __device__ bool has(int k) const { return column(k) < limit; }
+  __device__ bool has_edge() const { return ODD && edge >= 0; }
   __device__ int count() const {
-    int n = 0;
+    int n = has_edge();
 #pragma unroll
     for (int k = 0; k < K; ++k) n += has(k) ? N : 0;
     return n;
   }
 };
 
-// This thread's part of a row that begins at `row`, zeros where it has no columns.
-template <typename T, int TEAM, int K, int N>
-__device__ inline void load_row(Vector<T, N> (&bits)[K], const T *row, const Columns<TEAM, K, N> &columns) {
+// A thread's part of a row, zeros where it has no columns.
+template <typename T, int TEAM, int K, int N, bool ODD>
+struct Part {
+  Vector<T, N> bits[K];
+  T edge;
+
+  // From the row that begins at `row`.
+  __device__ void load(const T *row, const Columns<TEAM, K, N, ODD> &columns) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) bits[k] = columns.has(k) ? load_vector<T, N>(row + columns.column(k)) : Vector<T, N>{};
-}
+    for (int k = 0; k < K; ++k) bits[k] = columns.has(k) ? load_vector<T, N>(row + columns.column(k)) : Vector<T, N>{};
+    if (ODD) edge = columns.has_edge() ? row[columns.edge] : from_acc<T>(0);
+  }
+  // From shared memory, where column `begin` is at `slot`.
+  __device__ void load_slot(const uint4 *slot, const Columns<TEAM, K, N, ODD> &columns) {
+    const uint4 *const first = slot + (ODD ? (columns.first - columns.begin) / N : threadIdx.x % TEAM);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      bits[k] = {};
+      if (columns.has(k)) bits[k] = load_shared(first + k * TEAM);
+    }
+    if (ODD) {
+      edge = from_acc<T>(0);
+      if (columns.has_edge()) edge = reinterpret_cast<const T *>(slot)[columns.edge - columns.begin];
+    }
+  }
+};
 
 // weight or bias, as the kernels read it.
 struct Weights {
@@ -79,32 +125,40 @@ struct Weights {
   // Whether they are there, and of x's type.
   __device__ bool is_plain() const { return data != nullptr && !is_float; }
 
-  // N of them from column c on.
-  template <typename T, int N>
+  // N of them from column c on; ALIGNED: vectors begin at multiples of 16 bytes.
+  template <typename T, int N, bool ALIGNED = true>
   __device__ void load(float (&w)[N], int c) const {
     if (data == nullptr) {
 #pragma unroll
       for (int j = 0; j < N; ++j) w[j] = missing;
     } else if (is_float) {
-      constexpr int M = N < 4 ? N : 4;
-#pragma unroll
-      for (int j = 0; j < N; j += M) {
-        ::load<float, M>(reinterpret_cast<float(&)[M]>(w[j]), static_cast<const float *>(data) + c + j);
-      }
+      load_as<float, N, ALIGNED>(w, c);
     } else {
-      ::load<T, N>(w, static_cast<const T *>(data) + c);
+      load_as<T, N, ALIGNED>(w, c);
+    }
+  }
+
+  template <typename W, int N, bool ALIGNED>
+  __device__ void load_as(float (&w)[N], int c) const {
+    constexpr int VECTOR_OF_W = 16 / sizeof(W), M = !ALIGNED ? 1 : N < VECTOR_OF_W ? N : VECTOR_OF_W;
+#pragma unroll
+    for (int j = 0; j < N; j += M) {
+      ::load<W, M>(reinterpret_cast<float(&)[M]>(w[j]), static_cast<const W *>(data) + c + j);
     }
   }
 };
 
 // This thread's part of a row of weights, 0 where it has no columns.
-template <typename T, int TEAM, int K, int N>
-__device__ inline void load_weights(float (&w)[K][N], const Weights &weights, const Columns<TEAM, K, N> &columns) {
+template <typename T, int TEAM, int K, int N, bool ODD>
+__device__ inline void load_weights(float (&w)[K][N], float (&edge)[1], const Weights &weights,
+                                    const Columns<TEAM, K, N, ODD> &columns) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     memset(w[k], 0, sizeof w[k]);
-    if (columns.has(k)) weights.load<T>(w[k], columns.column(k));
+    if (columns.has(k)) weights.load<T, N, !ODD>(w[k], columns.column(k));
   }
+  edge[0] = 0;
+  if (columns.has_edge()) weights.load<T, 1>(edge, columns.edge);
 }
 
 // The sums of v.x and v.y over a warp, in all its lanes: one half of it sums x, the other y. CENTERED false: x alone.
@@ -122,12 +176,12 @@ __device__ inline float2 warp_sum(float2 v) {
   return upper ? float2{other, mine[0]} : float2{mine[0], other};
 }
 
-// Where the warps of a team leave their numbers for each other. Within a block two rows are in turn, with a barrier a row; in a
-// cluster four, and every warp sends its numbers to every block.
+// Where the warps of a team leave their numbers for each other, for up to four rows at a time. Within a block a barrier a row
+// follows; in a cluster every warp sends its numbers to every block.
 template <int TEAM, bool CLUSTER>
 struct Exchange {
   static constexpr int WARPS = TEAM > 32 ? TEAM / 32 : 1;
-  float2 slots[CLUSTER ? 4 : 2][CLUSTER ? MAX_CLUSTER * WARPS : WARPS];
+  float2 slots[4][CLUSTER ? MAX_CLUSTER * WARPS : WARPS];
   uint64_t arrived[4];
   uint64_t filled[MAX_STAGES];  // of the ring
 
@@ -152,7 +206,7 @@ struct Exchange {
       if (lane < cluster) send(&slots[i % 4][rank * WARPS + warp], &arrived[i % 4], lane, value);
 #endif
     } else if constexpr (TEAM > 32) {
-      if (lane == 0) slots[i % 2][warp] = value;
+      if (lane == 0) slots[i % 4][warp] = value;
     }
   }
 
@@ -165,7 +219,7 @@ struct Exchange {
       return slots[i % 4];
     } else {
       sync_group(1 + threadIdx.x / TEAM, TEAM);
-      return slots[i % 2];
+      return slots[i % 4];
     }
   }
 };
@@ -183,47 +237,39 @@ struct Place {
 };
 
 // The rows of TENSORS tensors on their way to one team.
-template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER>
+template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER, bool ODD>
 struct Ring {
-  static constexpr int A_VECTOR = 16 / sizeof(T);
-  // Vectors that a row takes: it may begin and end within one.
-  static constexpr int SLOT = (K * TEAM * N + A_VECTOR - 1) / A_VECTOR + (N == 1 ? 1 : 0);
-  static constexpr int STAGE = TENSORS * SLOT;
+  using Mine = Columns<TEAM, K, N, ODD>;
   uint4 *slots;  // of this team
   Exchange<TEAM, CLUSTER> &exchange;
   int stages;
+  int size;         // of one tensor's slot
   Place next, now;  // of the next row to ask for, and of the next one to read
-
-  // Elements from an aligned address to `p`.
-  __device__ static int skew(const T *p) { return N == 1 ? reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T) : 0; }
 
   // By one thread of the team, when nobody reads the place any more. A tensor may be NULL. is_last: of the tensors, behind
   // which nothing is read.
-  __device__ void fetch(const T *const (&rows)[TENSORS], const Columns<TEAM, K, N> &columns, bool is_last) {
+  __device__ void fetch(const T *const (&rows)[TENSORS], const Mine &columns, bool is_last) {
 #if HAS_CLUSTERS
     uint64_t *const filled = &exchange.filled[next.slot];
-    uint4 *const slot = slots + next.slot * STAGE;
-    int vectors[TENSORS], sum = 0;
-#pragma unroll
-    for (int t = 0; t < TENSORS; ++t) {
-      vectors[t] = 0;
-      if (rows[t] == nullptr) continue;
-      const T *const from = rows[t] + columns.begin;
-      const int elements = max(columns.end - columns.begin, 0) + skew(from);
-      vectors[t] = (elements + A_VECTOR - 1) / A_VECTOR;
-      if (N == 1 && is_last && elements % A_VECTOR > 0) {
-        --vectors[t];
-        for (int e = vectors[t] * A_VECTOR; e < elements; ++e) {
-          if (e >= skew(from)) reinterpret_cast<T *>(slot + t * SLOT)[e] = from[e - skew(from)];
+    uint4 *const slot = slots + next.slot * TENSORS * size;
+    const int elements = max(columns.end - columns.begin, 0);
+    int vectors = (elements + N - 1) / N, sum = 0;
+    if constexpr (ODD) {
+      if (is_last) {
+        vectors = elements / N;
+        for (int e = max(vectors * N, -columns.begin); e < elements; ++e) {
+          for (int t = 0; t < TENSORS; ++t) {
+            if (rows[t] != nullptr) reinterpret_cast<T *>(slot + t * size)[e] = rows[t][columns.begin + e];
+          }
         }
       }
-      sum += vectors[t];
     }
+#pragma unroll
+    for (int t = 0; t < TENSORS; ++t) sum += rows[t] == nullptr ? 0 : vectors;
     expect_bytes(filled, sum * 16);
 #pragma unroll
     for (int t = 0; t < TENSORS; ++t) {
-      const T *const from = rows[t] + columns.begin;
-      if (vectors[t] > 0) copy_bulk(slot + t * SLOT, from - skew(from), vectors[t] * 16, filled);
+      if (rows[t] != nullptr && vectors > 0) copy_bulk(slot + t * size, rows[t] + columns.begin, vectors * 16, filled);
     }
     next.advance(stages);
 #endif
@@ -236,22 +282,11 @@ struct Ring {
   }
 
   // This thread's part of tensor t at `now`; the row begins at `row`.
-  __device__ void load(Vector<T, N> (&bits)[K], int t, const T *row, const Columns<TEAM, K, N> &columns) const {
+  __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, const T *row, const Mine &columns) const {
 #if HAS_CLUSTERS
-    const uint4 *const slot = slots + now.slot * STAGE + t * SLOT;
-    if constexpr (N == 1) {
-      const auto *from = reinterpret_cast<const Vector<T, 1> *>(slot) + skew(row + columns.begin) - columns.begin;
-#pragma unroll
-      for (int k = 0; k < K; ++k) bits[k] = columns.has(k) ? from[columns.column(k)] : Vector<T, 1>{};
-    } else {
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        bits[k] = {};
-        if (columns.has(k)) bits[k] = load_shared(slot + threadIdx.x % TEAM + k * TEAM);
-      }
-    }
+    part.load_slot(slots + (now.slot * TENSORS + t) * size, columns);
 #else
-    load_row<T>(bits, row, columns);
+    part.load(row, columns);
 #endif
   }
 };
@@ -289,11 +324,18 @@ struct Launch {
   }
 };
 
-// Whether what runs of this function was compiled for sm_90 or later: an older build that the driver translates for a newer
-// chip neither waits for the kernel ahead of it nor knows clusters.
-inline bool is_for_sm_90(const void *function) {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, function) == cudaSuccess && attributes.ptxVersion >= 90;
+// Whether what runs of this kernel was compiled for sm_90 or later: an older build that the driver translates for a newer chip
+// neither waits for the kernel ahead of it nor knows clusters. Asked once for the device that a thread uses.
+template <auto KERNEL>
+bool is_for_sm_90(int device) {
+  thread_local int known = -1;
+  thread_local bool is = false;
+  if (device != known) {
+    cudaFuncAttributes attributes;
+    is = cudaFuncGetAttributes(&attributes, KERNEL) == cudaSuccess && attributes.ptxVersion >= 90;
+    known = device;
+  }
+  return is;
 }
 
 // Fills in what the shape fixes; false if it is beyond the fast kernels' indices.
@@ -303,13 +345,17 @@ inline bool set_shape(Geometry &g, int64_t rows, int64_t cols) {
   g.cols = static_cast<int>(cols);
   g.per_col = 1 / static_cast<float>(cols);
   g.cluster = 1;
+  g.slice = g.cols;
   return true;
 }
 
-// Whether rows from `data` on, `stride` elements apart, all begin at a multiple of 16 bytes.
+inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// Whether rows `stride` elements apart begin between multiples of 16 bytes as those of contiguous tensors do.
 template <typename T>
-bool is_aligned(const void *data, int64_t stride = 0) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * static_cast<int64_t>(sizeof(T)) % 16 == 0;
+bool is_in_step(const Geometry &g, const void *data, int64_t stride) {
+  constexpr int N = 16 / sizeof(T);
+  return data == nullptr || (is_aligned(data) && (g.rows == 1 || (stride - g.cols) % N == 0));
 }
 
 // A kernel's shape: threads a row, and elements a thread.
@@ -320,56 +366,94 @@ struct Shape {
 template <typename...>
 struct Shapes {};
 
-// Calls f(shape) with the first of the shapes that has room for a row; cudaErrorNotSupported if none has.
-template <typename F, typename... S>
+// Calls f(shape) with the first of the shapes that has room for a row's vectors; cudaErrorNotSupported if none has.
+template <int N, typename F, typename... S>
 cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
   cudaError_t error = cudaErrorNotSupported;
-  (void)((cols <= S::TEAM * S::ELEMENTS && (error = f(S{}), true)) || ...);
+  (void)((cols / N * N <= S::TEAM * S::ELEMENTS && (error = f(S{}), true)) || ...);
   return error;
 }
 
-// Launches `kernel` on as many blocks (or clusters) as run at once. Where the chip has no room for two rows, nothing is launched.
-template <typename RING, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, typename P>
-cudaError_t launch_ring(void (*kernel)(P), P &p, int ring_bytes, int64_t max_blocks, cudaStream_t stream,
-                        bool &launched) {
-  constexpr int threads = THREADS<TEAM>, teams = threads / TEAM, stage = teams * RING::STAGE * 16;
-  constexpr int own = teams * static_cast<int>(sizeof(Exchange<TEAM, CLUSTER>));
-  const auto function = reinterpret_cast<const void *>(kernel);
-  const bool for_sm_90 = is_for_sm_90(function);
-  int device, processors, most, most_a_block;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  cudaDeviceGetAttribute(&most_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int room = std::min(most / BLOCKS - 1024, most_a_block) - own;
-  p.stages = for_sm_90 ? std::min({MAX_STAGES, std::max(2, ring_bytes / stage), room / stage}) : 0;
-  // The blocks also add their teams' sums there, a float a column and team.
-  const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
-  if ((for_sm_90 && p.stages < 2) || bytes > room || (CLUSTER && !for_sm_90)) return cudaSuccess;
-  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// A multiple of `step`, so that the rows of a thread begin alike, near `at_once` (which run at once) or a multiple of that, so
+// that few of them idle in the last round.
+inline int64_t alike(int64_t at_once, int64_t step, int64_t most) {
+  int64_t best = 0;
+  double best_share = 0;
+  for (int64_t rounds = 1; rounds <= 8 && rounds * at_once <= most; ++rounds) {
+    const int64_t chunks = rounds * at_once / step * step;
+    const double share = static_cast<double>(chunks) / static_cast<double>(rounds * at_once) - 0.01 * rounds;
+    if (share > best_share) best = chunks, best_share = share;
+  }
+  return best;
+}
+
+// What launch_ring asks the driver about a kernel and its device: once for the device that a thread uses.
+struct Facts {
+  int device = -1;
+  int processors;
+  int room;  // shared memory for a block's ring
+  bool for_sm_90;
+  int clusters[MAX_CLUSTER + 1];  // that run at once, by their size
+};
+
+// Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for two rows, nothing is launched.
+template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, typename P>
+cudaError_t launch_ring(P &p, int ring_bytes, int64_t max_blocks, cudaStream_t stream, bool &launched) {
+  constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
+  constexpr int own = (teams * static_cast<int>(sizeof(Exchange<TEAM, CLUSTER>)) + 127) / 128 * 128;
+  thread_local Facts facts;
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  Launch launch(1, threads, bytes, stream);
-  p.chunks = std::min<int64_t>(ceil_div(p.rows, teams), processors * BLOCKS);
-  if (CLUSTER) {
-    for (p.cluster = 2; p.cluster * TEAM * K * N < p.cols;) p.cluster *= 2;
-    if (p.cluster > MAX_CLUSTER) return cudaSuccess;
-    p.slice = static_cast<int>(ceil_div(p.cols, p.cluster * N)) * N;
-    if (p.cluster > 8) {
-      error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (device != facts.device) {
+    int most, most_a_block;
+    cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    cudaDeviceGetAttribute(&most_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    facts.room = std::min(most / BLOCKS - 1024, most_a_block) - own;
+    facts.for_sm_90 = is_for_sm_90<KERNEL>(device);
+    error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room);
+    if (error != cudaSuccess) return error;
+    if (CLUSTER && facts.for_sm_90) {
+      error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      for (int size = 2; size <= MAX_CLUSTER && error == cudaSuccess; ++size) {
+        Launch launch(size, threads, facts.room, stream);
+        launch.cluster(size);
+        error = cudaOccupancyMaxActiveClusters(&facts.clusters[size], KERNEL, &launch.config);
+      }
       if (error != cudaSuccess) return error;
     }
-    launch.cluster(p.cluster);
-    launch.config.gridDim = p.cluster;
-    int clusters;
-    error = cudaOccupancyMaxActiveClusters(&clusters, function, &launch.config);
-    if (error != cudaSuccess) return error;
-    if (clusters == 0) return cudaSuccess;
-    p.chunks = std::min<int64_t>(p.rows, clusters);
+    facts.device = device;
   }
+  if (CLUSTER && !facts.for_sm_90) return cudaSuccess;
+  p.chunks = std::min<int64_t>(ceil_div(p.rows, teams), facts.processors * BLOCKS);
+  const int vectors = p.cols / N;
+  p.cluster = 1;
+  if (CLUSTER) {
+    // The size with the most rows a time: a thread's work is its vectors, and for each row about as much as two more.
+    double best = 0;
+    for (int size = std::max<int>(2, ceil_div(vectors, TEAM * K)); size <= MAX_CLUSTER; ++size) {
+      const double rate = facts.clusters[size] / (static_cast<double>(vectors) / (size * TEAM) + 2);
+      if (rate > best) best = rate, p.cluster = size;
+    }
+    if (best == 0) return cudaSuccess;
+    p.chunks = std::min<int64_t>(p.rows, facts.clusters[p.cluster]);
+  }
+  p.slot = static_cast<int>(ceil_div(vectors, p.cluster));
+  p.slice = p.slot * N;
+  if (ODD) p.slot += 2;
+  const int stage = teams * TENSORS * p.slot * 16;
+  p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(2, ring_bytes / stage), facts.room / stage}) : 0;
+  // The blocks also add their teams' sums there, a float a column and team.
+  const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
+  if ((facts.for_sm_90 && p.stages < 2) || bytes > facts.room) return cudaSuccess;
   p.chunks = std::min(p.chunks, max_blocks);
-  launch.config.gridDim = static_cast<unsigned>(p.chunks * p.cluster);
+  if (ODD && p.rows > p.chunks * teams) p.chunks = alike(p.chunks, std::max(1, N / teams), max_blocks);
+  if (p.chunks == 0) return cudaSuccess;
+  Launch launch(static_cast<unsigned>(p.chunks * p.cluster), threads, bytes, stream);
+  if (CLUSTER) launch.cluster(p.cluster);
   launched = true;
-  return cudaLaunchKernelEx(&launch.config, kernel, p);
+  return cudaLaunchKernelEx(&launch.config, KERNEL, p);
 }
 
 // The C++ type of a dtype but float64.
