@@ -1,8 +1,10 @@
 """The markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import host, results
 
@@ -12,6 +14,8 @@ Cells = Callable[[results.Row, list[str]], list[str]]
 def table(path: Path) -> str:
     if path.stem.startswith("host-"):
         return host.markdown(path)
+    if path.stem.startswith("models-"):
+        return _models(json.loads(path.read_text()))
     found = results.read(path)
     about = found["machine"]
     lines = [
@@ -23,6 +27,21 @@ def table(path: Path) -> str:
     if small:
         lines += ["", "Small tensors, microseconds:"]
         lines += _table(small, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
+    return "\n".join(lines) + "\n"
+
+
+def _models(found: dict[str, Any]) -> str:
+    ways = ["stock", "converted"]
+    lines = [
+        "| model | mode | stock, ms a step | converted | stock, GB at the peak | converted |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        figures = [row["figures"][way] for way in ways]
+        times = [f"{1e3 * figure['seconds']['median']:.1f}" for figure in figures]
+        peaks = [f"{figure['peak_bytes'] / 1e9:.1f}" for figure in figures]
+        name = f"{row['model']}, {row['batch']} x {row['tokens']}"
+        lines.append(f"| {' | '.join([name, row['mode'], *times, *peaks])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -80,7 +80,6 @@ def stalls(kernel: Kernel, most: int = 4) -> str:
 
 def describe(kernel: Kernel) -> str:
     shared = {kind: number(kernel, f"launch__shared_mem_per_block_{kind}") for kind in ("dynamic", "static")}
-    loads, stores = (number(kernel, f"sass__inst_executed_local_{what}") for what in ("loads", "stores"))
     memory = number(kernel, "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed")
     compute = number(kernel, "sm__throughput.avg.pct_of_peak_sustained_elapsed")
     grid, block = (show(number(kernel, f"launch__{what}_size")) for what in ("grid", "block"))
@@ -92,7 +91,7 @@ def describe(kernel: Kernel) -> str:
         "occupancy": occupancy(kernel),
         "registers": f"{show(number(kernel, 'launch__registers_per_thread'))} a thread",
         "shared memory": f"{show(total(*shared.values()), '.1f', ' KB', 1e-3)} a block",
-        "spills": f"{show(loads)} loads and {show(stores)} stores of local memory, in instructions of a warp",
+        "spills": f"{show(number(kernel, 'derived__local_spilling_requests'))} requests of local memory",
         "stalls": stalls(kernel),
     }
     title = short_name(kernel.get("Kernel Name") or "-")

@@ -33,8 +33,7 @@ export MALLOC_MMAP_THRESHOLD_=$((1 << 40)) MALLOC_TRIM_THRESHOLD_=$((1 << 40))
 run=("$python" -m scripts.run_op "${words[@]}" --device "$device")
 
 with_ncu() {
-  local metrics=dram__bytes_read.sum,dram__bytes_write.sum,sass__inst_executed_local_loads,sass__inst_executed_local_stores
-  local measured=(--metrics "$metrics")
+  local measured=(--metrics dram__bytes_read.sum,dram__bytes_write.sum)
   for section in SpeedOfLight MemoryWorkloadAnalysis Occupancy LaunchStats WarpStateStats; do
     measured+=(--section "$section")
   done

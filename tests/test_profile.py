@@ -21,6 +21,7 @@ METRICS = {
     "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "84.41"),
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "83.49"),
     "gpu__time_duration.sum": ("ns", "100,000"),
+    "derived__local_spilling_requests": ("", "16"),
     "launch__block_size": ("", "128"),
     "launch__grid_size": ("", "1,056"),
     "launch__occupancy_limit_blocks": ("block", "32"),
@@ -30,8 +31,6 @@ METRICS = {
     "launch__registers_per_thread": ("register/thread", "168"),
     "launch__shared_mem_per_block_dynamic": ("byte/block", "65,536"),
     "launch__shared_mem_per_block_static": ("byte/block", "64"),
-    "sass__inst_executed_local_loads": ("inst", "0"),
-    "sass__inst_executed_local_stores": ("inst", "16"),
     "sm__maximum_warps_per_active_cycle_pct": ("%", "12.50"),
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "31.77"),
     "sm__warps_active.avg.pct_of_peak_sustained_active": ("%", "12.21"),
@@ -66,7 +65,7 @@ norm_cuda::backward_kernel<__nv_bfloat16, 1, 0, 128>
   occupancy     12 % of the warps of 12 %; blocks an SM: 2 by registers, 3 by shared memory, 16 by warps, 32 by blocks
   registers     168 a thread
   shared memory 65.6 KB a block
-  spills        0 loads and 16 stores of local memory, in instructions of a warp
+  spills        16 requests of local memory
   stalls        long scoreboard 50 %, barrier 20 %, short scoreboard 10 %, not selected 5 % of 10.0 cycles in all"""
 
 
