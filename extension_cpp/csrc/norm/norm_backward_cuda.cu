@@ -3,6 +3,7 @@
 // A row comes from the ring into registers, where its sums of g * xhat and of g are taken, and, when the whole team's are
 // there, grad_x. The weights and the sums of the weight gradients stay in registers over all rows of a block; at the end a block
 // writes them as one partial row, and a second kernel adds the partial rows in order. Nothing is atomic.
+#include "norm/norm_launch.cuh"
 #include "norm/norm_plain.cuh"
 #include "norm/norm_rows.cuh"
 

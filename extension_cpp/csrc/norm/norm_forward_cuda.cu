@@ -8,6 +8,7 @@
 // (half types cannot hold a mean so large that it would show). In a cluster every warp does so for its part of the row, and the
 // parts are then joined: the row's mean is that of the parts' means, and each part's distance from it counts as many times as
 // the part has columns.
+#include "norm/norm_launch.cuh"
 #include "norm/norm_plain.cuh"
 #include "norm/norm_rows.cuh"
 

@@ -4,7 +4,7 @@
 #ifndef EXTENSION_CPP_NORM_PLAIN_CUH
 #define EXTENSION_CPP_NORM_PLAIN_CUH
 
-#include "norm/norm_rows.cuh"
+#include "norm/norm_launch.cuh"
 
 namespace norm_cuda {
 

@@ -1,0 +1,187 @@
+// The host's side of norm_forward_cuda.cu and norm_backward_cuda.cu: which kernel takes which rows, on how many blocks.
+#ifndef EXTENSION_CPP_NORM_LAUNCH_CUH
+#define EXTENSION_CPP_NORM_LAUNCH_CUH
+
+#include <algorithm>
+
+#include "norm/norm_rows.cuh"
+
+namespace norm_cuda {
+
+// Most partial rows of the weight gradients: as many as blocks, or clusters, run at once on the largest chip; narrow rows have two
+// blocks a multiprocessor. Not fewer than 64, for the plain kernel's sake.
+inline int64_t max_parts(int64_t cols) {
+  if (cols <= 1024) return 320;
+  return std::clamp<int64_t>(160 * 8192 / cols, 64, 160);
+}
+
+// A launch and its attributes.
+struct Launch {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attributes[2];
+
+  Launch(unsigned blocks, dim3 threads, size_t shared, cudaStream_t stream) {
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = attributes;
+  }
+  // Blocks run in clusters of this size.
+  void cluster(int size) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+  }
+  // May be started before the kernel ahead of it has ended (which it then waits for itself).
+  void overlap() {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+};
+
+// Whether what runs of this kernel was compiled for sm_90 or later: an older build that the driver translates for a newer chip
+// neither waits for the kernel ahead of it nor knows clusters. Asked once for the device that a thread uses.
+template <auto KERNEL>
+bool is_for_sm_90(int device) {
+  thread_local int known = -1;
+  thread_local bool is = false;
+  if (device != known) {
+    cudaFuncAttributes attributes;
+    is = cudaFuncGetAttributes(&attributes, KERNEL) == cudaSuccess && attributes.ptxVersion >= 90;
+    known = device;
+  }
+  return is;
+}
+
+// Fills in what the shape fixes; false if it is beyond the fast kernels' indices.
+inline bool set_shape(Geometry &g, int64_t rows, int64_t cols) {
+  if (cols > 1 << 24) return false;
+  g.rows = rows;
+  g.cols = static_cast<int>(cols);
+  g.per_col = 1 / static_cast<float>(cols);
+  g.cluster = 1;
+  g.slice = g.cols;
+  return true;
+}
+
+inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// Whether rows `stride` elements apart begin between multiples of 16 bytes as those of contiguous tensors do.
+template <typename T>
+bool is_in_step(const Geometry &g, const void *data, int64_t stride) {
+  constexpr int N = 16 / sizeof(T);
+  return data == nullptr || (is_aligned(data) && (g.rows == 1 || (stride - g.cols) % N == 0));
+}
+
+// A kernel's shape: threads a row, and elements a thread.
+template <int TEAM_, int ELEMENTS_>
+struct Shape {
+  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_;
+};
+template <typename...>
+struct Shapes {};
+
+// Calls f(shape) with the first of the shapes that has room for a row's vectors; cudaErrorNotSupported if none has.
+template <int N, typename F, typename... S>
+cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
+  cudaError_t error = cudaErrorNotSupported;
+  (void)((cols / N * N <= S::TEAM * S::ELEMENTS && (error = f(S{}), true)) || ...);
+  return error;
+}
+
+// A multiple of `step`, so that the rows of a thread begin alike, near `at_once` (which run at once) or a multiple of that, so
+// that few of them idle in the last round.
+inline int64_t alike(int64_t at_once, int64_t step, int64_t most) {
+  int64_t best = 0;
+  double best_share = 0;
+  for (int64_t rounds = 1; rounds <= 8 && rounds * at_once <= most; ++rounds) {
+    const int64_t chunks = rounds * at_once / step * step;
+    const double share = static_cast<double>(chunks) / static_cast<double>(rounds * at_once) - 0.01 * rounds;
+    if (share > best_share) best = chunks, best_share = share;
+  }
+  return best;
+}
+
+// What launch_ring asks the driver about a kernel and its device: once for the device that a thread uses.
+struct Facts {
+  int device = -1;
+  int processors;
+  int room;  // shared memory for a block's ring
+  bool for_sm_90;
+  int clusters[MAX_CLUSTER + 1];  // that run at once, by their size
+};
+
+// Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for two rows, nothing is launched.
+template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, typename P>
+cudaError_t launch_ring(P &p, int ring_bytes, int64_t max_blocks, cudaStream_t stream, bool &launched) {
+  constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
+  constexpr int own = (teams * static_cast<int>(sizeof(Exchange<TEAM, CLUSTER>)) + 127) / 128 * 128;
+  thread_local Facts facts;
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device != facts.device) {
+    int most, most_a_block;
+    cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    cudaDeviceGetAttribute(&most_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    facts.room = std::min(most / BLOCKS - 1024, most_a_block) - own;
+    facts.for_sm_90 = is_for_sm_90<KERNEL>(device);
+    error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room);
+    if (error != cudaSuccess) return error;
+    if (CLUSTER && facts.for_sm_90) {
+      error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      for (int size = 2; size <= MAX_CLUSTER && error == cudaSuccess; ++size) {
+        Launch launch(size, threads, facts.room, stream);
+        launch.cluster(size);
+        error = cudaOccupancyMaxActiveClusters(&facts.clusters[size], KERNEL, &launch.config);
+      }
+      if (error != cudaSuccess) return error;
+    }
+    facts.device = device;
+  }
+  if (CLUSTER && !facts.for_sm_90) return cudaSuccess;
+  p.chunks = std::min<int64_t>(ceil_div(p.rows, teams), facts.processors * BLOCKS);
+  const int vectors = p.cols / N;
+  p.cluster = 1;
+  if (CLUSTER) {
+    // The size with the most rows a time: a thread's work is its vectors, and for each row about as much as two more.
+    double best = 0;
+    for (int size = std::max<int>(2, ceil_div(vectors, TEAM * K)); size <= MAX_CLUSTER; ++size) {
+      const double rate = facts.clusters[size] / (static_cast<double>(vectors) / (size * TEAM) + 2);
+      if (rate > best) best = rate, p.cluster = size;
+    }
+    if (best == 0) return cudaSuccess;
+    p.chunks = std::min<int64_t>(p.rows, facts.clusters[p.cluster]);
+  }
+  p.slot = static_cast<int>(ceil_div(vectors, p.cluster));
+  p.slice = p.slot * N;
+  if (ODD) p.slot += 2;
+  const int stage = teams * TENSORS * p.slot * 16;
+  p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(2, ring_bytes / stage), facts.room / stage}) : 0;
+  // The blocks also add their teams' sums there, a float a column and team.
+  const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
+  if ((facts.for_sm_90 && p.stages < 2) || bytes > facts.room) return cudaSuccess;
+  p.chunks = std::min(p.chunks, max_blocks);
+  if (ODD && p.rows > p.chunks * teams) p.chunks = alike(p.chunks, std::max(1, N / teams), max_blocks);
+  if (p.chunks == 0) return cudaSuccess;
+  Launch launch(static_cast<unsigned>(p.chunks * p.cluster), threads, bytes, stream);
+  if (CLUSTER) launch.cluster(p.cluster);
+  launched = true;
+  return cudaLaunchKernelEx(&launch.config, KERNEL, p);
+}
+
+// The C++ type of a dtype but float64.
+template <typename F>
+cudaError_t with_half_or_float(dtype_t dtype, F &&f) {
+  switch (dtype) {
+    case DTYPE_FLOAT32: return f(float{});
+    case DTYPE_BFLOAT16: return f(__nv_bfloat16{});
+    case DTYPE_FLOAT16: return f(__half{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace norm_cuda
+
+#endif
