@@ -51,6 +51,25 @@ def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
 
 
 @every_norm
+@pytest.mark.parametrize("rows", [1, 7, 20, 37])
+def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
+    """Scratch for the partial rows of the weight gradients is no larger than the rows: nothing beside it is written."""
+    x, grad_out = (torch.randn(rows, 50257, device=device).requires_grad_() for _ in range(2))
+    weight, bias = (torch.randn(50257, device=device, requires_grad=True) for _ in range(2))
+    inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
+    before = [t.detach().clone() for t in (*inputs, grad_out)]
+    function = getattr(extension_cpp, name)
+    gradients = torch.autograd.grad(function(*arguments(name, x, weight, bias)), inputs, grad_out)
+    doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    exact = getattr(reference, name)(*arguments(name, *doubles))
+    want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
+    for got, right in zip(gradients, want, strict=True):  # a row's sums are trees of log2(50257) roundings
+        assert (got - right).abs().max() <= 16 * torch.finfo(torch.float32).eps * right.abs().max()
+    for t, as_it_was in zip((*inputs, grad_out), before, strict=True):
+        assert torch.equal(t, as_it_was)
+
+
+@every_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, device: str) -> None:
     """A packed QKV: the result of its contiguous copy, bit for bit, and no copy is made."""

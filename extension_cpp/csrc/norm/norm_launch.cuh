@@ -163,7 +163,10 @@ cudaError_t launch_ring(P &p, int ring_bytes, int64_t max_blocks, cudaStream_t s
   const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
   if ((facts.for_sm_90 && p.stages < 2) || bytes > facts.room) return cudaSuccess;
   p.chunks = std::min(p.chunks, max_blocks);
-  if (ODD && p.rows > p.chunks * teams) p.chunks = alike(p.chunks, std::max(1, N / teams), max_blocks);
+  if (ODD && p.rows > p.chunks * teams) {
+    // No more than there are rows for: the scratch has no partial rows for others.
+    p.chunks = alike(p.chunks, std::max(1, N / teams), std::min(max_blocks, p.rows / teams));
+  }
   if (p.chunks == 0) return cudaSuccess;
   Launch launch(static_cast<unsigned>(p.chunks * p.cluster), threads, bytes, stream);
   if (CLUSTER) launch.cluster(p.cluster);
