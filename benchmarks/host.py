@@ -22,7 +22,7 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 import extension_cpp
 from benchmarks import results
 from benchmarks.run import microseconds
-from benchmarks.timing import take_turns
+from benchmarks.timing import check_options, take_turns
 from extension_cpp import ops
 from extension_cpp.__main__ import Parser, positive
 
@@ -159,10 +159,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=101, help="timed batches of each way (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures (default: out/host-DEVICE.json)")
     options = parser.parse_args(arguments)
-    if options.rounds < 9:
-        parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no GPU here")
+    check_options(parser, options)
     return options
 
 

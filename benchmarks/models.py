@@ -25,7 +25,7 @@ from rich.table import Table
 
 import extension_cpp
 from benchmarks.results import machine
-from benchmarks.timing import take_turns
+from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
 # Two trainings from the same weights part by what bfloat16 rounds differently, and by their dropout masks.
@@ -139,10 +139,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="models of a few thousand parameters, to try it out")
     parser.add_argument("--json", type=Path, help="where to write the figures (default: out/models-DEVICE.json)")
     options = parser.parse_args(arguments)
-    if options.rounds < 9:
-        parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no GPU here")
+    check_options(parser, options)
     return options
 
 

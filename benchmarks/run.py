@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import peers, results
-from benchmarks.timing import Time, captured, take_turns
+from benchmarks.timing import Time, captured, check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 from tests.checks import Result, as_tuple, assert_right, convert, is_finite, largest_error, leaves, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
@@ -101,10 +101,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
     options = parser.parse_args(arguments)
-    if options.rounds < 9:
-        parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no GPU here")
+    check_options(parser, options)
     options.threads = options.threads or [torch.get_num_threads()]
     return options
 

@@ -1,5 +1,6 @@
 """Timing one call fairly: contenders take turns, each figure is a median, the copy is measured in the same turns."""
 
+import argparse
 import functools
 import statistics
 import time
@@ -73,3 +74,11 @@ def take_turns(
         deciles = statistics.quantiles(values, n=10)
         result[name] = Time(statistics.median(values), deciles[0], deciles[-1])
     return result
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses --rounds and --device that cannot be."""
+    if options.rounds < 9:
+        parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU here")
