@@ -40,6 +40,22 @@ def _quack_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = N
     return rmsnorm(x, weight, eps=_eps(eps))
 
 
+def _liger_add_rms_norm(
+    x: Tensor, residual: Tensor, shape: Any, weight: Tensor, eps: float | None, p: float, seed: None
+) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, _eps(eps), 0.0, "gemma", False)
+
+
+def _quack_add_rms_norm(
+    x: Tensor, residual: Tensor, shape: Any, weight: Tensor, eps: float | None, p: float, seed: None
+) -> tuple[Tensor, Tensor]:
+    from quack import rmsnorm
+
+    return rmsnorm(x, weight, residual=residual, eps=_eps(eps), prenorm=True)
+
+
 def _apex_layer_norm(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction
 
@@ -57,9 +73,10 @@ def _eps(eps: float | None) -> float:
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
-PEERS: dict[str, dict[str, Callable[..., Tensor]]] = {
+PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {"liger": _liger_layer_norm, "apex": _apex_layer_norm},
     "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm, "apex": _apex_rms_norm},
+    "add_rms_norm_p0": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
 }
 
 

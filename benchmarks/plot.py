@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 from extension_cpp.__main__ import Parser
-from tests.opspec import all_specs
+from tests.opspec import timed_specs
 
 # Okabe and Ito's colours, which those who see fewer colours can tell apart; a marker each for prints.
 LOOKS = {
@@ -187,7 +187,7 @@ def gigabytes(row: results.Row, name: str) -> float:
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
     """Of each op and pass whose spec counts them: arithmetic operations and elements moved, an element of x."""
     found = {}
-    for spec in all_specs():
+    for spec in timed_specs():
         for i, step in enumerate(("forward", "backward")):
             moved = (spec.bench.forward, spec.bench.backward)[i]
             if spec.bench.operations and moved:

@@ -24,7 +24,7 @@ from benchmarks import peers, results
 from benchmarks.timing import Time, captured, check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 from tests.checks import Result, as_tuple, assert_right, convert, is_finite, largest_error, leaves, random_grad
-from tests.opspec import OpSpec, Sample, all_specs
+from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
 SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n\n")[0],
         epilog="python -m benchmarks compare, plot and report, each with a --help, look at the results.",
     )
-    names = [spec.name for spec in all_specs()]
+    names = [spec.name for spec in timed_specs()]
     steps = ["forward", "backward"]
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--op", nargs="+", choices=names, default=names, metavar="OP", help=f"of {', '.join(names)}")
@@ -124,7 +124,7 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     for threads in options.threads:
-        for spec in all_specs():
+        for spec in timed_specs():
             if spec.name not in options.op:
                 continue
             for dtype in options.dtype:

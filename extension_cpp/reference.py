@@ -29,8 +29,9 @@ def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool 
 
 
 def philox(seed: Tensor, numel: int) -> Tensor:
-    """The 32 random bits of elements 0 to numel - 1, as int64: Philox 4x32-10 of Salmon et al. 2011."""
-    group, zero, low = torch.arange((numel + 3) // 4, device=seed.device), seed.new_zeros(()), 0xFFFFFFFF
+    """The 32 random bits of elements 0 to numel - 1, as int64: the words of Philox 4x32-10 of Salmon et al. 2011, each
+    for two elements, its halves exchanged for the second."""
+    group, zero, low = torch.arange((numel + 7) // 8, device=seed.device), seed.new_zeros(()), 0xFFFFFFFF
     word = [group & low, group >> 32, zero, zero]
     key = [seed & low, seed >> 32 & low]
     for _ in range(10):
@@ -42,7 +43,8 @@ def philox(seed: Tensor, numel: int) -> Tensor:
             product[0] & low,
         ]
         key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
-    return torch.stack(word, -1).flatten()[:numel]
+    words = torch.stack(word, -1).flatten()
+    return torch.stack([words, words << 16 & low | words >> 16], -1).flatten()[:numel]
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, seed: Tensor | None = None) -> Tensor:

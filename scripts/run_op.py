@@ -18,11 +18,11 @@ import torch
 from benchmarks.results import machine
 from benchmarks.run import DTYPES, Case, backward_call, forward_call, make_sample
 from extension_cpp.__main__ import Parser, positive
-from tests.opspec import all_specs
+from tests.opspec import timed_specs
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    specs = {spec.name: spec for spec in all_specs()}
+    specs = {spec.name: spec for spec in timed_specs()}
     parser = Parser(prog="python -m scripts.run_op", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("op", choices=specs, metavar="OP", help=f"of {', '.join(specs)}")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")

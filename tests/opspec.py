@@ -3,7 +3,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Bench:
     # What PyTorch offers for it, where that is not the reference.
     stock: Callable[..., Any] | None = None
     # Arithmetic operations an element of the shape, forward and backward, for the roofline; exp, log, a division and
-    # a square root count as one each.
+    # a square root count as one each, random bits as none.
     operations: tuple[float, float] | None = None
 
 
@@ -67,9 +67,20 @@ class OpSpec:
     # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0
     dtypes: tuple[torch.dtype, ...] = DTYPES
+    # More of it to time, that draws no random numbers, each under the op's name and its own.
+    variants: dict[str, Bench] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
+
+
+def timed_specs() -> list[OpSpec]:
+    """All ops, each followed by its variants."""
+    found = []
+    for spec in all_specs():
+        others = {f"{spec.name}_{name}": bench for name, bench in spec.variants.items()}
+        found += [spec, *(replace(spec, name=name, bench=others[name], positional=False) for name in others)]
+    return found
 
 
 def all_specs() -> list[OpSpec]:

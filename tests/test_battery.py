@@ -55,6 +55,18 @@ def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str) ->
 
 @every_op
 @every_dtype
+def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Tensors that fill the GPU, at the widths of all its kernels: few rows may be taken by others."""
+    if device != "cuda":
+        pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
+    aligned = (8, 48, 256, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 20480)
+    for width in (*aligned, 1025, 4097):
+        shape = ((10 << 20) // dtype.itemsize // width + 3, width)
+        check(spec, next(iter(spec.sample_inputs(maker(device, dtype), shape))))
+
+
+@every_op
+@every_dtype
 def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     """Layouts of the inputs, each with layouts of grad_out; .sum().backward() gives the expanded one."""
     for shape in [(6, 33), (3, 4, 33), (2, 3, 4, 37), (2, 64, 8, 8)]:
@@ -397,6 +409,7 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
     sample = convert(next(iter(spec.sample_inputs(maker(device, torch.float32), (512, 1024)))), torch.float32)
     expected = [output.detach() for output in as_tuple(spec.function(*sample.args, **sample.kwargs))]
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     x = sample.args[0]
     with torch.no_grad(), torch.cuda.stream(stream):
         keep = x.clone()

@@ -31,7 +31,7 @@ static void check_vectors(void) {
 /* Blocks at every alignment, where the counter's low word turns over too. */
 static void check_blocks(void) {
   static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1},
-                       starts[] = {0, 4096, 4 * 0xfffffffcLL, 1LL << 40};
+                       starts[] = {0, 4096, 8 * 0xfffffffcLL, 1LL << 40};
   uint64_t hash = 0;
   for (int s = 0; s < 5; ++s) {
     for (int dtype = DTYPE_FLOAT32; dtype <= DTYPE_BFLOAT16; ++dtype) {
@@ -42,7 +42,7 @@ static void check_blocks(void) {
         for (int k = 0; k < 32; ++k) {
           const int lane_order = k < 16 ? 2 * k : 2 * (k - 16) + 1;
           const int64_t j = i + (dtype == DTYPE_BFLOAT16 ? lane_order : k);
-          const uint32_t want = philox_of(seeds[s], j / 4).word[j % 4];
+          const uint32_t want = bits_of(philox_of(seeds[s], j / 8).word[j % 8 / 2], j % 2);
           CHECK(bits[k] == want, "seed %lld, element %lld: bits %08x, not %08x", (long long)seeds[s], (long long)j,
                 bits[k], want);
         }
@@ -94,7 +94,7 @@ static dropout_case new_case(dtype_t dtype, int64_t numel, double p) {
 static void check_result(const dropout_case *c, const void *y) {
   const double unit = rounding(c->dtype), scale = 1 / (1 - c->p);
   for (int64_t i = 0; i < c->numel; ++i) {
-    const uint32_t bits = philox_of(c->seed, i / 4).word[i % 4];
+    const uint32_t bits = bits_of(philox_of(c->seed, i / 8).word[i % 8 / 2], i % 2);
     const double got = element(c->dtype, y, i), x = element(c->dtype, c->x, i);
     /* scale is rounded to float, and so is the product. */
     const double want = (double)bits < c->p * 0x1p32 ? 0 : x * scale, slack = 2 * unit * fabs(want) + 0x1p-149;

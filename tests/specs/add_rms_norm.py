@@ -1,5 +1,7 @@
 """The op itself, which takes the seed; tests/test_fused_norm.py has what draws it."""
 
+from functools import partial
+
 import torch
 
 import extension_cpp
@@ -43,13 +45,18 @@ def error_inputs(device):
         yield ErrorSample(call(residual=x.cpu()), f"{op} residual on {x.device} like x, but got cpu")
 
 
-def bench_sample(make, shape):
+def bench_sample(make, shape, p=0.1):
     x, w = make(shape), shape[-1:]
-    return Sample((x, make(shape), w, make(w), EPS, 0.1, seed_of(x.device)))
+    return Sample((x, make(shape), w, make(w), EPS, p, seed_of(x.device) if p else None))
 
 
 def stock(x, residual, normalized_shape, weight, eps, p, seed):
     s = residual + torch.nn.functional.dropout(x, p)
+    return torch.nn.functional.rms_norm(s, normalized_shape, weight, eps), s
+
+
+def stock_p0(x, residual, normalized_shape, weight, eps, p, seed):
+    s = residual + x
     return torch.nn.functional.rms_norm(s, normalized_shape, weight, eps), s
 
 
@@ -60,9 +67,10 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=rms_norm.SPEC.reduction,
-    bench=Bench(bench_sample, forward=4, backward=5, stock=stock),
+    bench=Bench(bench_sample, forward=4, backward=5, stock=stock, operations=(6, 11)),
     keeps_strides=False,
     positional=True,
     terms=terms,
     launches=(1, 2),
+    variants={"p0": Bench(partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(5, 10))},
 )

@@ -45,6 +45,7 @@ SPEC = OpSpec(
         forward=2,
         backward=2,
         flat=True,
+        operations=(1, 1),
         stock=lambda x, p, seed: torch.nn.functional.dropout(x, p),
     ),
     keeps_strides=False,

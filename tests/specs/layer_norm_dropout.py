@@ -53,7 +53,7 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=layer_norm.SPEC.reduction,
-    bench=Bench(bench_sample, forward=2, backward=3, stock=stock),
+    bench=Bench(bench_sample, forward=2, backward=3, stock=stock, operations=(8, 15)),
     keeps_strides=False,
     positional=True,
     terms=terms,

@@ -1,6 +1,6 @@
 /* Dropout for lane loops: the random bits of philox.h, a block at a time, in the block order of each type (cpu_block.h).
  *
- * Eight counters fill 64-bit lanes, of which Philox uses the lower halves: a product then lies where it is needed, and what is
+ * The counters fill 64-bit lanes, of which Philox uses the lower halves: a product then lies where it is needed, and what is
  * in the upper halves of factors and sums does no harm. The product of the lower halves is the one step that gcc has no
  * loop for. */
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
@@ -9,26 +9,22 @@
 #include "common/cpu_block.h"
 #include "common/philox.h"
 
-enum { COUNTERS = BLOCK / 4 };
+enum { COUNTERS = BLOCK / 8 };
 
 /* A loop that gcc unrolled whole would be scalar, and an index of another width would take other vectors. */
 #define FOR_COUNTERS _Pragma("GCC unroll 1") for (uint64_t j = 0; j < COUNTERS; ++j)
 
 ALWAYS_INLINE void multiply_low_halves(uint64_t *restrict product, const uint64_t *restrict c, uint32_t multiplier) {
-#if defined(__AVX512F__)
-  _mm512_storeu_si512(product, _mm512_mul_epu32(_mm512_loadu_si512(c), _mm512_set1_epi64(multiplier)));
-#elif defined(__AVX2__)
-  for (int j = 0; j < COUNTERS; j += 4) {
-    const __m256i lanes = _mm256_loadu_si256((const __m256i *)(c + j));
-    _mm256_storeu_si256((__m256i *)(product + j), _mm256_mul_epu32(lanes, _mm256_set1_epi64x(multiplier)));
-  }
+#if defined(__AVX2__)
+  const __m256i lanes = _mm256_loadu_si256((const __m256i *)c);
+  _mm256_storeu_si256((__m256i *)product, _mm256_mul_epu32(lanes, _mm256_set1_epi64x(multiplier)));
 #else
   FOR_COUNTERS product[j] = (c[j] & 0xffffffff) * multiplier;
 #endif
 }
 
-/* The bits of the 32 elements from 4 * group on: those of even elements, then those of odd ones. */
-ALWAYS_INLINE void philox_halves(uint32_t *restrict even, uint32_t *restrict odd, int64_t group, int64_t seed) {
+/* The words of the 32 elements from 8 * group on. */
+ALWAYS_INLINE void philox_words(uint32_t *restrict words, int64_t group, int64_t seed) {
   uint64_t c0[COUNTERS], c1[COUNTERS], c2[COUNTERS], c3[COUNTERS];
   uint64_t key_0 = (uint64_t)seed & 0xffffffff, key_1 = (uint64_t)seed >> 32;
   FOR_COUNTERS c0[j] = (uint64_t)group + j;
@@ -47,28 +43,31 @@ ALWAYS_INLINE void philox_halves(uint32_t *restrict even, uint32_t *restrict odd
     key_0 += PHILOX_WEYL_0;
     key_1 += PHILOX_WEYL_1;
   }
-  FOR_COUNTERS c0[j] = (c0[j] & 0xffffffff) | c2[j] << 32;
-  FOR_COUNTERS c1[j] = (c1[j] & 0xffffffff) | c3[j] << 32;
-  memcpy(even, c0, sizeof c0);
-  memcpy(odd, c1, sizeof c1);
+  uint64_t pairs[2 * COUNTERS];
+  FOR_COUNTERS c0[j] = (c0[j] & 0xffffffff) | c1[j] << 32;
+  FOR_COUNTERS c2[j] = (c2[j] & 0xffffffff) | c3[j] << 32;
+  FOR_COUNTERS pairs[2 * j] = c0[j], pairs[2 * j + 1] = c2[j];
+  memcpy(words, pairs, sizeof pairs);
 }
 
-/* The same in memory order, from element i on where i is no multiple of 4; a function, for it is long and rare. */
+/* The bits of elements [i, i + BLOCK) in memory order, for any i; a function, for it is long and rare. */
 static __attribute__((noinline)) void philox_shifted(uint32_t *bits, int64_t i, int64_t seed) {
-  uint32_t even[BLOCK / 2], odd[BLOCK / 2], all[BLOCK + 4];
-  philox_halves(even, odd, i / 4, seed);
-  for (int k = 0; k < BLOCK / 2; ++k) all[2 * k] = even[k], all[2 * k + 1] = odd[k];
-  const philox_t last = philox_of(seed, i / 4 + COUNTERS);
-  memcpy(all + BLOCK, last.word, sizeof last.word);
-  for (int k = 0; k < BLOCK; ++k) bits[k] = all[i % 4 + k];
+  uint32_t words[BLOCK / 2 + 4];
+  philox_words(words, i / 8, seed);
+  const philox_t last = philox_of(seed, i / 8 + COUNTERS);
+  memcpy(words + BLOCK / 2, last.word, sizeof last.word);
+  for (int k = 0; k < BLOCK; ++k) bits[k] = bits_of(words[(i % 8 + k) / 2], (i + k) % 2);
 }
 
-/* The bits of elements [i, i + BLOCK) in memory order. */
+/* The same; quick where i is a multiple of 8. */
 ALWAYS_INLINE void philox_block(uint32_t *restrict bits, int64_t i, int64_t seed) {
-  if (i % 4 == 0) {
-    uint32_t even[BLOCK / 2], odd[BLOCK / 2];
-    philox_halves(even, odd, i / 4, seed);
-    _Pragma("GCC unroll 1") for (int k = 0; k < BLOCK / 2; ++k) bits[2 * k] = even[k], bits[2 * k + 1] = odd[k];
+  if (i % 8 == 0) {
+    uint32_t words[BLOCK / 2];
+    philox_words(words, i / 8, seed);
+    _Pragma("GCC unroll 1") for (int k = 0; k < BLOCK / 2; ++k) {
+      bits[2 * k] = words[k];
+      bits[2 * k + 1] = bits_of(words[k], 1);
+    }
   } else {
     uint32_t shifted[BLOCK]; /* of its own, so that bits may stay in registers */
     philox_shifted(shifted, i, seed);
@@ -88,8 +87,9 @@ ALWAYS_INLINE void philox_block_float16(uint32_t *restrict bits, int64_t i, int6
 
 /* bfloat16: even elements first, as they come. */
 ALWAYS_INLINE void philox_block_bfloat16(uint32_t *restrict bits, int64_t i, int64_t seed) {
-  if (i % 4 == 0) {
-    philox_halves(bits, bits + BLOCK / 2, i / 4, seed);
+  if (i % 8 == 0) {
+    philox_words(bits, i / 8, seed);
+    for (int k = 0; k < BLOCK / 2; ++k) bits[BLOCK / 2 + k] = bits_of(bits[k], 1);
   } else {
     uint32_t shifted[BLOCK];
     philox_shifted(shifted, i, seed);

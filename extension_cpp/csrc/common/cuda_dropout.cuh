@@ -12,21 +12,51 @@ __device__ inline int64_t seed_of(const dropout_t &dropout) { return dropout.see
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// The N elements from i on; i is a multiple of 4, or N is 1.
-template <typename A, int N>
-__device__ inline void drop(A (&x)[N], const dropout_t &dropout, int64_t seed, int64_t i) {
-  const A scale = static_cast<A>(dropout.scale);
+// Which elements of COUNT vectors of N are kept: of element first[v] + k, bit k of masks[v]. N is 1, 2, 4 or 8, and first[v] a
+// multiple of it. Round by round for all of them, which share the round's keys and hide each other's latency.
+template <int N, int COUNT>
+__device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, int64_t seed,
+                            const int64_t (&first)[COUNT]) {
+  philox_t words[COUNT];
 #pragma unroll
-  for (int g = 0; g < N; g += 4) {
-    const philox_t bits = philox_of(seed, (i + g) / 4);
-    if constexpr (N == 1) {  // by selection: an index into registers would send them through memory
-      const uint32_t low = i & 1 ? bits.word[1] : bits.word[0], high = i & 1 ? bits.word[3] : bits.word[2];
-      x[0] = (i & 2 ? high : low) > dropout.last_dropped ? rounded_product(x[0], scale) : A(0);
-    } else {
+  for (int v = 0; v < COUNT; ++v) words[v] = counter_of(first[v] / 8);
+  uint32_t key_0 = static_cast<uint32_t>(seed), key_1 = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        x[g + k] = bits.word[k] > dropout.last_dropped ? rounded_product(x[g + k], scale) : A(0);
+  for (int round = 0; round < PHILOX_ROUNDS; ++round) {
+#pragma unroll
+    for (int v = 0; v < COUNT; ++v) philox_round(&words[v], key_0, key_1);
+    key_0 += PHILOX_WEYL_0;
+    key_1 += PHILOX_WEYL_1;
+  }
+#pragma unroll
+  for (int v = 0; v < COUNT; ++v) {
+    uint32_t *const word = words[v].word;
+    // By selection: an index into registers would send them through memory.
+    if (N <= 4 && first[v] & 4) word[0] = word[2], word[1] = word[3];
+    if (N <= 2 && first[v] & 2) word[0] = word[1];
+    masks[v] = 0;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      if (bits_of(word[k / 2], N == 1 ? first[v] & 1 : k % 2) > dropout.last_dropped) masks[v] |= 1u << k;
     }
+  }
+}
+
+// The same of element i alone.
+__device__ inline uint32_t keep_one(const dropout_t &dropout, int64_t seed, int64_t i) {
+  uint32_t masks[1];
+  keep<1>(masks, dropout, seed, {i});
+  return masks[0];
+}
+
+// Drops the elements whose bits of the mask are 0 and scales the others.
+template <typename A, int N>
+__device__ inline void drop(A (&x)[N], const dropout_t &dropout, uint32_t mask) {
+  const A scale = sizeof(A) == 4 ? dropout.scale_float : dropout.scale;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const A product = rounded_product(x[k], scale);  // a selection of it; a product in one arm becomes a branch
+    x[k] = mask >> k & 1 ? product : A(0);
   }
 }
 

@@ -1,5 +1,5 @@
-// dropout on the GPU: flat over the elements. A thread takes units of UNIT elements, which are whole 16-byte vectors and whole
-// groups of 4, so that one Philox serves four elements; it loads all its units before it computes, so that several loads are in
+// dropout on the GPU: flat over the elements. A thread takes units of UNIT elements, which are whole 16-byte vectors, so that
+// one Philox serves four elements or eight; it loads all its units before it computes, so that several loads are in
 // flight. Where x is not aligned to 16 bytes, it is read in the widest vectors that it allows (y is a fresh allocation).
 #include "common/cuda_dropout.cuh"
 #include "common/cuda_vector.cuh"
@@ -27,17 +27,21 @@ template <typename T, int N, int COUNT>
 __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t i, int64_t step) {
   constexpr int VECTORS = UNIT<T> / N;
   Vector<T, N> raw[COUNT][VECTORS];
+  int64_t first[COUNT];
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) raw[u][v] = load_vector<T, N>(p.x + i + u * step + v * N);
+    first[u] = i + u * step;
   }
+  uint32_t masks[COUNT];
+  keep<UNIT<T>>(masks, p.dropout, seed, first);
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
     acc_t<T> x[UNIT<T>];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) unpack<T, N>(reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]), raw[u][v]);
-    drop(x, p.dropout, seed, i + u * step);
+    drop(x, p.dropout, masks[u]);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       store<T, N>(p.y + i + u * step + v * N, reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]));
@@ -60,7 +64,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(Parameters<T> p) {
   const int64_t i = units * UNIT<T> + threadIdx.x;
   if (blockIdx.x == 0 && i < p.numel) {
     acc_t<T> x[1] = {to_acc(p.x[i])};
-    drop(x, p.dropout, seed, i);
+    drop(x, p.dropout, keep_one(p.dropout, seed, i));
     p.y[i] = from_acc<T>(x[0]);
   }
 }

@@ -55,11 +55,14 @@ struct BackwardRows {
   static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, FUSED, K * N>;
   static constexpr int TENSORS = FUSED == ADDED ? 3 : 2;
   static constexpr int KEPT = KEEP ? K : 1;
+  // Whether the mask is made before the row is there; the one of grad_dropped is needed last, but might not find registers then.
+  static constexpr bool EARLY = FUSED == DROPPED || (ODD && N == 4);
   using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD>;
   using Mine = Part<T, TEAM, K, N, ODD>;
   // A row's part of each tensor.
   struct Loaded {
     Mine x, grad_out;
+    Mask<TEAM, K, N, ODD> mask;  // if EARLY
     std::conditional_t<FUSED == ADDED, Mine, Part<T, TEAM, 1, N, false>> grad_sum;
   };
 
@@ -70,7 +73,7 @@ struct BackwardRows {
   const int64_t first;  // row; from there on every `step`-th
   const int64_t step;
   const int rows;
-  const int turns;  // of a warp: the rows of its busiest team
+  const int turns;  // the rows of the block's busiest team: all teams pass as many barriers
   const Columns<TEAM, K, N, ODD> columns;
   float weight[K][N], grad_weight[K][N], grad_bias[CENTERED ? K : 1][N];
   float edge_weight[1], edge_grad_weight[1], edge_grad_bias[1];
@@ -85,7 +88,7 @@ struct BackwardRows {
         first(chunk * TEAMS + team()),
         step(p.chunks * TEAMS),
         rows(static_cast<int>((p.rows - first + step - 1) / step)),
-        turns(TEAM < 32 ? static_cast<int>((p.rows - chunk * TEAMS + step - 1) / step) : rows),
+        turns(static_cast<int>((p.rows - chunk * TEAMS + step - 1) / step)),
         columns(p, first, lane(), rank) {}
 
   __device__ static int team() { return TEAMS > 1 ? threadIdx.x / TEAM : 0; }
@@ -111,6 +114,12 @@ struct BackwardRows {
     }
   }
 
+  __device__ void make_mask(Mask<TEAM, K, N, ODD> &mask, int i) const {
+    if (FUSED == DROPPED || (FUSED == ADDED && p.grad_dropped != nullptr)) {
+      mask.make(p.dropout, seed, row(i) * p.cols, columns);
+    }
+  }
+
   __device__ Statistics statistics(int i) const {
     if (i >= rows) return {0, 0};
     return {CENTERED ? p.mean[row(i)] : 0, p.rstd[row(i)]};
@@ -128,11 +137,11 @@ struct BackwardRows {
   }
 
   // The row's part in the weight gradients, and this warp's (TEAM < 32: team's) sums of g * xhat and of g = weighted().
-  __device__ float2 sums(int i, const Loaded &loaded, const Statistics &s) {
+  __device__ float2 sums(const Loaded &loaded, const Statistics &s) {
     float along[2] = {}, sum[2] = {};  // two of each: shorter chains
     // Leaves xhat in x and g in grad.
-    const auto add = [&](auto &x, auto &grad, const auto &w, auto &to_weight, auto &to_bias, int c) {
-      if (FUSED == DROPPED) drop(grad, p.dropout, seed, row(i) * p.cols + c);
+    const auto add = [&](auto &x, auto &grad, const auto &w, auto &to_weight, auto &to_bias, uint32_t kept) {
+      if (FUSED == DROPPED) drop(grad, p.dropout, kept);
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
         x[j] = normalize(x[j], s);
@@ -148,7 +157,7 @@ struct BackwardRows {
       float x[N], grad[N];
       unpack<T, N>(x, loaded.x.bits[k]);
       unpack<T, N>(grad, loaded.grad_out.bits[k]);
-      add(x, grad, weight[k], grad_weight[k], grad_bias[CENTERED ? k : 0], columns.column(k));
+      add(x, grad, weight[k], grad_weight[k], grad_bias[CENTERED ? k : 0], loaded.mask.of(k));
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         if (KEEP) xhat[KEEP ? k : 0][j] = x[j], g[KEEP ? k : 0][j] = grad[j];
@@ -156,7 +165,7 @@ struct BackwardRows {
     }
     if (columns.has_edge()) {
       float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)};
-      add(x, grad, edge_weight, edge_grad_weight, edge_grad_bias, columns.edge);
+      add(x, grad, edge_weight, edge_grad_weight, edge_grad_bias, loaded.mask.edge);
     }
     float2 v = {along[0] + along[1], sum[0] + sum[1]};
     if constexpr (TEAM >= 32) return warp_sum<CENTERED>(v);
@@ -194,9 +203,11 @@ struct BackwardRows {
   __device__ void finish(int i, const Loaded &loaded, const Statistics &s, float2 total) const {
     if (p.grad_x == nullptr) return;
     const int64_t first_element = row(i) * p.cols;
+    auto mask = loaded.mask;
+    if (!EARLY) make_mask(mask, i);
     const float along = -total.x * p.per_col, shift = -total.y * p.per_col;
     // From xhat and g.
-    const auto write = [&](auto &xhat, const auto &g, const auto &grad_sum, int c) {
+    const auto write = [&](auto &xhat, const auto &g, const auto &grad_sum, uint32_t kept, int c) {
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof xhat / sizeof xhat[0]); ++j) {
         const float w = g[j];
@@ -207,13 +218,13 @@ struct BackwardRows {
       }
       store(p.grad_x + first_element + c, xhat);
       if (FUSED == ADDED && p.grad_dropped != nullptr) {
-        drop(xhat, p.dropout, seed, first_element + c);
+        drop(xhat, p.dropout, kept);
         store(p.grad_dropped + first_element + c, xhat);
       }
     };
     // x and grad_out become xhat and g.
-    const auto prepare = [&](auto &x, auto &grad, const auto &w, int c) {
-      if (FUSED == DROPPED) drop(grad, p.dropout, seed, first_element + c);
+    const auto prepare = [&](auto &x, auto &grad, const auto &w, uint32_t kept) {
+      if (FUSED == DROPPED) drop(grad, p.dropout, kept);
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
         x[j] = normalize(x[j], s);
@@ -230,16 +241,16 @@ struct BackwardRows {
       } else {
         unpack<T, N>(x, loaded.x.bits[k]);
         unpack<T, N>(grad, loaded.grad_out.bits[k]);
-        prepare(x, grad, weight[k], columns.column(k));
+        prepare(x, grad, weight[k], mask.of(k));
       }
       if constexpr (FUSED == ADDED) unpack<T, N>(grad_sum, loaded.grad_sum.bits[k]);
-      write(x, grad, grad_sum, columns.column(k));
+      write(x, grad, grad_sum, mask.of(k), columns.column(k));
     }
     if (!columns.has_edge()) return;
     float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)}, grad_sum[1] = {};
-    prepare(x, grad, edge_weight, columns.edge);
+    prepare(x, grad, edge_weight, mask.edge);
     if (FUSED == ADDED) grad_sum[0] = to_acc(loaded.grad_sum.edge);
-    write(x, grad, grad_sum, columns.edge);
+    write(x, grad, grad_sum, mask.edge, columns.edge);
   }
 
   // All rows, and this block's partial row of the weight gradients.
@@ -252,9 +263,10 @@ struct BackwardRows {
     edge_grad_weight[0] = edge_grad_bias[0] = 0;
     Loaded loaded;
     if (CLUSTER && rows > 0) {
+      if (EARLY) make_mask(loaded.mask, 0);
       ring.wait();
       load(loaded, 0);
-      ring.exchange.post(0, sums(0, loaded, now), rank, p.cluster);
+      ring.exchange.post(0, sums(loaded, now), rank, p.cluster);
       ring.now.advance(p.stages);
     }
     for (int i = 0; i < turns; ++i) {
@@ -262,9 +274,10 @@ struct BackwardRows {
       if constexpr (CLUSTER) {
         Loaded following;
         if (i + 1 < rows) {
+          if (EARLY) make_mask(following.mask, i + 1);
           ring.wait();
           load(following, i + 1);
-          ring.exchange.post(i + 1, sums(i + 1, following, next), rank, p.cluster);
+          ring.exchange.post(i + 1, sums(following, next), rank, p.cluster);
           ring.now.advance(p.stages);
         }
         const float2 sum = total(i, {});
@@ -274,10 +287,11 @@ struct BackwardRows {
       } else {
         loaded = {};
         if (i < rows) {
+          if (EARLY) make_mask(loaded.mask, i);
           ring.wait();
           load(loaded, i);
         }
-        const float2 mine = sums(i, loaded, now);
+        const float2 mine = sums(loaded, now);
         ring.exchange.post(i, mine, rank, p.cluster);
         const float2 sum = total(i, mine);
         if (KEEP) {
@@ -307,8 +321,16 @@ struct BackwardRows {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
+      float *const mine = to + columns.column(k);
+      if constexpr (ODD) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) to[columns.column(k) + j] = sums[k][j];
+        for (int j = 0; j < N; ++j) mine[j] = sums[k][j];
+      } else {  // one by one they would be N writes to the same 32 bytes
+#pragma unroll
+        for (int j = 0; j < N; j += 4) {
+          *reinterpret_cast<float4 *>(mine + j) = {sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]};
+        }
+      }
     }
     if (columns.has_edge()) to[columns.edge] = edge;
     if (TEAMS == 1) return;
@@ -393,10 +415,17 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   using Alone = std::conditional_t<HALF, Halves, Floats>;
   using Others = std::conditional_t<HALF, FusedHalves, FusedFloats>;
   using Known = std::conditional_t<FUSED == ALONE, Alone, Others>;
-  cudaError_t error = with_shape<N>(p.cols, Known{}, [&](auto shape) {
+  const auto launch = [&](auto shape) {
     using S = decltype(shape);
     return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream, launched);
-  });
+  };
+  cudaError_t error = cudaErrorNotSupported;
+  if constexpr (FUSED == ALONE && !ODD) {
+    // Few rows: more threads for each, so that they are spread over the chip.
+    using Few = Shapes<Shape<128, 2 * N>, Shape<512, 2 * N>>;
+    if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= 512 << 10) error = with_shape<N>(p.cols, Few{}, launch);
+  }
+  if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;
   // What needs more registers a column has fewer threads, for they share what the multiprocessor has.
   if constexpr (HALF) {

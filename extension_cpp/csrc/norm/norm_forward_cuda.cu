@@ -33,10 +33,10 @@ struct Forward : Geometry {
 // x becomes residual + dropout(x), which is also written.
 template <typename T, int TEAM, int K, int N, bool ODD>
 __device__ inline void add_residual(Part<T, TEAM, K, N, ODD> &part, const Part<T, TEAM, K, N, ODD> &residual,
-                                    const Forward<T> &p, int64_t row, int64_t seed,
+                                    const Forward<T> &p, int64_t row, const Mask<TEAM, K, N, ODD> &mask,
                                     const Columns<TEAM, K, N, ODD> &columns) {
-  const auto add = [&](auto &x, const auto &r, int64_t i) {
-    if (p.dropout.seed != nullptr) drop(x, p.dropout, seed, i);
+  const auto add = [&](auto &x, const auto &r, uint32_t kept, int64_t i) {
+    if (p.dropout.seed != nullptr) drop(x, p.dropout, kept);
 #pragma unroll
     for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) x[j] += r[j];
     store(p.sum + i, x);
@@ -47,12 +47,12 @@ __device__ inline void add_residual(Part<T, TEAM, K, N, ODD> &part, const Part<T
     float x[N], r[N];
     unpack<T, N>(x, part.bits[k]);
     unpack<T, N>(r, residual.bits[k]);
-    add(x, r, row * p.cols + columns.column(k));
+    add(x, r, mask.of(k), row * p.cols + columns.column(k));
     part.bits[k] = pack<T, N>(x);
   }
   if (!columns.has_edge()) return;
   float x[1] = {to_acc(part.edge)}, r[1] = {to_acc(residual.edge)};
-  add(x, r, row * p.cols + columns.edge);
+  add(x, r, mask.edge, row * p.cols + columns.edge);
   part.edge = from_acc<T>(x[0]);
 }
 
@@ -78,14 +78,18 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM>
   }
 }
 
+// Bytes of x up to which its rows are few.
+template <typename T>
+constexpr int64_t FEW = sizeof(T) == 2 ? 2 << 20 : 8 << 20;
+
 // Threads that a multiprocessor holds, as far as that many registers do without spills: the more blocks, the steadier.
-template <Fused FUSED, int E>
-constexpr int RESIDENT = FUSED != ALONE ? 512
-                         : E <= 32      ? 1024
-                                        : 768;
+template <typename T, Fused FUSED, int E>
+constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4        ? 512
+                         : E > 32 || (FUSED == ADDED && E <= 16) ? 768
+                                                                 : 1024;
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
-__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<FUSED, K * VECTOR<T>> / THREADS<TEAM>)
+__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, FUSED, K * VECTOR<T>> / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
   constexpr int TEAMS = THREADS<TEAM> / TEAM, COUNT = CORRECTS ? 2 : 1, N = VECTOR<T>;
@@ -94,14 +98,22 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<FUSED, K * VECTOR<T>> 
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
   const Columns<TEAM, K, N, false> columns(p, row, threadIdx.x % TEAM, 0);
   Part<T, TEAM, K, N, false> part{};
-  const int64_t seed = FUSED == ALONE ? 0 : seed_of(p.dropout);
+  Mask<TEAM, K, N, false> mask{};
+  // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one. Where registers
+  // are many they are asked for before the row, whose sums they would else be waited for behind.
+  constexpr bool EARLY = K <= 2;
+  const bool is_plain = p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
+  Part<T, TEAM, K, N, false> weight, bias;
+  if (EARLY && is_plain) {
+    weight.load(static_cast<const T *>(p.weight.data), columns);
+    if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns);
+  }
   if (is_row) {
     part.load(p.x + row * p.x_stride, columns);
-    if constexpr (FUSED == ADDED) {
-      Part<T, TEAM, K, N, false> residual;
-      residual.load(p.residual + row * p.residual_stride, columns);
-      add_residual(part, residual, p, row, seed, columns);
-    }
+    Part<T, TEAM, K, N, false> residual;
+    if (FUSED == ADDED) residual.load(p.residual + row * p.residual_stride, columns);
+    if (FUSED != ALONE && p.dropout.seed != nullptr) mask.make(p.dropout, *p.dropout.seed, row * p.cols, columns);
+    if constexpr (FUSED == ADDED) add_residual(part, residual, p, row, mask, columns);
   }
   float x[K][N], mean = 0, shift = 0, sum[1] = {}, v[COUNT] = {};
 #pragma unroll
@@ -143,24 +155,26 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<FUSED, K * VECTOR<T>> 
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
       float w[N], b[N];
-      load_weight(w, columns.column(k));
-      if (CENTERED) load_bias(b, columns.column(k));
+      load_weight(w, k);
+      if (CENTERED) load_bias(b, k);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float xhat = CORRECTS ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
         x[k][j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
       }
-      if (FUSED == DROPPED) drop(x[k], p.dropout, seed, row * p.cols + columns.column(k));
+      if (FUSED == DROPPED) drop(x[k], p.dropout, mask.of(k));
       store<T, N>(y + columns.column(k), x[k]);
     }
   };
-  // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one.
-  if (p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
-    finish([&](float(&w)[N], int c) { load<T, N>(w, static_cast<const T *>(p.weight.data) + c); },
-           [&](float(&b)[N], int c) { load<T, N>(b, static_cast<const T *>(p.bias.data) + c); });
+  if (EARLY && is_plain) {
+    finish([&](float(&w)[N], int k) { unpack<T, N>(w, weight.bits[k]); },
+           [&](float(&b)[N], int k) { unpack<T, N>(b, bias.bits[k]); });
+  } else if (is_plain) {
+    finish([&](float(&w)[N], int k) { load<T, N>(w, static_cast<const T *>(p.weight.data) + columns.column(k)); },
+           [&](float(&b)[N], int k) { load<T, N>(b, static_cast<const T *>(p.bias.data) + columns.column(k)); });
   } else {
-    finish([&](float(&w)[N], int c) { p.weight.template load<T>(w, c); },
-           [&](float(&b)[N], int c) { p.bias.template load<T>(b, c); });
+    finish([&](float(&w)[N], int k) { p.weight.template load<T>(w, columns.column(k)); },
+           [&](float(&b)[N], int k) { p.bias.template load<T>(b, columns.column(k)); });
   }
 }
 
@@ -173,7 +187,10 @@ struct ForwardRows {
   static constexpr int PARTS = ((CLUSTER ? MAX_CLUSTER : 1) * TEAM / 32 + 31) / 32;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1;
   using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD>;
-  using Mine = Part<T, TEAM, K, N, ODD>;
+  // A thread's part of a row.
+  struct Mine : Part<T, TEAM, K, N, ODD> {
+    Mask<TEAM, K, N, ODD> mask;
+  };
 
   const Forward<T> &p;
   TeamRing ring;
@@ -212,14 +229,14 @@ struct ForwardRows {
 
   // Row i from the ring; returns this part's numbers, and gives them to the others for turn number `turn`.
   __device__ float2 read(Mine &part, int i, int turn) {
-    if (TEAM < 32) part = {};
     if (TEAM >= 32 || i < rows) {
+      if (FUSED != ALONE && p.dropout.seed != nullptr) part.mask.make(p.dropout, seed, row(i) * p.cols, columns);
       ring.wait();
       ring.load(part, 0, p.x + row(i) * p.x_stride, columns);
       if constexpr (FUSED == ADDED) {
-        Mine residual;
+        Part<T, TEAM, K, N, ODD> residual;
         ring.load(residual, 1, p.residual + row(i) * p.residual_stride, columns);
-        add_residual(part, residual, p, row(i), seed, columns);
+        add_residual(part, residual, p, row(i), part.mask, columns);
       }
       ring.now.advance(p.stages);
     }
@@ -318,13 +335,13 @@ struct ForwardRows {
       if (CENTERED) p.mean[r] = mean;
       p.rstd[r] = rstd;
     }
-    const auto write = [&](auto &x, const auto &w, const auto &b, int c) {
+    const auto write = [&](auto &x, const auto &w, const auto &b, uint32_t kept, int c) {
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
         const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
         x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
       }
-      if (FUSED == DROPPED) drop(x, p.dropout, seed, r * p.cols + c);
+      if (FUSED == DROPPED) drop(x, p.dropout, kept);
       store(p.y + r * p.cols + c, x);
     };
 #pragma unroll
@@ -332,11 +349,11 @@ struct ForwardRows {
       if (!columns.has(k)) continue;
       float x[N];
       unpack<T, N>(x, part.bits[k]);
-      write(x, weight[k], bias[CENTERED ? k : 0], columns.column(k));
+      write(x, weight[k], bias[CENTERED ? k : 0], part.mask.of(k), columns.column(k));
     }
     if (!columns.has_edge()) return;
     float x[1] = {to_acc(part.edge)};
-    write(x, edge_weight, edge_bias, columns.edge);
+    write(x, edge_weight, edge_bias, part.mask.edge, columns.edge);
   }
 
   __device__ void run() {
@@ -349,7 +366,7 @@ struct ForwardRows {
     constexpr int COUNTED = CENTERED && TEAM > 32 ? 1 : 0;  // turns
     // Of a warp: the rows of its busiest team.
     const int turns = TEAM < 32 ? rows_from(first - team()) : rows;
-    Mine part;
+    Mine part{};  // what a team without a row of its own goes on with
     float2 mine = {};
     if (CLUSTER && turns > 0) read(part, 0, COUNTED);
     for (int i = 0; i < turns; ++i) {
@@ -396,17 +413,25 @@ cudaError_t launch_ring_forward(Forward<T> &p, cudaStream_t stream, bool &launch
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>;
-  using Alone = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
-                       Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<256, 32>,
-                       Shape<512, 24>, Shape<512, 32>>;
-  using Others =
-      Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<256, 32>, Shape<512, 32>>;
+  using Halves = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
+                        Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<256, 32>,
+                        Shape<512, 24>, Shape<512, 32>>;
+  using Floats =
+      Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<64, 16>, Shape<128, 12>, Shape<128, 16>,
+             Shape<256, 12>, Shape<256, 16>, Shape<512, 12>, Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
+  using Alone = std::conditional_t<N == 4, Floats, Halves>;
+  // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows to the ring.
+  constexpr int WIDEST = FUSED == ADDED && CENTERED && N == 4 ? 16 : 32;
+  using Others = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
+                        Shape<256, 32>, Shape<512, WIDEST>>;
   // Two blocks a multiprocessor, for which the weights of layer_norm's wider shapes leave no registers.
   using OddWide = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>;
   using Odd = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<64, 16>, Shape<128, 16>, Shape<256, 16>>;
   using Known = std::conditional_t<ODD, std::conditional_t<N == 8 && !CENTERED, OddWide, Odd>,
                                    std::conditional_t<FUSED == ALONE, Alone, Others>>;
-  cudaError_t error = with_shape<N>(p.cols, Known{}, [&](auto shape) {
+  // Few rows: more threads for each, so that they are spread over the chip.
+  using Few = Shapes<Shape<32, 2 * N>, Shape<128, 2 * N>, Shape<512, 2 * N>, Shape<512, 4 * N>>;
+  const auto launch = [&](auto shape) {
     using S = decltype(shape);
     if constexpr (ODD) {
       return launch_ring_forward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, true, 2>(p, stream, launched);
@@ -419,7 +444,12 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
           <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
       return cudaGetLastError();
     }
-  });
+  };
+  cudaError_t error = cudaErrorNotSupported;
+  if constexpr (!ODD) {
+    if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) error = with_shape<N>(p.cols, Few{}, launch);
+  }
+  if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;
   // Two blocks a multiprocessor, if their registers hold the weights, too.
   constexpr int BLOCKS = FUSED == ALONE ? 2 : 1;

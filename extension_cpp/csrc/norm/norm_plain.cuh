@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm
       T *const sum = static_cast<T *>(p.sum) + r * p.cols;
       for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
         A v[1] = {to_acc(x[c])};
-        if (p.dropout_x.seed != nullptr) drop(v, p.dropout_x, seed_of(p.dropout_x), r * p.cols + c);
+        if (p.dropout_x.seed != nullptr) drop(v, p.dropout_x, keep_one(p.dropout_x, *p.dropout_x.seed, r * p.cols + c));
         sum[c] = from_acc<T>(v[0] + to_acc(static_cast<const T *>(p.residual)[r * p.residual_stride + c]));
       }
       x = sum;  // each thread reads what it wrote
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm
       const A xhat = (to_acc(x[c]) - mean[0]) * rstd;
       const A w = weight_at<T>(p.weight, p.weight_dtype, 1, c), b = weight_at<T>(p.bias, p.weight_dtype, 0, c);
       A y[1] = {xhat * w + b};
-      if (p.dropout_y.seed != nullptr) drop(y, p.dropout_y, seed_of(p.dropout_y), r * p.cols + c);
+      if (p.dropout_y.seed != nullptr) drop(y, p.dropout_y, keep_one(p.dropout_y, *p.dropout_y.seed, r * p.cols + c));
       static_cast<T *>(p.y)[r * p.cols + c] = from_acc<T>(y[0]);
     }
   }
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_backward_kernel(const nor
     const A mean = CENTERED ? static_cast<const A *>(p.mean)[r] : A(0), rstd = static_cast<const A *>(p.rstd)[r];
     const auto grad_at = [&](int64_t c) {
       A g[1] = {to_acc(grad_out[c])};
-      if (p.dropout_y.seed != nullptr) drop(g, p.dropout_y, seed_of(p.dropout_y), r * p.cols + c);
+      if (p.dropout_y.seed != nullptr) drop(g, p.dropout_y, keep_one(p.dropout_y, *p.dropout_y.seed, r * p.cols + c));
       return g[0];
     };
     A v[2] = {};
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_backward_kernel(const nor
         if (p.grad_sum != nullptr) grad[0] += to_acc(static_cast<const T *>(p.grad_sum)[r * p.grad_sum_stride + c]);
         static_cast<T *>(p.grad_x)[r * p.cols + c] = from_acc<T>(grad[0]);
         if (p.grad_dropped != nullptr) {
-          drop(grad, p.dropout_x, seed_of(p.dropout_x), r * p.cols + c);
+          drop(grad, p.dropout_x, keep_one(p.dropout_x, *p.dropout_x.seed, r * p.cols + c));
           static_cast<T *>(p.grad_dropped)[r * p.cols + c] = from_acc<T>(grad[0]);
         }
       }

@@ -115,6 +115,31 @@ struct Part {
   }
 };
 
+// Which of a thread's elements dropout keeps, a bit each. Made while the row is on its way: ten rounds of Philox a vector would
+// be long to wait for behind it, and backward needs them twice.
+template <int TEAM, int K, int N, bool ODD>
+struct Mask {
+  uint32_t bits[(K * N + 31) / 32], edge;
+
+  // For the row whose first element is number `first`.
+  __device__ void make(const dropout_t &dropout, int64_t seed, int64_t first, const Columns<TEAM, K, N, ODD> &columns) {
+    constexpr int BATCH = K % 4 == 0 ? 4 : K % 3 == 0 ? 3 : K % 5 == 0 ? 5 : K;  // more would need more registers
+    memset(bits, 0, sizeof bits);
+#pragma unroll
+    for (int k = 0; k < K; k += BATCH) {
+      uint32_t masks[BATCH];
+      int64_t vectors[BATCH];
+#pragma unroll
+      for (int v = 0; v < BATCH; ++v) vectors[v] = first + columns.column(k + v);
+      keep<N>(masks, dropout, seed, vectors);
+#pragma unroll
+      for (int v = 0; v < BATCH; ++v) bits[(k + v) * N / 32] |= masks[v] << (k + v) * N % 32;
+    }
+    if (columns.has_edge()) edge = keep_one(dropout, seed, first + columns.edge);
+  }
+  __device__ uint32_t of(int k) const { return bits[k * N / 32] >> k * N % 32; }
+};
+
 // weight or bias, as the kernels read it.
 struct Weights {
   const void *data;  // NULL: `missing` everywhere
