@@ -451,17 +451,17 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;
-  // Two blocks a multiprocessor, if their registers hold the weights, too.
-  constexpr int BLOCKS = FUSED == ALONE ? 2 : 1;
-  if constexpr (N == 4 || (ODD && CENTERED)) {
-    error = launch_ring_forward<T, CENTERED, FUSED, 256, 16, true, ODD, BLOCKS>(p, stream, launched);
-    if (error != cudaSuccess || launched) return error;
+  // Two blocks a multiprocessor, if registers allow. Where they do not, aligned rows, which are often powers of two, keep the
+  // threads, and odd ones the blocks.
+  constexpr bool FITS = FUSED == ALONE ? N == 4 || !CENTERED || !ODD : FUSED == DROPPED && N == 4 && !ODD;
+  constexpr int TEAM = FITS || !ODD ? 256 : 192, BLOCKS = FITS || ODD ? 2 : 1, WIDER = N == 4 ? 512 : 256;
+  error = launch_ring_forward<T, CENTERED, FUSED, TEAM, 4 * N, true, ODD, BLOCKS>(p, stream, launched);
+  if constexpr (TEAM < WIDER) {
+    if (error == cudaSuccess && !launched) {
+      error = launch_ring_forward<T, CENTERED, FUSED, WIDER, 4 * N, true, ODD, 1>(p, stream, launched);
+    }
   }
-  if constexpr (N == 4) {
-    return launch_ring_forward<T, CENTERED, FUSED, 512, 16, true, ODD, 1>(p, stream, launched);
-  } else {
-    return launch_ring_forward<T, CENTERED, FUSED, 256, 32, true, ODD, BLOCKS>(p, stream, launched);
-  }
+  return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>

@@ -29,7 +29,7 @@
 namespace norm_cuda {
 
 template <int TEAM>
-constexpr int THREADS = TEAM > 256 ? TEAM : 256;
+constexpr int THREADS = TEAM > 256 || 256 % TEAM > 0 ? TEAM : 256;
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);  // elements
 constexpr int MAX_CLUSTER = 16;
