@@ -1,52 +1,66 @@
 /* Dropout for lane loops: the random bits of philox.h, a block at a time, in the block order of each type (cpu_block.h).
  *
- * The counters fill 64-bit lanes, of which Philox uses the lower halves: a product then lies where it is needed, and what is
- * in the upper halves of factors and sums does no harm. The product of the lower halves is the one step that gcc has no
- * loop for. */
+ * Philox has two products a round, of words 0 and 2. Here eight 64-bit lanes hold word 0 of four counters and then word 2 of the
+ * same four, in their lower halves: one product for both, which lies where it is needed when the two fours have changed places.
+ * What is in the upper halves of factors and sums does no harm. */
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
 #define EXTENSION_CPP_CPU_PHILOX_H
 
 #include "common/cpu_block.h"
 #include "common/philox.h"
 
-enum { COUNTERS = BLOCK / 8 };
+enum { COUNTERS = BLOCK / 8, LANES = 2 * COUNTERS };
 
 /* A loop that gcc unrolled whole would be scalar, and an index of another width would take other vectors. */
-#define FOR_COUNTERS _Pragma("GCC unroll 1") for (uint64_t j = 0; j < COUNTERS; ++j)
+#define FOR_LANES(count) _Pragma("GCC unroll 1") for (uint64_t j = 0; j < (count); ++j)
 
-ALWAYS_INLINE void multiply_low_halves(uint64_t *restrict product, const uint64_t *restrict c, uint32_t multiplier) {
-#if defined(__AVX2__)
-  const __m256i lanes = _mm256_loadu_si256((const __m256i *)c);
-  _mm256_storeu_si256((__m256i *)product, _mm256_mul_epu32(lanes, _mm256_set1_epi64x(multiplier)));
+/* The products of the lower halves, those of words 0 where words 2 were and the other way round; gcc has no loop for either. */
+ALWAYS_INLINE void multiply_and_swap(uint64_t *restrict product, const uint64_t *restrict c) {
+#if defined(__AVX512F__)
+  const __m512i multipliers =
+      _mm512_inserti64x4(_mm512_set1_epi64(PHILOX_MULTIPLIER_0), _mm256_set1_epi64x(PHILOX_MULTIPLIER_1), 1);
+  const __m512i products = _mm512_mul_epu32(_mm512_loadu_si512(c), multipliers);
+  _mm512_storeu_si512(product, _mm512_shuffle_i64x2(products, products, 0x4e));
+#elif defined(__AVX2__)
+  const __m256i word_0 = _mm256_loadu_si256((const __m256i *)c), word_2 = _mm256_loadu_si256((const __m256i *)(c + 4));
+  _mm256_storeu_si256((__m256i *)product, _mm256_mul_epu32(word_2, _mm256_set1_epi64x(PHILOX_MULTIPLIER_1)));
+  _mm256_storeu_si256((__m256i *)(product + 4), _mm256_mul_epu32(word_0, _mm256_set1_epi64x(PHILOX_MULTIPLIER_0)));
 #else
-  FOR_COUNTERS product[j] = (c[j] & 0xffffffff) * multiplier;
+  FOR_LANES(COUNTERS) product[j] = (c[COUNTERS + j] & 0xffffffff) * PHILOX_MULTIPLIER_1;
+  FOR_LANES(COUNTERS) product[COUNTERS + j] = (c[j] & 0xffffffff) * PHILOX_MULTIPLIER_0;
+#endif
+}
+
+/* The first four and the last four in turn. In AVX-512 gcc would take halves, and wait for their way through memory. */
+ALWAYS_INLINE void interleave(uint64_t *restrict pairs, const uint64_t *restrict fours) {
+#if defined(__AVX512F__)
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm512_storeu_si512(pairs, _mm512_permutexvar_epi64(order, _mm512_loadu_si512(fours)));
+#else
+  FOR_LANES(COUNTERS) pairs[2 * j] = fours[j], pairs[2 * j + 1] = fours[COUNTERS + j];
 #endif
 }
 
 /* The words of the 32 elements from 8 * group on. */
 ALWAYS_INLINE void philox_words(uint32_t *restrict words, int64_t group, int64_t seed) {
-  uint64_t c0[COUNTERS], c1[COUNTERS], c2[COUNTERS], c3[COUNTERS];
-  uint64_t key_0 = (uint64_t)seed & 0xffffffff, key_1 = (uint64_t)seed >> 32;
-  FOR_COUNTERS c0[j] = (uint64_t)group + j;
-  FOR_COUNTERS c1[j] = ((uint64_t)group + j) >> 32;
-  FOR_COUNTERS c2[j] = 0;
-  FOR_COUNTERS c3[j] = 0;
+  static const uint64_t steps[LANES] = {0, 1, 2, 3}, firsts[LANES] = {~0ull, ~0ull, ~0ull, ~0ull};
+  static const uint64_t weyl[LANES] = {PHILOX_WEYL_0, PHILOX_WEYL_0, PHILOX_WEYL_0, PHILOX_WEYL_0,
+                                       PHILOX_WEYL_1, PHILOX_WEYL_1, PHILOX_WEYL_1, PHILOX_WEYL_1};
+  uint64_t even[LANES], odd[LANES], key[LANES]; /* words 0 and 2, words 1 and 3, their keys */
+  FOR_LANES(LANES) even[j] = ((uint64_t)group + steps[j]) & firsts[j];
+  FOR_LANES(LANES) odd[j] = even[j] >> 32;
+  FOR_LANES(LANES) key[j] = ((uint64_t)seed & firsts[j]) | ((uint64_t)seed >> 32 & ~firsts[j]);
 #pragma GCC unroll 10
   for (int round = 0; round < PHILOX_ROUNDS; ++round) {
-    uint64_t product_0[COUNTERS], product_1[COUNTERS];
-    multiply_low_halves(product_0, c0, PHILOX_MULTIPLIER_0);
-    multiply_low_halves(product_1, c2, PHILOX_MULTIPLIER_1);
-    FOR_COUNTERS c0[j] = (product_1[j] >> 32) ^ c1[j] ^ key_0;
-    FOR_COUNTERS c2[j] = (product_0[j] >> 32) ^ c3[j] ^ key_1;
-    FOR_COUNTERS c1[j] = product_1[j];
-    FOR_COUNTERS c3[j] = product_0[j];
-    key_0 += PHILOX_WEYL_0;
-    key_1 += PHILOX_WEYL_1;
+    uint64_t product[LANES];
+    multiply_and_swap(product, even);
+    FOR_LANES(LANES) even[j] = (product[j] >> 32) ^ odd[j] ^ key[j];
+    FOR_LANES(LANES) odd[j] = product[j];
+    FOR_LANES(LANES) key[j] += weyl[j];
   }
-  uint64_t pairs[2 * COUNTERS];
-  FOR_COUNTERS c0[j] = (c0[j] & 0xffffffff) | c1[j] << 32;
-  FOR_COUNTERS c2[j] = (c2[j] & 0xffffffff) | c3[j] << 32;
-  FOR_COUNTERS pairs[2 * j] = c0[j], pairs[2 * j + 1] = c2[j];
+  uint64_t pairs[LANES];
+  FOR_LANES(LANES) even[j] = (even[j] & 0xffffffff) | odd[j] << 32;
+  interleave(pairs, even);
   memcpy(words, pairs, sizeof pairs);
 }
 
