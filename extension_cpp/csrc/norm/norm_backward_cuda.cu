@@ -420,7 +420,7 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
     return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream, launched);
   };
   cudaError_t error = cudaErrorNotSupported;
-  if constexpr (FUSED == ALONE && !ODD) {
+  if constexpr (!ODD) {
     // Few rows: more threads for each, so that they are spread over the chip.
     using Few = Shapes<Shape<128, 2 * N>, Shape<512, 2 * N>>;
     if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= 512 << 10) error = with_shape<N>(p.cols, Few{}, launch);
