@@ -102,9 +102,9 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, FUSED, K * VECTOR<T
   // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one. Where registers
   // are many they are asked for before the row, whose sums they would else be waited for behind.
   constexpr bool EARLY = K <= 2;
-  const bool is_plain = p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
+  const bool are_early = EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
   Part<T, TEAM, K, N, false> weight, bias;
-  if (EARLY && is_plain) {
+  if (are_early) {
     weight.load(static_cast<const T *>(p.weight.data), columns);
     if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns);
   }
@@ -166,10 +166,10 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, FUSED, K * VECTOR<T
       store<T, N>(y + columns.column(k), x[k]);
     }
   };
-  if (EARLY && is_plain) {
+  if (are_early) {
     finish([&](float(&w)[N], int k) { unpack<T, N>(w, weight.bits[k]); },
            [&](float(&b)[N], int k) { unpack<T, N>(b, bias.bits[k]); });
-  } else if (is_plain) {
+  } else if (!EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
     finish([&](float(&w)[N], int k) { load<T, N>(w, static_cast<const T *>(p.weight.data) + columns.column(k)); },
            [&](float(&b)[N], int k) { load<T, N>(b, static_cast<const T *>(p.bias.data) + columns.column(k)); });
   } else {
