@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,27 @@ def operations() -> dict[tuple[str, str], tuple[float, float]]:
     return found
 
 
+def name_above(axes: Axes, names: dict[float, list[str]]) -> None:
+    """The names of each x, in rising order, above the axes: side by side, each joined to its x by a line."""
+    low, high = (math.log(end) for end in axes.get_xlim())
+    place = 0.0  # as a share of the width
+    for x, lines in names.items():
+        place = max(place, (math.log(x) - low) / (high - low))
+        axes.annotate(
+            "\n".join(lines),
+            (x, 1),
+            (place, 1.06),
+            axes.get_xaxis_transform(),
+            axes.transAxes,
+            {"arrowstyle": "-", "linewidth": 0.5},
+            rotation=60,
+            rotation_mode="anchor",
+            va="center",
+            fontsize=7,
+        )
+        place += 0.012 + 0.02 * len(lines)
+
+
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
     """Arithmetic a second over arithmetic a byte, large tensors, each op at its best width; the roof is the copy's."""
     counted = operations()
@@ -221,8 +243,7 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
         ]
         line(axes, name, [x for x, _ in points], [y for _, y in points], joined=False)
     axes.set(xscale="log", yscale="log")
-    labels = ["\n".join(f"{row['op']} {row['pass']}" for row in group) for group in by_intensity.values()]
-    axes.secondary_xaxis("top").set_xticks(list(by_intensity), labels, rotation=60, ha="left", fontsize=7)
+    name_above(axes, {x: [f"{row['op']} {row['pass']}" for row in by_intensity[x]] for x in sorted(by_intensity)})
     axes.grid(alpha=0.3, which="major")
     axes.set_xlabel("arithmetic operations a byte", fontsize=9)
     axes.set_ylabel("arithmetic operations, 10^9 a second", fontsize=9)
