@@ -1,0 +1,370 @@
+// The gradients of layer_norm and rms_norm, in one pass over x and grad_out (norm_rows.cuh says how rows meet threads).
+//
+// A row comes from the ring into registers, where its sums of g * xhat and of g are taken, and, when the whole team's are
+// there, grad_x. The weights and the sums of the weight gradients stay in registers over all rows of a block; at the end a block
+// writes them as one partial row.
+#ifndef EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
+#define EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
+
+#include "norm/norm_rows.cuh"
+
+namespace norm_cuda {
+
+// Blocks that a multiprocessor holds: two, so that one computes while the other waits for its sums, where registers allow.
+template <bool CENTERED, Fused FUSED, int TEAM, int K, int N, bool CLUSTER, bool ODD>
+constexpr int BLOCKS = !CLUSTER && FUSED == ALONE && TEAM <= 256 &&
+                               K * N <= (ODD                     ? 2 * N
+                                         : CENTERED || TEAM > 32 ? 16
+                                                                 : 24)
+                           ? 2
+                           : 1;
+
+// Whether a row's xhat and g stay in registers between its sums and grad_x; else x and grad_out are read from the ring again,
+// for which there is time where elements are long, or need less work.
+template <typename T, bool CENTERED, Fused FUSED, int E>
+constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&FUSED != ADDED &&E <= 32;
+
+template <typename T>
+struct Backward : Geometry {
+  const T *grad_out;
+  const T *x;
+  const float *mean;  // NULL: rms_norm
+  const float *rstd;
+  Weights weight;
+  bool wants_weight;
+  bool wants_bias;
+  T *grad_x;       // may be NULL
+  float *partial;  // (wants_weight + wants_bias, chunks, cols)
+  int64_t x_stride;
+  int64_t grad_out_stride;
+  const T *grad_sum;  // ADDED: may be NULL
+  int64_t grad_sum_stride;
+  T *grad_dropped;    // ADDED: may be NULL
+  dropout_t dropout;  // ADDED: of grad_dropped; DROPPED: of grad_out
+};
+
+struct Statistics {
+  float mean;
+  float rstd;
+};
+
+// One team's rows.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD>
+struct BackwardRows {
+  static constexpr int N = VECTOR<T>;
+  static constexpr int TEAMS = THREADS<TEAM> / TEAM;
+  static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, FUSED, K * N>;
+  static constexpr int TENSORS = FUSED == ADDED ? 3 : 2;
+  static constexpr int KEPT = KEEP ? K : 1;
+  // Whether the mask is made before the row is there; the one of grad_dropped is needed last, but might not find registers then.
+  static constexpr bool EARLY = FUSED == DROPPED || (ODD && N == 4);
+  using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD>;
+  using Mine = Part<T, TEAM, K, N, ODD>;
+  // A row's part of each tensor.
+  struct Loaded {
+    Mine x, grad_out;
+    Mask<TEAM, K, N, ODD> mask;  // if EARLY
+    std::conditional_t<FUSED == ADDED, Mine, Part<T, TEAM, 1, N, false>> grad_sum;
+  };
+
+  const Backward<T> &p;
+  TeamRing ring;
+  const int64_t seed;
+  const int rank;
+  const int64_t first;  // row; from there on every `step`-th
+  const int64_t step;
+  const int rows;
+  const int turns;  // the rows of the block's busiest team: all teams pass as many barriers
+  const Columns<TEAM, K, N, ODD> columns;
+  float weight[K][N], grad_weight[K][N], grad_bias[CENTERED ? K : 1][N];
+  float edge_weight[1], edge_grad_weight[1], edge_grad_bias[1];
+  float xhat[KEPT][N], g[KEPT][N];
+
+  __device__ BackwardRows(const Backward<T> &p, uint4 *slots, Exchange<TEAM, CLUSTER> &exchange, int64_t chunk,
+                          int rank)
+      : p(p),
+        ring{slots, exchange, p.stages, p.slot},
+        seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
+        rank(rank),
+        first(chunk * TEAMS + team()),
+        step(p.chunks * TEAMS),
+        rows(static_cast<int>((p.rows - first + step - 1) / step)),
+        turns(static_cast<int>((p.rows - chunk * TEAMS + step - 1) / step)),
+        columns(p, first, lane(), rank) {}
+
+  __device__ static int team() { return TEAMS > 1 ? threadIdx.x / TEAM : 0; }
+  __device__ static int lane() { return TEAMS > 1 ? threadIdx.x % TEAM : threadIdx.x; }
+  __device__ int64_t row(int i) const { return first + i * step; }
+
+  __device__ void fetch(int i) {
+    if (lane() > 0 || i >= rows) return;
+    const T *starts[TENSORS] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
+    if (FUSED == ADDED) starts[TENSORS - 1] = p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
+    ring.fetch(starts, columns, row(i) == p.rows - 1);
+  }
+
+  __device__ void load(Loaded &loaded, int i) const {
+    ring.load(loaded.x, 0, p.x + row(i) * p.x_stride, columns);
+    ring.load(loaded.grad_out, 1, p.grad_out + row(i) * p.grad_out_stride, columns);
+    if constexpr (FUSED == ADDED) {
+      if (p.grad_sum == nullptr) {
+        loaded.grad_sum = {};
+      } else {
+        ring.load(loaded.grad_sum, 2, p.grad_sum + row(i) * p.grad_sum_stride, columns);
+      }
+    }
+  }
+
+  __device__ void make_mask(Mask<TEAM, K, N, ODD> &mask, int i) const {
+    if (FUSED == DROPPED || (FUSED == ADDED && p.grad_dropped != nullptr)) {
+      mask.make(p.dropout, seed, row(i) * p.cols, columns);
+    }
+  }
+
+  __device__ Statistics statistics(int i) const {
+    if (i >= rows) return {0, 0};
+    return {CENTERED ? p.mean[row(i)] : 0, p.rstd[row(i)]};
+  }
+
+  // Half types cannot hold a mean so large that the product's rounding would show; float can.
+  __device__ static float normalize(float x, const Statistics &s) {
+    if (!CENTERED) return x * s.rstd;
+    return sizeof(T) == 2 ? fmaf(x, s.rstd, -s.mean * s.rstd) : (x - s.mean) * s.rstd;
+  }
+
+  // grad_out * weight; for float also times rstd, before which the digits of the smallest numbers would be lost.
+  __device__ static float weighted(float grad, float weight, const Statistics &s) {
+    return sizeof(T) == 2 ? grad * weight : grad * s.rstd * weight;
+  }
+
+  // The row's part in the weight gradients, and this warp's (TEAM < 32: team's) sums of g * xhat and of g = weighted().
+  __device__ float2 sums(const Loaded &loaded, const Statistics &s) {
+    float along[2] = {}, sum[2] = {};  // two of each: shorter chains
+    // Leaves xhat in x and g in grad.
+    const auto add = [&](auto &x, auto &grad, const auto &w, auto &to_weight, auto &to_bias, uint32_t kept) {
+      if (FUSED == DROPPED) drop(grad, p.dropout, kept);
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
+        x[j] = normalize(x[j], s);
+        to_weight[j] = fmaf(grad[j], x[j], to_weight[j]);
+        if (CENTERED) to_bias[j] += grad[j];
+        grad[j] = weighted(grad[j], w[j], s);
+        along[j % 2] = fmaf(grad[j], x[j], along[j % 2]);
+        if (CENTERED) sum[j % 2] += grad[j];
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float x[N], grad[N];
+      unpack<T, N>(x, loaded.x.bits[k]);
+      unpack<T, N>(grad, loaded.grad_out.bits[k]);
+      add(x, grad, weight[k], grad_weight[k], grad_bias[CENTERED ? k : 0], loaded.mask.of(k));
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (KEEP) xhat[KEEP ? k : 0][j] = x[j], g[KEEP ? k : 0][j] = grad[j];
+      }
+    }
+    if (columns.has_edge()) {
+      float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)};
+      add(x, grad, edge_weight, edge_grad_weight, edge_grad_bias, loaded.mask.edge);
+    }
+    float2 v = {along[0] + along[1], sum[0] + sum[1]};
+    if constexpr (TEAM >= 32) return warp_sum<CENTERED>(v);
+    float both[2] = {v.x, v.y};
+    group_sum(both, TEAM);
+    return {both[0], both[1]};
+  }
+
+  // The team's sums for row i, from those of its warps.
+  __device__ float2 total(int i, float2 mine) const {
+    if constexpr (TEAM <= 32) {
+      __syncwarp();
+      return mine;
+    } else {
+      constexpr int WARPS = TEAM / 32;
+      const float2 *parts = ring.exchange.collect(i);
+      if constexpr (CLUSTER) {
+        float2 v = {};
+#pragma unroll 4
+        for (int q = threadIdx.x % 32; q < p.cluster * WARPS; q += 32) {
+          v.x += parts[q].x;
+          v.y += parts[q].y;
+        }
+        return warp_sum<CENTERED>(v);
+      } else {
+        const float2 part = parts[threadIdx.x % WARPS];
+        float v[2] = {part.x, part.y};
+        group_sum(v, WARPS);
+        return {v[0], v[1]};
+      }
+    }
+  }
+
+  // grad_x of row i.
+  __device__ void finish(int i, const Loaded &loaded, const Statistics &s, float2 total) const {
+    if (p.grad_x == nullptr) return;
+    const int64_t first_element = row(i) * p.cols;
+    auto mask = loaded.mask;
+    if (!EARLY) make_mask(mask, i);
+    const float along = -total.x * p.per_col, shift = -total.y * p.per_col;
+    // From xhat and g.
+    const auto write = [&](auto &xhat, const auto &g, const auto &grad_sum, uint32_t kept, int c) {
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof xhat / sizeof xhat[0]); ++j) {
+        const float w = g[j];
+        xhat[j] = sizeof(T) == 2
+                      ? fmaf(xhat[j], along * s.rstd, CENTERED ? fmaf(w, s.rstd, shift * s.rstd) : w * s.rstd)
+                      : fmaf(xhat[j], along, CENTERED ? w + shift : w);
+        if (FUSED == ADDED) xhat[j] += grad_sum[j];
+      }
+      store(p.grad_x + first_element + c, xhat);
+      if (FUSED == ADDED && p.grad_dropped != nullptr) {
+        drop(xhat, p.dropout, kept);
+        store(p.grad_dropped + first_element + c, xhat);
+      }
+    };
+    // x and grad_out become xhat and g.
+    const auto prepare = [&](auto &x, auto &grad, const auto &w, uint32_t kept) {
+      if (FUSED == DROPPED) drop(grad, p.dropout, kept);
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
+        x[j] = normalize(x[j], s);
+        grad[j] = weighted(grad[j], w[j], s);
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      float x[N], grad[N], grad_sum[N] = {};
+      if constexpr (KEEP) {
+        memcpy(x, xhat[k], sizeof x);
+        memcpy(grad, g[k], sizeof grad);
+      } else {
+        unpack<T, N>(x, loaded.x.bits[k]);
+        unpack<T, N>(grad, loaded.grad_out.bits[k]);
+        prepare(x, grad, weight[k], mask.of(k));
+      }
+      if constexpr (FUSED == ADDED) unpack<T, N>(grad_sum, loaded.grad_sum.bits[k]);
+      write(x, grad, grad_sum, mask.of(k), columns.column(k));
+    }
+    if (!columns.has_edge()) return;
+    float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)}, grad_sum[1] = {};
+    prepare(x, grad, edge_weight, mask.edge);
+    if (FUSED == ADDED) grad_sum[0] = to_acc(loaded.grad_sum.edge);
+    write(x, grad, grad_sum, mask.edge, columns.edge);
+  }
+
+  // All rows, and this block's partial row of the weight gradients.
+  __device__ void run(int64_t chunk, float *shared) {
+    for (int i = 0; i < p.stages; ++i) fetch(i);
+    Statistics now = statistics(0), next = statistics(1);
+    load_weights<T>(weight, edge_weight, p.weight, columns);
+    memset(grad_weight, 0, sizeof grad_weight);
+    memset(grad_bias, 0, sizeof grad_bias);
+    edge_grad_weight[0] = edge_grad_bias[0] = 0;
+    Loaded loaded;
+    if (CLUSTER && rows > 0) {
+      if (EARLY) make_mask(loaded.mask, 0);
+      ring.wait();
+      load(loaded, 0);
+      ring.exchange.post(0, sums(loaded, now), rank, p.cluster);
+      ring.now.advance(p.stages);
+    }
+    for (int i = 0; i < turns; ++i) {
+      const Statistics after = statistics(i + 2);
+      if constexpr (CLUSTER) {
+        Loaded following;
+        if (i + 1 < rows) {
+          if (EARLY) make_mask(following.mask, i + 1);
+          ring.wait();
+          load(following, i + 1);
+          ring.exchange.post(i + 1, sums(following, next), rank, p.cluster);
+          ring.now.advance(p.stages);
+        }
+        const float2 sum = total(i, {});
+        fetch(i + p.stages);  // all warps have posted row i, so they have read it
+        finish(i, loaded, now, sum);
+        loaded = following;
+      } else {
+        loaded = {};
+        if (i < rows) {
+          if (EARLY) make_mask(loaded.mask, i);
+          ring.wait();
+          load(loaded, i);
+        }
+        const float2 mine = sums(loaded, now);
+        ring.exchange.post(i, mine, rank, p.cluster);
+        const float2 sum = total(i, mine);
+        if (KEEP) {
+          fetch(i + p.stages);
+        } else {
+          if (i > 0) fetch(i - 1 + p.stages);  // of row i - 1 the team has made grad_x
+          if (i < rows) load(loaded, i);
+        }
+        if (i < rows) finish(i, loaded, now, sum);
+        ring.now.advance(p.stages);
+      }
+      now = next;
+      next = after;
+    }
+    float *partial = p.partial + chunk * p.cols;
+    if (p.wants_weight) write_partial(grad_weight, edge_grad_weight[0], shared, partial);
+    if constexpr (CENTERED) {
+      if (p.wants_bias)
+        write_partial(grad_bias, edge_grad_bias[0], shared, partial + (p.wants_weight ? p.chunks * p.cols : 0));
+    }
+  }
+
+  // One of the sums over the rows to its partial row; the teams' are added in shared memory, where the ring has no rows left.
+  __device__ void write_partial(const float (&sums)[K][N], float edge, float *shared, float *partial) const {
+    float *to = TEAMS > 1 ? shared + team() * p.cols : partial;
+    if (TEAMS > 1) __syncthreads();
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      float *const mine = to + columns.column(k);
+      if constexpr (ODD) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) mine[j] = sums[k][j];
+      } else {  // one by one they would be N writes to the same 32 bytes
+#pragma unroll
+        for (int j = 0; j < N; j += 4) {
+          *reinterpret_cast<float4 *>(mine + j) = {sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]};
+        }
+      }
+    }
+    if (columns.has_edge()) to[columns.edge] = edge;
+    if (TEAMS == 1) return;
+    __syncthreads();
+    for (int c = threadIdx.x; c < p.cols; c += THREADS<TEAM>) {
+      float sum = 0;
+      for (int t = 0; t < TEAMS; ++t) sum += shared[t * p.cols + c];
+      partial[c] = sum;
+    }
+  }
+};
+
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD>
+__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K, VECTOR<T>, CLUSTER, ODD>)
+    backward_kernel(const __grid_constant__ Backward<T> p) {
+  if constexpr (CLUSTER && !HAS_CLUSTERS) return;
+  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
+  extern __shared__ __align__(128) uint4 shared[];
+  __shared__ Exchange<TEAM, CLUSTER> exchanges[Rows::TEAMS];
+  Exchange<TEAM, CLUSTER> &exchange = exchanges[Rows::team()];
+  const int64_t chunk = blockIdx.x / p.cluster;
+  int rank = 0;
+#if HAS_CLUSTERS
+  if (CLUSTER) rank = cluster_rank();
+#endif
+  exchange.open(Rows::lane());
+  Rows rows(p, shared + Rows::team() * p.stages * Rows::TENSORS * p.slot, exchange, chunk, rank);
+  rows.run(chunk, reinterpret_cast<float *>(shared));
+#if HAS_CLUSTERS
+  if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
+#endif
+}
+
+}  // namespace norm_cuda
+
+#endif
