@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "common/dtype.h"
+#include "common/philox.h"
 
 typedef struct {
   const float *x;
@@ -37,12 +38,12 @@ typedef struct {
 void store_all_cpu(int64_t begin, int64_t end, void *args);
 
 typedef struct {
-  uint32_t *bits; /* 32, in the block order of dtype */
-  int64_t seed;
-  dtype_t dtype;
-} philox_args;
+  uint8_t *kept; /* end - begin */
+  dropout_t dropout;
+  int64_t back; /* before each block, the one so far behind is asked for, where there is one; 0: none */
+} kept_args;
 
-/* The bits of elements [begin, begin + 32). */
-void philox_block_cpu(int64_t begin, int64_t end, void *args);
+/* Whether elements [begin, end) are kept, a block at a time. */
+void kept_cpu(int64_t begin, int64_t end, void *args);
 
 #endif

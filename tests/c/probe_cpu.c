@@ -56,19 +56,21 @@ static void store_all_cpu_range(int64_t begin, int64_t end, const store_args *ar
   }
 }
 
-static void philox_block_cpu_range(int64_t begin, int64_t end, const philox_args *args) {
-  (void)end;
-  uint32_t bits[BLOCK];
-  if (args->dtype == DTYPE_BFLOAT16) {
-    philox_block_bfloat16(bits, begin, args->seed);
-  } else {
-    philox_block_float32(bits, begin, args->seed);
+static void kept_cpu_range(int64_t begin, int64_t end, const kept_args *args) {
+  cpu_dropout_t state;
+  cpu_dropout_init(&state, &args->dropout, end);
+  for (int64_t i = begin; i < end; i += BLOCK) {
+    const int n = end - i < BLOCK ? (int)(end - i) : BLOCK;
+    float behind[BLOCK] = {0}, v[BLOCK];
+    if (args->back && i - args->back >= begin) dropout_block_float32(behind, &state, i - args->back);
+    for (int k = 0; k < BLOCK; ++k) v[k] = 1;
+    dropout_block_float32(v, &state, i);
+    for (int k = 0; k < n; ++k) args->kept[i - begin + k] = v[k] != 0;
   }
-  memcpy(args->bits, bits, sizeof bits);
 }
 
 CPU_ENTRY(exp_cpu, exp_args)
 CPU_ENTRY(load_block_cpu, block_args)
 CPU_ENTRY(store_block_cpu, block_args)
 CPU_ENTRY(store_all_cpu, store_args)
-CPU_ENTRY(philox_block_cpu, philox_args)
+CPU_ENTRY(kept_cpu, kept_args)

@@ -28,28 +28,29 @@ static void check_vectors(void) {
   }
 }
 
-/* Blocks at every alignment, where the counter's low word turns over too. */
-static void check_blocks(void) {
-  static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1},
-                       starts[] = {0, 4096, 8 * 0xfffffffcLL, 1LL << 40};
+/* Masks at every alignment, past the counter's low word, over more elements than are held, and when blocks far behind push them out. */
+static void check_masks(void) {
+  static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1};
+  static const int64_t starts[] = {0, 4096, 8 * 0xfffffff8LL, 1LL << 40}, lengths[] = {1, 33, 200, 1000};
+  enum { LONG = 40000 };
+  uint8_t *kept = malloc(LONG);
   uint64_t hash = 0;
-  for (int s = 0; s < 5; ++s) {
-    for (int dtype = DTYPE_FLOAT32; dtype <= DTYPE_BFLOAT16; ++dtype) {
-      for (int64_t i = starts[s % 4]; i < starts[s % 4] + 40; ++i) {
-        uint32_t bits[32];
-        philox_args args = {bits, seeds[s], (dtype_t)dtype};
-        philox_block_cpu(i, i + 32, &args);
-        for (int k = 0; k < 32; ++k) {
-          const int lane_order = k < 16 ? 2 * k : 2 * (k - 16) + 1;
-          const int64_t j = i + (dtype == DTYPE_BFLOAT16 ? lane_order : k);
-          const uint32_t want = bits_of(philox_of(seeds[s], j / 8).word[j % 8 / 2], j % 2);
-          CHECK(bits[k] == want, "seed %lld, element %lld: bits %08x, not %08x", (long long)seeds[s], (long long)j,
-                bits[k], want);
-        }
-        hash = hash_elements(hash, DTYPE_FLOAT32, bits, 32);
-      }
+  for (int k = 0; k < 4 * 40 + 4; ++k) {
+    const int is_long = k >= 4 * 40;
+    const int64_t begin = is_long ? 8 * 0xffffff00LL + k : starts[k % 4] + k / 4,
+                  numel = is_long ? LONG : lengths[k / 4 % 4];
+    const int64_t backs[] = {0, 32, 4001, 20000};
+    kept_args args = {kept, dropout_of(0.3, &seeds[k % 5]), is_long ? backs[k % 4] : 0};
+    kept_cpu(begin, begin + numel, &args);
+    for (int64_t j = 0; j < numel; ++j) {
+      const int64_t i = begin + j;
+      const uint32_t bits = bits_of(philox_of(seeds[k % 5], i / 8).word[i % 8 / 2], i % 2);
+      CHECK(kept[j] == (bits > args.dropout.last_dropped), "seed %lld, from %lld: element %lld kept %d, bits %08x",
+            (long long)seeds[k % 5], (long long)begin, (long long)i, kept[j], bits);
+      hash = 31 * hash + kept[j];
     }
   }
+  free(kept);
   printf("bits philox %016llx\n", (unsigned long long)hash);
 }
 
@@ -76,7 +77,7 @@ static void check_thresholds(void) {
 void test_philox(uint32_t step) {
   (void)step;
   check_vectors();
-  check_blocks();
+  check_masks();
   check_thresholds();
 }
 

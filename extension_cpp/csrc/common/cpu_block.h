@@ -22,6 +22,12 @@ enum { BLOCK = 32 };
 
 typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t; /* two neighbouring 16-bit elements */
 
+/* Which of a block's elements lane k holds. */
+ALWAYS_INLINE int column_float64(int k) { return k; }
+ALWAYS_INLINE int column_float32(int k) { return k; }
+ALWAYS_INLINE int column_float16(int k) { return k; }
+ALWAYS_INLINE int column_bfloat16(int k) { return k < BLOCK / 2 ? 2 * k : 2 * (k - BLOCK / 2) + 1; }
+
 ALWAYS_INLINE uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);

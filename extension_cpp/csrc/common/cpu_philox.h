@@ -1,125 +1,133 @@
-/* Dropout for lane loops: the random bits of philox.h, a block at a time, in the block order of each type (cpu_block.h).
- *
- * Philox has two products a round, of words 0 and 2. Here eight 64-bit lanes hold word 0 of four counters and then word 2 of the
- * same four, in their lower halves: one product for both, which lies where it is needed when the two fours have changed places.
- * What is in the upper halves of factors and sums does no harm. */
+/* Dropout for lane loops: the random bits of philox.h as masks, a bit an element, made ahead in a loop of their own. A block then
+ * takes 32 of them, which may begin at any element, and what reads a row twice makes its mask once. */
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
 #define EXTENSION_CPP_CPU_PHILOX_H
 
 #include "common/cpu_block.h"
 #include "common/philox.h"
 
-enum { COUNTERS = BLOCK / 8, LANES = 2 * COUNTERS };
-
-/* A loop that gcc unrolled whole would be scalar, and an index of another width would take other vectors. */
-#define FOR_LANES(count) _Pragma("GCC unroll 1") for (uint64_t j = 0; j < (count); ++j)
-
-/* The products of the lower halves, those of words 0 where words 2 were and the other way round; gcc has no loop for either. */
-ALWAYS_INLINE void multiply_and_swap(uint64_t *restrict product, const uint64_t *restrict c) {
+/* One word of as many counters as fit a vector, in the lower halves of 64 bits each, as the products come; what is in the upper
+ * halves of factors and sums does no harm. */
 #if defined(__AVX512F__)
-  const __m512i multipliers =
-      _mm512_inserti64x4(_mm512_set1_epi64(PHILOX_MULTIPLIER_0), _mm256_set1_epi64x(PHILOX_MULTIPLIER_1), 1);
-  const __m512i products = _mm512_mul_epu32(_mm512_loadu_si512(c), multipliers);
-  _mm512_storeu_si512(product, _mm512_shuffle_i64x2(products, products, 0x4e));
+enum { COUNTERS = 8 };
 #elif defined(__AVX2__)
-  const __m256i word_0 = _mm256_loadu_si256((const __m256i *)c), word_2 = _mm256_loadu_si256((const __m256i *)(c + 4));
-  _mm256_storeu_si256((__m256i *)product, _mm256_mul_epu32(word_2, _mm256_set1_epi64x(PHILOX_MULTIPLIER_1)));
-  _mm256_storeu_si256((__m256i *)(product + 4), _mm256_mul_epu32(word_0, _mm256_set1_epi64x(PHILOX_MULTIPLIER_0)));
+enum { COUNTERS = 4 };
 #else
-  FOR_LANES(COUNTERS) product[j] = (c[COUNTERS + j] & 0xffffffff) * PHILOX_MULTIPLIER_1;
-  FOR_LANES(COUNTERS) product[COUNTERS + j] = (c[j] & 0xffffffff) * PHILOX_MULTIPLIER_0;
+enum { COUNTERS = 2 };
 #endif
-}
+typedef uint64_t __attribute__((vector_size(8 * COUNTERS))) lanes_t;
+typedef uint32_t __attribute__((vector_size(8 * COUNTERS))) half_lanes_t;
 
-/* The first four and the last four in turn. In AVX-512 gcc would take halves, and wait for their way through memory. */
-ALWAYS_INLINE void interleave(uint64_t *restrict pairs, const uint64_t *restrict fours) {
+/* The products of the lower halves. */
+ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 #if defined(__AVX512F__)
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm512_storeu_si512(pairs, _mm512_permutexvar_epi64(order, _mm512_loadu_si512(fours)));
+  return (lanes_t)_mm512_mul_epu32((__m512i)c, _mm512_set1_epi64(multiplier));
+#elif defined(__AVX2__)
+  return (lanes_t)_mm256_mul_epu32((__m256i)c, _mm256_set1_epi64x(multiplier));
+#elif defined(__x86_64__)
+  return (lanes_t)_mm_mul_epu32((__m128i)c, _mm_set1_epi64x(multiplier));
 #else
-  FOR_LANES(COUNTERS) pairs[2 * j] = fours[j], pairs[2 * j + 1] = fours[COUNTERS + j];
+  return (c & 0xffffffff) * multiplier;
 #endif
 }
 
-/* The words of the 32 elements from 8 * group on. */
-ALWAYS_INLINE void philox_words(uint32_t *restrict words, int64_t group, int64_t seed) {
-  static const uint64_t steps[LANES] = {0, 1, 2, 3}, firsts[LANES] = {~0ull, ~0ull, ~0ull, ~0ull};
-  static const uint64_t weyl[LANES] = {PHILOX_WEYL_0, PHILOX_WEYL_0, PHILOX_WEYL_0, PHILOX_WEYL_0,
-                                       PHILOX_WEYL_1, PHILOX_WEYL_1, PHILOX_WEYL_1, PHILOX_WEYL_1};
-  uint64_t even[LANES], odd[LANES], key[LANES]; /* words 0 and 2, words 1 and 3, their keys */
-  FOR_LANES(LANES) even[j] = ((uint64_t)group + steps[j]) & firsts[j];
-  FOR_LANES(LANES) odd[j] = even[j] >> 32;
-  FOR_LANES(LANES) key[j] = ((uint64_t)seed & firsts[j]) | ((uint64_t)seed >> 32 & ~firsts[j]);
-#pragma GCC unroll 10
-  for (int round = 0; round < PHILOX_ROUNDS; ++round) {
-    uint64_t product[LANES];
-    multiply_and_swap(product, even);
-    FOR_LANES(LANES) even[j] = (product[j] >> 32) ^ odd[j] ^ key[j];
-    FOR_LANES(LANES) odd[j] = product[j];
-    FOR_LANES(LANES) key[j] += weyl[j];
+ALWAYS_INLINE lanes_t upper_halves(lanes_t product) {
+#if defined(__AVX512F__)
+  return (lanes_t)_mm512_shuffle_epi32((__m512i)product, 0xf5); /* shifts have but one port, which the products need */
+#else
+  return product >> 32;
+#endif
+}
+
+/* A byte for each counter, bit k for its element k, from the four words: whether the element's bits are above last_dropped. */
+ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_dropped) {
+#if defined(__AVX512F__)
+  uint64_t bytes = 0;
+  for (int w = 0; w < 4; w += 2) {
+    const __m512i pair = _mm512_mask_shuffle_epi32((__m512i)word[w], 0xaaaa, (__m512i)word[w + 1], 0xa0);
+    const __m512i last = _mm512_set1_epi32((int)last_dropped);
+    const uint64_t first_bits = 0x0505050505050505u << 2 * w;
+    bytes |= _pdep_u64(_mm512_cmpgt_epu32_mask(pair, last), first_bits);
+    bytes |= _pdep_u64(_mm512_cmpgt_epu32_mask(_mm512_rol_epi32(pair, 16), last), first_bits << 1);
   }
-  uint64_t pairs[LANES];
-  FOR_LANES(LANES) even[j] = (even[j] & 0xffffffff) | odd[j] << 32;
-  interleave(pairs, even);
-  memcpy(words, pairs, sizeof pairs);
-}
-
-/* The bits of elements [i, i + BLOCK) in memory order, for any i; a function, for it is long and rare. */
-static __attribute__((noinline)) void philox_shifted(uint32_t *bits, int64_t i, int64_t seed) {
-  uint32_t words[BLOCK / 2 + 4];
-  philox_words(words, i / 8, seed);
-  const philox_t last = philox_of(seed, i / 8 + COUNTERS);
-  memcpy(words + BLOCK / 2, last.word, sizeof last.word);
-  for (int k = 0; k < BLOCK; ++k) bits[k] = bits_of(words[(i % 8 + k) / 2], (i + k) % 2);
-}
-
-/* The same; quick where i is a multiple of 8. */
-ALWAYS_INLINE void philox_block(uint32_t *restrict bits, int64_t i, int64_t seed) {
-  if (i % 8 == 0) {
-    uint32_t words[BLOCK / 2];
-    philox_words(words, i / 8, seed);
-    _Pragma("GCC unroll 1") for (int k = 0; k < BLOCK / 2; ++k) {
-      bits[2 * k] = words[k];
-      bits[2 * k + 1] = bits_of(words[k], 1);
-    }
-  } else {
-    uint32_t shifted[BLOCK]; /* of its own, so that bits may stay in registers */
-    philox_shifted(shifted, i, seed);
-    for (int k = 0; k < BLOCK; ++k) bits[k] = shifted[k];
+  memcpy(kept, &bytes, sizeof bytes);
+#else
+  lanes_t bytes = {0};
+  for (int w = 0; w < 4; w += 2) {
+    const half_lanes_t even = (half_lanes_t)((word[w] & 0xffffffff) | word[w + 1] << 32);
+    const half_lanes_t odd = even << 16 | even >> 16;
+    const half_lanes_t both = ((half_lanes_t)(even > last_dropped) & 1) | ((half_lanes_t)(odd > last_dropped) & 2);
+    bytes |= ((lanes_t)both | (lanes_t)both >> 30) << 2 * w;
   }
+  for (int j = 0; j < COUNTERS; ++j) kept[j] = (uint8_t)bytes[j];
+#endif
 }
 
-ALWAYS_INLINE void philox_block_float64(uint32_t *restrict bits, int64_t i, int64_t seed) {
-  philox_block(bits, i, seed);
-}
-ALWAYS_INLINE void philox_block_float32(uint32_t *restrict bits, int64_t i, int64_t seed) {
-  philox_block(bits, i, seed);
-}
-ALWAYS_INLINE void philox_block_float16(uint32_t *restrict bits, int64_t i, int64_t seed) {
-  philox_block(bits, i, seed);
-}
+/* Elements, multiples of 64. Masks are made no further ahead, so that a processor can make them while it waits for memory. */
+enum { HELD = 16384, MADE_AT_ONCE = 512 };
 
-/* bfloat16: even elements first, as they come. */
-ALWAYS_INLINE void philox_block_bfloat16(uint32_t *restrict bits, int64_t i, int64_t seed) {
-  if (i % 8 == 0) {
-    philox_words(bits, i / 8, seed);
-    for (int k = 0; k < BLOCK / 2; ++k) bits[BLOCK / 2 + k] = bits_of(bits[k], 1);
-  } else {
-    uint32_t shifted[BLOCK];
-    philox_shifted(shifted, i, seed);
-    for (int k = 0; k < BLOCK / 2; ++k) bits[k] = shifted[2 * k], bits[BLOCK / 2 + k] = shifted[2 * k + 1];
-  }
-}
-
-/* What dropout_t says, in locals: what is read through a pointer would be read again after every store. */
+/* What dropout_t says, and the masks of [begin, end), which is empty at first and grows. */
 typedef struct {
-  int64_t seed;
+  uint64_t key[PHILOX_ROUNDS][2];
   double scale;
+  float scale_float;
   uint32_t last_dropped;
+  int64_t begin, end;         /* multiples of 64 */
+  int64_t until;              /* no mask is needed from here on */
+  uint8_t kept[HELD / 8 + 8]; /* of the last byte too, 64 bits are read */
 } cpu_dropout_t;
 
-ALWAYS_INLINE cpu_dropout_t cpu_dropout_of(const dropout_t *dropout) {
-  return (cpu_dropout_t){dropout->seed ? *dropout->seed : 0, dropout->scale, dropout->last_dropped};
+/* For elements up to `until`. */
+static inline void cpu_dropout_init(cpu_dropout_t *state, const dropout_t *dropout, int64_t until) {
+  const uint64_t seed = dropout->seed ? (uint64_t)*dropout->seed : 0;
+  for (uint32_t round = 0; round < PHILOX_ROUNDS; ++round) {
+    state->key[round][0] = (uint32_t)seed + round * PHILOX_WEYL_0;
+    state->key[round][1] = (uint32_t)(seed >> 32) + round * PHILOX_WEYL_1;
+  }
+  state->scale = dropout->scale;
+  state->scale_float = dropout->scale_float;
+  state->last_dropped = dropout->last_dropped;
+  state->begin = state->end = 0;
+  state->until = until;
+}
+
+/* Makes masks ahead of element i, in place of the old ones where they do not follow those or have no room. */
+static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int64_t i) {
+  if (i < state->begin || i > state->end || state->end - state->begin > HELD - MADE_AT_ONCE) {
+    state->begin = state->end = i - i % 64;
+  }
+  const int64_t last = state->until + BLOCK, ahead = state->end + MADE_AT_ONCE, stop = last < ahead ? last : ahead;
+  lanes_t steps;
+  for (uint64_t j = 0; j < COUNTERS; ++j) steps[j] = j;
+  for (; state->end < stop || state->end % 64 != 0; state->end += 8 * COUNTERS) {
+    const uint64_t counter = (uint64_t)state->end / 8;
+    lanes_t word[4] = {counter + steps};
+    word[1] += counter >> 32; /* of all of them, since counters come in eights */
+#pragma GCC unroll 10
+    for (int round = 0; round < PHILOX_ROUNDS; ++round) {
+      const lanes_t product_0 = multiply(word[0], PHILOX_MULTIPLIER_0),
+                    product_1 = multiply(word[2], PHILOX_MULTIPLIER_1);
+      word[0] = upper_halves(product_1) ^ word[1] ^ state->key[round][0];
+      word[1] = product_1;
+      word[2] = upper_halves(product_0) ^ word[3] ^ state->key[round][1];
+      word[3] = product_0;
+    }
+    store_kept(state->kept + (state->end - state->begin) / 8, word, state->last_dropped);
+  }
+}
+
+/* Masks of elements [i, i + n) at least, n <= MADE_AT_ONCE - 63; past `until`, of a block's rest. */
+ALWAYS_INLINE void cpu_dropout_hold(cpu_dropout_t *state, int64_t i, int64_t n) {
+  if (__builtin_expect(i < state->begin || i + n > state->end, 0)) cpu_dropout_make(state, i);
+}
+
+/* Bit k: whether element i + k is kept; past a row's end too, for 0 * scale may be NaN. */
+ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
+  cpu_dropout_hold(state, i, BLOCK);
+  const uint64_t at = (uint64_t)(i - state->begin);
+  uint64_t bits;
+  memcpy(&bits, state->kept + at / 8, sizeof bits);
+  return (uint32_t)(bits >> at % 8);
 }
 
 /* x where `kept`, else 0, by arithmetic: of a selection gcc makes a branch where the loop around it is large. */
@@ -127,12 +135,11 @@ ALWAYS_INLINE float float_if(int kept, float x) { return bits_float(float_bits(x
 ALWAYS_INLINE double double_if(int kept, double x) { return kept ? x : 0; }
 
 /* Drops and scales a block, the one of elements [i, i + BLOCK). */
-#define DEFINE_DROPOUT_BLOCK(type, acc)                                                               \
-  ALWAYS_INLINE void dropout_block_##type(acc *restrict v, const cpu_dropout_t *dropout, int64_t i) { \
-    const acc scale = (acc)dropout->scale;                                                            \
-    uint32_t bits[BLOCK];                                                                             \
-    philox_block_##type(bits, i, dropout->seed);                                                      \
-    for (int k = 0; k < BLOCK; ++k) v[k] = acc##_if(bits[k] > dropout->last_dropped, v[k] * scale);   \
+#define DEFINE_DROPOUT_BLOCK(type, acc)                                                                  \
+  ALWAYS_INLINE void dropout_block_##type(acc *restrict v, cpu_dropout_t *dropout, int64_t i) {          \
+    const uint32_t kept = kept_bits(dropout, i);                                                         \
+    const acc scale = sizeof(acc) == 4 ? (acc)dropout->scale_float : (acc)dropout->scale;                \
+    for (int k = 0; k < BLOCK; ++k) v[k] = acc##_if((kept & 1u << column_##type(k)) != 0, v[k] * scale); \
   }
 DEFINE_DROPOUT_BLOCK(float64, double)
 DEFINE_DROPOUT_BLOCK(float32, float)

@@ -23,12 +23,6 @@ enum {
 #define PAIRS 0
 #endif
 
-/* bfloat16 blocks hold the even elements first (cpu_block.h): the column of lane k. */
-ALWAYS_INLINE int column_float64(int k) { return k; }
-ALWAYS_INLINE int column_float32(int k) { return k; }
-ALWAYS_INLINE int column_float16(int k) { return k; }
-ALWAYS_INLINE int column_bfloat16(int k) { return k < BLOCK / 2 ? 2 * k : 2 * (k - BLOCK / 2) + 1; }
-
 /* Wide arrays (norm.h) are in column order, for bfloat16 all even columns and then all odd ones, so that the two halves of a
  * block in its block order are contiguous wherever the block begins. The halves of the block at column c are at
  * wide_index(c) of `lower` and `upper`; these two are the same for all c of the same parity. */
@@ -97,15 +91,11 @@ typedef struct {
 /* What the fused forms of backward have beside it. A NULL fused_t is a constant, and leaves the plain norms as they are; which
  * of the forms a call is, is asked block by block, for their copies would be many. */
 typedef struct {
-  cpu_dropout_t dropout_x, dropout_y;
+  cpu_dropout_t *dropout; /* two, of one dropout; NULL: none */
+  int64_t end;            /* the last row's */
   ahead_t grad_sum_ahead;
   int drops_y;
 } fused_t;
-
-static fused_t fused_of(const norm_backward_args *args, int64_t size) {
-  return (fused_t){cpu_dropout_of(&args->dropout_x), cpu_dropout_of(&args->dropout_y),
-                   row_ahead(args->grad_sum_stride, args->cols, size, 2), args->dropout_y.seed != NULL};
-}
 
 #define KERNEL_BODY "norm/norm_cpu_kernel.h"
 #include "common/for_each_dtype.h"

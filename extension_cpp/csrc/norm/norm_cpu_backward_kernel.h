@@ -13,6 +13,7 @@ typedef struct {
   ahead_t x_ahead, grad_ahead;
   ACC mean, rstd, slope, level;
   int64_t first; /* the number of the row's first element */
+  cpu_dropout_t *dropout;
 } NAME(grad_row_t);
 
 ALWAYS_INLINE void NAME(products_block)(ACC *restrict products, ACC *restrict sum, const NAME(grad_row_t) * row,
@@ -21,7 +22,7 @@ ALWAYS_INLINE void NAME(products_block)(ACC *restrict products, ACC *restrict su
   ACC x[BLOCK], g[BLOCK];
   NAME(load_block)(x, row->x + c, n);
   NAME(load_block)(g, row->grad_out + c, n);
-  if (fused && fused->drops_y) NAME(dropout_block)(g, &fused->dropout_y, row->first + c);
+  if (fused && fused->drops_y) NAME(dropout_block)(g, row->dropout, row->first + c);
   for (int k = 0; k < BLOCK; ++k) g[k] *= weight[k];
   if (centered) {
     for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
@@ -75,7 +76,7 @@ ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t 
   prefetch(row->grad_out + c, BLOCK * sizeof(T), row->grad_ahead);
   NAME(load_block)(x, row->x + c, n);
   NAME(load_block)(g, row->grad_out + c, n);
-  if (fused && fused->drops_y) NAME(dropout_block)(g, &fused->dropout_y, row->first + c);
+  if (fused && fused->drops_y) NAME(dropout_block)(g, row->dropout, row->first + c);
   if (want.centered) {
     for (int k = 0; k < BLOCK; ++k) x[k] -= row->mean;
   }
@@ -96,7 +97,7 @@ ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t 
     }
     STORE(row->grad_x + c, g, n, stream);
     if (fused && row->grad_dropped) {
-      NAME(dropout_block)(g, &fused->dropout_x, row->first + c);
+      NAME(dropout_block)(g, row->dropout, row->first + c);
       STORE(row->grad_dropped + c, g, n, stream);
     }
   }
@@ -157,9 +158,24 @@ ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(const norm_backward_args *args, in
   };
 }
 
+/* Rows a and b, `a` again for one row, with the masks of both at hand: two rows that one state does not make at once have one each. */
+ALWAYS_INLINE void NAME(hold_rows)(const fused_t *fused, NAME(grad_row_t) * a, NAME(grad_row_t) * b, int64_t cols) {
+  if (!fused->dropout) return;
+  a->dropout = b->dropout = fused->dropout;
+  const int64_t end = b->first + cols, numel = end - a->first + BLOCK;
+  if (numel <= MADE_AT_ONCE - 63) {
+    a->dropout->until = fused->end;
+    cpu_dropout_hold(a->dropout, a->first, numel);
+  } else {
+    a->dropout->until = a->first + cols;
+    if (b != a) b->dropout = fused->dropout + 1, b->dropout->until = end;
+  }
+}
+
 ALWAYS_INLINE void NAME(any_row)(const norm_backward_args *args, const NAME(sums_t) * sums, const fused_t *fused,
                                  int64_t r, const wanted_t *want, int stream) {
   NAME(grad_row_t) row = NAME(grad_row)(args, r, want->centered);
+  if (fused) NAME(hold_rows)(fused, &row, &row, args->cols);
   if (want->x) NAME(grad_means)(args, fused, &row, &row, 1, want->centered);
   NAME(grad_columns)(args, sums, fused, &row, &row, 1, *want, stream);
 }
@@ -171,9 +187,9 @@ static __attribute__((noinline)) void NAME(backward_row)(const norm_backward_arg
 }
 
 static __attribute__((noinline)) void NAME(fused_row)(const norm_backward_args *args, const NAME(sums_t) * sums,
-                                                      int64_t r, const wanted_t *want, int stream) {
-  const fused_t fused = fused_of(args, sizeof(T));
-  NAME(any_row)(args, sums, &fused, r, want, stream);
+                                                      const fused_t *fused, int64_t r, const wanted_t *want,
+                                                      int stream) {
+  NAME(any_row)(args, sums, fused, r, want, stream);
 }
 
 /* Two rows at a time; what is wanted is a constant, and one of the common cases. */
@@ -182,12 +198,13 @@ ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NA
   int64_t r = begin;
   for (; r + 2 <= end; r += 2) {
     NAME(grad_row_t) a = NAME(grad_row)(args, r, want.centered), b = NAME(grad_row)(args, r + 1, want.centered);
+    if (fused) NAME(hold_rows)(fused, &a, &b, args->cols);
     if (want.x) NAME(grad_means)(args, fused, &a, &b, 2, want.centered);
     NAME(grad_columns)(args, sums, fused, &a, &b, 2, want, stream);
   }
   if (r == end) return;
   if (fused) {
-    NAME(fused_row)(args, sums, r, &want, stream);
+    NAME(fused_row)(args, sums, fused, r, &want, stream);
   } else {
     NAME(backward_row)(args, sums, r, &want, stream);
   }
@@ -208,12 +225,16 @@ ALWAYS_INLINE void NAME(backward_rows)(const norm_backward_args *args, const NAM
 /* The same for the fused forms. */
 ALWAYS_INLINE void NAME(fused_rows)(const norm_backward_args *args, const NAME(sums_t) * sums, int64_t begin,
                                     int64_t end, wanted_t want, int pairs, int stream) {
-  const fused_t fused = fused_of(args, sizeof(T));
+  const dropout_t *dropped = args->dropout_y.seed ? &args->dropout_y : &args->dropout_x;
+  cpu_dropout_t dropout[2];
+  for (int k = 0; k < 2; ++k) cpu_dropout_init(&dropout[k], dropped, end * args->cols);
+  const fused_t fused = {dropped->seed ? dropout : NULL, end * args->cols,
+                         row_ahead(args->grad_sum_stride, args->cols, sizeof(T), 2), args->dropout_y.seed != NULL};
   switch (pairs ? 8 * want.centered + 4 * want.x + 2 * want.weight + want.bias : 0) {
     case 15: NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){1, 1, 1, 1}, stream); return;
     case 6: NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){0, 1, 1, 0}, stream); return;
   }
-  for (int64_t r = begin; r < end; ++r) NAME(fused_row)(args, sums, r, &want, stream);
+  for (int64_t r = begin; r < end; ++r) NAME(fused_row)(args, sums, &fused, r, &want, stream);
 }
 
 /* A part's sums in the scratch. */

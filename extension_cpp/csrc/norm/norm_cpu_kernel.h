@@ -158,8 +158,8 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
 
 /* n elements of a row from column c on; `dropout` NULL: none. */
 ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y, NAME(row_t) row,
-                                       wide_place_t place, ahead_t ahead, const cpu_dropout_t *dropout, int64_t c,
-                                       int n, int centered, int stream) {
+                                       wide_place_t place, ahead_t ahead, cpu_dropout_t *dropout, int64_t c, int n,
+                                       int centered, int stream) {
   ACC v[BLOCK], weight[BLOCK], bias[BLOCK];
   prefetch(x + c, BLOCK * sizeof(T), ahead);
   NAME(load_block)(v, x + c, n);
@@ -177,8 +177,8 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
 
 /* Part of a block: a function of its own, since loads and stores of a variable width are long. */
 static __attribute__((noinline)) void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y,
-                                                         const NAME(row_t) * row, const cpu_dropout_t *dropout,
-                                                         int64_t c, int n) {
+                                                         const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
+                                                         int n) {
   NAME(forward_block)
   (args, x, y, *row, NAME(wide_place)(c, args->cols), (ahead_t){0}, dropout, c, n, args->mean != NULL, 0);
 }
@@ -190,15 +190,14 @@ ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int stream) {
 }
 
 ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, int64_t r, ahead_t ahead,
-                                     const cpu_dropout_t *in_memory, int centered, int stream) {
+                                     cpu_dropout_t *dropout, int centered, int stream) {
   const int64_t cols = args->cols;
-  const cpu_dropout_t local = in_memory ? *in_memory : (cpu_dropout_t){0}, *dropout = in_memory ? &local : NULL;
   T *y = (T *)args->y + r * cols;
   const NAME(row_t) row = NAME(row_statistics)(x, cols, args->eps, centered);
   if (centered) ((ACC *)args->mean)[r] = row.mean;
   ((ACC *)args->rstd)[r] = row.rstd;
   int64_t c = NAME(row_head)(y, cols, stream);
-  if (c > 0) NAME(forward_part)(args, x, y, &row, in_memory, 0, (int)c);
+  if (c > 0) NAME(forward_part)(args, x, y, &row, dropout, 0, (int)c);
   const wide_place_t place = NAME(wide_place)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
   if (stream && (uintptr_t)(y + c) % 64 == 0) {
@@ -210,11 +209,11 @@ ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, 
       NAME(forward_block)(args, x, y, row, place, ahead, dropout, c, BLOCK, centered, 0);
     }
   }
-  if (c < cols) NAME(forward_part)(args, x, y, &row, in_memory, c, (int)(cols - c));
+  if (c < cols) NAME(forward_part)(args, x, y, &row, dropout, c, (int)(cols - c));
 }
 
 ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahead_t x_ahead, ahead_t residual_ahead,
-                                   const cpu_dropout_t *dropout, int64_t c, int n) {
+                                   cpu_dropout_t *dropout, int64_t c, int n) {
   const T *x = (const T *)args->x + r * args->x_stride + c;
   const T *residual = (const T *)args->residual + r * args->residual_stride + c;
   ACC v[BLOCK], add[BLOCK];
@@ -228,15 +227,13 @@ ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahe
 }
 
 /* sum's row r, which the norm then reads from the caches. */
-static __attribute__((noinline)) void NAME(add_row)(const norm_forward_args *args, int64_t r,
-                                                    const cpu_dropout_t *dropout) {
+static __attribute__((noinline)) void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropout_t *dropout) {
   const int64_t cols = args->cols, blocks_end = cols - cols % BLOCK;
   const ahead_t x_ahead = row_ahead(args->x_stride, cols, sizeof(T), 1);
   const ahead_t residual_ahead = row_ahead(args->residual_stride, cols, sizeof(T), 1);
   int64_t c = 0;
   if (dropout) {
-    const cpu_dropout_t local = *dropout;
-    for (; c < blocks_end; c += BLOCK) NAME(add_block)(args, r, x_ahead, residual_ahead, &local, c, BLOCK);
+    for (; c < blocks_end; c += BLOCK) NAME(add_block)(args, r, x_ahead, residual_ahead, dropout, c, BLOCK);
   } else {
     for (; c < blocks_end; c += BLOCK) NAME(add_block)(args, r, x_ahead, residual_ahead, NULL, c, BLOCK);
   }
@@ -244,13 +241,14 @@ static __attribute__((noinline)) void NAME(add_row)(const norm_forward_args *arg
 }
 
 ALWAYS_INLINE void NAME(forward_rows)(const norm_forward_args *args, int64_t begin, int64_t end,
-                                      const cpu_dropout_t *dropout_y, int centered) {
+                                      cpu_dropout_t *dropout_y, int centered) {
   const int64_t tensors = args->residual ? 4 : 2;
   const int stream = cpu_should_stream(tensors * args->rows * args->cols * (int64_t)sizeof(T));
   const T *x = args->residual ? args->sum : args->x;
   const int64_t x_stride = args->residual ? args->cols : args->x_stride;
   const ahead_t ahead = row_ahead(args->residual ? 0 : x_stride, args->cols, sizeof(T), 1);
-  const cpu_dropout_t dropout_x = cpu_dropout_of(&args->dropout_x);
+  cpu_dropout_t dropout_x;
+  cpu_dropout_init(&dropout_x, &args->dropout_x, end * args->cols);
   for (int64_t r = begin; r < end; ++r) {
     if (args->residual) NAME(add_row)(args, r, args->dropout_x.seed ? &dropout_x : NULL);
     NAME(forward_row)(args, x + r * x_stride, r, ahead, dropout_y, centered, stream);
@@ -259,7 +257,8 @@ ALWAYS_INLINE void NAME(forward_rows)(const norm_forward_args *args, int64_t beg
 }
 
 static void NAME(norm_forward)(const norm_forward_args *args, int64_t begin, int64_t end) {
-  const cpu_dropout_t dropout_y = cpu_dropout_of(&args->dropout_y);
+  cpu_dropout_t dropout_y;
+  cpu_dropout_init(&dropout_y, &args->dropout_y, end * args->cols);
   if (args->dropout_y.seed) {
     NAME(forward_rows)(args, begin, end, &dropout_y, 1);
   } else if (args->mean) {

@@ -10,12 +10,7 @@
 
 _Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
 
-/* bfloat16 blocks hold the even elements first (cpu_block.h): the column of lane k, and one element as a number. */
-ALWAYS_INLINE int column_float64(int k) { return k; }
-ALWAYS_INLINE int column_float32(int k) { return k; }
-ALWAYS_INLINE int column_float16(int k) { return k; }
-ALWAYS_INLINE int column_bfloat16(int k) { return k < BLOCK / 2 ? 2 * k : 2 * (k - BLOCK / 2) + 1; }
-
+/* One element as a number. */
 ALWAYS_INLINE double widen_float64(double x) { return x; }
 ALWAYS_INLINE double widen_float32(float x) { return x; }
 ALWAYS_INLINE double widen_float16(uint16_t x) { return float16_to_float(x); }
