@@ -114,6 +114,16 @@ static void run_composed(const fused_case *c, const buffer_t *in, void *const *w
   buffer_free(&dropped);
 }
 
+/* The same bits; but a half below 2^-14 is rounded less finely before it is doubled than after. */
+static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
+  if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y)) return memcmp(a->data, b->data, a->bytes) == 0;
+  for (int64_t i = 0; i < c->rows * c->cols; ++i) {
+    const double x = element(c->dtype, a->data, i), y = element(c->dtype, b->data, i);
+    if (x != y && !(fabs(x) < 0x1p-13 && fabs(x - y) <= 0x1p-24)) return 0;
+  }
+  return 1;
+}
+
 static void check_outputs(const fused_case *c, const buffer_t *got, const buffer_t *want) {
   static const char *const names[] = {"sum", "y", "mean", "rstd", "grad_x", "grad_dropped", "grad_weight", "grad_bias"};
   for (int k = 0; k < OUTPUTS; ++k) {
@@ -126,16 +136,15 @@ static void check_outputs(const fused_case *c, const buffer_t *got, const buffer
               a, b);
       }
     } else {
-      CHECK(memcmp(got[k].data, want[k].data, got[k].bytes) == 0,
-            "fused norm %s (%lld, %lld), add %d, drop %d, centered %d: %s has other bits", dtype_names[c->dtype],
-            (long long)c->rows, (long long)c->cols, c->add, c->drop, c->centered, names[k]);
+      CHECK(same(c, &got[k], &want[k]), "fused norm %s (%lld, %lld), add %d, drop %d, centered %d: %s has other bits",
+            dtype_names[c->dtype], (long long)c->rows, (long long)c->cols, c->add, c->drop, c->centered, names[k]);
     }
     buffer_check(&got[k], NULL, names[k]);
   }
   if (!c->add || !c->drop) return;
   buffer_t dropped = buffer_new(got[GRAD_X].bytes, 0);
   drop(c, got[GRAD_X].data, dropped.data);
-  CHECK(memcmp(dropped.data, got[GRAD_DROPPED].data, dropped.bytes) == 0, "fused norm: grad_dropped has other bits");
+  CHECK(same(c, &dropped, &got[GRAD_DROPPED]), "fused norm: grad_dropped has other bits");
   buffer_free(&dropped);
 }
 
@@ -175,8 +184,8 @@ static uint64_t run_case(const fused_case *c) {
 /* add with and without dropout, and dropout of the result, over widths at every alignment of a row's first element,
  * of one row of masks made at once, of two and of more than are held (common/cpu_philox.h). */
 void test_norm_fused(uint32_t step) {
-  static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},   {5, 66},   {3, 224},  {3, 300},
-                                      {9, 1023}, {4, 1024}, {3, 1026}, {2, 4100}, {3, 20001}};
+  static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},  {5, 66},  {9, 1023}, {4, 1024},
+                                      {3, 1026}, {2, 4100}, {3, 224}, {3, 300}, {3, 20001}};
   static const int forms[][2] = {{1, 0}, {1, 1}, {0, 1}};
   (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
@@ -185,8 +194,6 @@ void test_norm_fused(uint32_t step) {
       fused_case c = {
           shapes[i / 6][0],      shapes[i / 6][1], (dtype_t)dtype, i % 2, forms[i / 2 % 3][0], forms[i / 2 % 3][1], 0,
           0x0123456789abcdef + i};
-      /* A half below 2^-14 is rounded less finely before it is doubled; among so many there is one. */
-      if (c.dtype == DTYPE_FLOAT16 && c.cols > 20000) continue;
       if (!c.add && !c.centered) continue; /* there is no rms_norm with dropout */
       hash = 31 * hash + run_case(&c);
       should_stream = 1;
