@@ -187,14 +187,14 @@ void test_norm_fused(uint32_t step) {
   static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},  {5, 66},  {9, 1023}, {4, 1024},
                                       {3, 1026}, {2, 4100}, {3, 224}, {3, 300}, {3, 20001}};
   static const int forms[][2] = {{1, 0}, {1, 1}, {0, 1}};
-  (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
     uint64_t hash = 0;
     for (int i = 0; i < 11 * 3 * 2; ++i) {
       fused_case c = {
           shapes[i / 6][0],      shapes[i / 6][1], (dtype_t)dtype, i % 2, forms[i / 2 % 3][0], forms[i / 2 % 3][1], 0,
           0x0123456789abcdef + i};
-      if (!c.add && !c.centered) continue; /* there is no rms_norm with dropout */
+      if (!c.add && !c.centered) continue;         /* there is no rms_norm with dropout */
+      if (step > 1000 && c.cols > 16384) continue; /* minutes under sanitizers */
       hash = 31 * hash + run_case(&c);
       should_stream = 1;
       for (c.offset = 0; c.offset < OFFSETS; ++c.offset) run_case(&c);
