@@ -20,7 +20,7 @@ setup build run test test-gpu bench docs sanitize: export TORCH_CUDA_ARCH_LIST =
 endif
 
 BUILD_NEEDS := ninja
-TEST_NEEDS := $(BUILD_NEEDS) pytest hypothesis numpy setuptools transformers rich matplotlib
+TEST_NEEDS := $(BUILD_NEEDS) pytest xdist hypothesis numpy setuptools transformers rich matplotlib
 C_SOURCES = find extension_cpp templates tests examples -name .venv -prune -o \
   -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
 CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format
@@ -52,10 +52,11 @@ run: $(READY)  ## build, then show what the operators do: python -m extension_cp
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m extension_cpp demo $(ARGS)
 
+# Two files of tests at a time: much of what they do is one compiler or one interpreter. ARGS="-n 0 ..." for a debugger.
 test: $(READY)  ## build, then run the tests, on the GPU too if there is one
 	$(call need,$(TEST_NEEDS))
 	@$(PYTHON) build_library.py
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: $(READY)  ## build, then run the tests that use the GPU
 	$(call need,$(TEST_NEEDS))

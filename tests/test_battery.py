@@ -60,8 +60,8 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     aligned = (8, 48, 256, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 20480)
-    for width in (*aligned, 1025, 4097):
-        shape = ((10 << 20) // dtype.itemsize // width + 3, width)
+    for width in (*aligned, 1025, 4097, 50257):
+        shape = (max((10 << 20) // dtype.itemsize // width, 400) + 3, width)  # of the widest, several a cluster
         check(spec, next(iter(spec.sample_inputs(maker(device, dtype), shape))))
 
 
@@ -439,21 +439,24 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, device: str) -> None:
     if spec.positional:
         pytest.skip("no small tensor has these elements' masks: test_dropout.py and test_fused_norm.py have this test")
     cols, rows = 1 << 16, (1 << 15) + 2
+    few = 64  # not so few that a kernel has more threads for each, and sums in another order
     generator = torch.Generator().manual_seed(0)
-    last = torch.randn(4, cols, generator=generator).bfloat16().to(device)
+    last = torch.randn(few, cols, generator=generator).bfloat16().to(device)
 
     def make(shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) == 1:
+        if shape[0] not in (rows, few):
             return torch.ones(shape, dtype=torch.bfloat16, device=device)
         x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        x[-4:] = last[:, : shape[1]]
+        x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
         return x
 
-    for big, small in zip(spec.sample_inputs(make, (rows, cols)), spec.sample_inputs(make, (4, cols)), strict=True):
+    # Norms over the last two dimensions still have the rows apart.
+    shapes = [(count, 1, cols) for count in (rows, few)]
+    for big, small in zip(*(spec.sample_inputs(make, shape) for shape in shapes), strict=True):
         a = spec.function(*big.args, **big.kwargs)
         b = spec.function(*small.args, **small.kwargs)
         if a.shape[:1] == (rows,):
-            assert torch.equal(a[-4:], b)
+            assert torch.equal(a[-few:], b)
         else:
             torch.testing.assert_close(a, b)  # a sum over the rows: the zeros add nothing
         del a, b

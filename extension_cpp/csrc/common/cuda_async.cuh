@@ -15,11 +15,11 @@
 __device__ inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Written out, because nvcc takes a vector that is looked at element by element for single bytes.
-__device__ inline uint4 load_shared(const uint4 *p) {
+__device__ inline uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared_address(p))
+               : "r"(address)
                : "memory");
   return v;
 }
@@ -42,20 +42,25 @@ __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// mbarriers with one arrival a phase: that of the thread which says how many bytes the phase is to receive.
-__device__ inline void init_mbarrier(uint64_t *barrier) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// A phase takes so many arrivals, and the bytes that it is told to expect.
+__device__ inline void init_mbarrier(uint64_t *barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+__device__ inline void arrive(uint64_t *barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, too.
 __device__ inline void expect_bytes(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
 // For numbers that come from the cluster.
-__device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
+__device__ inline void wait_cluster(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
@@ -64,8 +69,8 @@ __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// For bytes that come from global memory.
-__device__ inline void wait_copies(uint64_t *barrier, uint32_t parity) {
+// For what comes from the block itself, or from global memory.
+__device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

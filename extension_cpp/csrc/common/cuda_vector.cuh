@@ -66,10 +66,22 @@ __device__ inline Vector<T, N> load_vector(const T *p) {
 
 template <typename T, int N>
 __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
-  T v[N];
-  memcpy(v, &bits, sizeof v);
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+    // A bfloat16 is the upper half of a float. Left to itself nvcc takes three instructions for the two in a word, and with & in place
+    // of __byte_perm (bytes 2 and 3, below them zeros) it spills in places.
+    uint32_t words[N / 2];
+    memcpy(words, &bits, sizeof words);
 #pragma unroll
-  for (int k = 0; k < N; ++k) x[k] = to_acc(v[k]);
+    for (int k = 0; k < N; k += 2) {
+      x[k] = __uint_as_float(words[k / 2] << 16);
+      x[k + 1] = __uint_as_float(__byte_perm(words[k / 2], 0, 0x3244));
+    }
+  } else {
+    T v[N];
+    memcpy(v, &bits, sizeof v);
+#pragma unroll
+    for (int k = 0; k < N; ++k) x[k] = to_acc(v[k]);
+  }
 }
 
 template <typename T, int N>

@@ -39,8 +39,9 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
                        << 10;
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
   constexpr auto kernel = backward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
-  return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD>(p, ring / blocks, max_parts(p.cols),
-                                                                              stream, launched);
+  // A row that is read again holds its place for a turn more.
+  return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD>(p, ring / blocks, Rows::REREAD ? 3 : 2,
+                                                                              max_parts(p.cols), stream, launched);
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
@@ -69,15 +70,20 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;
-  // What needs more registers a column has fewer threads, for they share what the multiprocessor has.
-  if constexpr (HALF) {
-    return launch_backward<T, CENTERED, FUSED, 256, 32, true, ODD>(p, stream, launched);
-  } else {
-    constexpr int TEAM = FUSED == ALONE ? 512 : 256;
-    error = launch_backward<T, CENTERED, FUSED, TEAM, 4096 / TEAM, true, ODD>(p, stream, launched);
-    if (error != cudaSuccess || launched) return error;
-    return launch_backward<T, CENTERED, FUSED, 512, 16, true, ODD>(p, stream, launched);
+  if constexpr (HALF && FUSED == ALONE) {
+    // Multiprocessors come in groups of 16 or a few more, and a cluster has to fit into one.
+    const auto clusters = [&](int columns_a_block) { return 16 / ceil_div(p.cols, columns_a_block); };
+    if (clusters(256 * 40) > clusters(256 * 32)) {
+      return launch_backward<T, CENTERED, FUSED, 256, 40, true, ODD>(p, stream, launched);
+    }
   }
+  error = launch_backward<T, CENTERED, FUSED, 256, 4 * N, true, ODD>(p, stream, launched);
+  if constexpr (!HALF) {
+    if (error == cudaSuccess && !launched) {
+      error = launch_backward<T, CENTERED, FUSED, 512, 16, true, ODD>(p, stream, launched);
+    }
+  }
+  return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>

@@ -24,6 +24,11 @@ constexpr int BLOCKS = !CLUSTER && FUSED == ALONE && TEAM <= 256 &&
 template <typename T, bool CENTERED, Fused FUSED, int E>
 constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&FUSED != ADDED &&E <= 32;
 
+// Whether a cluster's rows, too, are read from the ring again, in place of waiting for their sums in registers: where these are
+// few for three tensors, or for more than four vectors a thread.
+template <typename T, Fused FUSED, int K>
+constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || K > 4);
+
 template <typename T>
 struct Backward : Geometry {
   const T *grad_out;
@@ -54,11 +59,15 @@ struct BackwardRows {
   static constexpr int N = VECTOR<T>;
   static constexpr int TEAMS = THREADS<TEAM> / TEAM;
   static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, FUSED, K * N>;
+  static constexpr bool REREAD = CLUSTER && REREADS<T, FUSED, K>;
+  // Whether grad_x is made from x with xhat written out, for an operation less. An infinite weight then gives NaN in place of inf.
+  static constexpr bool FROM_X = CLUSTER && sizeof(T) == 2 && FUSED == ALONE;
   static constexpr int TENSORS = FUSED == ADDED ? 3 : 2;
   static constexpr int KEPT = KEEP ? K : 1;
   // Whether the mask is made before the row is there; the one of grad_dropped is needed last, but might not find registers then.
   static constexpr bool EARLY = FUSED == DROPPED || (ODD && N == 4);
-  using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD>;
+  static_assert(!(REREAD && EARLY));  // a row's mask would have to outlast the next one's
+  using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD, REREAD>;
   using Mine = Part<T, TEAM, K, N, ODD>;
   // A row's part of each tensor.
   struct Loaded {
@@ -103,14 +112,15 @@ struct BackwardRows {
     ring.fetch(starts, columns, row(i) == p.rows - 1);
   }
 
-  __device__ void load(Loaded &loaded, int i) const {
-    ring.load(loaded.x, 0, p.x + row(i) * p.x_stride, columns);
-    ring.load(loaded.grad_out, 1, p.grad_out + row(i) * p.grad_out_stride, columns);
+  // Row i, which is at `place`.
+  __device__ void load(Loaded &loaded, int i, const Place &place) const {
+    ring.load(loaded.x, 0, p.x + row(i) * p.x_stride, columns, place);
+    ring.load(loaded.grad_out, 1, p.grad_out + row(i) * p.grad_out_stride, columns, place);
     if constexpr (FUSED == ADDED) {
       if (p.grad_sum == nullptr) {
         loaded.grad_sum = {};
       } else {
-        ring.load(loaded.grad_sum, 2, p.grad_sum + row(i) * p.grad_sum_stride, columns);
+        ring.load(loaded.grad_sum, 2, p.grad_sum + row(i) * p.grad_sum_stride, columns, place);
       }
     }
   }
@@ -185,10 +195,13 @@ struct BackwardRows {
       const float2 *parts = ring.exchange.collect(i);
       if constexpr (CLUSTER) {
         float2 v = {};
-#pragma unroll 4
-        for (int q = threadIdx.x % 32; q < p.cluster * WARPS; q += 32) {
-          v.x += parts[q].x;
-          v.y += parts[q].y;
+#pragma unroll
+        for (int j = 0; j < MAX_CLUSTER * WARPS; j += 32) {
+          const int part = j + threadIdx.x % 32;
+          if (part < p.cluster * WARPS) {
+            v.x += parts[part].x;
+            v.y += parts[part].y;
+          }
         }
         return warp_sum<CENTERED>(v);
       } else {
@@ -207,29 +220,29 @@ struct BackwardRows {
     auto mask = loaded.mask;
     if (!EARLY) make_mask(mask, i);
     const float along = -total.x * p.per_col, shift = -total.y * p.per_col;
-    // From xhat and g.
-    const auto write = [&](auto &xhat, const auto &g, const auto &grad_sum, uint32_t kept, int c) {
+    const auto write = [&](auto &grad_x, const auto &grad_sum, uint32_t kept, int c) {
 #pragma unroll
-      for (int j = 0; j < static_cast<int>(sizeof xhat / sizeof xhat[0]); ++j) {
-        const float w = g[j];
-        xhat[j] = sizeof(T) == 2
-                      ? fmaf(xhat[j], along * s.rstd, CENTERED ? fmaf(w, s.rstd, shift * s.rstd) : w * s.rstd)
-                      : fmaf(xhat[j], along, CENTERED ? w + shift : w);
-        if (FUSED == ADDED) xhat[j] += grad_sum[j];
+      for (int j = 0; j < static_cast<int>(sizeof grad_x / sizeof grad_x[0]); ++j) {
+        if (FUSED == ADDED) grad_x[j] += grad_sum[j];
       }
-      store(p.grad_x + first_element + c, xhat);
+      store(p.grad_x + first_element + c, grad_x);
       if (FUSED == ADDED && p.grad_dropped != nullptr) {
-        drop(xhat, p.dropout, kept);
-        store(p.grad_dropped + first_element + c, xhat);
+        drop(grad_x, p.dropout, kept);
+        store(p.grad_dropped + first_element + c, grad_x);
       }
     };
-    // x and grad_out become xhat and g.
+    // x becomes grad_x: (g + shift + xhat * along) * rstd, for float with rstd in g already.
+    const float slope = along * s.rstd, lift = CENTERED ? fmaf(-s.mean, slope, shift) : 0;
+    const auto combine = [&](float xhat, float g) {
+      if (sizeof(T) == 4) return fmaf(xhat, along, CENTERED ? g + shift : g);
+      return fmaf(xhat, slope, CENTERED ? fmaf(g, s.rstd, shift * s.rstd) : g * s.rstd);
+    };
     const auto prepare = [&](auto &x, auto &grad, const auto &w, uint32_t kept) {
       if (FUSED == DROPPED) drop(grad, p.dropout, kept);
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
-        x[j] = normalize(x[j], s);
-        grad[j] = weighted(grad[j], w[j], s);
+        x[j] = FROM_X ? fmaf(x[j], slope, fmaf(grad[j], w[j], lift)) * s.rstd
+                      : combine(normalize(x[j], s), weighted(grad[j], w[j], s));
       }
     };
 #pragma unroll
@@ -237,21 +250,21 @@ struct BackwardRows {
       if (!columns.has(k)) continue;
       float x[N], grad[N], grad_sum[N] = {};
       if constexpr (KEEP) {
-        memcpy(x, xhat[k], sizeof x);
-        memcpy(grad, g[k], sizeof grad);
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] = combine(xhat[k][j], g[k][j]);
       } else {
         unpack<T, N>(x, loaded.x.bits[k]);
         unpack<T, N>(grad, loaded.grad_out.bits[k]);
         prepare(x, grad, weight[k], mask.of(k));
       }
       if constexpr (FUSED == ADDED) unpack<T, N>(grad_sum, loaded.grad_sum.bits[k]);
-      write(x, grad, grad_sum, mask.of(k), columns.column(k));
+      write(x, grad_sum, mask.of(k), columns.column(k));
     }
     if (!columns.has_edge()) return;
     float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)}, grad_sum[1] = {};
     prepare(x, grad, edge_weight, mask.edge);
     if (FUSED == ADDED) grad_sum[0] = to_acc(loaded.grad_sum.edge);
-    write(x, grad, grad_sum, mask.edge, columns.edge);
+    write(x, grad_sum, mask.edge, columns.edge);
   }
 
   // All rows, and this block's partial row of the weight gradients.
@@ -266,7 +279,7 @@ struct BackwardRows {
     if (CLUSTER && rows > 0) {
       if (EARLY) make_mask(loaded.mask, 0);
       ring.wait();
-      load(loaded, 0);
+      load(loaded, 0, ring.now);
       ring.exchange.post(0, sums(loaded, now), rank, p.cluster);
       ring.now.advance(p.stages);
     }
@@ -277,20 +290,26 @@ struct BackwardRows {
         if (i + 1 < rows) {
           if (EARLY) make_mask(following.mask, i + 1);
           ring.wait();
-          load(following, i + 1);
+          load(following, i + 1, ring.now);
           ring.exchange.post(i + 1, sums(following, next), rank, p.cluster);
           ring.now.advance(p.stages);
         }
         const float2 sum = total(i, {});
-        fetch(i + p.stages);  // all warps have posted row i, so they have read it
+        if constexpr (REREAD) {
+          if (i > 0) fetch(i - 1 + p.stages);
+          load(loaded, i, ring.again);
+          ring.leave();
+        } else {
+          fetch(i + p.stages);  // all warps have posted row i, so they have read it
+        }
         finish(i, loaded, now, sum);
-        loaded = following;
+        if (!REREAD) loaded = following;
       } else {
         loaded = {};
         if (i < rows) {
           if (EARLY) make_mask(loaded.mask, i);
           ring.wait();
-          load(loaded, i);
+          load(loaded, i, ring.now);
         }
         const float2 mine = sums(loaded, now);
         ring.exchange.post(i, mine, rank, p.cluster);
@@ -299,7 +318,7 @@ struct BackwardRows {
           fetch(i + p.stages);
         } else {
           if (i > 0) fetch(i - 1 + p.stages);  // of row i - 1 the team has made grad_x
-          if (i < rows) load(loaded, i);
+          if (i < rows) load(loaded, i, ring.now);
         }
         if (i < rows) finish(i, loaded, now, sum);
         ring.now.advance(p.stages);

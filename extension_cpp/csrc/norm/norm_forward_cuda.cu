@@ -139,7 +139,7 @@ template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool C
 cudaError_t launch_ring_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>, K = ELEMENTS / N, RING = (100 << 10) / BLOCKS, TENSORS = FUSED == ADDED ? 2 : 1;
   constexpr auto kernel = ring_forward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, BLOCKS>;
-  return launch_ring<kernel, TENSORS, TEAM, K, N, CLUSTER, BLOCKS, ODD>(p, RING, INT32_MAX, stream, launched);
+  return launch_ring<kernel, TENSORS, TEAM, K, N, CLUSTER, BLOCKS, ODD>(p, RING, 2, INT32_MAX, stream, launched);
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
@@ -187,7 +187,8 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   // threads, and odd ones the blocks.
   constexpr bool FITS = FUSED == ALONE ? N == 4 || !CENTERED || !ODD : FUSED == DROPPED && N == 4 && !ODD;
   constexpr int TEAM = FITS || !ODD ? 256 : 192, BLOCKS = FITS || ODD ? 2 : 1, WIDER = N == 4 ? 512 : 256;
-  error = launch_ring_forward<T, CENTERED, FUSED, TEAM, 4 * N, true, ODD, BLOCKS>(p, stream, launched);
+  constexpr int ELEMENTS = TEAM < 256 && FUSED == ALONE ? 5 * N : 4 * N;
+  error = launch_ring_forward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, BLOCKS>(p, stream, launched);
   if constexpr (TEAM < WIDER) {
     if (error == cudaSuccess && !launched) {
       error = launch_ring_forward<T, CENTERED, FUSED, WIDER, 4 * N, true, ODD, 1>(p, stream, launched);

@@ -105,10 +105,10 @@ struct ForwardRows {
     if (TEAM >= 32 || i < rows) {
       if (FUSED != ALONE && p.dropout.seed != nullptr) part.mask.make(p.dropout, seed, row(i) * p.cols, columns);
       ring.wait();
-      ring.load(part, 0, p.x + row(i) * p.x_stride, columns);
+      ring.load(part, 0, p.x + row(i) * p.x_stride, columns, ring.now);
       if constexpr (FUSED == ADDED) {
         Part<T, TEAM, K, N, ODD> residual;
-        ring.load(residual, 1, p.residual + row(i) * p.residual_stride, columns);
+        ring.load(residual, 1, p.residual + row(i) * p.residual_stride, columns, ring.now);
         add_residual(part, residual, p, row(i), part.mask, columns);
       }
       ring.now.advance(p.stages);
@@ -211,7 +211,10 @@ struct ForwardRows {
     const auto write = [&](auto &x, const auto &w, const auto &b, uint32_t kept, int c) {
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
-        const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
+        // Half types cannot hold a mean so large that the product's rounding would show; float can.
+        const float xhat = !CENTERED        ? x[j] * rstd
+                           : sizeof(T) == 2 ? fmaf(x[j], rstd, -mean * rstd)
+                                            : (x[j] - mean) * rstd;
         x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
       }
       if (FUSED == DROPPED) drop(x, p.dropout, kept);

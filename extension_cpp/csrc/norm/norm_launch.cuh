@@ -111,9 +111,10 @@ struct Facts {
   int clusters[MAX_CLUSTER + 1];  // that run at once, by their size
 };
 
-// Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for two rows, nothing is launched.
+// Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for `least` rows of a team, nothing
+// is launched.
 template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, typename P>
-cudaError_t launch_ring(P &p, int ring_bytes, int64_t max_blocks, cudaStream_t stream, bool &launched) {
+cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cudaStream_t stream, bool &launched) {
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
   constexpr int own = (teams * static_cast<int>(sizeof(Exchange<TEAM, CLUSTER>)) + 127) / 128 * 128;
   thread_local Facts facts;
@@ -158,10 +159,10 @@ cudaError_t launch_ring(P &p, int ring_bytes, int64_t max_blocks, cudaStream_t s
   p.slice = p.slot * N;
   if (ODD) p.slot += 2;
   const int stage = teams * TENSORS * p.slot * 16;
-  p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(2, ring_bytes / stage), facts.room / stage}) : 0;
+  p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
   // The blocks also add their teams' sums there, a float a column and team.
   const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
-  if ((facts.for_sm_90 && p.stages < 2) || bytes > facts.room) return cudaSuccess;
+  if ((facts.for_sm_90 && p.stages < least) || bytes > facts.room) return cudaSuccess;
   p.chunks = std::min(p.chunks, max_blocks);
   if (ODD && p.rows > p.chunks * teams) {
     // No more than there are rows for: the scratch has no partial rows for others.

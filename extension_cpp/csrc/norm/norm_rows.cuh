@@ -102,11 +102,12 @@ struct Part {
   }
   // From shared memory, where column `begin` is at `slot`.
   __device__ void load_slot(const uint4 *slot, const Columns<TEAM, K, N, ODD> &columns) {
-    const uint4 *const first = slot + (ODD ? (columns.first - columns.begin) / N : threadIdx.x % TEAM);
+    const int vector = ODD ? (columns.first - columns.begin) / N : threadIdx.x % TEAM;
+    const uint32_t first = shared_address(slot + vector);  // one for all k: else each would be a chain of its own
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       bits[k] = {};
-      if (columns.has(k)) bits[k] = load_shared(first + k * TEAM);
+      if (columns.has(k)) bits[k] = load_shared(first + 16 * k * TEAM);
     }
     if (ODD) {
       edge = from_acc<T>(0);
@@ -207,13 +208,15 @@ struct Exchange {
   static constexpr int WARPS = TEAM > 32 ? TEAM / 32 : 1;
   float2 slots[4][CLUSTER ? MAX_CLUSTER * WARPS : WARPS];
   uint64_t arrived[4];
-  uint64_t filled[MAX_STAGES];  // of the ring
+  uint64_t filled[MAX_STAGES];                 // of the ring
+  uint64_t emptied[CLUSTER ? MAX_STAGES : 1];  // likewise, where its rows are read twice
 
   __device__ void open(int lane) {
 #if HAS_CLUSTERS
     if (lane == 0) {
-      for (uint64_t &barrier : arrived) init_mbarrier(&barrier);
-      for (uint64_t &barrier : filled) init_mbarrier(&barrier);
+      for (uint64_t &barrier : arrived) init_mbarrier(&barrier, 1);
+      for (uint64_t &barrier : filled) init_mbarrier(&barrier, 1);
+      for (uint64_t &barrier : emptied) init_mbarrier(&barrier, WARPS);
       fence_mbarrier_init();
     }
     if constexpr (CLUSTER) sync_cluster();
@@ -238,7 +241,7 @@ struct Exchange {
   __device__ const float2 *collect(int i) {
     if constexpr (CLUSTER) {
 #if HAS_CLUSTERS
-      wait_phase(&arrived[i % 4], i / 4 % 2);
+      wait_cluster(&arrived[i % 4], i / 4 % 2);
 #endif
       return slots[i % 4];
     } else {
@@ -260,21 +263,22 @@ struct Place {
   }
 };
 
-// The rows of TENSORS tensors on their way to one team.
-template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER, bool ODD>
+// The rows of TENSORS tensors on their way to one team. TWICE: each is read twice, and the warps leave() it.
+template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER, bool ODD, bool TWICE = false>
 struct Ring {
   using Mine = Columns<TEAM, K, N, ODD>;
   uint4 *slots;  // of this team
   Exchange<TEAM, CLUSTER> &exchange;
   int stages;
-  int size;         // of one tensor's slot
-  Place next, now;  // of the next row to ask for, and of the next one to read
+  int size;                // of one tensor's slot
+  Place next, now, again;  // of the next row to ask for, to read, and to read again
 
-  // By one thread of the team, when nobody reads the place any more. A tensor may be NULL. is_last: of the tensors, behind
-  // which nothing is read.
+  // By one thread of the team, when nobody reads the place any more, or all warps will leave() it. A tensor may be NULL. is_last: of
+  // the tensors, behind which nothing is read.
   __device__ void fetch(const T *const (&rows)[TENSORS], const Mine &columns, bool is_last) {
 #if HAS_CLUSTERS
     uint64_t *const filled = &exchange.filled[next.slot];
+    if (TWICE) wait_phase(&exchange.emptied[next.slot], next.parity ^ 1);
     uint4 *const slot = slots + next.slot * TENSORS * size;
     const int elements = max(columns.end - columns.begin, 0);
     int vectors = (elements + N - 1) / N, sum = 0;
@@ -301,14 +305,24 @@ struct Ring {
 
   __device__ void wait() const {
 #if HAS_CLUSTERS
-    wait_copies(&exchange.filled[now.slot], now.parity);
+    wait_phase(&exchange.filled[now.slot], now.parity);
 #endif
   }
 
-  // This thread's part of tensor t at `now`; the row begins at `row`.
-  __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, const T *row, const Mine &columns) const {
+  // By each warp, when it has read the row at `again` for the second time.
+  __device__ void leave() {
 #if HAS_CLUSTERS
-    part.load_slot(slots + (now.slot * TENSORS + t) * size, columns);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&exchange.emptied[again.slot]);
+    again.advance(stages);
+#endif
+  }
+
+  // This thread's part of tensor t at `place`; the row begins at `row`.
+  __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, const T *row, const Mine &columns,
+                       const Place &place) const {
+#if HAS_CLUSTERS
+    part.load_slot(slots + (place.slot * TENSORS + t) * size, columns);
 #else
     part.load(row, columns);
 #endif
