@@ -184,9 +184,9 @@ static __attribute__((noinline)) void NAME(forward_part)(const norm_forward_args
 }
 
 /* Elements up to the next 64 bytes from p on, where the rest of a row can be streamed; 0 if that is no gain. */
-ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int stream) {
+ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int gains) {
   const int64_t head = (int64_t)((64 - (uintptr_t)p % 64) % 64 / sizeof(T));
-  return stream && head < cols ? head : 0;
+  return gains && head < cols ? head : 0;
 }
 
 ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, int64_t r, ahead_t ahead,
@@ -196,7 +196,8 @@ ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, 
   const NAME(row_t) row = NAME(row_statistics)(x, cols, args->eps, centered);
   if (centered) ((ACC *)args->mean)[r] = row.mean;
   ((ACC *)args->rstd)[r] = row.rstd;
-  int64_t c = NAME(row_head)(y, cols, stream);
+  /* Stores that split cache lines are most of rms_norm's time in float32; for half types the head costs more. */
+  int64_t c = NAME(row_head)(y, cols, stream || (sizeof(T) >= 4 && cols >= 512));
   if (c > 0) NAME(forward_part)(args, x, y, &row, dropout, 0, (int)c);
   const wide_place_t place = NAME(wide_place)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
