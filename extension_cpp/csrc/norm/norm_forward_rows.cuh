@@ -211,10 +211,7 @@ struct ForwardRows {
     const auto write = [&](auto &x, const auto &w, const auto &b, uint32_t kept, int c) {
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
-        // Half types cannot hold a mean so large that the product's rounding would show; float can.
-        const float xhat = !CENTERED        ? x[j] * rstd
-                           : sizeof(T) == 2 ? fmaf(x[j], rstd, -mean * rstd)
-                                            : (x[j] - mean) * rstd;
+        const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
         x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
       }
       if (FUSED == DROPPED) drop(x, p.dropout, kept);
