@@ -50,6 +50,34 @@ def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
         torch.testing.assert_close(extension_cpp.rms_norm(x, (8,)), reference.rms_norm(x, (8,)))
 
 
+@pytest.mark.parametrize("cols", [8, 33, 1025, 4096, 16384, 20011, 40960])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device: str) -> None:
+    """As PyTorch's. A mean that is off by its last bit would show: 1 / sqrt(eps) times 4e4 times 2 ** -24 is near 1."""
+    values = torch.tensor([0.0, -3.0, 0.1, 4e4, -4.6e4], device=device).to(dtype)
+    x = values[:, None].expand(-1, cols).contiguous()
+    weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
+    assert torch.equal(extension_cpp.layer_norm(x, (cols,), weight, bias), bias.expand_as(x))
+    normed, total = extension_cpp.add_layer_norm(x, torch.zeros_like(x), (cols,), weight, bias)
+    assert torch.equal(normed, bias.expand_as(x)) and torch.equal(total, x)
+
+
+@every_norm
+@pytest.mark.parametrize("cols", [32768, 40000, 131072])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_how_many_there_are(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
+    """On a GPU wide rows are drawn by ticket where they are many, and dealt out where they are few: none is left out or differs."""
+    rows = (136 << 20) // (cols * dtype.itemsize) + 5
+    x = torch.randn(rows, cols, device=device).to(dtype)
+    weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
+    op = getattr(torch.ops.extension_cpp, name)
+    for _ in range(3 if device == "cuda" else 1):
+        whole = op(*arguments(name, x, weight, bias))
+        for i in range(0, rows, 257):
+            for some, of_whole in zip(op(*arguments(name, x[i : i + 257], weight, bias)), whole, strict=True):
+                assert torch.equal(some, of_whole[i : i + 257])
+
+
 @every_norm
 @pytest.mark.parametrize("rows", [1, 7, 20, 37])
 def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:

@@ -90,14 +90,23 @@ __device__ inline void copy_bulk(uint4 *shared, const void *global, uint32_t byt
 
 __device__ inline void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Writes two numbers to where `slot` is in block `rank` of the cluster, and tells `barrier` there.
-__device__ inline void send(float2 *slot, uint64_t *barrier, int rank, float2 value) {
-  uint32_t to, at;
+// Writes 8 or 16 bytes to where `slot` is in block `rank` of the cluster, and tells `barrier` there.
+template <typename V>
+__device__ inline void send(V *slot, uint64_t *barrier, int rank, const V &value) {
+  static_assert(sizeof(V) == 8 || sizeof(V) == 16);
+  uint32_t to, at, words[sizeof(V) / 4];
+  memcpy(words, &value, sizeof words);
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(slot)), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(barrier)), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
-               "f"(value.x), "f"(value.y), "r"(at)
-               : "memory");
+  if constexpr (sizeof(V) == 8) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "r"(words[0]), "r"(words[1]), "r"(at)
+                 : "memory");
+  } else {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(at)
+                 : "memory");
+  }
 }
 
 #endif

@@ -51,6 +51,7 @@ typedef struct {
   int64_t residual_stride;
   dropout_t dropout_x; /* only with residual */
   dropout_t dropout_y; /* only of layer_norm, without residual */
+  void *tickets;       /* CUDA: scratch, norm_tickets_cuda() uint32_t of it; NULL: none */
 } norm_forward_args;
 
 typedef struct {
@@ -123,6 +124,7 @@ void norm_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 
 /* ---- CUDA: on a cudaStream_t, the current device being that of the tensors; returns a cudaError_t ---- */
 
+int norm_tickets_cuda(const norm_forward_args *args);
 int64_t norm_partial_cuda(const norm_backward_args *args);
 int norm_forward_cuda(const norm_forward_args *args, void *stream);
 int norm_backward_cuda(const norm_backward_args *args, void *stream);

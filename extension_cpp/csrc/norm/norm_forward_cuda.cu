@@ -2,11 +2,12 @@
 //
 // Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for; a block takes 16 KB or more,
 // for smaller ones cannot be started fast enough. Plain loads and stores: another cache policy on one of the two sides costs
-// 4 %. Wider rows, and ODD ones, whose weights would have to be moved into place for every row: norm_forward_rows.cuh.
+// 4 %. Odd rows: norm_forward_odd.cuh; rows wider than a block: norm_forward_wide.cuh.
 //
 // Mean and squared deviations take two passes over the registers, for float with the correction for the rounding of the mean
 // (half types cannot hold a mean so large that it would show).
-#include "norm/norm_forward_rows.cuh"
+#include "norm/norm_forward_odd.cuh"
+#include "norm/norm_forward_wide.cuh"
 #include "norm/norm_launch.cuh"
 #include "norm/norm_plain.cuh"
 
@@ -135,11 +136,72 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, FUSED, K * VECTOR<T
   }
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD, int BLOCKS>
-cudaError_t launch_ring_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int N = VECTOR<T>, K = ELEMENTS / N, RING = (100 << 10) / BLOCKS, TENSORS = FUSED == ADDED ? 2 : 1;
-  constexpr auto kernel = ring_forward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, BLOCKS>;
-  return launch_ring<kernel, TENSORS, TEAM, K, N, CLUSTER, BLOCKS, ODD>(p, RING, 2, INT32_MAX, stream, launched);
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS>
+cudaError_t launch_odd(const Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>, ROWS = ODD_ROWS<CENTERED>, TEAMS = THREADS<TEAM> / TEAM;
+  const int64_t teams = ROWS == 1 ? p.rows : ceil_div(p.rows, N * ROWS) * N, blocks = ceil_div(teams, TEAMS);
+  if (blocks > INT32_MAX) return cudaErrorNotSupported;
+  launched = true;
+  odd_forward_kernel<T, CENTERED, FUSED, TEAM, ELEMENTS / N>
+      <<<static_cast<unsigned>(blocks), THREADS<TEAM>, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS>
+cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launched) {
+  const int64_t blocks = ceil_div(p.rows, THREADS<TEAM> / TEAM);
+  if (blocks > INT32_MAX) return cudaErrorNotSupported;
+  launched = true;
+  forward_kernel<T, CENTERED, FUSED, TEAM, ELEMENTS / VECTOR<T>>
+      <<<static_cast<unsigned>(blocks), THREADS<TEAM>, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD, bool PACKED, bool FULL, int BLOCKS>
+cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>, K = ELEMENTS / N, RING = ((ODD ? 100 : 130) << 10) / BLOCKS;
+  constexpr int TENSORS = FUSED == ADDED ? 2 : 1;
+  constexpr auto kernel = wide_forward_kernel<T, CENTERED, FUSED, TEAM, K, ODD, PACKED, FULL, BLOCKS>;
+  return launch_ring<kernel, TENSORS, TEAM, K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
+}
+
+// Rows wider than a block; two blocks a multiprocessor, if registers allow.
+template <typename T, bool CENTERED, Fused FUSED, bool ODD>
+cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>;
+  const bool is_plain = p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
+  if constexpr (ODD) {
+    constexpr bool NARROWER = FUSED == DROPPED || (FUSED == ALONE && CENTERED && N == 8);
+    constexpr int TEAM = NARROWER ? 192 : 256, E = NARROWER && FUSED == ALONE ? 5 * N : 4 * N;
+    cudaError_t error = is_plain ? launch_wide<T, CENTERED, FUSED, TEAM, E, true, true, false, 2>(p, stream, launched)
+                                 : launch_wide<T, CENTERED, FUSED, TEAM, E, true, false, false, 2>(p, stream, launched);
+    if (error == cudaSuccess && !launched) {
+      error = launch_wide < T, CENTERED, FUSED, N == 4 ? 512 : 256, 4 * N, true, false, false,
+      1 > (p, stream, launched);
+    }
+    return error;
+  } else {
+    constexpr int FULL_BLOCKS = FUSED == ADDED && !(CENTERED && N == 8) ? 1 : 2;
+    constexpr int BLOCKS = FUSED == ALONE || (FUSED == DROPPED && N == 4) ? 2 : 1;
+    const auto fills = [&](int columns) {
+      return is_plain && p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER;
+    };
+    if (fills(256 * 4 * N)) {
+      return launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, FULL_BLOCKS>(p, stream, launched);
+    }
+    if constexpr (N == 4) {
+      if (fills(512 * 4 * N)) {
+        return launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
+      }
+    }
+    cudaError_t error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, false, false, BLOCKS>(p, stream, launched);
+    if constexpr (N == 4) {
+      if (error == cudaSuccess && !launched) {
+        error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, false, false, 1>(p, stream, launched);
+      }
+    }
+    return error;
+  }
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
@@ -152,29 +214,26 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
       Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<64, 16>, Shape<128, 12>, Shape<128, 16>,
              Shape<256, 12>, Shape<256, 16>, Shape<512, 12>, Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
   using Alone = std::conditional_t<N == 4, Floats, Halves>;
-  // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows to the ring.
+  // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows to clusters.
   constexpr int WIDEST = FUSED == ADDED && CENTERED && N == 4 ? 16 : 32;
   using Others = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
                         Shape<256, 32>, Shape<512, WIDEST>>;
-  // Two blocks a multiprocessor, for which the weights of layer_norm's wider shapes leave no registers.
-  using OddWide = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>;
-  using Odd = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<64, 16>, Shape<128, 16>, Shape<256, 16>>;
-  using Known = std::conditional_t<ODD, std::conditional_t<N == 8 && !CENTERED, OddWide, Odd>,
-                                   std::conditional_t<FUSED == ALONE, Alone, Others>>;
+  // ODD: threads for all edges, and registers for two rows of layer_norm. rms_norm, which takes one, also has blocks of 512.
+  constexpr int E = N == 8 && FUSED != ADDED ? 32 : 16;
+  using OddCentered =
+      Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>, Shape<256, E>>;
+  using OddRms = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>,
+                        Shape<256, E>, Shape<512, 16>, Shape<512, 32>>;
+  using Odd = std::conditional_t<CENTERED, OddCentered, OddRms>;
+  using Known = std::conditional_t<ODD, Odd, std::conditional_t<FUSED == ALONE, Alone, Others>>;
   // Few rows: more threads for each, so that they are spread over the chip.
   using Few = Shapes<Shape<32, 2 * N>, Shape<128, 2 * N>, Shape<512, 2 * N>, Shape<512, 4 * N>>;
   const auto launch = [&](auto shape) {
     using S = decltype(shape);
     if constexpr (ODD) {
-      return launch_ring_forward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, true, 2>(p, stream, launched);
+      return launch_odd<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS>(p, stream, launched);
     } else {
-      constexpr int threads = THREADS<S::TEAM>;
-      const int64_t blocks = ceil_div(p.rows, threads / S::TEAM);
-      if (blocks > INT32_MAX) return cudaErrorNotSupported;
-      launched = true;
-      forward_kernel<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS / N>
-          <<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
-      return cudaGetLastError();
+      return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS>(p, stream, launched);
     }
   };
   cudaError_t error = cudaErrorNotSupported;
@@ -182,19 +241,7 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) error = with_shape<N>(p.cols, Few{}, launch);
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
-  if (error != cudaErrorNotSupported) return error;
-  // Two blocks a multiprocessor, if registers allow. Where they do not, aligned rows, which are often powers of two, keep the
-  // threads, and odd ones the blocks.
-  constexpr bool FITS = FUSED == ALONE ? N == 4 || !CENTERED || !ODD : FUSED == DROPPED && N == 4 && !ODD;
-  constexpr int TEAM = FITS || !ODD ? 256 : 192, BLOCKS = FITS || ODD ? 2 : 1, WIDER = N == 4 ? 512 : 256;
-  constexpr int ELEMENTS = TEAM < 256 && FUSED == ALONE ? 5 * N : 4 * N;
-  error = launch_ring_forward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, BLOCKS>(p, stream, launched);
-  if constexpr (TEAM < WIDER) {
-    if (error == cudaSuccess && !launched) {
-      error = launch_ring_forward<T, CENTERED, FUSED, WIDER, 4 * N, true, ODD, 1>(p, stream, launched);
-    }
-  }
-  return error;
+  return error == cudaErrorNotSupported ? launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched) : error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
@@ -212,6 +259,11 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
   p.residual_stride = args.residual_stride;
   p.sum = static_cast<T *>(args.sum);
   p.dropout = FUSED == ADDED ? args.dropout_x : args.dropout_y;
+  p.tickets = static_cast<uint32_t *>(args.tickets);
+  if (p.tickets != nullptr) {
+    const cudaError_t error = cudaMemsetAsync(p.tickets, 0, sizeof *p.tickets, stream);
+    if (error != cudaSuccess) return error;
+  }
   if (args.cols == 0 || !set_shape(p, args.rows, args.cols)) return plain_forward<T>(args, stream);
   const bool in_step = is_in_step<T>(p, args.x, args.x_stride) && is_in_step<T>(p, args.y, args.cols) &&
                        is_in_step<T>(p, args.residual, args.residual_stride) && is_in_step<T>(p, args.sum, args.cols) &&
@@ -224,6 +276,13 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 }
 
 }  // namespace norm_cuda
+
+// Where a row is wider than a block, and there are many: asked for as they are needed they are faster, but the number has to be
+// set to 0 first.
+extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
+  const int64_t row = args->cols * (args->dtype == DTYPE_FLOAT32 ? 4 : 2);
+  return args->dtype != DTYPE_FLOAT64 && args->cols > 16384 && row % 16 == 0 && args->rows * row >= 128 << 20;
+}
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   using namespace norm_cuda;

@@ -113,21 +113,25 @@ struct Facts {
 
 // Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for `least` rows of a team, nothing
 // is launched.
-template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, typename P>
+template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, bool FULL = false,
+          typename P>
 cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cudaStream_t stream, bool &launched) {
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
-  constexpr int own = (teams * static_cast<int>(sizeof(Exchange<TEAM, CLUSTER>)) + 127) / 128 * 128;
   thread_local Facts facts;
   int device;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   if (device != facts.device) {
     int most, most_a_block;
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, KERNEL);
+    if (error != cudaSuccess) return error;
     cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     cudaDeviceGetAttribute(&most_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const int own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
     facts.room = std::min(most / BLOCKS - 1024, most_a_block) - own;
-    facts.for_sm_90 = is_for_sm_90<KERNEL>(device);
+    facts.for_sm_90 = attributes.ptxVersion >= 90;
     error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room);
     if (error != cudaSuccess) return error;
     if (CLUSTER && facts.for_sm_90) {
@@ -148,7 +152,8 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   if (CLUSTER) {
     // The size with the most rows a time: a thread's work is its vectors, and for each row about as much as two more.
     double best = 0;
-    for (int size = std::max<int>(2, ceil_div(vectors, TEAM * K)); size <= MAX_CLUSTER; ++size) {
+    const int smallest = std::max<int>(2, ceil_div(vectors, TEAM * K));
+    for (int size = smallest; size <= (FULL ? std::min(smallest, MAX_CLUSTER) : MAX_CLUSTER); ++size) {
       const double rate = facts.clusters[size] / (static_cast<double>(vectors) / (size * TEAM) + 2);
       if (rate > best) best = rate, p.cluster = size;
     }

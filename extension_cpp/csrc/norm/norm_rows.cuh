@@ -57,10 +57,12 @@ struct Columns {
   int end;
   int first;  // of this thread
   int limit;  // of the vectors
+  int left;   // from `first` to there
+  int edges;  // the columns beside them; those of the first threads of the first warp
   int edge;   // this thread's single column; -1: none
 
   // For `row`, and for every row a multiple of N away.
-  __device__ Columns(const Geometry &g, int64_t row, int lane, int rank) : edge(-1) {
+  __device__ Columns(const Geometry &g, int64_t row, int lane, int rank) : edges(0), edge(-1) {
     // The row's vectors are those from `whole` to `tail`. A block takes g.slice columns of them; the first one also what is
     // before, the one that takes the last of them also what is behind.
     const int skew = ODD ? static_cast<int>(row * g.cols % N) : 0, whole = skew > 0 ? N - skew : 0;
@@ -70,20 +72,24 @@ struct Columns {
     end = to < tail ? to : rank == 0 || from < tail ? g.cols : begin;
     first = from + lane * N;
     limit = min(to, tail);
+    left = limit - first;
     if constexpr (ODD) {
       static_assert(TEAM >= 2 * (N - 1));
       const int head = rank == 0 ? min(whole, g.cols) : 0;
-      if (lane < head) edge = lane;
-      if (lane >= head && limit + lane - head < end) edge = limit + lane - head;
+      edges = head + max(end - limit, 0);
+      if (lane < edges) edge = lane < head ? lane : limit + lane - head;
     }
   }
   __device__ int column(int k) const { return first + k * TEAM * N; }
-  __device__ bool has(int k) const { return column(k) < limit; }
+  __device__ bool has(int k) const { return k * TEAM * N < left; }
   __device__ bool has_edge() const { return ODD && edge >= 0; }
-  __device__ int count() const {
-    int n = has_edge();
+  // How many the block's warp `warp` has (TEAM < 32: the team).
+  __device__ int count_of(int warp) const {
+    constexpr int GROUP = TEAM < 32 ? TEAM : 32;
+    const int from = first - static_cast<int>(threadIdx.x % TEAM) * N + warp * GROUP * N;
+    int n = warp == 0 ? edges : 0;
 #pragma unroll
-    for (int k = 0; k < K; ++k) n += has(k) ? N : 0;
+    for (int k = 0; k < K; ++k) n += min(max(limit - from - k * TEAM * N, 0), GROUP * N);
     return n;
   }
 };
@@ -148,7 +154,7 @@ struct Weights {
   bool is_float;
 
   // Whether they are there, and of x's type.
-  __device__ bool is_plain() const { return data != nullptr && !is_float; }
+  __host__ __device__ bool is_plain() const { return data != nullptr && !is_float; }
 
   // N of them from column c on; ALIGNED: vectors begin at multiples of 16 bytes.
   template <typename T, int N, bool ALIGNED = true>
@@ -172,6 +178,23 @@ struct Weights {
     }
   }
 };
+
+// Columns c to c + N - 1 of an aligned row, which begin anywhere.
+template <typename T, int N>
+__device__ inline Vector<T, N> load_shifted(const T *row, int c) {
+  if constexpr (N == 8) {
+    // The words that hold them, and where these begin half a word early, the last half word.
+    const int odd = c % 2;
+    const uint32_t *const words = reinterpret_cast<const uint32_t *>(row + c - odd);
+    const uint32_t w0 = words[0], w1 = words[1], w2 = words[2], w3 = words[3];
+    const uint32_t last = reinterpret_cast<const uint16_t *>(row)[c + 7];
+    return {__funnelshift_r(w0, w1, 16 * odd), __funnelshift_r(w1, w2, 16 * odd), __funnelshift_r(w2, w3, 16 * odd),
+            __funnelshift_r(w3, last, 16 * odd)};
+  } else {
+    const uint32_t *const words = reinterpret_cast<const uint32_t *>(row + c);
+    return {words[0], words[1], words[2], words[3]};
+  }
+}
 
 // This thread's part of a row of weights, 0 where it has no columns.
 template <typename T, int TEAM, int K, int N, bool ODD>
@@ -203,10 +226,10 @@ __device__ inline float2 warp_sum(float2 v) {
 
 // Where the warps of a team leave their numbers for each other, for up to four rows at a time. Within a block a barrier a row
 // follows; in a cluster every warp sends its numbers to every block.
-template <int TEAM, bool CLUSTER>
+template <int TEAM, bool CLUSTER, typename V = float2>
 struct Exchange {
   static constexpr int WARPS = TEAM > 32 ? TEAM / 32 : 1;
-  float2 slots[4][CLUSTER ? MAX_CLUSTER * WARPS : WARPS];
+  V slots[4][CLUSTER ? MAX_CLUSTER * WARPS : WARPS];
   uint64_t arrived[4];
   uint64_t filled[MAX_STAGES];                 // of the ring
   uint64_t emptied[CLUSTER ? MAX_STAGES : 1];  // likewise, where its rows are read twice
@@ -225,11 +248,11 @@ struct Exchange {
   }
 
   // Gives the warp's numbers for row number i, the same in all its lanes, to the other warps of the team.
-  __device__ void post(int i, float2 value, int rank, int cluster) {
+  __device__ void post(int i, const V &value, int rank, int cluster) {
     const int warp = threadIdx.x % TEAM / 32, lane = threadIdx.x % 32;
     if constexpr (CLUSTER) {
 #if HAS_CLUSTERS
-      if (threadIdx.x == 0) expect_bytes(&arrived[i % 4], cluster * WARPS * sizeof(float2));
+      if (threadIdx.x == 0) expect_bytes(&arrived[i % 4], cluster * WARPS * sizeof(V));
       if (lane < cluster) send(&slots[i % 4][rank * WARPS + warp], &arrived[i % 4], lane, value);
 #endif
     } else if constexpr (TEAM > 32) {
@@ -238,7 +261,7 @@ struct Exchange {
   }
 
   // Waits for the numbers of row i; they are then at the address returned, one a warp of the team.
-  __device__ const float2 *collect(int i) {
+  __device__ const V *collect(int i) {
     if constexpr (CLUSTER) {
 #if HAS_CLUSTERS
       wait_cluster(&arrived[i % 4], i / 4 % 2);
@@ -264,11 +287,12 @@ struct Place {
 };
 
 // The rows of TENSORS tensors on their way to one team. TWICE: each is read twice, and the warps leave() it.
-template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER, bool ODD, bool TWICE = false>
+template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER, bool ODD, bool TWICE = false,
+          typename V = float2>
 struct Ring {
   using Mine = Columns<TEAM, K, N, ODD>;
   uint4 *slots;  // of this team
-  Exchange<TEAM, CLUSTER> &exchange;
+  Exchange<TEAM, CLUSTER, V> &exchange;
   int stages;
   int size;                // of one tensor's slot
   Place next, now, again;  // of the next row to ask for, to read, and to read again

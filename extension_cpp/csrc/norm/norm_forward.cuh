@@ -1,0 +1,133 @@
+// What the forward kernels of layer_norm and rms_norm share: their parameters, the residual, the moments of a part of a row.
+#ifndef EXTENSION_CPP_NORM_FORWARD_CUH
+#define EXTENSION_CPP_NORM_FORWARD_CUH
+
+#include "norm/norm_rows.cuh"
+
+namespace norm_cuda {
+
+template <typename T>
+struct Forward : Geometry {
+  uint32_t *tickets;  // norm_forward_wide.cuh; NULL: rows are dealt out in turn
+  const T *x;
+  Weights weight;
+  Weights bias;
+  T *y;
+  float *mean;  // NULL: rms_norm
+  float *rstd;
+  float eps;
+  int64_t x_stride;
+  const T *residual;
+  int64_t residual_stride;
+  T *sum;
+  dropout_t dropout;  // ADDED: of x, perhaps none; DROPPED: of y
+};
+
+// x becomes residual + dropout(x), which is also written.
+template <typename T, int TEAM, int K, int N, bool ODD>
+__device__ inline void add_residual(Part<T, TEAM, K, N, ODD> &part, const Part<T, TEAM, K, N, ODD> &residual,
+                                    const Forward<T> &p, int64_t row, const Mask<TEAM, K, N, ODD> &mask,
+                                    const Columns<TEAM, K, N, ODD> &columns) {
+  const auto add = [&](auto &x, const auto &r, uint32_t kept, int64_t i) {
+    if (p.dropout.seed != nullptr) drop(x, p.dropout, kept);
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) x[j] += r[j];
+    store(p.sum + i, x);
+  };
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float x[N], r[N];
+    unpack<T, N>(x, part.bits[k]);
+    unpack<T, N>(r, residual.bits[k]);
+    add(x, r, mask.of(k), row * p.cols + columns.column(k));
+    part.bits[k] = pack<T, N>(x);
+  }
+  if (!columns.has_edge()) return;
+  float x[1] = {to_acc(part.edge)}, r[1] = {to_acc(residual.edge)};
+  add(x, r, mask.edge, row * p.cols + columns.edge);
+  part.edge = from_acc<T>(x[0]);
+}
+
+// Mean and squared deviations of a part of a row, and how many columns that are; rms_norm: 0, the sum of squares, any number.
+struct alignas(16) Moments {
+  float mean;
+  float squares;
+  float count;
+  int told;  // norm_forward_wide.cuh
+};
+
+// Of the columns of a warp (TEAM < 32: of a team), of which there are `count`. Half types take one pass, around an element: were
+// that far away from all others, 10 of 24 bits would be lost. float takes two, with the correction for the rounding of the mean.
+template <typename T, bool CENTERED, int TEAM, int K, int N, bool ODD>
+__device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part, const Columns<TEAM, K, N, ODD> &columns,
+                                     float count) {
+  constexpr int GROUP = TEAM < 32 ? TEAM : 32;
+  float x[K][N], sum[1] = {}, edge = 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k) unpack<T, N>(x[k], part.bits[k]);
+  if (ODD) edge = to_acc(part.edge);
+  if (!CENTERED || sizeof(T) == 4) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
+    }
+    if (ODD) sum[0] = CENTERED ? sum[0] + edge : fmaf(edge, edge, sum[0]);
+    group_sum(sum, GROUP);
+  }
+  if (!CENTERED) return {0, sum[0], count};
+  const float per_count = __fdividef(1, fmaxf(count, 1));
+  const float center = sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0, GROUP);
+  float2 v = {};
+  const auto add = [&](float d) {
+    v.x += d;
+    v.y = fmaf(d, d, v.y);
+  };
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+#pragma unroll
+    for (int j = 0; j < N; ++j) add(x[k][j] - center);
+  }
+  if (columns.has_edge()) add(edge - center);
+  if constexpr (GROUP == 32) {
+    v = warp_sum<true>(v);
+  } else {
+    float both[2] = {v.x, v.y};
+    group_sum(both, GROUP);
+    v = {both[0], both[1]};
+  }
+  return {center + v.x * per_count, isinf(v.y) ? v.y : v.y - v.x * v.x * per_count, count};
+}
+
+// Of a whole row, from those of its `size` parts, MOST at most: the mean is that of the parts' means, and each part's distance from
+// it counts as often as the part has columns. LANES neighbouring threads join them together.
+template <bool CENTERED, int LANES, int MOST>
+__device__ inline Moments join(const Moments *parts, int size, float per_col) {
+  const float center = CENTERED ? parts[0].mean : 0;
+  float v[2] = {};
+#pragma unroll
+  for (int j = 0; j < MOST; j += LANES) {
+    const int at = j + threadIdx.x % LANES;
+    if (at >= size) continue;
+    const Moments part = parts[at];
+    const float d = part.mean - center, along = part.count * d;
+    v[0] += along;
+    v[1] += CENTERED ? fmaf(along, d, part.squares) : part.squares;
+  }
+  if constexpr (!CENTERED) {
+    group_sum(reinterpret_cast<float(&)[1]>(v[1]), LANES);
+    return {0, v[1]};
+  } else if constexpr (LANES == 32) {
+    const float2 both = warp_sum<true>({v[0], v[1]});
+    v[0] = both.x, v[1] = both.y;
+  } else {
+    group_sum(v, LANES);
+  }
+  return {fmaf(v[0], per_col, center), isinf(v[1]) ? v[1] : v[1] - v[0] * v[0] * per_col};
+}
+
+}  // namespace norm_cuda
+
+#endif

@@ -1,0 +1,116 @@
+// layer_norm and rms_norm of rows that begin between two multiples of 16 bytes (ODD, norm_rows.cuh).
+//
+// The vectors of x are those of memory, so the weights that belong to them begin anywhere: they are moved into place. For
+// layer_norm, which has two of them, that is done for two rows at a time, which begin alike.
+#ifndef EXTENSION_CPP_NORM_FORWARD_ODD_CUH
+#define EXTENSION_CPP_NORM_FORWARD_ODD_CUH
+
+#include "norm/norm_forward.cuh"
+
+namespace norm_cuda {
+
+// Rows of a team.
+template <bool CENTERED>
+constexpr int ODD_ROWS = CENTERED ? 2 : 1;
+
+// Threads that a multiprocessor holds.
+template <typename T, bool CENTERED, Fused FUSED>
+constexpr int ODD_RESIDENT = FUSED == ADDED && sizeof(T) == 4 ? 512
+                             : FUSED == ADDED || CENTERED     ? 768
+                                                              : 1024;
+
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+__global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED> / THREADS<TEAM>)
+    odd_forward_kernel(const __grid_constant__ Forward<T> p) {
+  constexpr int TEAMS = THREADS<TEAM> / TEAM, WARPS = TEAM / 32, N = VECTOR<T>, ROWS = ODD_ROWS<CENTERED>;
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
+  const int64_t first = team / N * (N * ROWS) + team % N;  // row; the others are N apart
+  const auto row = [&](int i) { return first + i * N; };
+  const auto is_row = [&](int i) { return row(i) < p.rows; };  // all lanes of a warp go on: they sum together
+  const Columns<TEAM, K, N, true> columns(p, first, threadIdx.x % TEAM, 0);
+  Part<T, TEAM, K, N, true> parts[ROWS]{};
+  Mask<TEAM, K, N, true> masks[ROWS]{};
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    if (is_row(i)) parts[i].load(p.x + row(i) * p.x_stride, columns);
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    if (FUSED == ALONE || !is_row(i)) continue;
+    Part<T, TEAM, K, N, true> residual;
+    if (FUSED == ADDED) residual.load(p.residual + row(i) * p.residual_stride, columns);
+    if (p.dropout.seed != nullptr) masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
+    if constexpr (FUSED == ADDED) add_residual(parts[i], residual, p, row(i), masks[i], columns);
+  }
+  Moments moments[ROWS];
+  const float count = columns.count_of(threadIdx.x % TEAM / 32);
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) moments[i] = moments_of<T, CENTERED>(parts[i], columns, count);
+  if constexpr (TEAM > 32) {
+    __shared__ Moments shared[TEAMS][ROWS][WARPS];
+    Moments(&of_warps)[ROWS][WARPS] = shared[threadIdx.x / TEAM];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (threadIdx.x % 32 == 0) of_warps[i][threadIdx.x % TEAM / 32] = moments[i];
+    }
+    sync_group(1 + threadIdx.x / TEAM, TEAM);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, WARPS, WARPS>(of_warps[i], WARPS, p.per_col);
+  }
+  float mean[ROWS], rstd[ROWS];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    mean[i] = moments[i].mean;
+    rstd[i] = rsqrtf(fmaf(moments[i].squares, p.per_col, p.eps));
+    if (threadIdx.x % TEAM > 0 || !is_row(i)) continue;
+    if (CENTERED) p.mean[row(i)] = mean[i];
+    p.rstd[row(i)] = rstd[i];
+  }
+  const auto write = [&](auto &x, const auto &w, const auto &b, int i, uint32_t kept, int c) {
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
+      const float xhat = (CENTERED ? x[j] - mean[i] : x[j]) * rstd[i];
+      x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
+    }
+    if (FUSED == DROPPED) drop(x, p.dropout, kept);
+    store(p.y + row(i) * p.cols + c, x);
+  };
+  const auto finish = [&](auto load) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      float w[N], b[N];
+      load(w, p.weight, columns.column(k));
+      if (CENTERED) load(b, p.bias, columns.column(k));
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        if (!is_row(i)) continue;
+        float x[N];
+        unpack<T, N>(x, parts[i].bits[k]);
+        write(x, w, b, i, masks[i].of(k), columns.column(k));
+      }
+    }
+  };
+  // The usual weights apart: with the branches of the others in its way the compiler loads them one by one.
+  if (p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
+    finish([](float(&w)[N], const Weights &weights, int c) {
+      unpack<T, N>(w, load_shifted<T, N>(static_cast<const T *>(weights.data), c));
+    });
+  } else {
+    finish([](float(&w)[N], const Weights &weights, int c) { weights.template load<T, N, false>(w, c); });
+  }
+  if (!columns.has_edge()) return;
+  float w[1], b[1];
+  p.weight.template load<T>(w, columns.edge);
+  if (CENTERED) p.bias.template load<T>(b, columns.edge);
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    if (!is_row(i)) continue;
+    float x[1] = {to_acc(parts[i].edge)};
+    write(x, w, b, i, masks[i].edge, columns.edge);
+  }
+}
+
+}  // namespace norm_cuda
+
+#endif
