@@ -66,7 +66,7 @@ def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device:
 @pytest.mark.parametrize("cols", [32768, 40000, 131072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_does_not_depend_on_how_many_there_are(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
-    """On a GPU wide rows are drawn by ticket where they are many, and dealt out where they are few: none is left out or differs."""
+    """On a GPU wide rows are drawn by ticket where they are many, else dealt out: none is left out, none differs."""
     rows = (136 << 20) // (cols * dtype.itemsize) + 5
     x = torch.randn(rows, cols, device=device).to(dtype)
     weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
