@@ -173,11 +173,11 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   if constexpr (ODD) {
     constexpr bool NARROWER = FUSED == DROPPED || (FUSED == ALONE && CENTERED && N == 8);
     constexpr int TEAM = NARROWER ? 192 : 256, E = NARROWER && FUSED == ALONE ? 5 * N : 4 * N;
+    constexpr int WIDER = N == 4 ? 512 : 256;
     cudaError_t error = is_plain ? launch_wide<T, CENTERED, FUSED, TEAM, E, true, true, false, 2>(p, stream, launched)
                                  : launch_wide<T, CENTERED, FUSED, TEAM, E, true, false, false, 2>(p, stream, launched);
     if (error == cudaSuccess && !launched) {
-      error = launch_wide < T, CENTERED, FUSED, N == 4 ? 512 : 256, 4 * N, true, false, false,
-      1 > (p, stream, launched);
+      error = launch_wide<T, CENTERED, FUSED, WIDER, 4 * N, true, false, false, 1>(p, stream, launched);
     }
     return error;
   } else {
@@ -186,15 +186,17 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     const auto fills = [&](int columns) {
       return is_plain && p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER;
     };
+    cudaError_t error = cudaSuccess;
     if (fills(256 * 4 * N)) {
-      return launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, FULL_BLOCKS>(p, stream, launched);
-    }
-    if constexpr (N == 4) {
+      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, FULL_BLOCKS>(p, stream, launched);
+    } else if constexpr (N == 4) {
       if (fills(512 * 4 * N)) {
-        return launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
+        error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
       }
     }
-    cudaError_t error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, false, false, BLOCKS>(p, stream, launched);
+    if (error == cudaSuccess && !launched) {
+      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, false, false, BLOCKS>(p, stream, launched);
+    }
     if constexpr (N == 4) {
       if (error == cudaSuccess && !launched) {
         error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, false, false, 1>(p, stream, launched);
