@@ -1,8 +1,8 @@
 // layer_norm and rms_norm of rows wider than a block: a cluster shares a row (norm_rows.cuh), every warp takes the moments of its
 // part, and all warps join them.
 //
-// Who takes which row. Blocks that stay and take every n-th row copy memory at 93 % of the speed of blocks that come and go, for
-// some multiprocessors are slower than others; rows given out as they are asked for lift that (docs/performance.md). So a cluster
+// Who takes which row. Blocks that stay and take every n-th row copy memory at 93 % of the speed of blocks that come and go: some
+// multiprocessors are slower, it is thought. Rows given out as they are asked for lift that (docs/performance.md). So a cluster
 // draws a ticket for each row behind its first ones, and tells all its blocks together with the moments of an earlier row. Under
 // load a ticket takes longer than a row: some warps draw in turn. Where that has no registers, and for ODD rows, of which those of
 // a cluster have to begin alike, rows are dealt out.
