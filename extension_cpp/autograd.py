@@ -1,8 +1,12 @@
-"""register_autograd as torch.library's, cheaper a call: what both cost is in docs/performance.md.
+"""register_autograd as torch.library's, cheaper a call, and operators, which go round it where no gradient is recorded.
 
 An Autograd kernel in Python runs at every call, with gradients and without, and for the backward op again, so that on
-small tensors it is most of the time. torch.library.register_autograd makes an object of each call's arguments, looks
-up defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is needed here:
+small tensors it is most of the time. So each operator that has one has a twin that has not, <name>_no_grad: the same
+arguments, kernels (def_with_twin in csrc/common/op.h) and fake. It is called in the operator's place under no_grad,
+and in a backward pass that is not differentiated itself.
+
+Where gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up
+defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is needed here:
 
 * The guard keeps what runs below from recording gradients. autograd.Function has switched them off by then, and where
   no argument requires grad there are none to record.
@@ -10,6 +14,7 @@ up defaults in the schema, enters a guard, and sets needs_input_grad twice a bac
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +28,45 @@ _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.Autogr
 )
 
 _libraries: list[Library] = []  # a registration lasts as long as its Library
+
+TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
+
+
+def operators(namespace: str) -> SimpleNamespace:
+    """The operators that have a twin, as functions of arguments by position, which call the twin under no_grad."""
+    names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
+    packets = getattr(torch.ops, namespace)
+    return SimpleNamespace(
+        **{
+            name: _operator_or_twin(getattr(packets, name).default, getattr(packets, name + TWIN).default)
+            for name in names
+            if name + TWIN in names
+        }
+    )
+
+
+def _operator_or_twin(op: Callable[..., Any], twin: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return (op if torch.is_grad_enabled() else twin)(*args)
+
+    return call
+
+
+def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """torch.library.register_fake for an operator and its twin."""
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        for name in (op, op + TWIN):
+            torch.library.register_fake(name, fake)
+        return fake
+
+    return register
+
+
+def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
+    """torch.library.register_autocast for an operator and its twin."""
+    for name in (op, op + TWIN):
+        torch.library.register_autocast(name, device_type, cast_inputs)
 
 
 def register_autograd(

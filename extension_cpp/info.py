@@ -233,13 +233,15 @@ def _cpu_name() -> str:
 
 
 def schemas() -> list[str]:
-    """The schema of every operator that is registered, out variants and backward operators included."""
+    """The schema of every operator that is registered, out variants and backward operators included, twins left out."""
     import torch
+
+    from extension_cpp.autograd import TWIN
 
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
-        if namespace == "extension_cpp":
+        if namespace == "extension_cpp" and not name.endswith(TWIN):
             packet = getattr(torch.ops.extension_cpp, name.split(".")[0])
             found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
     return sorted(found)

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_autocast, register_fake
 
-from extension_cpp.autograd import register_autograd
+from extension_cpp.autograd import operators, register_autocast, register_autograd, register_fake
 
-_ops = torch.ops.extension_cpp
+_ops = operators("extension_cpp")
 
 
 # ---- muladd ----
@@ -51,7 +50,7 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
         raise RuntimeError(
             "extension_cpp::muladd: expected a and b not to require grad with out=, which is not differentiable"
         )
-    _ops.muladd.out(a, b, c, out=out)
+    torch.ops.extension_cpp.muladd.out(a, b, c, out=out)
     return out
 
 
@@ -60,7 +59,7 @@ def _(a: Tensor, b: Tensor, c: float) -> Tensor:
     return torch.empty_like(a)
 
 
-@register_fake("extension_cpp::muladd.out")
+@torch.library.register_fake("extension_cpp::muladd.out")
 def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
     return None
 

@@ -28,7 +28,8 @@ FIRST_OP = {"pointwise": "square", "reduction": "rms_norm"}  # what the template
 # A new package's own files, in templates/package, and those that it has in common with this one.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE", "build_library.py", "setup.py"]
-SHARED += ["extension_cpp/py.typed", "extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
+SHARED += ["extension_cpp/autograd.py", "extension_cpp/py.typed"]
+SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
 SHARED += ["tests/test_battery.py", "tests/test_library.py"]
 
@@ -101,7 +102,8 @@ def check_free(name: str, kind: str) -> None:
     if name in dir(builtins):
         raise CannotMake(f"the name '{name}' is taken: it is a builtin of Python")
     for source in sorted((package / "csrc").rglob("*.cpp")):
-        taken = set(re.findall(r'm\.def\(\s*"(\w+)', source.read_text())) & {name, f"{name}_backward"}
+        found = set(re.findall(r'def(?:_with_twin)?\((?:\s*m,)?\s*"(\w+)', source.read_text()))
+        taken = (found | {f"{op}_no_grad" for op in found}) & {name, f"{name}_backward"}
         if taken:
             raise CannotMake(f"the name '{name}' is taken: {source.relative_to(TREE)} has the op {min(taken)}")
     symbols = [symbol for symbol in top_level_names(template / "ops_template.py") if PLACEHOLDER.search(symbol)]

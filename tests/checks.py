@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.opspec import Make, OpSpec, Sample
 
@@ -193,3 +194,20 @@ def check(
         ours, eager, errors, exact, spec.reduction(sample), f"{spec.name}{shapes} {dtype} {what}", limits, least_scale
     )
     return ours
+
+
+class Calls(TorchDispatchMode):
+    """Our operators that were called, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "extension_cpp":
+            self.made.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def twins(self) -> set[bool]:
+        """Whether each was a twin."""
+        return {func._schema.name.endswith("_no_grad") for func, _, _ in self.made}

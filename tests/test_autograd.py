@@ -1,4 +1,4 @@
-"""extension_cpp.autograd keeps what torch.library.register_autograd promises.
+"""extension_cpp.autograd keeps what torch.library.register_autograd promises, and calls twins where it may.
 
 opcheck, torch.compile, second derivatives, no_grad, inference mode and threads are the battery's, for every op, and
 autocast is test_norm.py's.
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -195,5 +197,96 @@ def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
 
     with Watch():
         grads = gradients(layer_norm, tensors)
-    assert seen == [("extension_cpp::layer_norm", False), ("extension_cpp::layer_norm_backward", False)]
+    assert seen == [("extension_cpp::layer_norm", False), ("extension_cpp::layer_norm_backward_no_grad", False)]
     assert_equal(grads, expected)
+
+
+# Twins.
+
+
+def test_what_autograd_knows_has_a_twin_of_its_schema() -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
+    twins = {name for name in names if name.endswith("_no_grad")}
+    assert {f"{name}_no_grad" for name in names if has(name, "Autograd")} == twins != set()
+    assert {f"extension_cpp::{name}_no_grad" for name in vars(extension_cpp.ops._ops)} == twins
+    for twin in twins:
+        name = twin.removesuffix("_no_grad")
+        assert str(torch._C._get_schema(name, "")).replace("(", "_no_grad(", 1) == str(torch._C._get_schema(twin, ""))
+        assert not has(twin, "Autograd")
+        for key in ("CPU", "CUDA", "Meta", "AutocastCPU", "AutocastCUDA"):
+            assert has(twin, key) == has(name, key), f"{twin}: {key}"
+
+
+def test_a_twin_called_with_what_requires_grad_warns_at_its_backward(tensors) -> None:
+    x = tensors[0]
+    y = torch.ops.extension_cpp.relu_no_grad(x)
+    assert torch.equal(y, extension_cpp.relu(x))
+    with pytest.warns(UserWarning, match="relu_no_grad: an autograd kernel was not registered"):
+        y.sum().backward()
+    assert x.grad is None
+
+
+def compiled_graphs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], dict[str, list[str]]]:
+    """The function under torch.compile, and which of our operators its graphs have."""
+    graphs: dict[str, list[str]] = {"forward": [], "backward": []}
+
+    def keep(which: str) -> Callable[..., Any]:
+        def compiler(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            graphs[which] += [str(node.target) for node in module.graph.nodes if "extension_cpp" in str(node.target)]
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("forward")
+    )
+    return torch.compile(function, backend=backend, fullgraph=True), graphs
+
+
+def test_compiled_graphs_have_twins_where_nothing_is_recorded(tensors) -> None:
+    torch._dynamo.reset()
+    compiled, graphs = compiled_graphs(layer_norm)
+    assert_equal(gradients(compiled, tensors), gradients(layer_norm, tensors))
+    names = {"forward": ["extension_cpp.layer_norm.default"]}
+    names["backward"] = ["extension_cpp.layer_norm_backward_no_grad.default"]
+    assert graphs == names
+    with torch.no_grad():
+        assert torch.equal(compiled(*tensors), layer_norm(*tensors))
+    names["forward"].append("extension_cpp.layer_norm_no_grad.default")
+    assert graphs == names
+    assert compiled(*tensors).requires_grad and graphs == names
+
+
+def test_many_gradients_at_once(tensors) -> None:
+    """A backward pass under vmap."""
+    y = layer_norm(*tensors)
+    many = torch.randn(3, *y.shape, dtype=y.dtype, device=y.device)
+    at_once = torch.autograd.grad(y, tensors, many, retain_graph=True, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(y, tensors, grad_out, retain_graph=True) for grad_out in many]
+    assert_equal(at_once, tuple(torch.stack(grads) for grads in zip(*one_by_one, strict=True)))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
+def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -> None:
+    """Transforms record gradients of their own."""
+    x = tensors[0].detach()
+
+    def function(x: Tensor) -> Tensor:
+        return layer_norm(x, *tensors[1:]).sum()
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="functorch transforms"):
+        transform(function, x) if transform is torch.func.vjp else transform(function)(x)
+
+
+def test_no_grad_inside_a_transform(tensors) -> None:
+    """The twin is a constant to both of two nested ones."""
+    x = tensors[0].detach()
+
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = extension_cpp.relu(x)
+        return (factor * x.square()).sum()
+
+    assert torch.equal(torch.func.grad(function)(x), 2 * x.relu() * x)
+    assert torch.equal(torch.func.grad(lambda x: torch.func.grad(function)(x).sum())(x), 2 * x.relu())

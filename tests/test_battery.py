@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.checks import LAYOUTS, as_tuple, check, convert, leaves, maker, random_grad, run
+from tests.checks import LAYOUTS, Calls, as_tuple, check, convert, leaves, maker, random_grad, run
 from tests.opspec import DTYPES, OpSpec, Sample, all_specs
 
 SPECS = all_specs()
@@ -399,6 +399,28 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
         for result, output in zip(results, expected, strict=True):
             assert not result.requires_grad
             assert torch.equal(result, output.detach())
+
+
+@every_op
+def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
+    """Under no_grad and in a plain backward pass; each gives the operator's bits, and passes opcheck itself."""
+    for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
+        with Calls() as forward:
+            outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        grads_out = [torch.ones_like(output) for output in outputs]
+        with Calls() as differentiable:
+            expected = torch.autograd.grad(outputs, leaves(sample), grads_out, create_graph=True)
+        with Calls() as backward:
+            grads = torch.autograd.grad(outputs, leaves(sample), grads_out)
+        with Calls() as no_grad, torch.no_grad():
+            results = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        assert forward.twins() == {False} and no_grad.twins() == {True}
+        assert (differentiable.twins(), backward.twins()) in [({False}, {True}), (set(), set())]
+        for a, b in zip((*outputs, *expected), (*results, *grads), strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+        for op, args, kwargs in (*no_grad.made, *backward.made):
+            args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            torch.library.opcheck(op, args, kwargs)
 
 
 @every_op

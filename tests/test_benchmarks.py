@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import extension_cpp
 from benchmarks import __main__ as command
 from benchmarks import host, peers, plot, results, run
 from benchmarks.table import table
@@ -155,7 +154,7 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
 
     def node() -> str:
         x = torch.ones(2, 2, device=device, requires_grad=True)
-        return type(extension_cpp.layer_norm(x, (2,)).grad_fn).__name__
+        return type(torch.ops.extension_cpp.layer_norm_no_grad(x, (2,))[0].grad_fn).__name__
 
     try:
         assert command.main(["host", "--device", device, "--rounds", "9", "--json", str(path)]) == 0
@@ -172,10 +171,10 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
         assert word in printed
     time = found["rows"][0]["seconds"]["median"]
     assert f"| native | torch.nn.functional.layer_norm | {1e6 * time:.1f} |" in table(path)
-    # Each turn of the plain registration begins, and the whole ends, with the package's own.
-    assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
+    # Each turn of the plain registration begins, and the whole ends, without one.
+    assert kernels == ["CppFunction"] * 3 * 11 and node() == "CppFunction"
     library = register_plainly()
-    assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
+    assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_no_grad_defaultBackward"
     del library
 
 
@@ -187,6 +186,16 @@ def test_the_ways_of_host_do_the_same(way, device) -> None:
     del library
     torch.testing.assert_close(output[0] if way == "kernel" else output, calls.forward("native")())
     torch.testing.assert_close(list(gradients), list(calls.forward_and_backward("native")()))
+
+
+def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(device) -> None:
+    calls, library = host.Calls(device), host.register_plainly()
+    y = calls.forward("register_autograd")()
+    grads = torch.autograd.grad(y, calls.leaves, calls.grad_out, create_graph=True)
+    del library
+    nodes = ["layer_norm_no_grad", *["layer_norm_backward_no_grad"] * 3]
+    for tensor, node in zip((y, *grads), nodes, strict=True):
+        assert type(tensor.grad_fn).__name__ == f"GeneratedBackwardFor_extension_cpp_{node}_defaultBackward"
 
 
 def made_up() -> dict:

@@ -90,6 +90,7 @@ TAKEN = [
     ("layer_norm", "extension_cpp/csrc/norm/norm.cpp has the op layer_norm"),
     ("mish_backward", "has the op mish_backward"),
     ("mish_double", "has the op mish_double_backward"),
+    ("mish_no_grad", "has the op mish_no_grad"),
     ("common", "extension_cpp/csrc/common exists"),
     ("csrc", "extension_cpp/csrc exists"),
     ("nn", "extension_cpp/nn.py exists"),
@@ -268,7 +269,9 @@ def test_documents_of_a_template_are_those_that_make_docs_writes(kind):
     namespace: dict = {"Tensor": torch.Tensor}
     exec(source[: source.index("\n@register_fake")], namespace)
     shim = (template / "kernel_template" / "kernel_template.cpp").read_text()
-    written = ["".join(re.findall(r'"(.*?)"', lines)) for lines in re.findall(r"m\.def\((.*?)\);", shim, re.DOTALL)]
+    written = [
+        "".join(re.findall(r'"(.*?)"', lines)) for lines in re.findall(r"def_with_twin\(\s*m,(.*?)\);", shim, re.DOTALL)
+    ]
     schemas = [str(torch._C.parse_schema(f"extension_cpp::{schema}")) for schema in written]
     function = namespace["kernel_template"]
     row, section = scaffold.documents(kind)

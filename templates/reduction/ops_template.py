@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 
-_ops = torch.ops.extension_cpp
+from extension_cpp.autograd import operators, register_autograd, register_fake
+
+_ops = operators("extension_cpp")
 
 
 # ---- kernel_template ----

@@ -220,4 +220,16 @@ void *current_cuda_stream(const Tensor &) { return nullptr; }
 void check_cuda(const char *op, int) { fail(op, "built without CUDA"); }
 #endif
 
+constexpr char TWIN[] = "_no_grad";  // as in autograd.py
+
+void def_with_twin(StableLibrary &m, const std::string &schema) {
+  m.def(schema.c_str());
+  m.def(std::string(schema).insert(schema.find('('), TWIN).c_str());
+}
+
+void impl_with_twin(StableLibrary &m, const std::string &name, void (*kernel)(StableIValue *, uint64_t, uint64_t)) {
+  m.impl(name.c_str(), kernel);
+  m.impl((name + TWIN).c_str(), kernel);
+}
+
 }  // namespace extension_cpp

@@ -121,6 +121,15 @@ void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const T
   launch(op, kernel, args, x, ceil_div(args.numel, CHUNK), flat_grain(bytes));
 }
 
+// ---- registration ----
+
+using torch::stable::detail::StableLibrary;
+
+// Register an operator that autograd knows, and its twin, for calls that record no gradient: <name>_no_grad, of the same
+// arguments and kernels, for which no Autograd kernel is registered. A schema is "name(arguments) -> results".
+void def_with_twin(StableLibrary &m, const std::string &schema);
+void impl_with_twin(StableLibrary &m, const std::string &name, void (*kernel)(StableIValue *, uint64_t, uint64_t));
+
 }  // namespace extension_cpp
 
 #endif

@@ -19,12 +19,14 @@ static Tensor dropout(const Tensor &x, double p, const Tensor &seed) {
   return y;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) { m.def("dropout(Tensor x, float p, Tensor seed) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  def_with_twin(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { m.impl("dropout", TORCH_BOX(&dropout)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { impl_with_twin(m, "dropout", TORCH_BOX(&dropout)); }
 
 #ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { m.impl("dropout", TORCH_BOX(&dropout)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { impl_with_twin(m, "dropout", TORCH_BOX(&dropout)); }
 #endif
 
 }  // namespace extension_cpp

@@ -45,22 +45,22 @@ static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("mish(Tensor x) -> Tensor");
-  m.def("mish_backward(Tensor grad_out, Tensor x) -> Tensor");
-  m.def("mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
+  def_with_twin(m, "mish(Tensor x) -> Tensor");
+  def_with_twin(m, "mish_backward(Tensor grad_out, Tensor x) -> Tensor");
+  def_with_twin(m, "mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("mish", TORCH_BOX(&mish));
-  m.impl("mish_backward", TORCH_BOX(&mish_backward));
-  m.impl("mish_double_backward", TORCH_BOX(&mish_double_backward));
+  impl_with_twin(m, "mish", TORCH_BOX(&mish));
+  impl_with_twin(m, "mish_backward", TORCH_BOX(&mish_backward));
+  impl_with_twin(m, "mish_double_backward", TORCH_BOX(&mish_double_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("mish", TORCH_BOX(&mish));
-  m.impl("mish_backward", TORCH_BOX(&mish_backward));
-  m.impl("mish_double_backward", TORCH_BOX(&mish_double_backward));
+  impl_with_twin(m, "mish", TORCH_BOX(&mish));
+  impl_with_twin(m, "mish_backward", TORCH_BOX(&mish_backward));
+  impl_with_twin(m, "mish_double_backward", TORCH_BOX(&mish_double_backward));
 }
 #endif
 

@@ -61,22 +61,22 @@ static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("muladd(Tensor a, Tensor b, float c) -> Tensor");
+  def_with_twin(m, "muladd(Tensor a, Tensor b, float c) -> Tensor");
   m.def("muladd.out(Tensor a, Tensor b, float c, *, Tensor(a!) out) -> ()");
-  m.def("muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");
+  def_with_twin(m, "muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("muladd", TORCH_BOX(&muladd));
+  impl_with_twin(m, "muladd", TORCH_BOX(&muladd));
   m.impl("muladd.out", TORCH_BOX(&muladd_out));
-  m.impl("muladd_backward", TORCH_BOX(&muladd_backward));
+  impl_with_twin(m, "muladd_backward", TORCH_BOX(&muladd_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("muladd", TORCH_BOX(&muladd));
+  impl_with_twin(m, "muladd", TORCH_BOX(&muladd));
   m.impl("muladd.out", TORCH_BOX(&muladd_out));
-  m.impl("muladd_backward", TORCH_BOX(&muladd_backward));
+  impl_with_twin(m, "muladd_backward", TORCH_BOX(&muladd_backward));
 }
 #endif
 

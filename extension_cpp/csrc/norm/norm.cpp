@@ -250,32 +250,34 @@ static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, cons
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def(
+  def_with_twin(
+      m,
       "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> "
       "(Tensor, Tensor, Tensor)");
-  m.def(
-      "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
-      "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
-      "(Tensor, Tensor, Tensor)");
-  m.def("rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)");
-  m.def(
-      "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight, "
-      "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+  def_with_twin(m,
+                "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
+                "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
+                "(Tensor, Tensor, Tensor)");
+  def_with_twin(
+      m, "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)");
+  def_with_twin(m,
+                "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight, "
+                "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("layer_norm", TORCH_BOX(&layer_norm));
-  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm));
+  impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm));
+  impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("layer_norm", TORCH_BOX(&layer_norm));
-  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm));
+  impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm));
+  impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
 #endif
 

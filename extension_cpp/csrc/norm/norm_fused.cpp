@@ -112,46 +112,52 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm_dropout_backward(const Tens
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def(
+  def_with_twin(
+      m,
       "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
       "float p, Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
+  def_with_twin(
+      m,
       "add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
       "Tensor rstd, Tensor? weight, Tensor? bias, float p, Tensor? seed, bool needs_grad_x, bool needs_grad_residual, "
       "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
+  def_with_twin(
+      m,
       "add_rms_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float? eps, float p, "
       "Tensor? seed) -> (Tensor, Tensor, Tensor)");
-  m.def(
+  def_with_twin(
+      m,
       "add_rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor rstd, "
       "Tensor? weight, float p, Tensor? seed, bool needs_grad_x, bool needs_grad_residual, bool needs_grad_weight) -> "
       "(Tensor, Tensor, Tensor)");
-  m.def(
+  def_with_twin(
+      m,
       "layer_norm_dropout(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, float p, "
       "Tensor? seed) -> (Tensor, Tensor, Tensor)");
-  m.def(
+  def_with_twin(
+      m,
       "layer_norm_dropout_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, float p, Tensor? seed, bool needs_grad_x, bool needs_grad_weight, "
       "bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
-  m.impl("add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
-  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
-  m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
-  m.impl("layer_norm_dropout", TORCH_BOX(&layer_norm_dropout));
-  m.impl("layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
+  impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm));
+  impl_with_twin(m, "add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
+  impl_with_twin(m, "add_rms_norm", TORCH_BOX(&add_rms_norm));
+  impl_with_twin(m, "add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
+  impl_with_twin(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout));
+  impl_with_twin(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
-  m.impl("add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
-  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
-  m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
-  m.impl("layer_norm_dropout", TORCH_BOX(&layer_norm_dropout));
-  m.impl("layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
+  impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm));
+  impl_with_twin(m, "add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
+  impl_with_twin(m, "add_rms_norm", TORCH_BOX(&add_rms_norm));
+  impl_with_twin(m, "add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
+  impl_with_twin(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout));
+  impl_with_twin(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
 }
 #endif
 

@@ -189,13 +189,13 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
+  def_with_twin(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { m.impl("reduce_sum", TORCH_BOX(&reduce_sum)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
 
 #ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { m.impl("reduce_sum", TORCH_BOX(&reduce_sum)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
 #endif
 
 }  // namespace extension_cpp

@@ -28,19 +28,19 @@ static Tensor relu_backward(const Tensor &grad_out, const Tensor &y) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("relu(Tensor x) -> Tensor");
-  m.def("relu_backward(Tensor grad_out, Tensor y) -> Tensor");
+  def_with_twin(m, "relu(Tensor x) -> Tensor");
+  def_with_twin(m, "relu_backward(Tensor grad_out, Tensor y) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("relu", TORCH_BOX(&relu));
-  m.impl("relu_backward", TORCH_BOX(&relu_backward));
+  impl_with_twin(m, "relu", TORCH_BOX(&relu));
+  impl_with_twin(m, "relu_backward", TORCH_BOX(&relu_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("relu", TORCH_BOX(&relu));
-  m.impl("relu_backward", TORCH_BOX(&relu_backward));
+  impl_with_twin(m, "relu", TORCH_BOX(&relu));
+  impl_with_twin(m, "relu_backward", TORCH_BOX(&relu_backward));
 }
 #endif
 

@@ -67,21 +67,21 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
-  m.def(
-      "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, bool needs_grad_x, "
-      "bool needs_grad_bias) -> (Tensor, Tensor)");
+  def_with_twin(m, "scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
+  def_with_twin(m,
+                "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, bool needs_grad_x, "
+                "bool needs_grad_bias) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("scale_bias_relu", TORCH_BOX(&scale_bias_relu));
-  m.impl("scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
+  impl_with_twin(m, "scale_bias_relu", TORCH_BOX(&scale_bias_relu));
+  impl_with_twin(m, "scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("scale_bias_relu", TORCH_BOX(&scale_bias_relu));
-  m.impl("scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
+  impl_with_twin(m, "scale_bias_relu", TORCH_BOX(&scale_bias_relu));
+  impl_with_twin(m, "scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
 }
 #endif
 

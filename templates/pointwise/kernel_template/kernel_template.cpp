@@ -39,19 +39,19 @@ static Tensor backward(const Tensor &grad_out, const Tensor &x) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  m.def("kernel_template(Tensor x) -> Tensor");
-  m.def("kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
+  def_with_twin(m, "kernel_template(Tensor x) -> Tensor");
+  def_with_twin(m, "kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  m.impl("kernel_template", TORCH_BOX(&forward));
-  m.impl("kernel_template_backward", TORCH_BOX(&backward));
+  impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
+  impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  m.impl("kernel_template", TORCH_BOX(&forward));
-  m.impl("kernel_template_backward", TORCH_BOX(&backward));
+  impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
+  impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 #endif
 
