@@ -67,6 +67,16 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 
 @every_op
 @every_dtype
+def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """As many rows as take kernels with more threads a row, and a few more."""
+    if device != "cuda":
+        pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
+    for rows, width in itertools.product((3, 128, 129, 256, 257, 512, 513), (64, 512, 1024, 2048, 4096)):
+        check(spec, next(iter(spec.sample_inputs(maker(device, dtype), (rows, width)))))
+
+
+@every_op
+@every_dtype
 def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     """Layouts of the inputs, each with layouts of grad_out; .sum().backward() gives the expanded one."""
     for shape in [(6, 33), (3, 4, 33), (2, 3, 4, 37), (2, 64, 8, 8)]:

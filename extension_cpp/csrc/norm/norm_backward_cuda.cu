@@ -54,7 +54,12 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   using Floats = Shapes<Narrow, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>, Shape<64, 32>,
                         Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
   using FusedHalves = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>;
-  using FusedFloats = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>;
+  // add_layer_norm's floats at odd widths would spill with 32 elements a thread.
+  using FusedFloats =
+      std::conditional_t<ODD && CENTERED && FUSED == ADDED,
+                         Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<64, 16>, Shape<128, 12>,
+                                Shape<128, 16>, Shape<256, 12>, Shape<256, 16>>,
+                         Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>>;
   using Alone = std::conditional_t<HALF, Halves, Floats>;
   using Others = std::conditional_t<HALF, FusedHalves, FusedFloats>;
   using Known = std::conditional_t<FUSED == ALONE, Alone, Others>;
@@ -64,9 +69,14 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   };
   cudaError_t error = cudaErrorNotSupported;
   if constexpr (!ODD) {
-    // Few rows: more threads for each, so that they are spread over the chip.
-    using Few = Shapes<Shape<128, 2 * N>, Shape<512, 2 * N>>;
-    if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= 512 << 10) error = with_shape<N>(p.cols, Few{}, launch);
+    // Few rows: as many threads for each as leave a multiprocessor, of which a chip has 128 or a few more, one turn.
+    if (p.rows <= FEW_ROWS / 4) {
+      error = with_shape<N>(p.cols, Shapes<Shape<256, 16>>{}, launch);
+    } else if (p.rows <= FEW_ROWS / 2) {
+      error = with_shape<N>(p.cols, Shapes<Shape<128, 16>>{}, launch);
+    } else if (p.rows <= FEW_ROWS) {
+      error = with_shape<N>(p.cols, Shapes<Shape<64, 16>>{}, launch);
+    }
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;

@@ -29,6 +29,9 @@ constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&FUSED != ADDED &&E <= 32;
 template <typename T, Fused FUSED, int K>
 constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || K > 4);
 
+// Rows that are few: they take other shapes (norm_backward_cuda.cu).
+constexpr int FEW_ROWS = 512;
+
 template <typename T>
 struct Backward : Geometry {
   const T *grad_out;
@@ -377,6 +380,10 @@ __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K
   if (CLUSTER) rank = cluster_rank();
 #endif
   exchange.open(Rows::lane());
+#if HAS_CLUSTERS
+  // The kernel that adds the partial rows may take its places now, and wait there. Of many rows it would be in the way.
+  if (p.rows <= FEW_ROWS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   Rows rows(p, shared + Rows::team() * p.stages * Rows::TENSORS * p.slot, exchange, chunk, rank);
   rows.run(chunk, reinterpret_cast<float *>(shared));
 #if HAS_CLUSTERS

@@ -37,7 +37,7 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM>
 
 // Bytes of x up to which its rows are few.
 template <typename T>
-constexpr int64_t FEW = sizeof(T) == 2 ? 2 << 20 : 8 << 20;
+constexpr int64_t FEW = sizeof(T) == 2 ? 4 << 20 : 8 << 20;
 
 // Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. layer_norm_dropout spills a few bytes
 // by it, and is faster all the same.
@@ -229,7 +229,8 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   using Odd = std::conditional_t<CENTERED, OddCentered, OddRms>;
   using Known = std::conditional_t<ODD, Odd, std::conditional_t<FUSED == ALONE, Alone, Others>>;
   // Few rows: more threads for each, so that they are spread over the chip.
-  using Few = Shapes<Shape<32, 2 * N>, Shape<128, 2 * N>, Shape<512, 2 * N>, Shape<512, 4 * N>>;
+  using Few = Shapes<Shape<32, 2 * N>, Shape<64, 2 * N>, Shape<128, 2 * N>, Shape<256, 2 * N>, Shape<512, 2 * N>,
+                     Shape<512, 4 * N>>;
   const auto launch = [&](auto shape) {
     using S = decltype(shape);
     if constexpr (ODD) {
