@@ -41,13 +41,18 @@ constexpr int64_t FEW = sizeof(T) == 2 ? 4 << 20 : 8 << 20;
 
 // Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. layer_norm_dropout spills a few bytes
 // by it, and is faster all the same.
-template <typename T, Fused FUSED, int E>
-constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4        ? 512
-                         : E > 32 || (FUSED == ADDED && E <= 16) ? 768
-                                                                 : 1024;
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int E>
+constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                        ? 512
+                         : E > 32 || (FUSED == ADDED && E <= 16)                 ? 768
+                         : !CENTERED && FUSED == ALONE && E == 32 && TEAM <= 256 ? 768  // for the weights
+                                                                                 : 1024;
+
+// Whether the weights are asked for before the row, so that they are there when its sums are: where registers are left for them.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+constexpr bool EARLY = K <= 2 || (FUSED == ALONE && (CENTERED ? sizeof(T) == 4 && K <= 4 && TEAM <= 256 : K <= 5));
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
-__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, FUSED, K * VECTOR<T>> / THREADS<TEAM>)
+__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
   constexpr int TEAMS = THREADS<TEAM> / TEAM, COUNT = CORRECTS ? 2 : 1, N = VECTOR<T>;
@@ -57,10 +62,9 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, FUSED, K * VECTOR<T
   const Columns<TEAM, K, N, false> columns(p, row, threadIdx.x % TEAM, 0);
   Part<T, TEAM, K, N, false> part{};
   Mask<TEAM, K, N, false> mask{};
-  // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one. Where registers
-  // are many they are asked for before the row, whose sums they would else be waited for behind.
-  constexpr bool EARLY = K <= 2;
-  const bool are_early = EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
+  // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one.
+  constexpr bool CAN_BE_EARLY = EARLY<T, CENTERED, FUSED, TEAM, K>;
+  const bool are_early = CAN_BE_EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
   Part<T, TEAM, K, N, false> weight, bias;
   if (are_early) {
     weight.load(static_cast<const T *>(p.weight.data), columns);
@@ -127,7 +131,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, FUSED, K * VECTOR<T
   if (are_early) {
     finish([&](float(&w)[N], int k) { unpack<T, N>(w, weight.bits[k]); },
            [&](float(&b)[N], int k) { unpack<T, N>(b, bias.bits[k]); });
-  } else if (!EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
+  } else if (!CAN_BE_EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
     finish([&](float(&w)[N], int k) { load<T, N>(w, static_cast<const T *>(p.weight.data) + columns.column(k)); },
            [&](float(&b)[N], int k) { load<T, N>(b, static_cast<const T *>(p.bias.data) + columns.column(k)); });
   } else {
