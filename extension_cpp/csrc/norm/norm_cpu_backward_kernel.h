@@ -212,11 +212,21 @@ ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NA
 
 ALWAYS_INLINE void NAME(backward_rows)(const norm_backward_args *args, const NAME(sums_t) * sums, int64_t begin,
                                        int64_t end, wanted_t want, int pairs, int stream) {
-  switch (pairs ? 8 * want.centered + 4 * want.x + 2 * want.weight + want.bias : 0) {
-    case 15: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 1, 1, 1}, stream); return;
+  const int wants = 8 * want.centered + 4 * want.x + 2 * want.weight + want.bias;
+  const wanted_t all = {1, 1, 1, 1}, all_of_rms = {0, 1, 1, 0};
+  if (!pairs && wants == 15) {
+    for (int64_t r = begin; r < end; ++r) NAME(any_row)(args, sums, NULL, r, &all, stream);
+    return;
+  }
+  if (!pairs && wants == 6) {
+    for (int64_t r = begin; r < end; ++r) NAME(any_row)(args, sums, NULL, r, &all_of_rms, stream);
+    return;
+  }
+  switch (pairs ? wants : 0) {
+    case 15: NAME(backward_pairs)(args, sums, NULL, begin, end, all, stream); return;
     case 12: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 1, 0, 0}, stream); return;
     case 11: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 0, 1, 1}, 0); return;
-    case 6: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){0, 1, 1, 0}, stream); return;
+    case 6: NAME(backward_pairs)(args, sums, NULL, begin, end, all_of_rms, stream); return;
     case 4: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){0, 1, 0, 0}, stream); return;
   }
   for (int64_t r = begin; r < end; ++r) NAME(backward_row)(args, sums, r, &want, stream);
