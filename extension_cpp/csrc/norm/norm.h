@@ -98,12 +98,14 @@ void norm_widen_cpu(int64_t begin, int64_t end, void *args); /* columns [begin, 
  * NORM_TILE columns. args points to the struct. */
 enum { NORM_TILE = 2048 };
 
-/* At most 256 parts, and 8 or as many as 16 MiB of scratch hold; at least 8 rows a part. */
+/* At most 256 parts, and 8 or as many as 16 MiB of scratch hold. A part's sums cost as much as some rows, so it has 64 rows or more, but
+ * of wide rows, which may be few, as many as have 2^18 elements, and 8 at least. */
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   int64_t parts = (16 << 20) / (24 * norm_wide_cols(cols));
   parts = parts < 8 ? 8 : parts > 256 ? 256 : parts;
-  const int64_t part_rows = 2 * ceil_div(ceil_div(rows, parts), 2);
-  return part_rows < 8 ? 8 : part_rows;
+  const int64_t part_rows = 2 * ceil_div(ceil_div(rows, parts), 2), of_elements = (1 << 17) / norm_wide_cols(cols) * 2;
+  const int64_t least = of_elements < 8 ? 8 : of_elements > 64 ? 64 : of_elements;
+  return part_rows < least ? least : part_rows;
 }
 
 static inline int64_t norm_parts(int64_t rows, int64_t cols) { return ceil_div(rows, norm_part_rows(rows, cols)); }
