@@ -119,19 +119,21 @@ ALWAYS_INLINE void NAME(grad_blocks)(const norm_backward_args *args, const NAME(
 
 static __attribute__((noinline)) void NAME(grad_part)(const norm_backward_args *args, const NAME(sums_t) * sums,
                                                       const fused_t *fused, const NAME(grad_row_t) * row, int64_t c,
-                                                      int n, const wanted_t *want) {
-  NAME(grad_blocks)(args, sums, fused, row, row, 1, NAME(wide_place)(c, args->cols), c, n, *want, 0);
+                                                      int n, wanted_t want) {
+  NAME(grad_blocks)(args, sums, fused, row, row, 1, NAME(wide_place)(c, args->cols), c, n, want, 0);
 }
 
-/* All columns of one row or of two; what is streamed begins at 64 bytes in both. */
+/* All columns of one row or of two; what is streamed begins at 64 bytes in both. The blocks read copies: what a call was given the
+ * address of has to be read again after every store. */
 ALWAYS_INLINE void NAME(grad_columns)(const norm_backward_args *args, const NAME(sums_t) * sums,
-                                      const fused_t *in_memory, const NAME(grad_row_t) * a, const NAME(grad_row_t) * b,
-                                      int rows, wanted_t want, int stream) {
+                                      const fused_t *fused_in, const NAME(grad_row_t) * a_in,
+                                      const NAME(grad_row_t) * b_in, int rows, wanted_t want, int stream) {
   const int64_t cols = args->cols;
-  const fused_t local = in_memory ? *in_memory : (fused_t){0}, *fused = in_memory ? &local : NULL;
+  const fused_t fused_copy = fused_in ? *fused_in : (fused_t){0}, *fused = fused_in ? &fused_copy : NULL;
+  const NAME(grad_row_t) a_copy = *a_in, b_copy = *b_in, *a = &a_copy, *b = &b_copy;
   int64_t c = NAME(row_head)(a->grad_x, cols, stream);
-  if (c > 0) NAME(grad_part)(args, sums, in_memory, a, 0, (int)c, &want);
-  if (c > 0 && rows == 2) NAME(grad_part)(args, sums, in_memory, b, 0, (int)c, &want);
+  if (c > 0) NAME(grad_part)(args, sums, fused_in, a_in, 0, (int)c, want);
+  if (c > 0 && rows == 2) NAME(grad_part)(args, sums, fused_in, b_in, 0, (int)c, want);
   const wide_place_t place = NAME(wide_place)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
   if (stream && (uintptr_t)(a->grad_x + c) % 64 == 0 && (!fused || (uintptr_t)(a->grad_dropped + c) % 64 == 0)) {
@@ -139,8 +141,8 @@ ALWAYS_INLINE void NAME(grad_columns)(const norm_backward_args *args, const NAME
   } else {
     for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 0);
   }
-  if (c < cols) NAME(grad_part)(args, sums, in_memory, a, c, (int)(cols - c), &want);
-  if (c < cols && rows == 2) NAME(grad_part)(args, sums, in_memory, b, c, (int)(cols - c), &want);
+  if (c < cols) NAME(grad_part)(args, sums, fused_in, a_in, c, (int)(cols - c), want);
+  if (c < cols && rows == 2) NAME(grad_part)(args, sums, fused_in, b_in, c, (int)(cols - c), want);
 }
 
 ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(const norm_backward_args *args, int64_t r, int centered) {

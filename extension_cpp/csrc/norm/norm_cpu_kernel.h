@@ -2,16 +2,25 @@
 
 /* ---- wide arrays: weight, bias and the sums over rows (norm_cpu.c says how they lie) ---- */
 
+/* In column order by one loop: of two, gcc copies the second in pieces, and who then reads them as one waits for all. */
 ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_place_t place, int64_t c) {
   const ACC *p = wide + NAME(wide_index)(c);
-  for (int k = 0; k < BLOCK / 2; ++k) v[k] = p[place.lower + k];
-  for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = p[place.upper + k];
+  if (NAME(column)(1) == 1) {
+    for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
+  } else {
+    for (int k = 0; k < BLOCK / 2; ++k) v[k] = p[place.lower + k];
+    for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = p[place.upper + k];
+  }
 }
 
 ALWAYS_INLINE void NAME(store_wide)(ACC *wide, wide_place_t place, int64_t c, const ACC *restrict v) {
   ACC *p = wide + NAME(wide_index)(c);
-  for (int k = 0; k < BLOCK / 2; ++k) p[place.lower + k] = v[k];
-  for (int k = 0; k < BLOCK / 2; ++k) p[place.upper + k] = v[BLOCK / 2 + k];
+  if (NAME(column)(1) == 1) {
+    for (int k = 0; k < BLOCK; ++k) p[k] = v[k];
+  } else {
+    for (int k = 0; k < BLOCK / 2; ++k) p[place.lower + k] = v[k];
+    for (int k = 0; k < BLOCK / 2; ++k) p[place.upper + k] = v[BLOCK / 2 + k];
+  }
 }
 
 static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t end) {

@@ -59,7 +59,8 @@ struct alignas(16) Moments {
 
 // Of the columns of a warp (TEAM < 32: of a team), of which there are `count`. Half types take one pass, around an element: were
 // that far away from all others, 10 of 24 bits would be lost. float takes two, with the correction for the rounding of the mean.
-template <typename T, bool CENTERED, int TEAM, int K, int N, bool ODD>
+// FILLS, half types alone: vectors behind the row are given that element's value, in place of a branch around each.
+template <typename T, bool CENTERED, bool FILLS, int TEAM, int K, int N, bool ODD>
 __device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part, const Columns<TEAM, K, N, ODD> &columns,
                                      float count) {
   constexpr int GROUP = TEAM < 32 ? TEAM : 32;
@@ -79,6 +80,13 @@ __device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part, const
   if (!CENTERED) return {0, sum[0], count};
   const float per_count = __fdividef(1, fmaxf(count, 1));
   const float center = sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0, GROUP);
+  Vector<T, N> fill;
+  if constexpr (FILLS) {
+    float v[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = center;
+    fill = pack<T, N>(v);
+  }
   float2 v = {};
   const auto add = [&](float d) {
     v.x += d;
@@ -86,7 +94,13 @@ __device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part, const
   };
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    if (!columns.has(k)) continue;
+    if constexpr (FILLS) {
+      Vector<T, N> bits = part.bits[k];
+      if (!columns.has(k)) bits = fill;
+      unpack<T, N>(x[k], bits);
+    } else if (!columns.has(k)) {
+      continue;
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) add(x[k][j] - center);
   }

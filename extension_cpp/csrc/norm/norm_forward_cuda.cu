@@ -287,8 +287,10 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 // Where a row is wider than a block, and there are many: asked for as they are needed they are faster, but the number has to be
 // set to 0 first.
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
-  const int64_t row = args->cols * (args->dtype == DTYPE_FLOAT32 ? 4 : 2);
-  return args->dtype != DTYPE_FLOAT64 && args->cols > 16384 && row % 16 == 0 && args->rows * row >= 128 << 20;
+  const bool is_float = args->dtype == DTYPE_FLOAT32;
+  const int64_t row = args->cols * (is_float ? 4 : 2);
+  const int64_t block = is_float && args->residual != nullptr && args->mean != nullptr ? 8192 : 16384;
+  return args->dtype != DTYPE_FLOAT64 && args->cols > block && row % 16 == 0 && args->rows * row >= 128 << 20;
 }
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {

@@ -45,7 +45,9 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
   Moments moments[ROWS];
   const float count = columns.count_of(threadIdx.x % TEAM / 32);
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) moments[i] = moments_of<T, CENTERED>(parts[i], columns, count);
+  for (int i = 0; i < ROWS; ++i) {
+    moments[i] = moments_of < T, CENTERED, sizeof(T) == 2 && FUSED != ADDED > (parts[i], columns, count);
+  }
   if constexpr (TEAM > 32) {
     __shared__ Moments shared[TEAMS][ROWS][WARPS];
     Moments(&of_warps)[ROWS][WARPS] = shared[threadIdx.x / TEAM];

@@ -99,7 +99,7 @@ struct WideRows {
     } else if (is_end(turn)) {
       return false;
     }
-    Moments mine = moments_of<T, CENTERED>(part, columns, count);
+    Moments mine = moments_of<T, CENTERED, false>(part, columns, count);
     const bool tells = DYNAMIC && rank == 0 && threadIdx.x / 32 == turn % DRAWERS;
     if (tells) mine.told = __shfl_sync(0xffffffffu, drawn, 0);
     ring.exchange.post(turn, mine, rank, p.cluster);
