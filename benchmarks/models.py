@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import extension_cpp
-from benchmarks.results import machine
+from benchmarks.results import commit, machine
 from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
@@ -161,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = machine(options.device) | {
         "transformers": transformers.__version__,
         "extension_cpp": extension_cpp.__version__,
+        "commit": commit(),
     }
     path = options.json or Path("out") / f"models-{options.device}.json"
     rows: list[dict[str, Any]] = []

@@ -33,8 +33,15 @@ LOOKS = {
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
 ROOT = Path(__file__).resolve().parent.parent
 # The documents' pictures: from which file, of which ops, which one.
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "docs/norms-h200.svg": ("benchmarks/results/h200.json", ("layer_norm", "rms_norm"), "h200-widths-bfloat16"),
+    "docs/norms-cpu.svg": (
+        "benchmarks/results/cpu-norms.json",
+        ("layer_norm", "rms_norm"),
+        "cpu-norms-widths-bfloat16",
+    ),
+    "docs/size-cpu.svg": ("benchmarks/results/cpu-epyc.json", ("layer_norm",), "cpu-epyc-size-float32"),
+    "docs/roofline-h200.svg": ("benchmarks/results/h200.json", None, "h200-roofline-bfloat16"),
 }
 Panel = Callable[[Axes, list[results.Row]], None]
 
@@ -173,9 +180,13 @@ def threads(rows: list[results.Row], title: str) -> Figure | None:
     """Of each op the largest tensor that was timed on several numbers of threads."""
     chosen: list[results.Row] = []
     for group in passes_of([row for row in rows if "threads" in row]).values():
-        largest = max(group, key=elements)
-        same = [row for row in group if (row["rows"], row["cols"]) == (largest["rows"], largest["cols"])]
-        chosen += same if len(same) > 1 else []
+        shapes: dict[tuple[int, int], dict[int, results.Row]] = {}
+        for row in group:
+            shapes.setdefault((row["rows"], row["cols"]), {})[row["threads"]] = row
+        for _, same in sorted(shapes.items(), key=lambda item: -math.prod(item[0])):
+            if len(same) > 1:
+                chosen += same.values()
+                break
     panel = against(lambda row: row["threads"], gigabytes, log=False)
     return grid(chosen, panel, title, "threads", "GB/s") if chosen else None
 
@@ -244,6 +255,9 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
         line(axes, name, [x for x, _ in points], [y for _, y in points], joined=False)
     axes.set(xscale="log", yscale="log")
     name_above(axes, {x: [f"{row['op']} {row['pass']}" for row in by_intensity[x]] for x in sorted(by_intensity)})
+    ticks = [2.0**power for power in range(-8, 8) if ends[0] <= 2.0**power <= ends[1]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.grid(alpha=0.3, which="major")
     axes.set_xlabel("arithmetic operations a byte", fontsize=9)
     axes.set_ylabel("arithmetic operations, 10^9 a second", fontsize=9)
@@ -288,14 +302,15 @@ def published(name: str) -> str:
     """The picture, with the digest of the rows it shows as its description: what a test knows a stale one by."""
     source, ops, picture = PUBLISHED[name]
     figure = dict(pictures(ROOT / source, ops))[picture]
-    rows = [row for row in results.read(ROOT / source)["rows"] if row["op"] in ops]
+    rows = [row for row in results.read(ROOT / source)["rows"] if ops is None or row["op"] in ops]
     return svg(figure, description=hashlib.sha256(json.dumps(rows).encode()).hexdigest())
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m benchmarks plot", description=(__doc__ or "").replace("\n", " "))
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    parser.add_argument("--op", nargs="+", metavar="OP", help="these alone (default: all)")
+    names = [spec.name for spec in timed_specs()]
+    parser.add_argument("--op", nargs="+", choices=names, metavar="OP", help="these alone (default: all)")
     parser.add_argument("--out", type=Path, default=Path("out/plots"), help="folder (default: %(default)s)")
     return parser.parse_args(arguments)
 

@@ -13,7 +13,7 @@ import torch
 import extension_cpp
 
 Row = dict[str, Any]
-Key = tuple[str, str, str, int, int, int]
+Key = tuple[str, str, str, int, int, int, str]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,8 +76,9 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def key(row: Row, about: dict[str, Any]) -> Key:
-    """What was measured: the same key, the same work on as many threads."""
-    return row["op"], row["pass"], row["dtype"], row["rows"], row["cols"], row.get("threads", about["threads"])
+    """What was measured: the same key, the same work on as many threads, for the same picture."""
+    work = row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]
+    return *work, row.get("threads", about["threads"]), sizes(row)
 
 
 def sizes(row: Row) -> str:

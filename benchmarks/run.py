@@ -69,7 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m benchmarks",
         description=(__doc__ or "").split("\n\n")[0],
-        epilog="python -m benchmarks compare, plot and report, each with a --help, look at the results.",
+        epilog="python -m benchmarks compare, plot and report look at the results; host times what a call costs, and "
+        "python -m benchmarks.models whole models. Each has a --help.",
     )
     names = [spec.name for spec in timed_specs()]
     steps = ["forward", "backward"]
@@ -87,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=["large", "small", "sweep"],
         default=["large"],
         help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096; "
-        "sweep: 1 KiB to --mib, fourfold each (default: large)",
+        "sweep: 1 KiB, fourfold each, to the first above --mib: 1 GiB (default: large)",
     )
     parser.add_argument("--rounds", type=positive, default=15, help="timed calls of each contender (default: 15)")
     parser.add_argument("--threads", nargs="+", type=positive, help="CPU threads, one run each (default: all)")
@@ -115,11 +116,11 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
     if "small" in options.sizes:
         yield from (("small", rows, cols) for rows, cols in SMALL)
     if "sweep" in options.sizes:
-        elements = 1024 // itemsize
+        elements = 256 // itemsize
         while elements <= largest:
+            elements *= 4
             cols = min(elements, 1024)
             yield "sweep", elements // cols, cols
-            elements *= 4
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:

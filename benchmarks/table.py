@@ -8,6 +8,9 @@ from typing import Any
 
 from benchmarks import host, results
 
+# What the README shows of the published runs.
+OVERVIEW = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout")
+WIDTH = 4096
 Cells = Callable[[results.Row, list[str]], list[str]]
 
 
@@ -25,9 +28,34 @@ def table(path: Path) -> str:
     lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
     small = [row for row in found["rows"] if results.sizes(row) != "large"]
     if small:
-        lines += ["", "Small tensors, microseconds:"]
+        lines += ["", "Small tensors and sweeps over sizes, microseconds:"]
         lines += _table(small, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
+    kernels = [row | {"seconds": row["kernel_seconds"]} for row in small if "kernel_seconds" in row]
+    if kernels:
+        lines += ["", "The same, the kernels alone, replayed as a CUDA graph:"]
+        lines += _table(kernels, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
     return "\n".join(lines) + "\n"
+
+
+def overview(*paths: Path) -> str:
+    """Percent of copy at one width in bfloat16, a row an op, ours and the best other; two columns a results file."""
+    runs = [results.read(path) for path in paths]
+    devices = [found["machine"]["device"] for found in runs]
+    columns = [f"{device}, {step}" for device in devices for step in ("forward", "backward")]
+    lines = [f"| | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
+    for op in OVERVIEW:
+        cells = [_ours_and_best(found, op, step) for found in runs for step in ("forward", "backward")]
+        lines.append(f"| `{op}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ours_and_best(found: dict[str, Any], op: str, step: str) -> str:
+    what = {"op": op, "pass": step, "dtype": "bfloat16", "cols": WIDTH}
+    rows = [row for row in found["rows"] if what.items() <= row.items() and results.sizes(row) == "large"]
+    percents = dict(max(rows, key=lambda row: row["threads"])["percent_of_copy"])
+    ours = percents.pop("ours")
+    best = max(percents, key=lambda name: percents[name])
+    return f"**{ours:.0f}**, {best} {percents[best]:.0f}"
 
 
 def _models(found: dict[str, Any]) -> str:
@@ -46,9 +74,15 @@ def _models(found: dict[str, Any]) -> str:
 
 
 def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
+    """Threads are a column where they differ."""
     names = results.names(rows)
+    body = [cells_of(row, names) for row in rows]
+    if len({row["threads"] for row in rows if "threads" in row}) > 1:
+        at = len(head) - 1
+        head = [*head[:at], "threads", *head[at:]]
+        body = [[*cells[:at], str(row["threads"]), *cells[at:]] for row, cells in zip(rows, body, strict=True)]
     lines = ["", f"| {' | '.join([*head, *names])} |", "|" + "---|" * (len(head) + len(names))]
-    return lines + [f"| {' | '.join(cells_of(row, names))} |" for row in rows]
+    return lines + [f"| {' | '.join(cells)} |" for cells in body]
 
 
 def _percents(row: results.Row, names: list[str]) -> list[str]:

@@ -21,8 +21,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no installation
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,8 +28,14 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
+from extension_cpp.__main__ import Parser, missing_for, positive
+
+if missing := missing_for("this example"):
+    sys.exit(f"error: {missing}")
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from extension_cpp import demo
-from extension_cpp.__main__ import Parser, positive
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is taken then, too
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
@@ -329,7 +333,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace, console: Console) -> None:
     device, remark = demo.choose_device(options.device)
     if not options.no_compile:
-        demo.check_compiler()
+        demo.check_compiler("training", "; or add --no-compile")
     sizes = SIZES[device]
     text = Text.of(read_text(options.text), sizes["context"])
     settings = Settings(device, options.steps, text.digest, **sizes)
@@ -339,7 +343,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise CannotRun(f"--out {options.out}: {error.strerror}") from error
     checkpoint = options.out / f"{options.ops}.pt"
     training = Training(options.ops, text, settings, not options.no_compile)
-    if checkpoint.exists() and not options.restart:
+    if options.restart:
+        checkpoint.unlink(missing_ok=True)  # or a run that is stopped before its first one would go on from the old
+    if checkpoint.exists():
         training.resume(checkpoint)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     console.print(
@@ -376,7 +382,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Stopped; the same command goes on from the last checkpoint.", file=sys.stderr)
+        if (options.out / f"{options.ops}.pt").exists():
+            without = ", without --restart," if options.restart else ""
+            print(f"Stopped; the same command{without} goes on from the last checkpoint.", file=sys.stderr)
+        else:
+            print(f"Stopped before the first checkpoint, of step {CHECKPOINT_EVERY}.", file=sys.stderr)
         return 130
     return 0
 

@@ -78,6 +78,12 @@ def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
     command.add_argument("--kind", choices=kinds, default=kinds[0], help=f"the template (default: {kinds[0]})")
 
 
+def missing_for(what: str) -> str:
+    """A sentence if a package that shows things is missing; else nothing."""
+    names = " ".join(name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None)
+    return f"{what} needs {names}, not installed here: {sys.executable} -m pip install {names}" if names else ""
+
+
 def fail(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 1
@@ -102,10 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if load_error:
         return fail(str(load_error))
-    missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " ".join(missing)
-        return fail(f"the demo needs {names}, not installed here: {sys.executable} -m pip install {names}")
+    if missing := missing_for("the demo"):
+        return fail(missing)
     from extension_cpp import demo
 
     try:

@@ -277,18 +277,18 @@ def choose_device(asked: str | None) -> tuple[str, str]:
     return ("cpu", problem if machine.gpus else "") if problem else ("cuda", "")
 
 
-def check_compiler() -> None:
+def check_compiler(what: str = "the demo", instead: str = "") -> None:
     """torch.compile writes C++ on the CPU and a C module for Triton on the GPU; both include Python.h."""
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name.split()[0]) is None:
         raise CannotRun(
-            f"the demo uses torch.compile, which needs a C++ compiler, and '{name}' was not found: install one "
-            "(Debian: apt install g++) or set CXX."
+            f"{what} uses torch.compile, which needs a C++ compiler, and '{name}' was not found: install one "
+            f"(Debian: apt install g++) or set CXX{instead}."
         )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise CannotRun(
-            "the demo uses torch.compile, which needs Python's C headers, and this Python has none: install them "
-            "(Debian: apt install python3-dev)."
+            f"{what} uses torch.compile, which needs Python's C headers, and this Python has none: install them "
+            f"(Debian: apt install python3-dev){instead}."
         )
 
 

@@ -96,6 +96,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return ops.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
+def _probability(p: float) -> float:
+    """p, refused as torch.nn.Dropout refuses it."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return p
+
+
 class AddLayerNorm(torch.nn.LayerNorm):
     """``s = residual + dropout(x, p)``; returns ``(layer_norm(s), s)``, over extension_cpp.add_layer_norm.
 
@@ -118,7 +125,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = p
+        self.p = _probability(p)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_layer_norm(
@@ -150,7 +157,7 @@ class AddRMSNorm(torch.nn.RMSNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = p
+        self.p = _probability(p)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.p, self.training)

@@ -1,4 +1,6 @@
-"""Writes docs/ops.md and the README's table of operators from the docstrings and the schemas: `make docs`.
+"""Writes docs/ops.md and the README's two tables, of operators and of speed: `make docs`.
+
+What it writes comes from the docstrings, the schemas and the published results.
 
 A test says when what is written there is stale.
 """
@@ -16,11 +18,12 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
+from benchmarks.table import overview
 from extension_cpp import info, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
-BEGIN, END = "<!-- operators: written by `make docs` -->\n", "<!-- end of operators -->\n"
+RESULTS = [ROOT / "benchmarks" / "results" / name for name in ("h200.json", "cpu-norms.json")]
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -89,7 +92,7 @@ def schemas_of(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def section(name: str, function: Callable[..., Any], schemas: list[str]) -> str:
+def described(name: str, function: Callable[..., Any]) -> str:
     """The docstring as markdown: its sections become bold words, its arguments a list."""
     lines = []
     for line in (inspect.getdoc(function) or "").splitlines():
@@ -101,8 +104,12 @@ def section(name: str, function: Callable[..., Any], schemas: list[str]) -> str:
             lines.append(re.sub(r"^ {4}", "" if not line.startswith(" " * 8) else "  ", line).rstrip())
     body = markdown("\n".join(lines))
     body = re.sub(r"(?m)^ {6}", "  ", body)
+    return f"## {name}\n\n`{call(name, function)}`\n\n{body}"
+
+
+def section(name: str, function: Callable[..., Any], schemas: list[str]) -> str:
     listed = "\n".join(schemas)
-    return f"## {name}\n\n`{call(name, function)}`\n\n{body}\n\n```text\n{listed}\n```\n"
+    return f"{described(name, function)}\n\n```text\n{listed}\n```\n"
 
 
 def page() -> str:
@@ -119,17 +126,23 @@ def page() -> str:
         "In `extension_cpp.nn`, with the names and habits of torch.nn.",
         "| module | meaning |\n|---|---|\n"
         + "\n".join(row(f"`{call(name, module)}`", summary(module)) for name, module in modules().items()),
+        described("convert", extension_cpp.nn.convert),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def between(text: str, what: str, new: str) -> str:
+    """The text with `new` between the two comments that name `what`."""
+    begin, end = f"<!-- {what}: written by `make docs` -->\n", f"<!-- end of {what} -->\n"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"error: README.md has lost the lines between which a table stands: {begin.strip()} {end.strip()}")
+    before, rest = text.split(begin)
+    return before + begin + new + end + rest.split(end)[1]
+
+
 def readme() -> str:
-    """README.md with the table of today."""
-    text = README.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        sys.exit(f"error: README.md has lost the lines between which the table stands: {BEGIN.strip()} {END.strip()}")
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    """README.md with the tables of today."""
+    return between(between(README.read_text(), "operators", table()), "speed", overview(*RESULTS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Every promise of docs and specs, over every op, dtype and device there is."""
 
 import ctypes
+import functools
 import gc
 import hashlib
 import itertools
@@ -15,6 +16,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from tests.checks import LAYOUTS, Calls, as_tuple, check, convert, leaves, maker, random_grad, run
 from tests.opspec import DTYPES, OpSpec, Sample, all_specs
@@ -124,6 +126,38 @@ def test_gradcheck(spec: OpSpec, device: str) -> None:
             torch.autograd.gradcheck(function, tensors)
             if spec.second_order:
                 torch.autograd.gradgradcheck(function, tensors)
+
+
+@every_op
+def test_checkpointing(spec: OpSpec, device: str) -> None:
+    """Forward runs again in backward, and gives the same bits."""
+    for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
+
+        def again(*args: object, sample: Sample = sample) -> object:
+            return checkpoint(functools.partial(spec.function, **sample.kwargs), *args, use_reentrant=False)
+
+        ours, plain = run(again, Sample(sample.args), random_grad()), run(spec.function, sample, random_grad())
+        for (name, a), (_, b) in zip(ours.tensors(), plain.tensors(), strict=True):
+            assert torch.equal(a, b), name
+
+
+@every_op
+def test_vmap(spec: OpSpec, device: str) -> None:
+    """Over a dimension of every floating-point tensor: what the calls one by one give, gradients too."""
+    calls = [list(spec.sample_inputs(maker(device, torch.float32, seed=seed), (4, 33))) for seed in (1, 2, 3)]
+    for same in zip(*calls, strict=True):
+        batched = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in same[0].args]
+        args = [
+            torch.stack([sample.args[i].detach() for sample in same]).requires_grad_() if is_batched else x
+            for i, (is_batched, x) in enumerate(zip(batched, same[0].args, strict=True))
+        ]
+        function = functools.partial(spec.function, **same[0].kwargs)
+        mapped = torch.vmap(function, tuple(0 if is_batched else None for is_batched in batched))
+        ours = run(mapped, Sample(tuple(args)), torch.ones_like)
+        for i, sample in enumerate(same):
+            alone = run(function, Sample(sample.args), torch.ones_like)
+            for (name, a), (_, b) in zip(ours.tensors(), alone.tensors(), strict=True):
+                torch.testing.assert_close(a[i], b, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @every_op

@@ -92,10 +92,15 @@ def test_small_sizes_and_threads(bench, monkeypatch) -> None:
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
     rows = bench("--op", "mish", "--pass", "forward", "--sizes", "small", "sweep", "--threads", "1", "2")["rows"]
     shapes = [(row["rows"], row["cols"]) for row in rows if row["threads"] == 1]
-    assert shapes == [*run.SMALL, (1, 256), (1, 1024), (4, 1024), (16, 1024), (64, 1024), (256, 1024)]
+    assert shapes == [*run.SMALL, (1, 256), (1, 1024), (4, 1024), (16, 1024), (64, 1024), (256, 1024), (1024, 1024)]
     assert [(row["rows"], row["cols"]) for row in rows if row["threads"] == 2] == shapes
     text = table(bench.path)
-    assert "Small tensors, microseconds:" in text and text.count("| 128 x 1024 |") == 2
+    assert "Small tensors and sweeps over sizes, microseconds:" in text and text.count("| 128 x 1024 | 1 |") == 1
+
+
+def test_a_large_tensor_and_one_of_a_sweep_are_two(bench) -> None:
+    rows = bench("--op", "relu", "--pass", "forward", "--width", "1024", "--sizes", "large", "sweep")["rows"]
+    assert [row["sizes"] for row in rows if (row["rows"], row["cols"]) == (256, 1024)] == ["large", "sweep"]
 
 
 def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:

@@ -89,6 +89,20 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 
 
 @every_add
+@pytest.mark.parametrize("cols", [12288, 16384, 65536])
+def test_a_row_does_not_depend_on_how_many_there_are(cols: int, name: str, device: str) -> None:
+    """On a GPU wide rows (add_layer_norm: over 8192 columns) are drawn by ticket if they are many, else dealt out."""
+    rows = (136 << 20) // (cols * 4) + 5
+    x, residual = (torch.randn(rows, cols, device=device) for _ in range(2))
+    weight, bias = (torch.randn(cols, device=device) for _ in range(2))
+    for _ in range(3 if device == "cuda" else 1):
+        whole = fused(name, x, residual, weight, bias, 0.0, 0)
+        for i in range(0, rows, 257):
+            some = fused(name, x[i : i + 257], residual[i : i + 257], weight, bias, 0.0, 0)
+            assert all(torch.equal(a, b[i : i + 257]) for a, b in zip(some, whole, strict=True))
+
+
+@every_add
 @every_dtype
 def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, device: str) -> None:
     """In every dtype: s is rounded, and it is the rounded s that is normalized."""

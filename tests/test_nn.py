@@ -8,20 +8,21 @@ import pytest
 import torch
 
 import extension_cpp
-from extension_cpp.nn import Dropout, LayerNorm, Mish, ReLU, RMSNorm, ScaleBiasReLU
+from extension_cpp.nn import AddLayerNorm, AddRMSNorm, Dropout, LayerNorm, Mish, ReLU, RMSNorm, ScaleBiasReLU
 
 MODULES = [ScaleBiasReLU(33, scale=0.5), ReLU(), Mish(), Dropout(0.3).eval(), LayerNorm(33), RMSNorm(33, eps=1e-6)]
+ADD = [AddLayerNorm(33, p=0.3).eval(), AddRMSNorm(33, p=0.3).eval()]
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: type(module).__name__)
+@pytest.mark.parametrize("module", MODULES + ADD, ids=lambda module: type(module).__name__)
 def test_copies_and_pickles(module: torch.nn.Module) -> None:
-    x = torch.randn(4, 33)
+    inputs = [torch.randn(4, 33) for _ in range(1 + (module in ADD))]
     buffer = io.BytesIO()
     torch.save(module, buffer)
     buffer.seek(0)
     twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)]
     for twin in twins:
-        assert torch.equal(twin(x), module(x))
+        torch.testing.assert_close(twin(*inputs), module(*inputs), rtol=0, atol=0)
         assert repr(twin) == repr(module)
         assert twin.state_dict().keys() == module.state_dict().keys()
 
@@ -33,6 +34,13 @@ def test_modules_call_their_ops() -> None:
     assert torch.equal(layer(x), extension_cpp.scale_bias_relu(x, layer.bias, 0.5))
     assert torch.equal(ReLU()(x), extension_cpp.relu(x))
     assert torch.equal(Mish()(x), extension_cpp.mish(x))
+
+
+@pytest.mark.parametrize("module", [Dropout, AddLayerNorm, AddRMSNorm])
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_probabilities_are_refused_as_by_torch(module: type, p: float) -> None:
+    with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1, but got"):
+        module(**({} if module is Dropout else {"normalized_shape": 8}), p=p)
 
 
 def test_scale_bias_relu_as_a_module() -> None:

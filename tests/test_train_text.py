@@ -143,6 +143,32 @@ def test_checkpoint_that_cannot_be_used(small: None, tmp_path: Path, capsys: pyt
     assert "File exists" in refused(capsys, "--text", text, "--out", text)
 
 
+def test_what_is_said_of_a_stop(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("To be, or not to be. " * 40)
+    options = ["--device", "cpu", "--no-compile", "--text", str(text), "--out", str(tmp_path), "--steps", "9"]
+    step = train_text.Training.step
+
+    def stop_at_the_second(training: train_text.Training) -> None:
+        if training.losses:
+            raise KeyboardInterrupt
+        step(training)
+
+    monkeypatch.setattr(train_text.Training, "step", stop_at_the_second)
+    assert train_text.main(options) == 130
+    assert capsys.readouterr().err == "Stopped before the first checkpoint, of step 25.\n"
+    monkeypatch.setattr(train_text, "CHECKPOINT_EVERY", 1)
+    assert train_text.main(options) == 130
+    assert capsys.readouterr().err == "Stopped; the same command goes on from the last checkpoint.\n"
+    assert train_text.main([*options, "--restart"]) == 130
+    assert "same command, without --restart, goes on" in capsys.readouterr().err
+    monkeypatch.setattr(train_text, "CHECKPOINT_EVERY", 25)
+    assert train_text.main([*options, "--restart"]) == 130
+    assert not (tmp_path / "ours.pt").exists(), "a run begun anew would go on from the old checkpoint"
+
+
 @pytest.mark.parametrize("options", [["--steps", "0"], ["--ops", "others"], ["--device", "tpu"], ["--no-such"]])
 def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
