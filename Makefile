@@ -69,8 +69,8 @@ bench: $(READY)  ## build, then time the operators beside PyTorch's; ARGS="compa
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m benchmarks $(ARGS)
 
-docs: $(READY)  ## build, then write docs/ops.md and the README's table from the docstrings and schemas
-	$(call need,$(BUILD_NEEDS))
+docs: $(READY)  ## build, then write docs/ops.md and the README's tables from docstrings, schemas and results
+	$(call need,$(BUILD_NEEDS) rich)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m scripts.document_ops
 

@@ -42,11 +42,12 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
     if (p.dropout.seed != nullptr) masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
     if constexpr (FUSED == ADDED) add_residual(parts[i], residual, p, row(i), masks[i], columns);
   }
+  constexpr bool FILLS = sizeof(T) == 2 && FUSED != ADDED;
   Moments moments[ROWS];
   const float count = columns.count_of(threadIdx.x % TEAM / 32);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    moments[i] = moments_of < T, CENTERED, sizeof(T) == 2 && FUSED != ADDED > (parts[i], columns, count);
+    moments[i] = moments_of<T, CENTERED, FILLS>(parts[i], columns, count);
   }
   if constexpr (TEAM > 32) {
     __shared__ Moments shared[TEAMS][ROWS][WARPS];
