@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from tests.checks import LAYOUTS, Calls, as_tuple, check, convert, leaves, maker, random_grad, run
-from tests.opspec import DTYPES, OpSpec, Sample, all_specs
+from tests.opspec import DTYPES, OpSpec, Sample, all_specs, timed_specs
 
 SPECS = all_specs()
 ROOT = Path(__file__).resolve().parent.parent
@@ -229,29 +230,34 @@ VIEWS_AND_COPIES = {
 }
 
 
-@every_op
-def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
-    """Under the profiler: our ops, of PyTorch's only allocation, views and copies; on the GPU no kernel too many."""
-    sample = spec.bench.sample(maker(device, torch.float32), (4096, 1024))
-    grads_out = [random_grad()(output) for output in as_tuple(spec.function(*sample.args, **sample.kwargs))]
+def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[str]]:
+    """The operators that a call runs, and its kernels on the GPU; filling and copying memory is none."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for _ in range(2):  # the first run of a profiler may miss kernels
         with profile(activities=activities) as profiler:
-            output = spec.function(*sample.args, **sample.kwargs)
+            call()
             if device == "cuda":
                 torch.cuda.synchronize()
-            with torch.profiler.record_function("## backward"):
-                torch.autograd.grad(as_tuple(output), leaves(sample), grads_out)
-            if device == "cuda":
-                torch.cuda.synchronize()
-    names = {event.name for event in profiler.events()}
-    foreign = {name for name in names if name.startswith("aten::")} - VIEWS_AND_COPIES
-    assert not foreign, f"{spec.name} calls {sorted(foreign)}"
-    assert any(name.startswith("extension_cpp::") for name in names)
-    if device == "cuda":
-        kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        kernels = [name for name in kernels if not name.startswith(("Mem", "## "))]
-        assert len(kernels) == sum(spec.launches), kernels
+    on_gpu = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return {event.name for event in profiler.events()}, [name for name in on_gpu if not name.startswith("Mem")]
+
+
+@pytest.mark.parametrize("spec", timed_specs(), ids=str)
+def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
+    """Under the profiler: our ops, of PyTorch's only allocation, views and copies; on the GPU no kernel too many,
+    neither for rows that a block takes, nor for those of a cluster, few or many."""
+    for shape in [(4096, 1024), *([(2100, 16384), (40, 65536), (700, 50257)] if device == "cuda" else [])]:
+        sample = spec.bench.sample(maker(device, torch.float32), shape)
+        outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        grads_out, inputs = [random_grad()(output) for output in outputs], leaves(sample)
+        forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
+        backward = functools.partial(torch.autograd.grad, outputs, inputs, grads_out, retain_graph=True)
+        for call, launches in zip((forward, backward), spec.launches, strict=True):
+            names, kernels = profiled(call, device)
+            foreign = {name for name in names if name.startswith("aten::")} - VIEWS_AND_COPIES
+            assert not foreign, f"{spec.name} calls {sorted(foreign)}"
+            assert launches == 0 or any(name.startswith("extension_cpp::") for name in names)
+            assert device == "cpu" or len(kernels) == launches, (shape, kernels)
 
 
 @every_op
@@ -496,6 +502,15 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(map(torch.equal, captured, expected))
+
+
+@every_op
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
+    for shape in [(33, 1025), (300, 16384)]:
+        for sample in spec.sample_inputs(maker("cuda:1", torch.float32), shape):
+            result = check(spec, sample)
+            assert {x.device.index for _, x in result.tensors()} == {1} and torch.cuda.current_device() == 0
 
 
 @every_op

@@ -121,6 +121,51 @@ def test_models_compiled(name: str, device: str) -> None:
     check_same(loss_and_gradients(compiled, dict(stock.named_parameters())), want, torch.finfo(torch.float32).eps)
 
 
+class ReferenceDropout(torch.nn.Dropout):
+    """The masks of extension_cpp.dropout, in plain PyTorch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return extension_cpp.reference.dropout(x, self.p, self.training)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_models_with_dropout(name: str, device: str) -> None:
+    """Loss and gradients are those of the unconverted model with the same masks."""
+    stock = make(name, torch.float64, device)
+    dropouts = [module for module in stock.modules() if type(module) is torch.nn.Dropout]
+    for module in dropouts:
+        module.p = 0.1
+    model = copy.deepcopy(stock)
+    changed, left = convert(model)
+    assert list(changed.values()).count("dropout") == len(dropouts) > 0 and not left
+    for module in dropouts:
+        module.__class__ = ReferenceDropout
+    results = []
+    for each in (model, stock):
+        torch.manual_seed(5)
+        results.append(loss_and_gradients(each, dict(each.named_parameters())))
+    check_same(*results, torch.finfo(torch.float64).eps)
+    torch.manual_seed(6)
+    others = loss_and_gradients(model, dict(model.named_parameters()))
+    assert not torch.equal(others["loss"], results[0]["loss"]), "another seed, the same masks?"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_bfloat16(name: str, device: str) -> None:
+    """As near to float64 as the unconverted model is: our norms round no more often than the originals do. The error
+    of all gradients together, which hundreds of roundings make, none of them large, and which so scatters little."""
+    models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
+    models["converted"] = copy.deepcopy(models["stock"])
+    assert convert(models["converted"]).changed
+    found = {who: loss_and_gradients(each, dict(each.named_parameters())) for who, each in models.items()}
+    errors = {
+        who: sum((each[part].double() - exact).square().sum().item() for part, exact in found["exact"].items()) ** 0.5
+        for who, each in found.items()
+    }
+    assert all(each.dtype == torch.bfloat16 for part, each in found["converted"].items() if part != "loss")
+    assert 0 < errors["converted"] <= 1.25 * errors["stock"], errors
+
+
 # ---- one norm ----
 
 NORMS: dict[str, Callable[[], torch.nn.Module]] = {

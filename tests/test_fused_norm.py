@@ -1,6 +1,9 @@
 """What only the fused norms promise: they equal their composition, with dropout's mask; each result alone has right
 gradients; ends of p; the modules."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
 from extension_cpp.nn import AddLayerNorm, AddRMSNorm
+from tests.checks import as_tuple
 from tests.opspec import DTYPES
 from tests.specs.dropout import seed_of
 
@@ -38,6 +42,14 @@ def fused(
     if name == "add_rms_norm":
         return ops.add_rms_norm(x, residual, shape, weight, 1e-5, p, drawn)[:2]
     return ops.layer_norm_dropout(x, shape, weight, bias, 1e-5, p, drawn)[:1]
+
+
+def public(name: str, leaves: list[Tensor], p: float) -> tuple[Tensor, ...]:
+    """What users call, which draws the seed itself."""
+    x, residual, weight, bias = leaves
+    arguments = (x,) if name == "layer_norm_dropout" else (x, residual)
+    weights = (weight,) if name == "add_rms_norm" else (weight, bias)
+    return as_tuple(getattr(extension_cpp, name)(*arguments, x.shape[-1:], *weights, p=p))
 
 
 def composed(name: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, seed: int):
@@ -253,22 +265,79 @@ def test_checkpointing_makes_the_same_mask(name: str, device: str) -> None:
 @every_fused
 def test_compiled_equals_eager_with_fallback_random(name: str, device: str) -> None:
     torch._dynamo.reset()
-    x, residual, weight, bias = inputs(96, torch.float32, device)
-    weights = (weight,) if name == "add_rms_norm" else (weight, bias)
+    leaves = inputs(96, torch.float32, device)
 
-    def model(x: Tensor, residual: Tensor) -> Tensor:
-        arguments = (x,) if name == "layer_norm_dropout" else (x, residual)
-        outputs = getattr(extension_cpp, name)(*arguments, (96,), *weights, p=0.4)
-        return outputs if isinstance(outputs, Tensor) else outputs[0] + outputs[1]
+    def model(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return public(name, leaves, 0.4)
 
     results = []
     with torch._inductor.config.patch(fallback_random=True):
         for function in (model, torch.compile(model, fullgraph=True)):
             torch.manual_seed(11)
-            y = function(x, residual)
-            results.append([y, *torch.autograd.grad(y, (x, *weights), torch.ones_like(y))])
+            outputs = function(leaves)
+            gradients = torch.autograd.grad(outputs, used(name, leaves), [torch.ones_like(o) for o in outputs])
+            results.append([*outputs, *gradients])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def kept(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...]) -> Tensor:
+    """The mask of a forward."""
+    return outputs[1] != leaves[1] if name in ADD else outputs[0] != 0
+
+
+def assert_one_draw(name: str, leaves: list[Tensor], outputs: tuple[Tensor, ...], gradients: list[Tensor]) -> None:
+    """Backward, of ones, had forward's mask: x has a gradient where it was kept; and the gradient of a bias under
+    dropout is the count of what was kept, times the scale of p = 0.4."""
+    mask = kept(name, leaves, outputs)
+    if name in ADD:
+        assert torch.equal(gradients[0] != 0, mask)
+    else:
+        torch.testing.assert_close(gradients[-1], mask.sum(0) / 0.6)
+
+
+@every_fused
+def test_compiled_masks_without_fallback_random(name: str, device: str) -> None:
+    """Other bits than eager's, but fresh ones at every call, as many, and one draw for forward and backward."""
+    torch._dynamo.reset()
+    leaves = inputs(1000, torch.float32, device, rows=100)
+    compiled = torch.compile(lambda leaves: public(name, leaves, 0.4), fullgraph=True)
+    runs = [compiled(leaves) for _ in range(2)]
+    masks = [kept(name, leaves, outputs) for outputs in runs]
+    assert not torch.equal(*masks)
+    for outputs, mask in zip(runs, masks, strict=True):
+        # A count of 1e5 bits of probability 0.6, within 6 standard deviations.
+        assert abs(mask.sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
+        gradients = torch.autograd.grad(outputs, used(name, leaves), [torch.ones_like(o) for o in outputs])
+        assert_one_draw(name, leaves, outputs, list(gradients))
+
+
+@every_fused
+def test_cuda_graph_replays_fresh_masks(name: str, device: str) -> None:
+    """A captured step draws anew at each replay, once for its forward and its backward."""
+    if device != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    leaves = inputs(1000, torch.float32, device, rows=100)
+
+    def step() -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        outputs = public(name, leaves, 0.4)
+        gradients = torch.autograd.grad(outputs, used(name, leaves), [torch.ones_like(o) for o in outputs])
+        return tuple(o.detach() for o in outputs), list(gradients)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs, gradients = step()
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        masks.append(kept(name, leaves, outputs).clone())
+        assert_one_draw(name, leaves, outputs, gradients)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
 
 
 @every_fused
