@@ -39,7 +39,7 @@ from extension_cpp import demo
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is taken then, too
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
-WARMUP, LEARNING_RATE, WEIGHT_DECAY, CLIP = 20, 2e-3, 0.1, 1.0
+WARMUP, WEIGHT_DECAY, CLIP = 20, 0.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Settings:
     context: int
     batch: int  # sequences a forward
     accumulate: int  # forwards a step
+    learning_rate: float  # after the warm-up
 
 
-SIZES = {
-    "cpu": {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2},
-    "cuda": {"width": 512, "layers": 8, "heads": 8, "context": 512, "batch": 32, "accumulate": 2},
-}
+SMALL = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2, "learning_rate": 2e-3}
+LARGE = {"width": 512, "layers": 8, "heads": 8, "context": 512, "batch": 32, "accumulate": 2, "learning_rate": 1e-3}
+SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
 
 
 class CannotRun(Exception):
@@ -195,7 +195,7 @@ class Training:
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         self.losses: list[float] = []
         self.validation: dict[int, float] = {}  # by step
 
@@ -205,7 +205,7 @@ class Training:
     def step(self) -> None:
         number, settings = len(self.losses), self.settings
         for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min((number + 1) / WARMUP, 1.0) * self.decay(number)
+            group["lr"] = settings.learning_rate * min((number + 1) / WARMUP, 1.0) * self.decay(number)
         total = torch.zeros((), device=settings.device)
         for part in range(settings.accumulate):
             with self.autocast():

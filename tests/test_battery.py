@@ -245,8 +245,8 @@ def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[st
 @pytest.mark.parametrize("spec", timed_specs(), ids=str)
 def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
     """Under the profiler: our ops, of PyTorch's only allocation, views and copies; on the GPU no kernel too many,
-    neither for rows that a block takes, nor for those of a cluster, few or many."""
-    for shape in [(4096, 1024), *([(2100, 16384), (40, 65536), (700, 50257)] if device == "cuda" else [])]:
+    neither for rows that a block takes nor for those of a cluster."""
+    for shape in [(4096, 1024), *([(2100, 16384), (1100, 50257)] if device == "cuda" else [])]:
         sample = spec.bench.sample(maker(device, torch.float32), shape)
         outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
         grads_out, inputs = [random_grad()(output) for output in outputs], leaves(sample)

@@ -14,7 +14,7 @@ import torch
 
 from examples import train_text
 
-SIZES = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "accumulate": 2}
+SIZES = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "accumulate": 2, "learning_rate": 2e-3}
 # The program itself, with a smaller model.
 SMALL = f"""
 import sys
