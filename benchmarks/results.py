@@ -15,6 +15,12 @@ import extension_cpp
 Row = dict[str, Any]
 Key = tuple[str, str, str, int, int, int, str]
 
+# What a row of a GPU has beside `seconds`, the time from a call's first kernel on.
+OTHERS = (
+    ("kernel_seconds", "the kernels alone, replayed as a CUDA graph"),
+    ("call_seconds", "from the call on, as a user meets it: the GPU waits for the host"),
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -89,6 +95,11 @@ def names(rows: list[Row]) -> list[str]:
     """The contenders, in their order, the copy left out."""
     found = {name: None for row in rows for name in (*row["seconds"], *row.get("failed", {})) if name != "copy"}
     return list(found)
+
+
+def other(rows: list[Row], key: str) -> list[Row]:
+    """The rows that have those figures, with them in place of `seconds`."""
+    return [row | {"seconds": row[key]} for row in rows if key in row]
 
 
 def new(about: dict[str, Any]) -> dict[str, Any]:

@@ -53,8 +53,10 @@ class Case:
         elements = self.spec.bench.backward if self.backward else self.spec.bench.forward
         return elements * self.rows * self.cols * DTYPES[self.dtype].itemsize
 
-    def copied_bytes(self) -> int:
-        return 2 * self.rows * self.cols * DTYPES[self.dtype].itemsize
+    def copied_bytes(self) -> float:
+        """The copy's reads and writes: of large tensors one is copied, else as many bytes as the floor's."""
+        one = 2 * self.rows * self.cols * DTYPES[self.dtype].itemsize
+        return one if self.sizes == "large" else self.floor_bytes()
 
     def head(self) -> results.Row:
         """The row without its figures."""
@@ -215,9 +217,10 @@ def prepare(
     torch.manual_seed(options.seed)
     judge = Judge(case, options.device)
     sample = make_sample(case, options.device, case.rows)
-    x = sample.args[0].detach()
-    target = torch.empty_like(x)
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(x)}
+    dtype = DTYPES[case.dtype]
+    source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
+    target = torch.empty_like(source)
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     failed: dict[str, str] = {}
     for name, function in contenders(case, options, libraries).items():
         try:
@@ -250,6 +253,8 @@ def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> re
         row["failed"] = failed
     if options.device == "cuda":
         row["kernel_seconds"] = kernel_seconds(calls, options.rounds)
+        times = take_turns(calls, "cuda", options.rounds, ahead=False)
+        row["call_seconds"] = {name: asdict(time) for name, time in times.items()}
     return row
 
 
@@ -275,8 +280,7 @@ def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> No
             table.add_row(*about_row(row), f"{row['copy_gb_s']:.0f}", *figures)
         console.print(table)
     small = [row for row in rows if results.sizes(row) != "large"]
-    kernels = [row | {"seconds": row["kernel_seconds"]} for row in rows if "kernel_seconds" in row]
-    for title, chosen in ((str(about), small), ("kernels alone, replayed as a CUDA graph", kernels)):
+    for title, chosen in ((str(about), small), *((title, results.other(rows, key)) for key, title in results.OTHERS)):
         if chosen:
             names = ["copy", *results.names(chosen)]
             table = Table("op", "pass", "dtype", "shape", *(f"{name} us" for name in names), title=title)

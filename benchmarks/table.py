@@ -30,10 +30,10 @@ def table(path: Path) -> str:
     if small:
         lines += ["", "Small tensors and sweeps over sizes, microseconds:"]
         lines += _table(small, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
-    kernels = [row | {"seconds": row["kernel_seconds"]} for row in small if "kernel_seconds" in row]
-    if kernels:
-        lines += ["", "The same, the kernels alone, replayed as a CUDA graph:"]
-        lines += _table(kernels, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
+    for key, title in results.OTHERS:
+        if others := results.other(small, key):
+            lines += ["", f"The same, {title}:"]
+            lines += _table(others, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
     return "\n".join(lines) + "\n"
 
 

@@ -30,12 +30,12 @@ def _other_memory() -> torch.Tensor:
     return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
 
-def _once_cuda(call: Callable[[], object]) -> float:
+def _once_cuda(call: Callable[[], object], ahead: bool) -> float:
     _other_memory().zero_()  # several times the L2, or a call would find part of its input there from the one before
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    # The host runs ahead during this wait, so that the events enclose device time alone.
-    torch.cuda._sleep(2_000_000)
+    if ahead:  # the host, during this wait, so that the events enclose device time alone
+        torch.cuda._sleep(2_000_000)
     start.record()
     call()
     end.record()
@@ -59,9 +59,13 @@ def take_turns(
     device: str,
     rounds: int,
     ready: Callable[[str], object] = lambda name: None,
+    ahead: bool = True,
 ) -> dict[str, Time]:
-    """Times every call once a round, after two rounds that do not count; `ready` hears its name before, untimed."""
-    once = _once_cuda if device == "cuda" else _once_cpu
+    """Times every call once a round, after two rounds that do not count; `ready` hears its name before, untimed.
+
+    A GPU is timed from the call's first kernel on; not `ahead`: from the call on, so that it waits for the host.
+    """
+    once = functools.partial(_once_cuda, ahead=ahead) if device == "cuda" else _once_cpu
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items():
