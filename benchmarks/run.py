@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -244,6 +245,7 @@ def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
     torch.set_num_threads(case.threads)
+    torch._inductor.config.cpp.threads = case.threads  # else what was compiled for others is taken from the cache
     calls, failed = prepare(case, options, libraries)
     times = take_turns(calls, options.device, options.rounds)
     row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}
