@@ -83,6 +83,14 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t bytes, ahead_t ahead) {
   }
 }
 
+/* Backward's result, where it is not streamed, is asked for in a row's first pass: the second, which writes it, would wait for
+ * memory. Of a longer row the caches would have lost it by then. */
+enum { ASKED_ROW = 1 << 17 /* bytes */ };
+
+ALWAYS_INLINE void prefetch_output(void *p, int64_t bytes) {
+  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((char *)p + byte, 1, 3);
+}
+
 /* What backward computes: constants in the copies of its loops that take two rows at a time. */
 typedef struct {
   int centered, x, weight, bias;

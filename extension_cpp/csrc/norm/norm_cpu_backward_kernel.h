@@ -18,8 +18,12 @@ typedef struct {
 
 ALWAYS_INLINE void NAME(products_block)(ACC *restrict products, ACC *restrict sum, const NAME(grad_row_t) * row,
                                         const fused_t *fused, const ACC *restrict weight, int64_t c, int n,
-                                        int centered) {
+                                        int centered, int asks) {
   ACC x[BLOCK], g[BLOCK];
+  if (asks) {
+    prefetch_output(row->grad_x + c, BLOCK * sizeof(T));
+    if (fused && row->grad_dropped) prefetch_output(row->grad_dropped + c, BLOCK * sizeof(T));
+  }
   NAME(load_block)(x, row->x + c, n);
   NAME(load_block)(g, row->grad_out + c, n);
   if (fused && fused->drops_y) NAME(dropout_block)(g, row->dropout, row->first + c);
@@ -40,8 +44,9 @@ ALWAYS_INLINE void NAME(set_means)(NAME(grad_row_t) * row, double products, doub
 
 /* Sets slope and level of one row, or of two. */
 ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, const fused_t *fused, NAME(grad_row_t) * a,
-                                    NAME(grad_row_t) * b, int rows, int centered) {
+                                    NAME(grad_row_t) * b, int rows, int centered, int stream) {
   const int64_t cols = args->cols;
+  const int asks = !stream && cols * (int64_t)sizeof(T) <= ASKED_ROW;
   const wide_place_t place = NAME(wide_place)(0, cols);
   double products[2] = {0}, sums[2] = {0};
   for (int64_t c = 0; c < cols;) {
@@ -49,13 +54,13 @@ ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, const fused_
     ACC products_a[BLOCK] = {0}, products_b[BLOCK] = {0}, sum_a[BLOCK] = {0}, sum_b[BLOCK] = {0}, weight[BLOCK];
     for (; c + BLOCK <= end; c += BLOCK) {
       NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
-      NAME(products_block)(products_a, sum_a, a, fused, weight, c, BLOCK, centered);
-      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, BLOCK, centered);
+      NAME(products_block)(products_a, sum_a, a, fused, weight, c, BLOCK, centered, asks);
+      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, BLOCK, centered, asks);
     }
     if (c < end) {
       NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
-      NAME(products_block)(products_a, sum_a, a, fused, weight, c, (int)(end - c), centered);
-      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, (int)(end - c), centered);
+      NAME(products_block)(products_a, sum_a, a, fused, weight, c, (int)(end - c), centered, asks);
+      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, (int)(end - c), centered, asks);
     }
     products[0] += FOLD(products_a);
     if (rows == 2) products[1] += FOLD(products_b);
@@ -178,7 +183,7 @@ ALWAYS_INLINE void NAME(any_row)(const norm_backward_args *args, const NAME(sums
                                  int64_t r, const wanted_t *want, int stream) {
   NAME(grad_row_t) row = NAME(grad_row)(args, r, want->centered);
   if (fused) NAME(hold_rows)(fused, &row, &row, args->cols);
-  if (want->x) NAME(grad_means)(args, fused, &row, &row, 1, want->centered);
+  if (want->x) NAME(grad_means)(args, fused, &row, &row, 1, want->centered, stream);
   NAME(grad_columns)(args, sums, fused, &row, &row, 1, *want, stream);
 }
 
@@ -201,7 +206,7 @@ ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NA
   for (; r + 2 <= end; r += 2) {
     NAME(grad_row_t) a = NAME(grad_row)(args, r, want.centered), b = NAME(grad_row)(args, r + 1, want.centered);
     if (fused) NAME(hold_rows)(fused, &a, &b, args->cols);
-    if (want.x) NAME(grad_means)(args, fused, &a, &b, 2, want.centered);
+    if (want.x) NAME(grad_means)(args, fused, &a, &b, 2, want.centered, stream);
     NAME(grad_columns)(args, sums, fused, &a, &b, 2, want, stream);
   }
   if (r == end) return;
