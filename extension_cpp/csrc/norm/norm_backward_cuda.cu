@@ -51,8 +51,9 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   using Narrow = std::conditional_t<ODD, Shape<16, 8>, Shape<8, 8>>;  // ODD: threads for all edges
   using Halves = Shapes<Narrow, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>, Shape<64, 32>,
                         Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
+  constexpr int WIDEST = CENTERED || ODD ? 24 : 32;
   using Floats = Shapes<Narrow, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>, Shape<64, 32>,
-                        Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
+                        Shape<128, 24>, Shape<128, 32>, Shape<256, 24>, Shape<256, WIDEST>>;
   using FusedHalves = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>;
   // add_layer_norm's floats at odd widths would spill with 32 elements a thread.
   using FusedFloats =

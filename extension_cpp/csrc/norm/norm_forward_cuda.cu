@@ -222,8 +222,11 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   using Alone = std::conditional_t<N == 4, Floats, Halves>;
   // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows to clusters.
   constexpr int WIDEST = FUSED == ADDED && CENTERED && N == 4 ? 16 : 32;
-  using Others = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
-                        Shape<256, 32>, Shape<512, WIDEST>>;
+  using AddedFloats = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<128, 8>, Shape<128, 12>, Shape<128, 16>,
+                             Shape<128, 24>, Shape<256, 16>, Shape<256, 32>, Shape<512, WIDEST>>;
+  using FusedOthers = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
+                             Shape<256, 32>, Shape<512, WIDEST>>;
+  using Others = std::conditional_t<FUSED == ADDED && N == 4, AddedFloats, FusedOthers>;
   // ODD: threads for all edges, and registers for two rows of layer_norm. rms_norm, which takes one, also has blocks of 512.
   constexpr int E = N == 8 && FUSED != ADDED ? 32 : 16;
   using OddCentered =
