@@ -36,11 +36,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "docs/norms-h200.svg": ("benchmarks/results/h200.json", ("layer_norm", "rms_norm"), "h200-widths-bfloat16"),
     "docs/norms-cpu.svg": (
-        "benchmarks/results/cpu-norms.json",
+        "benchmarks/results/cpu.json",
         ("layer_norm", "rms_norm"),
-        "cpu-norms-widths-bfloat16",
+        "cpu-widths-bfloat16",
     ),
-    "docs/size-cpu.svg": ("benchmarks/results/cpu-epyc.json", ("layer_norm",), "cpu-epyc-size-float32"),
+    "docs/size-cpu.svg": ("benchmarks/results/cpu.json", ("layer_norm",), "cpu-size-float32"),
+    "docs/size-h200.svg": (
+        "benchmarks/results/h200-sizes.json",
+        ("layer_norm", "rms_norm"),
+        "h200-sizes-size-bfloat16",
+    ),
     "docs/roofline-h200.svg": ("benchmarks/results/h200.json", None, "h200-roofline-bfloat16"),
 }
 Panel = Callable[[Axes, list[results.Row]], None]

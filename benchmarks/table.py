@@ -25,15 +25,14 @@ def table(path: Path) -> str:
         f"{about['device']}, {about['threads']} CPU threads, torch {about['torch']}, tensors of {about['mib']} MiB:"
     ]
     large = [row for row in found["rows"] if results.sizes(row) == "large"]
-    lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
-    small = [row for row in found["rows"] if results.sizes(row) != "large"]
-    if small:
-        lines += ["", "Small tensors and sweeps over sizes, microseconds:"]
-        lines += _table(small, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
-    for key, title in results.OTHERS:
-        if others := results.other(small, key):
-            lines += ["", f"The same, {title}:"]
-            lines += _table(others, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
+    if large:
+        lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
+    small = [row for row in found["rows"] if results.sizes(row) == "small"]  # sweeps are for pictures
+    others = [(f", {title}", results.other(small, key)) for key, title in results.OTHERS]
+    for title, rows in others if any(rows for _, rows in others) else [("", small)]:
+        if rows:
+            lines += ["", f"Small tensors, microseconds{title}:"]
+            lines += _table(rows, ["op", "pass", "dtype", "shape", "copy"], _microseconds)
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ from extension_cpp import info, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
-RESULTS = [ROOT / "benchmarks" / "results" / name for name in ("h200.json", "cpu-norms.json")]
+RESULTS = [ROOT / "benchmarks" / "results" / name for name in ("h200.json", "cpu.json")]
 
 
 def functions() -> dict[str, Callable[..., Any]]:

@@ -143,6 +143,19 @@ def test_checkpointing(spec: OpSpec, device: str) -> None:
 
 
 @every_op
+def test_autocast(spec: OpSpec, device: str) -> None:
+    """Tensors of one dtype, float32, are no reason to cast; the norms' tests have what is."""
+    for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
+        plain = run(spec.function, sample, random_grad())
+        for compiled in (False, True):
+            function = torch.compile(spec.function, backend="aot_eager", fullgraph=True) if compiled else spec.function
+            with torch.autocast(device, torch.bfloat16):
+                ours = run(function, sample, random_grad())
+            for (name, a), (_, b) in zip(ours.tensors(), plain.tensors(), strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), f"{name}, compiled: {compiled}"
+
+
+@every_op
 def test_vmap(spec: OpSpec, device: str) -> None:
     """Over a dimension of every floating-point tensor: what the calls one by one give, gradients too."""
     calls = [list(spec.sample_inputs(maker(device, torch.float32, seed=seed), (4, 33))) for seed in (1, 2, 3)]

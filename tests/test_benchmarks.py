@@ -89,14 +89,28 @@ def test_a_file_of_other_settings_is_refused(bench) -> None:
     assert bench.path.read_text() == before
 
 
-def test_small_sizes_and_threads(bench, monkeypatch) -> None:
+def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
     rows = bench("--op", "mish", "--pass", "forward", "--sizes", "small", "sweep", "--threads", "1", "2")["rows"]
     shapes = [(row["rows"], row["cols"]) for row in rows if row["threads"] == 1]
     assert shapes == [*run.SMALL, (1, 256), (1, 1024), (4, 1024), (16, 1024), (64, 1024), (256, 1024), (1024, 1024)]
     assert [(row["rows"], row["cols"]) for row in rows if row["threads"] == 2] == shapes
     text = table(bench.path)
-    assert "Small tensors and sweeps over sizes, microseconds:" in text and text.count("| 128 x 1024 | 1 |") == 1
+    tables = 1 if device == "cpu" else len(results.OTHERS)
+    assert text.count("Small tensors, microseconds") == text.count("| 128 x 1024 | 1 |") == tables
+
+
+def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch) -> None:
+    """Inductor writes their number into the code, and its cache goes by the configuration."""
+    prepare, seen = run.prepare, []
+
+    def spy(case, *others):
+        seen.append((case.threads, torch.get_num_threads(), torch._inductor.config.cpp.threads))
+        return prepare(case, *others)
+
+    monkeypatch.setattr(run, "prepare", spy)
+    bench("--op", "mish", "--pass", "forward", "--threads", "1", "2")
+    assert seen == [(1, 1, 1), (2, 2, 2)]
 
 
 def test_a_large_tensor_and_one_of_a_sweep_are_two(bench) -> None:
@@ -246,7 +260,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
     text = table(tmp_path / "made.json")
     for (_, title), figure in zip(results.OTHERS, ("7.0", "9.0"), strict=True):
         assert title in printed and f"{figure} (1.0 to 80.0)" in printed
-        assert f"The same, {title}:" in text and f"| {figure} |" in text
+        assert f"Small tensors, microseconds, {title}:" in text and f"| {figure} |" in text
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:

@@ -146,9 +146,46 @@ def test_profile_on_a_gpu(tmp_path: Path, works: bool) -> None:
         assert told.returncode == 1 and "error: ncu failed. ERR_NVGPUCTRPERM in what it wrote means" in told.stderr
 
 
+VALGRIND = """#!/bin/sh
+for word; do
+  case $word in
+    --callgrind-out-file=*) echo counts >"${word#*=}" ;;
+    scripts.run_op) echo a title ;;
+  esac
+done
+case "$*" in
+  *--tool=callgrind*-m*scripts.run_op*relu*--width*64*--device*cpu*--mib*1*--seconds*0) ;;
+  *) exit 1 ;;
+esac
+"""
+ANNOTATE = """#!/bin/sh
+test "$(cat "$1")" = counts || exit 1
+echo "1,234 (56.7%)  relu_cpu_kernel.h:relu_forward_float32_v3"
+echo "a line of another kind"
+"""
+
+
+def with_few_tools(folder: Path) -> None:
+    """Programs that the script itself needs, and no profiler."""
+    for tool in ("bash", "cat", "env", "dirname", "mkdir", "sed", "grep"):
+        (folder / tool).symlink_to(shutil.which(tool) or "/nowhere")
+
+
+def test_profile_under_callgrind(tmp_path: Path) -> None:
+    """Where there is no perf; with stand-ins for valgrind and its reader."""
+    with_few_tools(tmp_path)
+    for name, text in {"valgrind": VALGRIND, "callgrind_annotate": ANNOTATE}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "sh").symlink_to(shutil.which("sh") or "/nowhere")
+    told = profile("relu", "--cpu", "--width", "64", path=str(tmp_path))
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("a title\n") and "\n1,234 (56.7%)  relu_cpu_kernel.h:relu_forward" in told.stdout
+    assert "another kind" not in told.stdout and "callgrind_annotate out/profile-relu-cpu.callgrind" in told.stdout
+
+
 def test_profile_without_a_profiler(tmp_path: Path) -> None:
-    for tool in ("bash", "cat", "env", "dirname", "mkdir", "sed"):
-        (tmp_path / tool).symlink_to(shutil.which(tool) or "/nowhere")
+    with_few_tools(tmp_path)
     told = profile("relu", "--cpu", path=str(tmp_path))
     assert told.returncode == 1 and told.stderr.startswith("error: neither perf nor valgrind is on this machine.\n")
 
