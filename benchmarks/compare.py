@@ -33,10 +33,11 @@ def changes(before: dict, after: dict) -> Iterator[Change]:
     """Of everything that both have timed, the copy included."""
     rows = {results.key(row, before["machine"]): row for row in before["rows"]}
     for row in after["rows"]:
-        old = rows.get(results.key(row, after["machine"]), {"seconds": {}})
-        for name in row["seconds"]:
-            if name in old["seconds"]:
-                yield Change(row, name, old["seconds"][name], row["seconds"][name])
+        old = rows.get(results.key(row, after["machine"]), {})
+        for kind in ("seconds", *(other for other, _ in results.OTHERS)):
+            for name, time in row.get(kind, {}).items():
+                if name in old.get(kind, {}):
+                    yield Change(row, name if kind == "seconds" else f"{name}, {kind}", old[kind][name], time)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -8,7 +8,6 @@ step, its model, gradients and optimizer included.
 import argparse
 import copy
 import gc
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,12 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 import extension_cpp
-from benchmarks.results import commit, machine
+from benchmarks.results import commit, machine, versions, write
 from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
 # Two trainings from the same weights part by what bfloat16 rounds differently, and by their dropout masks.
 LOSSES_AGREE = 0.02
+SEED = 0  # of weights and tokens
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Contender:
 
 def make(shape: Shape, device: str) -> tuple[torch.nn.Module, torch.Tensor]:
     model_class = getattr(transformers, shape.model)
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     config = model_class.config_class(**shape.config, use_cache=False)
     with torch.device(device):
         model = model_class(config).to(torch.bfloat16).train()
@@ -158,11 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     transformers.logging.set_verbosity_error()
     console = Console(width=None if sys.stdout.isatty() else 130)
-    about = machine(options.device) | {
-        "transformers": transformers.__version__,
-        "extension_cpp": extension_cpp.__version__,
-        "commit": commit(),
-    }
+    about = machine(options.device) | {"rounds": options.rounds, "seed": SEED, "commit": commit()}
+    about |= {"versions": versions() | {"transformers": transformers.__version__}}
     path = options.json or Path("out") / f"models-{options.device}.json"
     rows: list[dict[str, Any]] = []
     for name in options.model:
@@ -173,8 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check(name, figures)
             row = {"model": name, "mode": mode, "batch": shape.batch, "tokens": shape.tokens, "figures": figures}
             rows.append(row | {"converted_modules": len(changed), "config": shape.config})
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"machine": about, "optimizer": "AdamW, fused", "rows": rows}, indent=1))
+            write(path, {"machine": about, "optimizer": "AdamW, fused", "rows": rows})
             gc.collect()
             if options.device == "cuda":
                 torch.cuda.empty_cache()

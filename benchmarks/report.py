@@ -19,8 +19,8 @@ svg { max-width: 100%; height: auto; }
 """
 READING = (
     "A percentage is the bandwidth that the op's floor (every input read once, every output written once) comes to, "
-    "as a share of what a copy of one such tensor reaches in the same turns. Times are medians, with the range from "
-    "10 to 90 % after them; the fastest of a row is bold."
+    "as a share of what a copy reaches in the same turns: of one such tensor, or, beside small tensors and sweeps, of "
+    "as many bytes. Times are medians, with the range from 10 to 90 % after them; the fastest of a row is bold."
 )
 
 
@@ -32,7 +32,7 @@ def description(about: dict) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def cell(row: results.Row, name: str) -> str:
+def cell(row: results.Row, name: str, shares: bool) -> str:
     if name in row.get("failed", {}):
         return f"<td>{escape(row['failed'][name])}</td>"
     if name not in row["seconds"]:
@@ -41,17 +41,17 @@ def cell(row: results.Row, name: str) -> str:
     others = [time["median"] for other, time in row["seconds"].items() if other != "copy"]
     best = ' class="best"' if row["seconds"][name]["median"] == min(others) else ""
     share = f"{row['percent_of_copy'][name]:.0f} %, " if name != "copy" else f"{row['copy_gb_s']:.0f} GB/s, "
-    return f"<td{best}>{share}{median:.1f} us ({low:.1f} to {high:.1f})</td>"
+    return f"<td{best}>{share if shares else ''}{median:.1f} us ({low:.1f} to {high:.1f})</td>"
 
 
-def figures(found: dict) -> str:
-    names = ["copy", *results.names(found["rows"])]
+def figures(rows: list[results.Row], about: dict, shares: bool) -> str:
+    names = ["copy", *results.names(rows)]
     head = ["op", "pass", "dtype", "shape", "threads", *names]
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
-    for row in found["rows"]:
-        threads = row.get("threads", found["machine"]["threads"])
+    for row in rows:
+        threads = row.get("threads", about["threads"])
         what = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", str(threads)]
-        cells = [f"<td>{escape(text)}</td>" for text in what] + [cell(row, name) for name in names]
+        cells = [f"<td>{escape(text)}</td>" for text in what] + [cell(row, name, shares) for name in names]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table>{chr(10).join(lines)}</table>"
 
@@ -61,12 +61,16 @@ def page(path: Path) -> str:
     title = escape(f"extension_cpp on {found['machine']['device']}")
     drawn = (plot.svg(figure) for _, figure in plot.pictures(path))
     pictures = "\n".join(text[text.index("<svg") :] for text in drawn)
+    tables = [figures(found["rows"], found["machine"], shares=True)]
+    for key, what in results.OTHERS:
+        if rows := results.other(found["rows"], key):
+            tables.append(f"<h2>The same, {escape(what)}</h2>{figures(rows, found['machine'], shares=False)}")
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>
 <body><h1>{title}</h1><p>{READING}</p>
 {description(found["machine"])}
 {pictures}
-{figures(found)}
+{chr(10).join(tables)}
 </body></html>
 """
 

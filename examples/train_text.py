@@ -287,8 +287,11 @@ def draw(folder: Path, settings: Settings) -> Path:
         "torch": {"color": "black", "linestyle": "--"},
     }
     for ops, look in looks.items():
-        path = folder / f"{ops}.pt"
-        if not path.exists() or (state := read_checkpoint(path))["settings"] != asdict(settings):
+        try:
+            state = read_checkpoint(folder / f"{ops}.pt")
+        except CannotRun:  # of the other run, which this one does not need, or there is none
+            continue
+        if state["settings"] != asdict(settings):
             continue
         losses, validation = state["losses"], state["validation"]
         curves[ops] = losses

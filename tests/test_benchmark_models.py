@@ -12,7 +12,7 @@ def test_figures_of_small_models(tmp_path: Path, device: str, capsys: pytest.Cap
     path = tmp_path / "figures" / "models.json"
     models.main(["--device", device, "--small", "--no-compile", "--rounds", "9", "--json", str(path)])
     results = json.loads(path.read_text())
-    assert {"device", "torch", "transformers", "python", "commit"} <= results["machine"].keys()
+    assert {"device", "torch", "versions", "python", "commit", "rounds", "seed"} <= results["machine"].keys()
     assert [row["model"] for row in results["rows"]] == list(models.SHAPES)
     for row in results["rows"]:
         assert row["mode"] == "eager" and row["converted_modules"] >= 5

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import host, peers, plot, results, run
+from benchmarks import compare, host, peers, plot, report, results, run
 from benchmarks.table import table
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
@@ -257,10 +257,16 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
     run.show(Console(width=200), made_up(), [row])
     printed = capsys.readouterr().out
     results.write(tmp_path / "made.json", made_up() | {"rows": [row]})
-    text = table(tmp_path / "made.json")
+    text, page = table(tmp_path / "made.json"), report.page(tmp_path / "made.json")
+    slower = copy.deepcopy(row)
+    slower["call_seconds"]["ours"] = {"low": 1e-4, "median": 2e-4, "high": 3e-4}
+    found = compare.changes(*(made_up() | {"rows": [each]} for each in (row, slower)))
+    (change,) = (each for each in found if each.beyond)
+    assert change.name == "ours, call_seconds"
     for (_, title), figure in zip(results.OTHERS, ("7.0", "9.0"), strict=True):
         assert title in printed and f"{figure} (1.0 to 80.0)" in printed
         assert f"Small tensors, microseconds, {title}:" in text and f"| {figure} |" in text
+        assert f"<h2>The same, {title}</h2>" in page and f">{figure} us (1.0 to 80.0)<" in page
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:

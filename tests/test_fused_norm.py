@@ -239,27 +239,53 @@ def test_probability_out_of_range(name: str, p: float, device: str) -> None:
         assert str(error.value) == f"extension_cpp::{name}: expected p to be between 0 and 1, but got {p}"
 
 
-@every_add
-def test_backward_saves_the_sum_and_no_mask(name: str, device: str) -> None:
+@every_fused
+def test_backward_saves_one_tensor_of_the_rows_size_and_no_mask(name: str, device: str) -> None:
     leaves = inputs(64, torch.float32, device)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        _, s = fused(name, *leaves, 0.25, 5)
-    assert sum(t.numel() == s.numel() for t in saved) == 1
+        fused(name, *leaves, 0.25, 5)
+    assert sum(t.numel() == leaves[0].numel() for t in saved) == 1
 
 
-@every_add
-def test_checkpointing_makes_the_same_mask(name: str, device: str) -> None:
+@every_fused
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_makes_the_same_mask(name: str, use_reentrant: bool, device: str) -> None:
+    """Backward has the mask of the forward that ran again; the outputs are of the first one."""
+    leaves = inputs(64, torch.float32, device)
+    outputs = checkpoint(lambda *leaves: public(name, list(leaves), 0.4), *leaves, use_reentrant=use_reentrant)
+    torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    gradients = [t.grad for t in used(name, leaves)]
+    assert_one_draw(name, leaves, tuple(o.detach() for o in outputs), gradients)
+
+
+def random_state(device: str) -> Tensor:
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+
+
+@every_fused
+def test_nothing_is_drawn_without_dropout(name: str, device: str) -> None:
     x, residual, *_ = inputs(64, torch.float32, device)
-    sums = []
+    arguments = (x, (64,)) if name == "layer_norm_dropout" else (x, residual, (64,))
+    function, state = getattr(extension_cpp, name), random_state(device)
+    for kwargs in ({"p": 0.0}, {"p": 1.0}, {"p": 0.5, "training": False}):
+        function(*arguments, **kwargs)
+        assert torch.equal(random_state(device), state), kwargs
+    function(*arguments, p=0.5)
+    assert not torch.equal(random_state(device), state)
 
-    def block(x: Tensor) -> Tensor:
-        y, s = getattr(extension_cpp, name)(x, residual, (64,), p=0.5)
-        sums.append(s.detach())
-        return y + s
 
-    checkpoint(block, x, use_reentrant=False).square().sum().backward()
-    assert x.grad is not None and torch.equal(x.grad != 0, sums[0] != residual)
+@every_fused
+def test_everything_dropped_of_what_is_not_finite(name: str, device: str) -> None:
+    """p = 1 gives zeros of a branch of NaN, as dropout does; layer_norm_dropout of its result."""
+    leaves = inputs(64, torch.float32, device)
+    with torch.no_grad():
+        leaves[0].fill_(float("nan"))
+    outputs = public(name, leaves, 1.0)
+    if name in ADD:
+        assert torch.equal(outputs[1], leaves[1]) and outputs[0].isfinite().all()
+    else:
+        assert torch.equal(outputs[0], torch.zeros_like(leaves[0]))
 
 
 @every_fused

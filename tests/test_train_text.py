@@ -143,6 +143,36 @@ def test_checkpoint_that_cannot_be_used(small: None, tmp_path: Path, capsys: pyt
     assert "File exists" in refused(capsys, "--text", text, "--out", text)
 
 
+def test_a_damaged_checkpoint_of_the_other_ops_does_no_harm(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("To be, or not to be. " * 40)
+    (tmp_path / "torch.pt").write_bytes(b"half")
+    options = ["--device", "cpu", "--no-compile", "--text", str(text), "--out", str(tmp_path), "--steps", "1"]
+    assert train_text.main(options) == 0
+    assert "The loss curves: " in capsys.readouterr().out and (tmp_path / "loss.png").exists()
+
+
+def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's gradient is that of all its sequences at once, but for where bfloat16's products round: twice, each
+    side, and once more where a loss is divided by the number of parts."""
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    settings = train_text.Settings("cpu", 2, text.digest, **SIZES)
+    training = train_text.Training("ours", text, settings, compiled=False)
+    parts = [train_text.batch(text.training, settings, number) for number in range(settings.accumulate)]
+    with training.autocast():
+        loss = training.model.loss(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), train_text.CLIP)
+    whole = torch.cat([parameter.grad.flatten() for parameter in training.model.parameters()])
+    training.model.zero_grad()
+    monkeypatch.setattr(training.optimizer, "zero_grad", lambda: None)
+    training.step()
+    added = torch.cat([parameter.grad.flatten() for parameter in training.model.parameters()])
+    assert (added - whole).norm() <= 5 * torch.finfo(torch.bfloat16).eps * whole.norm()
+
+
 def test_what_is_said_of_a_stop(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
