@@ -164,11 +164,15 @@ class Judge:
     """Says whether a contender does the case's work: its result against float64's, on fewer rows of the same width.
 
     The bound is that of the tests for our own ops: twice eager PyTorch's error, or 4 eps max|exact| sqrt(terms).
+    Without `masks` there is no dropout: contenders that draw masks of their own are judged so.
     """
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str, masks: bool = True) -> None:
         self.case = case
         self.sample = make_sample(case, device, min(case.rows, max(JUDGED // case.cols, 1)))
+        if not masks:
+            *others, _, _ = self.sample.args  # p and the seed
+            self.sample = Sample((*others, 0.0, None), self.sample.kwargs)
         self.eager = self._result(case.spec.reference, self.sample)
         self.exact = self._result(case.spec.reference, convert(self.sample, torch.float64))
         self.eager_errors = [
@@ -186,9 +190,7 @@ class Judge:
         gradients = torch.autograd.grad(outputs, leaves(sample), [grad_out(output) for output in outputs])
         return Result(tuple(output.detach() for output in outputs), list(gradients))
 
-    def wrong(self, name: str, function: Callable[..., Any]) -> str | None:
-        if name != "ours" and self.case.spec.positional and self.case.spec.bench.stock:
-            return None  # it draws a dropout mask of its own
+    def wrong(self, function: Callable[..., Any]) -> str | None:
         x = self.sample.args[0]
         poison = [torch.full_like(x, float("nan")) for _ in range(4)]
         del poison  # what is allocated next is not right by luck
@@ -216,7 +218,9 @@ def prepare(
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
     """The calls to time, the copy first; and what is wrong with the contenders that are left out."""
     torch.manual_seed(options.seed)
-    judge = Judge(case, options.device)
+    judges = {"ours": Judge(case, options.device)}
+    own_masks = case.spec.positional and case.spec.bench.stock is not None
+    judge = Judge(case, options.device, masks=False) if own_masks else judges["ours"]
     sample = make_sample(case, options.device, case.rows)
     dtype = DTYPES[case.dtype]
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
@@ -225,7 +229,7 @@ def prepare(
     failed: dict[str, str] = {}
     for name, function in contenders(case, options, libraries).items():
         try:
-            wrong = judge.wrong(name, function)
+            wrong = judges.get(name, judge).wrong(function)
             if wrong is None:
                 call = (backward_call if case.backward else forward_call)(function, sample)
                 call()
