@@ -37,10 +37,21 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
+__device__ inline int cluster_number() {
+  int number;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
+  return number;
+}
+
 // Every thread of every block of the cluster.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+
+// The same in two steps, which order nothing but mbarriers that are set up, behind fence_mbarrier_init().
+__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
+__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // A phase takes so many arrivals, and the bytes that it is told to expect.
 __device__ inline void init_mbarrier(uint64_t *barrier, int arrivals) {

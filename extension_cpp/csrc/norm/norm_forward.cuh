@@ -142,6 +142,37 @@ __device__ inline Moments join(const Moments *parts, int size, float per_col) {
   return {fmaf(v[0], per_col, center), isinf(v[1]) ? v[1] : v[1] - v[0] * v[0] * per_col};
 }
 
+// x[j] becomes its norm; w and b are of its columns.
+template <bool CENTERED, int N>
+__device__ inline void normalize(float (&x)[N], float mean, float rstd, const float (&w)[N], const float (&b)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
+    x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
+  }
+}
+
+// By one thread of those that share the row.
+template <bool CENTERED, typename T>
+__device__ inline void write_statistics(const Forward<T> &p, int64_t row, float mean, float rstd) {
+  if (CENTERED) p.mean[row] = mean;
+  p.rstd[row] = rstd;
+}
+
+// This thread's part of weight or bias, both there and of x's type, which its vectors stay in.
+template <typename T, int TEAM, int K, int N, bool ODD>
+__device__ inline void load_packed(Vector<T, N> (&w)[K], float (&edge)[1], const Weights &weights,
+                                   const Columns<TEAM, K, N, ODD> &columns) {
+  const T *const data = static_cast<const T *>(weights.data);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    w[k] = {};
+    if (!columns.has(k)) continue;
+    w[k] = ODD ? load_shifted<T, N>(data, columns.column(k)) : load_vector<T, N>(data + columns.column(k));
+  }
+  if (columns.has_edge()) edge[0] = to_acc(data[columns.edge]);
+}
+
 }  // namespace norm_cuda
 
 #endif

@@ -2,10 +2,11 @@
 //
 // Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for; a block takes 16 KB or more,
 // for smaller ones cannot be started fast enough. Plain loads and stores: another cache policy on one of the two sides costs
-// 4 %. Odd rows: norm_forward_odd.cuh; rows wider than a block: norm_forward_wide.cuh.
+// 4 %. Odd rows: norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_wide.cuh.
 //
 // Mean and squared deviations take two passes over the registers, for float with the correction for the rounding of the mean
 // (half types cannot hold a mean so large that it would show).
+#include "norm/norm_forward_cluster.cuh"
 #include "norm/norm_forward_odd.cuh"
 #include "norm/norm_forward_wide.cuh"
 #include "norm/norm_launch.cuh"
@@ -107,10 +108,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
   }
   const float rstd = rsqrtf(fmaf(sum[0], p.per_col, p.eps));
   if (!is_row) return;
-  if (threadIdx.x % TEAM == 0) {
-    if (CENTERED) p.mean[row] = mean;
-    p.rstd[row] = rstd;
-  }
+  if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
   const auto finish = [&](auto load_weight, auto load_bias) {
 #pragma unroll
@@ -169,11 +167,33 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   return launch_ring<kernel, TENSORS, TEAM, K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
 }
 
-// Rows wider than a block; two blocks a multiprocessor, if registers allow.
+// The widest rows of plain weights that clusters take which come and go. Those that stay are faster where it would be clusters of
+// more than eight blocks, but for rms_norm's floats, and where many words of the weights have to be moved into place.
+constexpr int widest_brief(bool is_float, bool centered, bool odd) {
+  return is_float && !centered ? 131072 : odd ? 0 : 32768;
+}
+
+// As many blocks a multiprocessor as registers allow, on purpose: with fewer registers there would be more, and they slower.
+template <typename T, bool CENTERED, bool ODD>
+cudaError_t launch_brief(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>, ROWS = CLUSTER_ROWS<CENTERED, ODD>, STEP = ODD ? N : 1;
+  constexpr int TEAM = N == 8 ? 128 : 256, E = N == 4 && CENTERED ? 16 : 32;
+  constexpr int BLOCKS = ODD ? 2 : N == 4 ? 3 : CENTERED ? 6 : 8;
+  constexpr auto kernel = cluster_forward_kernel<T, CENTERED, ODD, TEAM, E / N, BLOCKS>;
+  return launch_clusters<kernel, TEAM, E / N, N>(p, ceil_div(p.rows, STEP * ROWS) * STEP, stream, launched);
+}
+
+// Rows wider than a block; of blocks that stay two a multiprocessor, if registers allow.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int N = VECTOR<T>;
+  constexpr int N = VECTOR<T>, WIDEST_BRIEF = FUSED == ALONE ? widest_brief(N == 4, CENTERED, ODD) : 0;
   const bool is_plain = p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
+  if constexpr (WIDEST_BRIEF > 0) {
+    if (is_plain && p.cols <= WIDEST_BRIEF) {
+      const cudaError_t error = launch_brief<T, CENTERED, ODD>(p, stream, launched);
+      if (error != cudaSuccess || launched) return error;
+    }
+  }
   if constexpr (ODD) {
     constexpr bool NARROWER = FUSED == DROPPED || (FUSED == ALONE && CENTERED && N == 8);
     constexpr int TEAM = NARROWER ? 192 : 256, E = NARROWER && FUSED == ALONE ? 5 * N : 4 * N;
@@ -287,13 +307,17 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 
 }  // namespace norm_cuda
 
-// Where a row is wider than a block, and there are many: asked for as they are needed they are faster, but the number has to be
-// set to 0 first.
+// Where blocks that stay take a row wider than one, and there are many: asked for as they are needed they are faster, but the
+// number has to be set to 0 first.
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
-  const bool is_float = args->dtype == DTYPE_FLOAT32;
+  const bool is_float = args->dtype == DTYPE_FLOAT32, centered = args->mean != nullptr;
   const int64_t row = args->cols * (is_float ? 4 : 2);
-  const int64_t block = is_float && args->residual != nullptr && args->mean != nullptr ? 8192 : 16384;
-  return args->dtype != DTYPE_FLOAT64 && args->cols > block && row % 16 == 0 && args->rows * row >= 128 << 20;
+  const int64_t block = is_float && args->residual != nullptr && centered ? 8192 : 16384;
+  const bool is_plain =
+      args->weight != nullptr && args->weight_dtype == args->dtype && (!centered || args->bias != nullptr);
+  const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;
+  const bool brief = alone && is_plain && args->cols <= norm_cuda::widest_brief(is_float, centered, false);
+  return args->dtype != DTYPE_FLOAT64 && args->cols > block && row % 16 == 0 && args->rows * row >= 128 << 20 && !brief;
 }
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {

@@ -66,15 +66,10 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
     mean[i] = moments[i].mean;
     rstd[i] = rsqrtf(fmaf(moments[i].squares, p.per_col, p.eps));
     if (threadIdx.x % TEAM > 0 || !is_row(i)) continue;
-    if (CENTERED) p.mean[row(i)] = mean[i];
-    p.rstd[row(i)] = rstd[i];
+    write_statistics<CENTERED>(p, row(i), mean[i], rstd[i]);
   }
   const auto write = [&](auto &x, const auto &w, const auto &b, int i, uint32_t kept, int c) {
-#pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
-      const float xhat = (CENTERED ? x[j] - mean[i] : x[j]) * rstd[i];
-      x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
-    }
+    normalize<CENTERED>(x, mean[i], rstd[i], w, b);
     if (FUSED == DROPPED) drop(x, p.dropout, kept);
     store(p.y + row(i) * p.cols + c, x);
   };

@@ -110,17 +110,10 @@ struct WideRows {
   __device__ void finish(const Mine &part, const Moments &moments) const {
     if (DYNAMIC && part.row >= p.rows) return;
     const float mean = moments.mean, rstd = rsqrtf(fmaf(moments.squares, p.per_col, p.eps));
-    if (threadIdx.x == 0 && rank == 0) {
-      if (CENTERED) p.mean[part.row] = mean;
-      p.rstd[part.row] = rstd;
-    }
+    if (threadIdx.x == 0 && rank == 0) write_statistics<CENTERED>(p, part.row, mean, rstd);
     T *const y = p.y + part.row * p.cols;
     const auto write = [&](auto &x, const auto &w, const auto &b, uint32_t kept, int c) {
-#pragma unroll
-      for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
-        const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
-        x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
-      }
+      normalize<CENTERED>(x, mean, rstd, w, b);
       if (FUSED == DROPPED) drop(x, p.dropout, kept);
       store(y + c, x);
     };
@@ -142,25 +135,14 @@ struct WideRows {
     write(x, edge_weight, edge_bias, part.mask.edge, columns.edge);
   }
 
-  __device__ void load_packed(Vector<T, N> (&w)[K], float (&edge)[1], const Weights &weights) const {
-    const T *const data = static_cast<const T *>(weights.data);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      w[k] = {};
-      if (!columns.has(k)) continue;
-      w[k] = ODD ? load_shifted<T, N>(data, columns.column(k)) : load_vector<T, N>(data + columns.column(k));
-    }
-    if (columns.has_edge()) edge[0] = to_acc(data[columns.edge]);
-  }
-
   // FULL: every thread has all its vectors.
   __device__ void run() {
     if (FULL) __builtin_assume(columns.left > (K - 1) * TEAM * N);
     for (int i = 0; i < p.stages; ++i) enqueue(i, dealt(i));
     if (DYNAMIC && rank == 0 && threadIdx.x / 32 < DRAWERS) draw(threadIdx.x / 32 + p.stages);
     if constexpr (PACKED) {
-      load_packed(weight, edge_weight, p.weight);
-      if constexpr (CENTERED) load_packed(bias, edge_bias, p.bias);
+      load_packed<T>(weight, edge_weight, p.weight, columns);
+      if constexpr (CENTERED) load_packed<T>(bias, edge_bias, p.bias, columns);
     } else {
       load_weights<T>(weight, edge_weight, p.weight, columns);
       if constexpr (CENTERED) load_weights<T>(bias, edge_bias, p.bias, columns);

@@ -102,6 +102,41 @@ inline int64_t alike(int64_t at_once, int64_t step, int64_t most) {
   return best;
 }
 
+// How many clusters of each size run at once: 0 is not one.
+template <auto KERNEL>
+cudaError_t count_clusters(int (&clusters)[MAX_CLUSTER + 1], int threads, int shared, cudaStream_t stream) {
+  cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  for (int size = 2; size <= MAX_CLUSTER && error == cudaSuccess; ++size) {
+    Launch launch(size, threads, shared, stream);
+    launch.cluster(size);
+    error = cudaOccupancyMaxActiveClusters(&clusters[size], KERNEL, &launch.config);
+  }
+  return error;
+}
+
+// Launches a kernel whose clusters take a number of rows each and end, and are as small as a row allows. Where a chip does not
+// run such clusters, nothing is launched.
+template <auto KERNEL, int TEAM, int K, int N, typename P>
+cudaError_t launch_clusters(P &p, int64_t clusters, cudaStream_t stream, bool &launched) {
+  thread_local int known = -1, at_once[MAX_CLUSTER + 1];
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || !is_for_sm_90<KERNEL>(device)) return error;
+  if (device != known) {
+    error = count_clusters<KERNEL>(at_once, TEAM, 0, stream);
+    if (error != cudaSuccess) return error;
+    known = device;
+  }
+  const int vectors = p.cols / N;
+  p.cluster = std::max(2, static_cast<int>(ceil_div(vectors, TEAM * K)));
+  if (p.cluster > MAX_CLUSTER || at_once[p.cluster] == 0 || clusters * p.cluster > INT32_MAX) return cudaSuccess;
+  p.slice = static_cast<int>(ceil_div(vectors, p.cluster)) * N;
+  Launch launch(static_cast<unsigned>(clusters * p.cluster), TEAM, 0, stream);
+  launch.cluster(p.cluster);
+  launched = true;
+  return cudaLaunchKernelEx(&launch.config, KERNEL, p);
+}
+
 // What launch_ring asks the driver about a kernel and its device: once for the device that a thread uses.
 struct Facts {
   int device = -1;
@@ -135,12 +170,7 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
     error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room);
     if (error != cudaSuccess) return error;
     if (CLUSTER && facts.for_sm_90) {
-      error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-      for (int size = 2; size <= MAX_CLUSTER && error == cudaSuccess; ++size) {
-        Launch launch(size, threads, facts.room, stream);
-        launch.cluster(size);
-        error = cudaOccupancyMaxActiveClusters(&facts.clusters[size], KERNEL, &launch.config);
-      }
+      error = count_clusters<KERNEL>(facts.clusters, threads, facts.room, stream);
       if (error != cudaSuccess) return error;
     }
     facts.device = device;
