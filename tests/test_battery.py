@@ -62,8 +62,9 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     """Tensors that fill the GPU, at the widths of all its kernels: few rows may be taken by others."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
-    aligned = (8, 48, 256, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 20480, 32768)
-    for width in (*aligned, 33, 129, 513, 1025, 4097, 8193, 16385, 50257):
+    narrow = (8, 48, 200, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2304, 2560, 3072, 4096, 4608, 5120)
+    wide = (6144, 7168, 8192, 10240, 12288, 16384, 20480, 32768, 36864, 45056)
+    for width in (*narrow, *wide, 33, 129, 513, 1025, 4097, 8193, 16385, 50257):
         shape = (max((10 << 20) // dtype.itemsize // width, 400) + 3, width)  # of the widest, several a cluster
         check(spec, next(iter(spec.sample_inputs(maker(device, dtype), shape))))
 

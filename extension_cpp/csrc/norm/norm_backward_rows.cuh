@@ -208,9 +208,10 @@ struct BackwardRows {
         }
         return warp_sum<CENTERED>(v);
       } else {
-        const float2 part = parts[threadIdx.x % WARPS];
+        const int warp = threadIdx.x % LANES<TEAM>;
+        const float2 part = warp < WARPS ? parts[warp] : float2{};
         float v[2] = {part.x, part.y};
-        group_sum(v, WARPS);
+        group_sum(v, LANES<TEAM>);
         return {v[0], v[1]};
       }
     }

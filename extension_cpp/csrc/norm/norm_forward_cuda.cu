@@ -25,14 +25,15 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM>
   }
   if constexpr (TEAM > 32) {
     constexpr int WARPS = TEAM / 32;
+    const int warp = threadIdx.x % LANES<TEAM>;
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
       for (int n = 0; n < COUNT; ++n) shared[threadIdx.x / 32][n] = v[n];
     }
     sync_group(1 + threadIdx.x / TEAM, TEAM);
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) v[n] = shared[threadIdx.x / TEAM * WARPS + threadIdx.x % WARPS][n];
-    group_sum(v, WARPS);
+    for (int n = 0; n < COUNT; ++n) v[n] = warp < WARPS ? shared[threadIdx.x / TEAM * WARPS + warp][n] : 0;
+    group_sum(v, LANES<TEAM>);
   }
 }
 
@@ -233,12 +234,13 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>;
-  using Halves = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
-                        Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<256, 32>,
-                        Shape<512, 24>, Shape<512, 32>>;
-  using Floats =
-      Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<64, 16>, Shape<128, 12>, Shape<128, 16>,
-             Shape<256, 12>, Shape<256, 16>, Shape<512, 12>, Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
+  using Halves =
+      Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
+             Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<64, 40>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>,
+             Shape<128, 48>, Shape<224, 32>, Shape<256, 32>, Shape<256, 40>, Shape<256, 48>, Shape<512, 32>>;
+  using Floats = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 20>, Shape<64, 12>, Shape<64, 16>,
+                        Shape<64, 20>, Shape<128, 12>, Shape<128, 16>, Shape<160, 16>, Shape<256, 12>, Shape<256, 16>,
+                        Shape<512, 12>, Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
   using Alone = std::conditional_t<N == 4, Floats, Halves>;
   // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows to clusters.
   constexpr int WIDEST = FUSED == ADDED && CENTERED && N == 4 ? 16 : 32;

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
     }
     sync_group(1 + threadIdx.x / TEAM, TEAM);
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, WARPS, WARPS>(of_warps[i], WARPS, p.per_col);
+    for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, p.per_col);
   }
   float mean[ROWS], rstd[ROWS];
 #pragma unroll

@@ -12,7 +12,7 @@ namespace norm_cuda {
 // blocks a multiprocessor. Not fewer than 64, for the plain kernel's sake.
 inline int64_t max_parts(int64_t cols) {
   if (cols <= 1024) return 320;
-  return std::clamp<int64_t>(160 * 8192 / cols, 64, 160);
+  return std::clamp<int64_t>(160 * 10240 / cols, 64, 160);
 }
 
 // A launch and its attributes.

@@ -29,10 +29,13 @@
 namespace norm_cuda {
 
 template <int TEAM>
-constexpr int THREADS = TEAM > 256 || 256 % TEAM > 0 ? TEAM : 256;
+constexpr int THREADS = TEAM >= 192 ? TEAM : (255 / TEAM + 1) * TEAM;
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);  // elements
 constexpr int MAX_CLUSTER = 16;
+// Lanes that add up the numbers of a team's warps: a power of two.
+template <int TEAM>
+constexpr int LANES = TEAM <= 64 ? 2 : 2 * LANES<(TEAM + 1) / 2>;
 constexpr int MAX_STAGES = 6;
 
 // What stands beside the norm (norm.h): nothing, a residual before it, or dropout behind it.
