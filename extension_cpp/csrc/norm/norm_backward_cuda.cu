@@ -55,13 +55,16 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   using Halves =
       Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
              Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<96, 24>, Shape<64, 40>, Shape<128, 24>, Shape<128, 32>,
-             Shape<192, 24>, Shape<224, 24>, Shape<256, 24>, Shape<512, 16>, Shape<256, 40>>;
+             Shape<128, 40, 4608>, Shape<224, 24>, Shape<256, 24>, Shape<512, 16>, Shape<256, 40>>;
   using OddFloats = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
                            Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
   using Floats =
-      Shapes<Shape<8, 8>, Shape<16, 16>, Shape<16, 32>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>, Shape<64, 32>,
-             Shape<96, 24>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>, Shape<256, WIDEST>>;
-  using FusedHalves = Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>;
+      Shapes<Shape<8, 8>, Shape<16, 16>, Shape<16, 24>, Shape<16, 32>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
+             Shape<64, 32>, Shape<96, 24>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>, Shape<256, WIDEST>>;
+  using FusedHalves = std::conditional_t<
+      ODD, Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>,
+      Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<64, 40>,
+             Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<512, 16>>>;
   // add_layer_norm's floats at odd widths would spill with 32 elements a thread.
   using FusedFloats =
       std::conditional_t<ODD && CENTERED && FUSED == ADDED,
@@ -89,22 +92,24 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;
-  // Multiprocessors come in groups of 16 or a few more, and a cluster has to fit into one.
-  const auto blocks = [&](int columns_a_block) { return std::max<int64_t>(2, ceil_div(p.cols, columns_a_block)); };
-  const auto clusters = [&](int columns_a_block) { return 16 / blocks(columns_a_block); };
+  const auto size = [&](int vectors) { return std::max<int64_t>(2, ceil_div(p.cols, 256 * vectors * N)); };
   if constexpr (HALF && FUSED == ALONE) {
     // The most rows a time: one costs a thread its vectors, and about as much as so many more.
-    const auto rate = [&](int vectors, double more) { return clusters(256 * vectors * N) / (vectors + more); };
-    const double more = CENTERED ? 2 : 1, rate_3 = rate(3, more), rate_4 = rate(4, more);
-    const double rate_5 = rate(5, 2);  // read twice, for want of registers
-    if (rate_5 > std::max(rate_3, rate_4)) {
+    const auto rate = [&](int vectors, int more) {
+      return places_taken(p.cols, 256 * vectors * N, 1) / static_cast<double>(size(vectors) * (vectors + more));
+    };
+    const int more = CENTERED ? 2 : 1;
+    const double most = std::max(rate(3, more), rate(4, more));
+    if (rate(5, 2) > most) {  // one that is read twice
       return launch_backward<T, CENTERED, FUSED, 256, 5 * N, true, ODD>(p, stream, launched);
     }
-    if (rate_3 >= rate_4) return launch_backward<T, CENTERED, FUSED, 256, 3 * N, true, ODD>(p, stream, launched);
+    if (rate(3, more) == most) return launch_backward<T, CENTERED, FUSED, 256, 3 * N, true, ODD>(p, stream, launched);
   }
-  // Whether at least three in four multiprocessors have a block.
-  const auto is_spread = [&](int threads) { return clusters(threads * 4 * N) * blocks(threads * 4 * N) >= 12; };
+  if constexpr (HALF && FUSED != ALONE && !ODD) {
+    if (size(3) == size(4)) return launch_backward<T, CENTERED, FUSED, 256, 3 * N, true, ODD>(p, stream, launched);
+  }
   if constexpr (!HALF && FUSED == ALONE) {
+    const auto is_spread = [&](int threads) { return places_taken(p.cols, threads * 4 * N, 1) >= 24; };
     if (!is_spread(256)) {
       if (is_spread(320)) return launch_backward<T, CENTERED, FUSED, 320, 16, true, ODD>(p, stream, launched);
       if (is_spread(384)) return launch_backward<T, CENTERED, FUSED, 384, 16, true, ODD>(p, stream, launched);

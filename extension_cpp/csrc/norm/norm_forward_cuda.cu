@@ -212,7 +212,12 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
       return is_plain && p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER;
     };
     cudaError_t error = cudaSuccess;
-    if (fills(256 * 4 * N)) {
+    const bool is_spread = fills(256 * 4 * N) && places_taken(p.cols, 256 * 4 * N, FULL_BLOCKS) >= 24;
+    if (FUSED != DROPPED && !is_spread && fills(320 * 4 * N)) {
+      error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, true, 1>(p, stream, launched);
+    } else if (FUSED != DROPPED && !is_spread && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N) {
+      error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, true, 1>(p, stream, launched);
+    } else if (fills(256 * 4 * N)) {
       error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, FULL_BLOCKS>(p, stream, launched);
     } else if constexpr (N == 4) {
       if (fills(512 * 4 * N)) {
@@ -242,7 +247,7 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
                         Shape<64, 20>, Shape<128, 12>, Shape<128, 16>, Shape<160, 16>, Shape<256, 12>, Shape<256, 16>,
                         Shape<512, 12>, Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
   using Alone = std::conditional_t<N == 4, Floats, Halves>;
-  // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows to clusters.
+  // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows go to clusters.
   constexpr int WIDEST = FUSED == ADDED && CENTERED && N == 4 ? 16 : 32;
   using AddedFloats = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<128, 8>, Shape<128, 12>, Shape<128, 16>,
                              Shape<128, 24>, Shape<256, 16>, Shape<256, 32>, Shape<512, WIDEST>>;
@@ -273,6 +278,11 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) error = with_shape<N>(p.cols, Few{}, launch);
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
+  if constexpr (!ODD && WIDEST == 16) {
+    // But not where blocks of a cluster would not all be full.
+    if (error == cudaErrorNotSupported && p.cols % (256 * 16) > 0)
+      error = with_shape<N>(p.cols, Shapes<Shape<512, 32>>{}, launch);
+  }
   return error == cudaErrorNotSupported ? launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched) : error;
 }
 

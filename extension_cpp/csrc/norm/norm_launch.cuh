@@ -73,10 +73,10 @@ bool is_in_step(const Geometry &g, const void *data, int64_t stride) {
   return data == nullptr || (is_aligned(data) && (g.rows == 1 || (stride - g.cols) % N == 0));
 }
 
-// A kernel's shape: threads a row, and elements a thread.
-template <int TEAM_, int ELEMENTS_>
+// A kernel's shape: threads a row, elements a thread, and the widest row it is for.
+template <int TEAM_, int ELEMENTS_, int WIDEST_ = TEAM_ *ELEMENTS_>
 struct Shape {
-  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_;
+  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, WIDEST = WIDEST_;
 };
 template <typename...>
 struct Shapes {};
@@ -85,7 +85,7 @@ struct Shapes {};
 template <int N, typename F, typename... S>
 cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
   cudaError_t error = cudaErrorNotSupported;
-  (void)((cols / N * N <= S::TEAM * S::ELEMENTS && (error = f(S{}), true)) || ...);
+  (void)((cols / N * N <= S::WIDEST && (error = f(S{}), true)) || ...);
   return error;
 }
 
@@ -135,6 +135,13 @@ cudaError_t launch_clusters(P &p, int64_t clusters, cudaStream_t stream, bool &l
   launch.cluster(p.cluster);
   launched = true;
   return cudaLaunchKernelEx(&launch.config, KERNEL, p);
+}
+
+// Multiprocessors come in groups of 16, or a few more, and a cluster has to fit into one. Of 32 places that a group has for
+// blocks of `columns` columns, `blocks` a multiprocessor, those that clusters for a row leave not empty.
+inline int places_taken(int cols, int columns, int blocks) {
+  const int size = std::max(2, static_cast<int>(ceil_div(cols, columns)));
+  return size > MAX_CLUSTER ? 0 : 16 * blocks / size * size * 2 / blocks;
 }
 
 // What launch_ring asks the driver about a kernel and its device: once for the device that a thread uses.
