@@ -23,7 +23,7 @@ import extension_cpp
 from benchmarks import results
 from benchmarks.run import microseconds
 from benchmarks.timing import check_options, take_turns
-from extension_cpp import ops
+from extension_cpp import autograd, ops
 from extension_cpp.__main__ import Parser, positive
 
 ROWS, COLS, EPS = 8, 512, 1e-5
@@ -49,21 +49,31 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 }
 
 
-def register_plainly() -> torch.library.Library:
-    """layer_norm and its backward under PyTorch's own register_autograd, while the result lives.
-
-    Their twins are: these have no Autograd kernel that would be in the way.
-    """
+@contextlib.contextmanager
+def registered_plainly() -> Iterator[None]:
+    """layer_norm and its backward under PyTorch's own register_autograd, in the place of ours."""
+    ours = {
+        "extension_cpp::layer_norm": (ops._layer_norm_backward, ops._layer_norm_setup_context),
+        "extension_cpp::layer_norm_backward": (
+            ops._layer_norm_double_backward,
+            ops._layer_norm_backward_setup_context,
+        ),
+    }
+    # Its backward calls the one operator that is registered here, not its twin.
+    plain = types.SimpleNamespace(layer_norm_backward=torch.ops.extension_cpp.layer_norm_backward.default)
+    backward = types.FunctionType(ops._layer_norm_backward.__code__, vars(ops) | {"_ops": plain})
+    for name in ours:
+        del autograd.registrations[name]
     library = torch.library.Library("extension_cpp", "FRAGMENT")
-    plain = types.SimpleNamespace(layer_norm_backward=torch.ops.extension_cpp.layer_norm_backward_no_grad.default)
-    backward = types.FunctionType(ops._layer_norm_backward.__code__, vars(ops) | {"_ops": plain})  # calls no other
-    for name, function, setup_context in (
-        ("layer_norm", backward, ops._layer_norm_setup_context),
-        ("layer_norm_backward", ops._layer_norm_double_backward, ops._layer_norm_backward_setup_context),
-    ):
-        name = f"extension_cpp::{name}_no_grad"
+    for name, (function, setup_context) in ours.items():
+        function = backward if function is ops._layer_norm_backward else function
         torch.library.register_autograd(name, function, setup_context=setup_context, lib=library)
-    return library
+    try:
+        yield
+    finally:
+        del library
+        for name, (function, setup_context) in ours.items():
+            autograd.register_autograd(name, function, setup_context=setup_context)
 
 
 class Calls:
@@ -75,7 +85,6 @@ class Calls:
         self.leaves = [tensor.requires_grad_() for tensor in (self.x, self.weight, self.bias)]
         self.operator = torch.ops.extension_cpp.layer_norm.default
         self.backward = torch.ops.extension_cpp.layer_norm_backward.default
-        self.plain = torch.ops.extension_cpp.layer_norm_no_grad.default  # where register_plainly was called
         self.keys = DispatchKeySet(getattr(DispatchKey, device.upper()))
         self.by_hand = self._function_by_hand()
 
@@ -98,14 +107,14 @@ class Calls:
 
     def forward(self, way: str) -> Callable[[], Any]:
         x, weight, bias, shape, no_rows = self.x, self.weight, self.bias, (COLS,), self.x[:0]
-        operator, plain, keys, by_hand = self.operator, self.plain, self.keys, self.by_hand
+        operator, keys, by_hand = self.operator, self.keys, self.by_hand
         native = torch.ops.aten.native_layer_norm.default
         return {
             "native": lambda: torch.nn.functional.layer_norm(x, shape, weight, bias, EPS),
             "native operator": lambda: native(x, shape, weight, bias, EPS)[0],
             "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
             "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
-            "register_autograd": lambda: plain(x, shape, weight, bias, EPS)[0],
+            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],  # while registered_plainly()
             "by hand": lambda: by_hand(x, weight, bias),
             "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
             "shim": lambda: operator.redispatch(keys, no_rows, shape, weight, bias, EPS),
@@ -132,22 +141,22 @@ def batch(call: Callable[[], Any], mode: Callable[[], Any], count: int) -> None:
 
 def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
     calls = Calls(device)
-    plain: list[torch.library.Library] = []
+    plain = contextlib.ExitStack()
     for name, (mode, left_out) in PASSES.items():
         make = calls.forward_and_backward if name == "forward and backward" else calls.forward
         one = {way: functools.partial(batch, make(way), mode) for way in WAYS if way not in left_out}
 
         def ready(way: str, one: dict[str, Any] = one) -> None:
-            plain.clear()
+            plain.close()
             if way == "register_autograd":
-                plain.append(register_plainly())
+                plain.enter_context(registered_plainly())
             one[way](2)  # what the ways before have put out of the caches, or registered anew, is not this one's cost
             if device == "cuda":
                 torch.cuda.synchronize()
 
         # On a GPU, too, it is the host that is timed.
         times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
-        plain.clear()
+        plain.close()
         for way, time in times.items():
             seconds = {figure: value / CALLS for figure, value in asdict(time).items()}
             yield {"pass": name, "way": way, "seconds": seconds}

@@ -2,8 +2,9 @@
 
 An Autograd kernel in Python runs at every call, with gradients and without, and for the backward op again, so that on
 small tensors it is most of the time. So each operator that has one has a twin that has not, <name>_no_grad: the same
-arguments, kernels (def_with_twin in csrc/common/op.h) and fake. It is called in the operator's place under no_grad,
-and in a backward pass that is not differentiated itself.
+arguments, kernels (def_with_twin in csrc/common/op.h) and fake, but without the results at the end that only a backward
+pass reads. It is called in the operator's place under no_grad, and in a backward pass that is not differentiated
+itself.
 
 Where gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up
 defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is needed here:
@@ -27,13 +28,16 @@ _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.Autogr
     DispatchKey.PythonDispatcher
 )
 
-_libraries: list[Library] = []  # a registration lasts as long as its Library
+registrations: dict[str, Library] = {}  # of Autograd kernels, by operator; one lasts as long as its Library
 
 TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
 
 
 def operators(namespace: str) -> SimpleNamespace:
-    """The operators that have a twin, as functions of arguments by position, which call the twin under no_grad."""
+    """The operators that have a twin, as functions of arguments by position, with the twin's results.
+
+    Under no_grad they call the twin.
+    """
     names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
     packets = getattr(torch.ops, namespace)
     return SimpleNamespace(
@@ -45,19 +49,34 @@ def operators(namespace: str) -> SimpleNamespace:
     )
 
 
-def _operator_or_twin(op: Callable[..., Any], twin: Callable[..., Any]) -> Callable[..., Any]:
+def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
+    count = len(twin._schema.returns)
+
     def call(*args: Any) -> Any:
         return (op if torch.is_grad_enabled() else twin)(*args)
 
-    return call
+    def call_for_first(*args: Any) -> Any:
+        return op(*args)[0] if torch.is_grad_enabled() else twin(*args)
+
+    def call_for_some(*args: Any) -> Any:
+        return op(*args)[:count] if torch.is_grad_enabled() else twin(*args)
+
+    return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator and its twin."""
+    """torch.library.register_fake for an operator and, as far as it has the same results, its twin."""
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
-        for name in (op, op + TWIN):
-            torch.library.register_fake(name, fake)
+        torch.library.register_fake(op, fake)
+        schema, twin_schema = (torch._C._get_schema(name, "") for name in (op, op + TWIN))
+        count = len(twin_schema.returns)
+
+        def of_twin(*args: Any, **keywords: Any) -> Any:
+            results = fake(*args, **keywords)
+            return results[0] if count == 1 else results[:count]
+
+        torch.library.register_fake(op + TWIN, fake if count == len(schema.returns) else of_twin)
         return fake
 
     return register
@@ -91,7 +110,7 @@ def register_autograd(
     _check_schema(overload._schema)
     library = Library(namespace, "FRAGMENT")
     library.impl(name, _autograd_kernel(overload, backward, setup_context), "Autograd", with_keyset=True)
-    _libraries.append(library)
+    registrations[op] = library
 
 
 def _check_schema(schema: Any) -> None:

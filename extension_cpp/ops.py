@@ -450,7 +450,7 @@ def layer_norm(
     is the result, as PyTorch's own; on the CPU, and for rms_norm, PyTorch casts nothing, and nor does this. Source: Ba,
     Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    return _ops.layer_norm(x, normalized_shape, weight, bias, eps)[0]
+    return _ops.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
 def _statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
@@ -626,7 +626,7 @@ def rms_norm(
     in float32 (float64: float64); the rows of the weight gradient are summed in a fixed order. Source: Zhang and
     Sennrich 2019, arXiv:1910.07467.
     """
-    return _ops.rms_norm(x, normalized_shape, weight, eps)[0]
+    return _ops.rms_norm(x, normalized_shape, weight, eps)
 
 
 @register_fake("extension_cpp::rms_norm")
@@ -727,7 +727,7 @@ def add_layer_norm(
     p = p if training else 0.0
     x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
-    return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)[:2]
+    return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)
 
 
 def _under_autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -928,7 +928,7 @@ def add_rms_norm(
     p = p if training else 0.0
     x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
-    return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)[:2]
+    return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)
 
 
 @register_fake("extension_cpp::add_rms_norm")
@@ -1054,7 +1054,7 @@ def layer_norm_dropout(
     _check_probability("layer_norm_dropout", p)
     if p == 0 or not training:
         return layer_norm(x, normalized_shape, weight, bias, eps)
-    return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))[0]
+    return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))
 
 
 @register_fake("extension_cpp::layer_norm_dropout")

@@ -1,6 +1,7 @@
 """python -m benchmarks on tiny tensors: what it writes, continues and keeps; compare; one sentence an error."""
 
 import copy
+import contextlib
 import json
 from pathlib import Path
 
@@ -186,12 +187,12 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     monkeypatch.setattr(host, "CALLS", 2)
     path, threads = tmp_path / "deep" / "host-made.json", torch.get_num_threads()
     kernels = []
-    register_plainly = host.register_plainly
-    monkeypatch.setattr(host, "register_plainly", lambda: kernels.append(node()) or register_plainly())
+    registered_plainly = host.registered_plainly
+    monkeypatch.setattr(host, "registered_plainly", lambda: kernels.append(node()) or registered_plainly())
 
     def node() -> str:
         x = torch.ones(2, 2, device=device, requires_grad=True)
-        return type(torch.ops.extension_cpp.layer_norm_no_grad(x, (2,))[0].grad_fn).__name__
+        return type(torch.ops.extension_cpp.layer_norm(x, (2,))[0].grad_fn).__name__
 
     try:
         assert command.main(["host", "--device", device, "--rounds", "9", "--json", str(path)]) == 0
@@ -208,29 +209,27 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
         assert word in printed
     time = found["rows"][0]["seconds"]["median"]
     assert f"| native | torch.nn.functional.layer_norm | {1e6 * time:.1f} |" in table(path)
-    # Each turn of the plain registration begins, and the whole ends, without one.
-    assert kernels == ["CppFunction"] * 3 * 11 and node() == "CppFunction"
-    library = register_plainly()
-    assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_no_grad_defaultBackward"
-    del library
+    # Each turn of the plain registration begins, and the whole ends, with ours.
+    assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
+    with registered_plainly():
+        assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
 
 
 @pytest.mark.parametrize("way", [way for way in host.WAYS if way != "shim"])  # which computes nothing
 def test_the_ways_of_host_do_the_same(way, device) -> None:
     calls = host.Calls(device)
-    library = host.register_plainly() if way == "register_autograd" else None
-    output, gradients = calls.forward(way)(), calls.forward_and_backward(way)()
-    del library
+    with host.registered_plainly() if way == "register_autograd" else contextlib.nullcontext():
+        output, gradients = calls.forward(way)(), calls.forward_and_backward(way)()
     torch.testing.assert_close(output[0] if way == "kernel" else output, calls.forward("native")())
     torch.testing.assert_close(list(gradients), list(calls.forward_and_backward("native")()))
 
 
 def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(device) -> None:
-    calls, library = host.Calls(device), host.register_plainly()
-    y = calls.forward("register_autograd")()
-    grads = torch.autograd.grad(y, calls.leaves, calls.grad_out, create_graph=True)
-    del library
-    nodes = ["layer_norm_no_grad", *["layer_norm_backward_no_grad"] * 3]
+    calls = host.Calls(device)
+    with host.registered_plainly():
+        y = calls.forward("register_autograd")()
+        grads = torch.autograd.grad(y, calls.leaves, calls.grad_out, create_graph=True)
+    nodes = ["layer_norm", *["layer_norm_backward"] * 3]
     for tensor, node in zip((y, *grads), nodes, strict=True):
         assert type(tensor.grad_fn).__name__ == f"GeneratedBackwardFor_extension_cpp_{node}_defaultBackward"
 

@@ -42,7 +42,8 @@ static norm_forward_args forward_args(const fused_case *c, const void *x, void *
                              .cols = c->cols,
                              .x_stride = c->cols,
                              .dtype = c->dtype,
-                             .weight_dtype = c->dtype};
+                             .weight_dtype = c->dtype,
+                             .centered = c->centered};
 }
 
 static norm_backward_args backward_args(const fused_case *c, const void *x, const void *grad_out, void *const *wide,

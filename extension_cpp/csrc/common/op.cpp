@@ -222,14 +222,16 @@ void check_cuda(const char *op, int) { fail(op, "built without CUDA"); }
 
 constexpr char TWIN[] = "_no_grad";  // as in autograd.py
 
-void def_with_twin(StableLibrary &m, const std::string &schema) {
+void def_with_twin(StableLibrary &m, const std::string &schema, const std::string &twin_results) {
   m.def(schema.c_str());
-  m.def(std::string(schema).insert(schema.find('('), TWIN).c_str());
+  std::string twin = schema;
+  if (!twin_results.empty()) twin.replace(twin.rfind("-> ") + 3, std::string::npos, twin_results);
+  m.def(twin.insert(twin.find('('), TWIN).c_str());
 }
 
-void impl_with_twin(StableLibrary &m, const std::string &name, void (*kernel)(StableIValue *, uint64_t, uint64_t)) {
+void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel, BoxedKernel twin_kernel) {
   m.impl(name.c_str(), kernel);
-  m.impl((name + TWIN).c_str(), kernel);
+  m.impl((name + TWIN).c_str(), twin_kernel ? twin_kernel : kernel);
 }
 
 }  // namespace extension_cpp

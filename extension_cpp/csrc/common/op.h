@@ -126,9 +126,11 @@ void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const T
 using torch::stable::detail::StableLibrary;
 
 // Register an operator that autograd knows, and its twin, for calls that record no gradient: <name>_no_grad, of the same
-// arguments and kernels, for which no Autograd kernel is registered. A schema is "name(arguments) -> results".
-void def_with_twin(StableLibrary &m, const std::string &schema);
-void impl_with_twin(StableLibrary &m, const std::string &name, void (*kernel)(StableIValue *, uint64_t, uint64_t));
+// arguments, for which no Autograd kernel is registered. A schema is "name(arguments) -> results". The twin has the same results
+// and kernel, or, given both of its own, the first of these results: those behind them are for backward.
+void def_with_twin(StableLibrary &m, const std::string &schema, const std::string &twin_results = "");
+using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);
+void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel, BoxedKernel twin_kernel = nullptr);
 
 }  // namespace extension_cpp
 

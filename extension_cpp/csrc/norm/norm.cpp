@@ -103,20 +103,33 @@ static int64_t row_grain(const Problem &problem, int64_t element_size) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * problem.cols * element_size, 1));
 }
 
+static Tensor allocate_statistics(const Tensor &x, int64_t row_dims, dtype_t dtype) {
+  Shape shape(x.sizes().begin(), x.sizes().end());
+  std::fill(shape.end() - row_dims, shape.end(), 1);
+  return allocate({shape.data(), shape.size()}, statistics_dtype(dtype), x);
+}
+
 void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims, const Optional &weight,
-                  const Optional &bias, double eps, const Tensor &y, const Tensor *mean, const Tensor &rstd,
+                  const Optional &bias, double eps, bool centered, const Tensor &y, Statistics *statistics,
                   const FusedForward &fused) {
+  if (statistics) {
+    if (centered) statistics->mean.emplace(allocate_statistics(x, row_dims, problem.dtype));
+    statistics->rstd.emplace(allocate_statistics(x, row_dims, problem.dtype));
+  }
   if (problem.rows == 0) return;
   const Rows rows = as_rows(x, row_dims, problem.cols);
   const Optional w = weight_for_kernel(weight, 1, problem, x);
-  const Optional b = mean || bias ? weight_for_kernel(bias, 0, problem, x) : bias;
+  const Optional b = centered ? weight_for_kernel(bias, 0, problem, x) : std::nullopt;
   norm_forward_args args{};
   args.x = rows.tensor.const_data_ptr();
   args.weight = pointer(w);
   args.bias = pointer(b);
   args.y = y.mutable_data_ptr();
-  args.mean = mean ? mean->mutable_data_ptr() : nullptr;
-  args.rstd = rstd.mutable_data_ptr();
+  if (statistics) {
+    args.mean = centered ? statistics->mean->mutable_data_ptr() : nullptr;
+    args.rstd = statistics->rstd->mutable_data_ptr();
+  }
+  args.centered = centered;
   args.eps = eps;
   args.rows = problem.rows;
   args.cols = problem.cols;
@@ -141,33 +154,49 @@ void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64
   launch(op, KERNEL(norm_forward), args, x, problem.rows, row_grain(problem, x.element_size()));
 }
 
-Tensor allocate_statistics(const Tensor &x, size_t row_dims, dtype_t dtype) {
-  Shape shape(x.sizes().begin(), x.sizes().end());
-  std::fill(shape.end() - row_dims, shape.end(), 1);
-  return allocate({shape.data(), shape.size()}, statistics_dtype(dtype), x);
+static Tensor layer_norm_with(Statistics *statistics, const Tensor &x, const Shape &normalized_shape,
+                              const Optional &weight, const Optional &bias, double eps) {
+  const Problem problem = check_inputs("layer_norm", x, normalized_shape, weight, bias);
+  const Tensor y = allocate(x.sizes(), problem.dtype, x);
+  norm_forward("layer_norm", problem, x, normalized_shape.size(), weight, bias, eps, true, y, statistics);
+  return y;
 }
 
 static std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor &x, const Shape &normalized_shape,
                                                      const Optional &weight, const Optional &bias, double eps) {
-  const Problem problem = check_inputs("layer_norm", x, normalized_shape, weight, bias);
-  const size_t dims = normalized_shape.size();
-  const Tensor y = allocate(x.sizes(), problem.dtype, x), mean = allocate_statistics(x, dims, problem.dtype),
-               rstd = allocate_statistics(x, dims, problem.dtype);
-  norm_forward("layer_norm", problem, x, dims, weight, bias, eps, y, &mean, rstd);
-  return {y, mean, rstd};
+  Statistics statistics;
+  const Tensor y = layer_norm_with(&statistics, x, normalized_shape, weight, bias, eps);
+  return {y, *statistics.mean, *statistics.rstd};
+}
+
+static Tensor layer_norm_no_grad(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                                 const Optional &bias, double eps) {
+  return layer_norm_with(nullptr, x, normalized_shape, weight, bias, eps);
 }
 
 double rms_eps(std::optional<double> eps, const Problem &problem) {
   return eps.value_or(problem.dtype == DTYPE_FLOAT64 ? 0x1p-52 : 0x1p-23);
 }
 
+static Tensor rms_norm_with(Statistics *statistics, const Tensor &x, const Shape &normalized_shape,
+                            const Optional &weight, std::optional<double> eps) {
+  const Problem problem = check_inputs("rms_norm", x, normalized_shape, weight, std::nullopt);
+  const Tensor y = allocate(x.sizes(), problem.dtype, x);
+  norm_forward("rms_norm", problem, x, normalized_shape.size(), weight, std::nullopt, rms_eps(eps, problem), false, y,
+               statistics);
+  return y;
+}
+
 static std::tuple<Tensor, Tensor> rms_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
                                            std::optional<double> eps) {
-  const Problem problem = check_inputs("rms_norm", x, normalized_shape, weight, std::nullopt);
-  const size_t dims = normalized_shape.size();
-  const Tensor y = allocate(x.sizes(), problem.dtype, x), rstd = allocate_statistics(x, dims, problem.dtype);
-  norm_forward("rms_norm", problem, x, dims, weight, std::nullopt, rms_eps(eps, problem), y, nullptr, rstd);
-  return {y, rstd};
+  Statistics statistics;
+  const Tensor y = rms_norm_with(&statistics, x, normalized_shape, weight, eps);
+  return {y, *statistics.rstd};
+}
+
+static Tensor rms_norm_no_grad(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                               std::optional<double> eps) {
+  return rms_norm_with(nullptr, x, normalized_shape, weight, eps);
 }
 
 static void check_statistics(const char *op, const char *name, const Tensor &statistics, const Tensor &x,
@@ -253,30 +282,31 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(
       m,
       "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> "
-      "(Tensor, Tensor, Tensor)");
+      "(Tensor, Tensor, Tensor)",
+      "Tensor");
   def_with_twin(m,
                 "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
                 "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
                 "(Tensor, Tensor, Tensor)");
   def_with_twin(
-      m, "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)");
+      m, "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)", "Tensor");
   def_with_twin(m,
                 "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight, "
                 "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm));
+  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm), TORCH_BOX(&layer_norm_no_grad));
   impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm));
+  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm), TORCH_BOX(&rms_norm_no_grad));
   impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm));
+  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm), TORCH_BOX(&layer_norm_no_grad));
   impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm));
+  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm), TORCH_BOX(&rms_norm_no_grad));
   impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
 #endif

@@ -8,7 +8,8 @@
  *   x, grad_out                    (rows, cols)  one type; unit stride in a row, rows x_stride, grad_out_stride apart
  *   y, grad_x                      (rows, cols)  contiguous, of x's type, no overlap with the inputs
  *   weight, bias, their gradients  (cols)        of weight_dtype; NULL weight is ones, NULL bias zeros
- *   mean, rstd                     (rows)        float, for float64 double; NULL mean: rms_norm
+ *   mean, rstd                     (rows)        float, for float64 double; NULL mean in backward: rms_norm
+ *   mean and rstd in forward                     both may be NULL: not written; rms_norm's mean is
  *   grad_x, grad_weight, grad_bias               each may be NULL: not computed
  * rows = 0 gives weight gradients of 0 and else writes nothing; cols = 0 gives mean and rstd of NaN. NaN propagates. Computes
  * in float (float64: double). The variance takes two passes over the row; on the CPU the second one only where the first,
@@ -23,6 +24,7 @@
 #ifndef EXTENSION_CPP_NORM_H
 #define EXTENSION_CPP_NORM_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 #include "common/dtype.h"
@@ -46,6 +48,7 @@ typedef struct {
   int64_t x_stride;
   dtype_t dtype;
   dtype_t weight_dtype;
+  bool centered;        /* layer_norm; else rms_norm */
   const void *residual; /* (rows, cols) like x, rows residual_stride apart; NULL: none */
   void *sum;            /* (rows, cols) contiguous; NULL without residual */
   int64_t residual_stride;

@@ -189,7 +189,7 @@ static __attribute__((noinline)) void NAME(forward_part)(const norm_forward_args
                                                          const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
                                                          int n) {
   NAME(forward_block)
-  (args, x, y, *row, NAME(wide_place)(c, args->cols), (ahead_t){0}, dropout, c, n, args->mean != NULL, 0);
+  (args, x, y, *row, NAME(wide_place)(c, args->cols), (ahead_t){0}, dropout, c, n, args->centered, 0);
 }
 
 /* Elements up to the next 64 bytes from p on, where the rest of a row can be streamed; 0 if that is no gain. */
@@ -203,8 +203,8 @@ ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, 
   const int64_t cols = args->cols;
   T *y = (T *)args->y + r * cols;
   const NAME(row_t) row = NAME(row_statistics)(x, cols, args->eps, centered);
-  if (centered) ((ACC *)args->mean)[r] = row.mean;
-  ((ACC *)args->rstd)[r] = row.rstd;
+  if (args->mean) ((ACC *)args->mean)[r] = row.mean;
+  if (args->rstd) ((ACC *)args->rstd)[r] = row.rstd;
   /* Stores that split cache lines are most of rms_norm's time in float32; for half types the head costs more. */
   int64_t c = NAME(row_head)(y, cols, stream || (sizeof(T) >= 4 && cols >= 512));
   if (c > 0) NAME(forward_part)(args, x, y, &row, dropout, 0, (int)c);
@@ -271,7 +271,7 @@ static void NAME(norm_forward)(const norm_forward_args *args, int64_t begin, int
   cpu_dropout_init(&dropout_y, &args->dropout_y, end * args->cols);
   if (args->dropout_y.seed) {
     NAME(forward_rows)(args, begin, end, &dropout_y, 1);
-  } else if (args->mean) {
+  } else if (args->centered) {
     NAME(forward_rows)(args, begin, end, NULL, 1);
   } else {
     NAME(forward_rows)(args, begin, end, NULL, 0);

@@ -13,8 +13,8 @@ struct Forward : Geometry {
   Weights weight;
   Weights bias;
   T *y;
-  float *mean;  // NULL: rms_norm
-  float *rstd;
+  float *mean;  // of layer_norm; NULL as rstd
+  float *rstd;  // may be NULL
   float eps;
   int64_t x_stride;
   const T *residual;
@@ -155,6 +155,7 @@ __device__ inline void normalize(float (&x)[N], float mean, float rstd, const fl
 // By one thread of those that share the row.
 template <bool CENTERED, typename T>
 __device__ inline void write_statistics(const Forward<T> &p, int64_t row, float mean, float rstd) {
+  if (p.rstd == nullptr) return;
   if (CENTERED) p.mean[row] = mean;
   p.rstd[row] = rstd;
 }

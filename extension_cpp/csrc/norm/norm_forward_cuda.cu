@@ -322,7 +322,7 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 // Where blocks that stay take a row wider than one, and there are many: asked for as they are needed they are faster, but the
 // number has to be set to 0 first.
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
-  const bool is_float = args->dtype == DTYPE_FLOAT32, centered = args->mean != nullptr;
+  const bool is_float = args->dtype == DTYPE_FLOAT32, centered = args->centered;
   const int64_t row = args->cols * (is_float ? 4 : 2);
   const int64_t block = is_float && args->residual != nullptr && centered ? 8192 : 16384;
   const bool is_plain =
@@ -338,8 +338,8 @@ extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   if (args->dtype == DTYPE_FLOAT64) return plain_forward<double>(*args, on);
   return with_half_or_float(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (args->residual) return args->mean ? forward<T, true, ADDED>(*args, on) : forward<T, false, ADDED>(*args, on);
+    if (args->residual) return args->centered ? forward<T, true, ADDED>(*args, on) : forward<T, false, ADDED>(*args, on);
     if (args->dropout_y.seed) return forward<T, true, DROPPED>(*args, on);
-    return args->mean ? forward<T, true, ALONE>(*args, on) : forward<T, false, ALONE>(*args, on);
+    return args->centered ? forward<T, true, ALONE>(*args, on) : forward<T, false, ALONE>(*args, on);
   });
 }

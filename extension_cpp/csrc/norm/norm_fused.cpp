@@ -19,47 +19,74 @@ static void check_like(const char *op, const char *name, const Tensor &tensor, c
   check_shape(op, name, tensor, like_name, like);
 }
 
+using Pair = std::tuple<Tensor, Tensor>;
+
+// y, and the sum of residual and x with dropout; `centered`: add_layer_norm.
+static Pair add_norm(Statistics *statistics, bool centered, const char *op, const Tensor &x, const Tensor &residual,
+                     const Shape &normalized_shape, const Optional &weight, const Optional &bias,
+                     std::optional<double> eps, double p, const Optional &seed) {
+  const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
+  check_like(op, "residual", residual, "x", x);
+  const dropout_t dropout = check_dropout(op, p, seed, x);
+  const Tensor y = allocate(x.sizes(), problem.dtype, x), sum = allocate(x.sizes(), problem.dtype, x);
+  norm_forward(op, problem, x, normalized_shape.size(), weight, bias, rms_eps(eps, problem), centered, y, statistics,
+               {&residual, &sum, dropout});
+  return {y, sum};
+}
+
 static std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor &x, const Tensor &residual,
                                                                  const Shape &normalized_shape, const Optional &weight,
                                                                  const Optional &bias, double eps, double p,
                                                                  const Optional &seed) {
-  const char *op = "add_layer_norm";
-  const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
-  check_like(op, "residual", residual, "x", x);
-  const dropout_t dropout = check_dropout(op, p, seed, x);
-  const size_t dims = normalized_shape.size();
-  const Tensor y = allocate(x.sizes(), problem.dtype, x), sum = allocate(x.sizes(), problem.dtype, x),
-               mean = allocate_statistics(x, dims, problem.dtype), rstd = allocate_statistics(x, dims, problem.dtype);
-  norm_forward(op, problem, x, dims, weight, bias, eps, y, &mean, rstd, {&residual, &sum, dropout});
-  return {y, sum, mean, rstd};
+  Statistics statistics;
+  const auto [y, sum] =
+      add_norm(&statistics, true, "add_layer_norm", x, residual, normalized_shape, weight, bias, eps, p, seed);
+  return {y, sum, *statistics.mean, *statistics.rstd};
+}
+
+static Pair add_layer_norm_no_grad(const Tensor &x, const Tensor &residual, const Shape &normalized_shape,
+                                   const Optional &weight, const Optional &bias, double eps, double p,
+                                   const Optional &seed) {
+  return add_norm(nullptr, true, "add_layer_norm", x, residual, normalized_shape, weight, bias, eps, p, seed);
 }
 
 static std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor &x, const Tensor &residual,
                                                        const Shape &normalized_shape, const Optional &weight,
                                                        std::optional<double> eps, double p, const Optional &seed) {
-  const char *op = "add_rms_norm";
-  const Problem problem = check_inputs(op, x, normalized_shape, weight, std::nullopt);
-  check_like(op, "residual", residual, "x", x);
+  Statistics statistics;
+  const auto [y, sum] =
+      add_norm(&statistics, false, "add_rms_norm", x, residual, normalized_shape, weight, std::nullopt, eps, p, seed);
+  return {y, sum, *statistics.rstd};
+}
+
+static Pair add_rms_norm_no_grad(const Tensor &x, const Tensor &residual, const Shape &normalized_shape,
+                                 const Optional &weight, std::optional<double> eps, double p, const Optional &seed) {
+  return add_norm(nullptr, false, "add_rms_norm", x, residual, normalized_shape, weight, std::nullopt, eps, p, seed);
+}
+
+static Tensor layer_norm_dropout_with(Statistics *statistics, const Tensor &x, const Shape &normalized_shape,
+                                      const Optional &weight, const Optional &bias, double eps, double p,
+                                      const Optional &seed) {
+  const char *op = "layer_norm_dropout";
+  const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
   const dropout_t dropout = check_dropout(op, p, seed, x);
-  const size_t dims = normalized_shape.size();
-  const Tensor y = allocate(x.sizes(), problem.dtype, x), sum = allocate(x.sizes(), problem.dtype, x),
-               rstd = allocate_statistics(x, dims, problem.dtype);
-  norm_forward(op, problem, x, dims, weight, std::nullopt, rms_eps(eps, problem), y, nullptr, rstd,
-               {&residual, &sum, dropout});
-  return {y, sum, rstd};
+  const Tensor y = allocate(x.sizes(), problem.dtype, x);
+  norm_forward(op, problem, x, normalized_shape.size(), weight, bias, eps, true, y, statistics,
+               {nullptr, nullptr, dropout});
+  return y;
 }
 
 static std::tuple<Tensor, Tensor, Tensor> layer_norm_dropout(const Tensor &x, const Shape &normalized_shape,
                                                              const Optional &weight, const Optional &bias, double eps,
                                                              double p, const Optional &seed) {
-  const char *op = "layer_norm_dropout";
-  const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
-  const dropout_t dropout = check_dropout(op, p, seed, x);
-  const size_t dims = normalized_shape.size();
-  const Tensor y = allocate(x.sizes(), problem.dtype, x), mean = allocate_statistics(x, dims, problem.dtype),
-               rstd = allocate_statistics(x, dims, problem.dtype);
-  norm_forward(op, problem, x, dims, weight, bias, eps, y, &mean, rstd, {nullptr, nullptr, dropout});
-  return {y, mean, rstd};
+  Statistics statistics;
+  const Tensor y = layer_norm_dropout_with(&statistics, x, normalized_shape, weight, bias, eps, p, seed);
+  return {y, *statistics.mean, *statistics.rstd};
+}
+
+static Tensor layer_norm_dropout_no_grad(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                                         const Optional &bias, double eps, double p, const Optional &seed) {
+  return layer_norm_dropout_with(nullptr, x, normalized_shape, weight, bias, eps, p, seed);
 }
 
 // The gradients of x, residual, weight and bias. Without dropout x's gradient is residual's: only the latter is written.
@@ -115,7 +142,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(
       m,
       "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-      "float p, Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)");
+      "float p, Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)",
+      "(Tensor, Tensor)");
   def_with_twin(
       m,
       "add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor mean, "
@@ -124,7 +152,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(
       m,
       "add_rms_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float? eps, float p, "
-      "Tensor? seed) -> (Tensor, Tensor, Tensor)");
+      "Tensor? seed) -> (Tensor, Tensor, Tensor)",
+      "(Tensor, Tensor)");
   def_with_twin(
       m,
       "add_rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, SymInt[] normalized_shape, Tensor rstd, "
@@ -133,7 +162,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(
       m,
       "layer_norm_dropout(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, float p, "
-      "Tensor? seed) -> (Tensor, Tensor, Tensor)");
+      "Tensor? seed) -> (Tensor, Tensor, Tensor)",
+      "Tensor");
   def_with_twin(
       m,
       "layer_norm_dropout_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
@@ -142,21 +172,21 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm));
+  impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm), TORCH_BOX(&add_layer_norm_no_grad));
   impl_with_twin(m, "add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
-  impl_with_twin(m, "add_rms_norm", TORCH_BOX(&add_rms_norm));
+  impl_with_twin(m, "add_rms_norm", TORCH_BOX(&add_rms_norm), TORCH_BOX(&add_rms_norm_no_grad));
   impl_with_twin(m, "add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
-  impl_with_twin(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout));
+  impl_with_twin(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout), TORCH_BOX(&layer_norm_dropout_no_grad));
   impl_with_twin(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
 }
 
 #ifdef WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm));
+  impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm), TORCH_BOX(&add_layer_norm_no_grad));
   impl_with_twin(m, "add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
-  impl_with_twin(m, "add_rms_norm", TORCH_BOX(&add_rms_norm));
+  impl_with_twin(m, "add_rms_norm", TORCH_BOX(&add_rms_norm), TORCH_BOX(&add_rms_norm_no_grad));
   impl_with_twin(m, "add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
-  impl_with_twin(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout));
+  impl_with_twin(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout), TORCH_BOX(&layer_norm_dropout_no_grad));
   impl_with_twin(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
 }
 #endif

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm
     if (CENTERED) mean[0] += v[0] / p.cols;
     const A squares = CENTERED ? v[1] - v[0] * v[0] / p.cols : v[1];
     const A rstd = 1 / sqrt(squares / p.cols + static_cast<A>(p.eps));
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && p.rstd != nullptr) {
       if (CENTERED) static_cast<A *>(p.mean)[r] = mean[0];
       static_cast<A *>(p.rstd)[r] = rstd;
     }
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm
 
 template <typename T>
 cudaError_t plain_forward(const norm_forward_args &args, cudaStream_t stream) {
-  const auto kernel = args.mean ? plain_forward_kernel<T, true> : plain_forward_kernel<T, false>;
+  const auto kernel = args.centered ? plain_forward_kernel<T, true> : plain_forward_kernel<T, false>;
   kernel<<<static_cast<unsigned>(std::min<int64_t>(args.rows, 1 << 16)), PLAIN_THREADS, 0, stream>>>(args);
   return cudaGetLastError();
 }

@@ -25,8 +25,11 @@ struct Problem {
 Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape, const Optional &weight,
                      const Optional &bias);
 
-// x's shape with the normalized dimensions of size 1: mean and rstd broadcast against x.
-Tensor allocate_statistics(const Tensor &x, size_t row_dims, dtype_t dtype);
+// What the forward keeps for the backward, each of x's shape with the normalized dimensions of size 1: they broadcast against x.
+struct Statistics {
+  Optional mean;  // of layer_norm
+  Optional rstd;
+};
 
 // rms_norm's eps: by default the machine epsilon of the type of the arithmetic.
 double rms_eps(std::optional<double> eps, const Problem &problem);
@@ -45,9 +48,9 @@ struct FusedBackward {
   dropout_t dropout_y{};
 };
 
-// Forward of all norms: writes mean only where it is given.
+// Forward of all norms: makes the statistics where they are asked for.
 void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims, const Optional &weight,
-                  const Optional &bias, double eps, const Tensor &y, const Tensor *mean, const Tensor &rstd,
+                  const Optional &bias, double eps, bool centered, const Tensor &y, Statistics *statistics,
                   const FusedForward &fused = {});
 
 struct Gradients {
