@@ -1,7 +1,7 @@
 """python -m benchmarks on tiny tensors: what it writes, continues and keeps; compare; one sentence an error."""
 
-import copy
 import contextlib
+import copy
 import json
 from pathlib import Path
 
