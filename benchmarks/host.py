@@ -52,7 +52,7 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 @contextlib.contextmanager
 def registered_plainly() -> Iterator[None]:
     """layer_norm and its backward under PyTorch's own register_autograd, in the place of ours."""
-    ours = {
+    ours: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "extension_cpp::layer_norm": (ops._layer_norm_backward, ops._layer_norm_setup_context),
         "extension_cpp::layer_norm_backward": (
             ops._layer_norm_double_backward,
@@ -66,8 +66,8 @@ def registered_plainly() -> Iterator[None]:
         del autograd.registrations[name]
     library = torch.library.Library("extension_cpp", "FRAGMENT")
     for name, (function, setup_context) in ours.items():
-        function = backward if function is ops._layer_norm_backward else function
-        torch.library.register_autograd(name, function, setup_context=setup_context, lib=library)
+        plainly = backward if function is ops._layer_norm_backward else function
+        torch.library.register_autograd(name, plainly, setup_context=setup_context, lib=library)
     try:
         yield
     finally:

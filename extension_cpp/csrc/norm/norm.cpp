@@ -289,7 +289,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
                 "(Tensor, Tensor, Tensor)");
   def_with_twin(
-      m, "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)", "Tensor");
+      m, "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)",
+      "Tensor");
   def_with_twin(m,
                 "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight, "
                 "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");

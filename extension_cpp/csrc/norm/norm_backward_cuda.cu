@@ -59,7 +59,7 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   using OddFloats = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
                            Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
   using Floats =
-      Shapes<Shape<8, 8>, Shape<16, 16>, Shape<16, 24>, Shape<16, 32>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
+      Shapes<Shape<8, 8>, Shape<16, 16>, Shape<32, 16, 384>, Shape<16, 32>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
              Shape<64, 32>, Shape<96, 24>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>, Shape<256, WIDEST>>;
   using FusedHalves = std::conditional_t<
       ODD, Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>,

@@ -338,7 +338,8 @@ extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   if (args->dtype == DTYPE_FLOAT64) return plain_forward<double>(*args, on);
   return with_half_or_float(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (args->residual) return args->centered ? forward<T, true, ADDED>(*args, on) : forward<T, false, ADDED>(*args, on);
+    if (args->residual)
+      return args->centered ? forward<T, true, ADDED>(*args, on) : forward<T, false, ADDED>(*args, on);
     if (args->dropout_y.seed) return forward<T, true, DROPPED>(*args, on);
     return args->centered ? forward<T, true, ALONE>(*args, on) : forward<T, false, ALONE>(*args, on);
   });
