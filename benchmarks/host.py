@@ -62,18 +62,18 @@ def registered_plainly() -> Iterator[None]:
     # Its backward calls the one operator that is registered here, not its twin.
     plain = types.SimpleNamespace(layer_norm_backward=torch.ops.extension_cpp.layer_norm_backward.default)
     backward = types.FunctionType(ops._layer_norm_backward.__code__, vars(ops) | {"_ops": plain})
-    for name in ours:
-        del autograd.registrations[name]
     library = torch.library.Library("extension_cpp", "FRAGMENT")
-    for name, (function, setup_context) in ours.items():
-        plainly = backward if function is ops._layer_norm_backward else function
-        torch.library.register_autograd(name, plainly, setup_context=setup_context, lib=library)
     try:
+        for name, (function, setup_context) in ours.items():
+            del autograd.registrations[name]  # PyTorch takes no second one
+            plainly = backward if function is ops._layer_norm_backward else function
+            torch.library.register_autograd(name, plainly, setup_context=setup_context, lib=library)
         yield
     finally:
         del library
         for name, (function, setup_context) in ours.items():
-            autograd.register_autograd(name, function, setup_context=setup_context)
+            if name not in autograd.registrations:
+                autograd.register_autograd(name, function, setup_context=setup_context)
 
 
 class Calls:

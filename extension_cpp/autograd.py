@@ -2,9 +2,9 @@
 
 An Autograd kernel in Python runs at every call, with gradients and without, and for the backward op again, so that on
 small tensors it is most of the time. So each operator that has one has a twin that has not, <name>_no_grad: the same
-arguments, kernels (def_with_twin in csrc/common/op.h) and fake, but without the results at the end that only a backward
-pass reads. It is called in the operator's place under no_grad, and in a backward pass that is not differentiated
-itself.
+arguments, kernels and fake. It may go without the results at the end that only a backward pass reads, by a function of
+its own (def_with_twin in csrc/common/op.h). It is called in the operator's place under no_grad, and in a backward pass
+that is not differentiated itself.
 
 Where gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up
 defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is needed here:
@@ -65,7 +65,7 @@ def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator and, as far as it has the same results, its twin."""
+    """torch.library.register_fake for an operator, and with as many of its results as it has for its twin."""
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(op, fake)

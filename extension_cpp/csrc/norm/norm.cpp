@@ -174,7 +174,7 @@ static Tensor layer_norm_no_grad(const Tensor &x, const Shape &normalized_shape,
   return layer_norm_with(nullptr, x, normalized_shape, weight, bias, eps);
 }
 
-double rms_eps(std::optional<double> eps, const Problem &problem) {
+double eps_or_default(std::optional<double> eps, const Problem &problem) {
   return eps.value_or(problem.dtype == DTYPE_FLOAT64 ? 0x1p-52 : 0x1p-23);
 }
 
@@ -182,8 +182,8 @@ static Tensor rms_norm_with(Statistics *statistics, const Tensor &x, const Shape
                             const Optional &weight, std::optional<double> eps) {
   const Problem problem = check_inputs("rms_norm", x, normalized_shape, weight, std::nullopt);
   const Tensor y = allocate(x.sizes(), problem.dtype, x);
-  norm_forward("rms_norm", problem, x, normalized_shape.size(), weight, std::nullopt, rms_eps(eps, problem), false, y,
-               statistics);
+  norm_forward("rms_norm", problem, x, normalized_shape.size(), weight, std::nullopt, eps_or_default(eps, problem),
+               false, y, statistics);
   return y;
 }
 

@@ -48,7 +48,7 @@ template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>;
   constexpr bool HALF = N == 8;
-  constexpr int WIDEST = CENTERED || ODD ? 24 : 32;
+  constexpr int WIDEST = CENTERED ? 24 : 32;
   using OddHalves =
       Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>, Shape<64, 32>,
              Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
@@ -92,7 +92,16 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;
-  const auto size = [&](int vectors) { return std::max<int64_t>(2, ceil_div(p.cols, 256 * vectors * N)); };
+  error = cudaSuccess;
+  const auto attempt = [&](auto shape) {
+    using S = decltype(shape);
+    if (error != cudaSuccess || launched) return;
+    error = launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, true, ODD>(p, stream, launched);
+  };
+  // The best first; another if the chip does not run clusters of its size.
+  [[maybe_unused]] const auto size = [&](int vectors) {
+    return std::max<int64_t>(2, ceil_div(p.cols, 256 * vectors * N));
+  };
   if constexpr (HALF && FUSED == ALONE) {
     // The most rows a time: one costs a thread its vectors, and about as much as so many more.
     const auto rate = [&](int vectors, int more) {
@@ -101,26 +110,24 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
     const int more = CENTERED ? 2 : 1;
     const double most = std::max(rate(3, more), rate(4, more));
     if (rate(5, 2) > most) {  // one that is read twice
-      return launch_backward<T, CENTERED, FUSED, 256, 5 * N, true, ODD>(p, stream, launched);
+      attempt(Shape<256, 5 * N>{});
+    } else if (rate(3, more) == most) {
+      attempt(Shape<256, 3 * N>{});
     }
-    if (rate(3, more) == most) return launch_backward<T, CENTERED, FUSED, 256, 3 * N, true, ODD>(p, stream, launched);
-  }
-  if constexpr (HALF && FUSED != ALONE && !ODD) {
-    if (size(3) == size(4)) return launch_backward<T, CENTERED, FUSED, 256, 3 * N, true, ODD>(p, stream, launched);
-  }
-  if constexpr (!HALF && FUSED == ALONE) {
-    const auto is_spread = [&](int threads) { return places_taken(p.cols, threads * 4 * N, 1) >= 24; };
-    if (!is_spread(256)) {
-      if (is_spread(320)) return launch_backward<T, CENTERED, FUSED, 320, 16, true, ODD>(p, stream, launched);
-      if (is_spread(384)) return launch_backward<T, CENTERED, FUSED, 384, 16, true, ODD>(p, stream, launched);
-    }
-  }
-  error = launch_backward<T, CENTERED, FUSED, 256, 4 * N, true, ODD>(p, stream, launched);
-  if constexpr (!HALF) {
-    if (error == cudaSuccess && !launched) {
-      error = launch_backward<T, CENTERED, FUSED, 512, 16, true, ODD>(p, stream, launched);
+  } else if constexpr (HALF && !ODD) {
+    if (size(3) == size(4)) attempt(Shape<256, 3 * N>{});
+  } else if constexpr (!HALF && FUSED == ALONE) {
+    if (!is_spread(p.cols, 256 * 16, 1)) {
+      if (is_spread(p.cols, 320 * 16, 1)) {
+        attempt(Shape<320, 16>{});
+      } else if (is_spread(p.cols, 384 * 16, 1)) {
+        attempt(Shape<384, 16>{});
+      }
     }
   }
+  attempt(Shape<256, 4 * N>{});
+  if constexpr (HALF && FUSED == ALONE) attempt(Shape<256, 5 * N>{});
+  if constexpr (!HALF) attempt(Shape<512, 16>{});
   return error;
 }
 

@@ -4,7 +4,8 @@
 // Nobody waits for more than the moments. A block may send to another when that one has set up its mbarrier: each says so first
 // thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
 //
-// The weights come from the caches for every row. For layer_norm, with twice as many, two rows share them.
+// The weights come from the caches for every row. Two rows share them for layer_norm, which has twice as many, and at odd widths,
+// where they come word by word.
 #ifndef EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 

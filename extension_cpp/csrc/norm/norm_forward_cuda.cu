@@ -174,7 +174,7 @@ constexpr int widest_brief(bool is_float, bool centered, bool odd) {
   return is_float && !centered ? 131072 : odd ? 0 : 32768;
 }
 
-// As many blocks a multiprocessor as registers allow, on purpose: with fewer registers there would be more, and they slower.
+// BLOCKS fixes the registers and so the blocks a multiprocessor: fewer registers would allow more, which are slower.
 template <typename T, bool CENTERED, bool ODD>
 cudaError_t launch_brief(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>, ROWS = CLUSTER_ROWS<CENTERED, ODD>, STEP = ODD ? N : 1;
@@ -212,16 +212,23 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
       return is_plain && p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER;
     };
     cudaError_t error = cudaSuccess;
-    const bool is_spread = fills(256 * 4 * N) && places_taken(p.cols, 256 * 4 * N, FULL_BLOCKS) >= 24;
-    if (FUSED != DROPPED && !is_spread && fills(320 * 4 * N)) {
-      error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, true, 1>(p, stream, launched);
-    } else if (FUSED != DROPPED && !is_spread && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N) {
-      error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, true, 1>(p, stream, launched);
-    } else if (fills(256 * 4 * N)) {
-      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, FULL_BLOCKS>(p, stream, launched);
-    } else if constexpr (N == 4) {
-      if (fills(512 * 4 * N)) {
-        error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
+    if constexpr (WIDEST_BRIEF < MAX_CLUSTER * 512 * 4 * N) {
+      const bool good = fills(256 * 4 * N) && is_spread(p.cols, 256 * 4 * N, FULL_BLOCKS);
+      if constexpr (FUSED !=
+                    DROPPED) {  // of 384 threads, clusters of fewer than eight blocks are slower than what follows
+        if (!good && fills(320 * 4 * N)) {
+          error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, true, 1>(p, stream, launched);
+        } else if (!good && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N) {
+          error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, true, 1>(p, stream, launched);
+        }
+      }
+      if (error == cudaSuccess && !launched && fills(256 * 4 * N)) {
+        error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, FULL_BLOCKS>(p, stream, launched);
+      }
+      if constexpr (N == 4) {
+        if (error == cudaSuccess && !launched && fills(512 * 4 * N)) {
+          error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
+        }
       }
     }
     if (error == cudaSuccess && !launched) {
@@ -324,7 +331,9 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
   const bool is_float = args->dtype == DTYPE_FLOAT32, centered = args->centered;
   const int64_t row = args->cols * (is_float ? 4 : 2);
-  const int64_t block = is_float && args->residual != nullptr && centered ? 8192 : 16384;
+  // add_layer_norm's floats, as launch_forward says.
+  const bool narrow = is_float && args->residual != nullptr && centered && args->cols % (256 * 16) == 0;
+  const int64_t block = narrow ? 8192 : 16384;
   const bool is_plain =
       args->weight != nullptr && args->weight_dtype == args->dtype && (!centered || args->bias != nullptr);
   const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;

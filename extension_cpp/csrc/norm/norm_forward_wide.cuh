@@ -1,5 +1,5 @@
-// layer_norm and rms_norm of rows wider than a block: a cluster shares a row (norm_rows.cuh), every warp takes the moments of its
-// part, and all warps join them.
+// layer_norm and rms_norm of rows wider than a block, but for those of norm_forward_cluster.cuh: a cluster shares a row
+// (norm_rows.cuh), every warp takes the moments of its part, and all warps join them.
 //
 // Who takes which row. Blocks that stay and take every n-th row copy memory at 93 % of the speed of blocks that come and go: some
 // multiprocessors are slower, it is thought. Rows given out as they are asked for lift that (docs/performance.md). So a cluster

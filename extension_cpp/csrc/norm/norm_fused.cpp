@@ -29,8 +29,8 @@ static Pair add_norm(Statistics *statistics, bool centered, const char *op, cons
   check_like(op, "residual", residual, "x", x);
   const dropout_t dropout = check_dropout(op, p, seed, x);
   const Tensor y = allocate(x.sizes(), problem.dtype, x), sum = allocate(x.sizes(), problem.dtype, x);
-  norm_forward(op, problem, x, normalized_shape.size(), weight, bias, rms_eps(eps, problem), centered, y, statistics,
-               {&residual, &sum, dropout});
+  norm_forward(op, problem, x, normalized_shape.size(), weight, bias, eps_or_default(eps, problem), centered, y,
+               statistics, {&residual, &sum, dropout});
   return {y, sum};
 }
 

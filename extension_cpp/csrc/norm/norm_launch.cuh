@@ -144,6 +144,9 @@ inline int places_taken(int cols, int columns, int blocks) {
   return size > MAX_CLUSTER ? 0 : 16 * blocks / size * size * 2 / blocks;
 }
 
+// Whether that is three in four or more, which is enough for the speed of memory, or nearly.
+inline bool is_spread(int cols, int columns, int blocks) { return places_taken(cols, columns, blocks) >= 24; }
+
 // What launch_ring asks the driver about a kernel and its device: once for the device that a thread uses.
 struct Facts {
   int device = -1;

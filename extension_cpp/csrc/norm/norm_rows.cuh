@@ -14,7 +14,8 @@
 // too few: reads then crowd out the writes (docs/performance.md).
 //
 // Clusters. A row wider than a block's registers is shared by the blocks of a cluster, a slice each. The row's sums go to all
-// of them with st.async, and the sums of row i + 1 are sent before row i is finished, so that nobody waits for them.
+// of them with st.async, and the sums of row i + 1 are sent before row i is finished, so that nobody waits for them (but in
+// norm_forward_cluster.cuh, where a cluster ends with its row).
 #ifndef EXTENSION_CPP_NORM_ROWS_CUH
 #define EXTENSION_CPP_NORM_ROWS_CUH
 

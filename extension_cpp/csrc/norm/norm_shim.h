@@ -31,8 +31,8 @@ struct Statistics {
   Optional rstd;
 };
 
-// rms_norm's eps: by default the machine epsilon of the type of the arithmetic.
-double rms_eps(std::optional<double> eps, const Problem &problem);
+// eps, by default rms_norm's: the machine epsilon of the type of the arithmetic.
+double eps_or_default(std::optional<double> eps, const Problem &problem);
 
 // The fused forms of norm.h: with a residual the dropout is x's, without one y's.
 struct FusedForward {
