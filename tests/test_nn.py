@@ -27,6 +27,35 @@ def test_copies_and_pickles(module: torch.nn.Module) -> None:
         assert twin.state_dict().keys() == module.state_dict().keys()
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("module", MODULES + ADD, ids=lambda module: type(module).__name__)
+def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
+    """For any number of rows, after a turn through a file; without gradients they have the twin in them."""
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    inputs = tuple(torch.randn(4, 33) for _ in range(1 + (module in ADD)))
+    with torch.set_grad_enabled(gradients):
+        program = torch.export.export(module, inputs, dynamic_shapes=(rows,) * len(inputs))
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    loaded = torch.export.load(buffer)
+    ours = {str(node.target) for node in loaded.graph.nodes if "extension_cpp" in str(node.target)}
+    assert isinstance(module, Dropout) or {name.endswith("_no_grad.default") for name in ours} == {not gradients}
+    inputs = tuple(torch.randn(7, 33) for _ in inputs)
+    torch.testing.assert_close(loaded.module()(*inputs), module(*inputs), rtol=0, atol=0)
+
+
+def test_ahead_of_time_inductor(tmp_path) -> None:
+    """A library that Inductor makes of a program calls our ops in it."""
+    model = torch.nn.Sequential(LayerNorm(33), torch.nn.Linear(33, 8), RMSNorm(8))
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(4, 33),), dynamic_shapes=(rows,))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        x = torch.randn(9, 33)
+        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(x), model(x))
+
+
 def test_modules_call_their_ops() -> None:
     x = torch.randn(4, 33)
     layer = ScaleBiasReLU(33, scale=0.5)
