@@ -38,15 +38,19 @@ def operators(namespace: str) -> SimpleNamespace:
 
     Under no_grad they call the twin.
     """
-    names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
-    packets = getattr(torch.ops, namespace)
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
     return SimpleNamespace(
         **{
-            name: _operator_or_twin(getattr(packets, name).default, getattr(packets, name + TWIN).default)
+            name.split("::")[1]: _operator_or_twin(_overload(name), _overload(name + TWIN))
             for name in names
             if name + TWIN in names
         }
     )
+
+
+def _overload(op: str) -> Any:
+    namespace, name = op.split("::")
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
@@ -69,14 +73,13 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(op, fake)
-        schema, twin_schema = (torch._C._get_schema(name, "") for name in (op, op + TWIN))
-        count = len(twin_schema.returns)
+        results_of_op, count = (len(_overload(name)._schema.returns) for name in (op, op + TWIN))
 
         def of_twin(*args: Any, **keywords: Any) -> Any:
             results = fake(*args, **keywords)
             return results[0] if count == 1 else results[:count]
 
-        torch.library.register_fake(op + TWIN, fake if count == len(schema.returns) else of_twin)
+        torch.library.register_fake(op + TWIN, fake if count == results_of_op else of_twin)
         return fake
 
     return register
@@ -106,7 +109,7 @@ def register_autograd(
         NotImplementedError: the operator's schema is not of that kind.
     """
     namespace, name = op.split("::")
-    overload = getattr(getattr(torch.ops, namespace), name).default
+    overload = _overload(op)
     _check_schema(overload._schema)
     library = Library(namespace, "FRAGMENT")
     library.impl(name, _autograd_kernel(overload, backward, setup_context), "Autograd", with_keyset=True)
