@@ -162,6 +162,7 @@ template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BL
           typename P>
 cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cudaStream_t stream, bool &launched) {
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
+  static_assert(!CLUSTER || teams == 1);  // whose barriers and exchange are the block's
   thread_local Facts facts;
   int device;
   cudaError_t error = cudaGetDevice(&device);
