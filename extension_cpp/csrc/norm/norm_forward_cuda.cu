@@ -184,6 +184,32 @@ cudaError_t launch_brief(Forward<T> &p, cudaStream_t stream, bool &launched) {
   return launch_clusters<kernel, TEAM, E / N, N>(p, ceil_div(p.rows, STEP * ROWS) * STEP, stream, launched);
 }
 
+// Rows of plain weights that fill the blocks of a cluster, so that no vector needs a condition.
+template <typename T, bool CENTERED, Fused FUSED>
+cudaError_t launch_full(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>, BLOCKS = FUSED == ADDED && !(CENTERED && N == 8) ? 1 : 2;
+  const auto fills = [&](int columns) { return p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER; };
+  const bool good = fills(256 * 4 * N) && is_spread(p.cols, 256 * 4 * N, BLOCKS);
+  cudaError_t error = cudaSuccess;
+  // Of 384 threads, clusters of fewer than eight blocks are slower than what follows.
+  if constexpr (FUSED != DROPPED) {
+    if (!good && fills(320 * 4 * N)) {
+      error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, true, 1>(p, stream, launched);
+    } else if (!good && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N) {
+      error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, true, 1>(p, stream, launched);
+    }
+  }
+  if (error == cudaSuccess && !launched && fills(256 * 4 * N)) {
+    error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, BLOCKS>(p, stream, launched);
+  }
+  if constexpr (N == 4) {
+    if (error == cudaSuccess && !launched && fills(512 * 4 * N)) {
+      error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
+    }
+  }
+  return error;
+}
+
 // Rows wider than a block; of blocks that stay two a multiprocessor, if registers allow.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
@@ -206,30 +232,10 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     }
     return error;
   } else {
-    constexpr int FULL_BLOCKS = FUSED == ADDED && !(CENTERED && N == 8) ? 1 : 2;
     constexpr int BLOCKS = FUSED == ALONE || (FUSED == DROPPED && N == 4) ? 2 : 1;
-    const auto fills = [&](int columns) {
-      return is_plain && p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER;
-    };
     cudaError_t error = cudaSuccess;
-    if constexpr (WIDEST_BRIEF < MAX_CLUSTER * 512 * 4 * N) {
-      const bool good = fills(256 * 4 * N) && is_spread(p.cols, 256 * 4 * N, FULL_BLOCKS);
-      if constexpr (FUSED !=
-                    DROPPED) {  // of 384 threads, clusters of fewer than eight blocks are slower than what follows
-        if (!good && fills(320 * 4 * N)) {
-          error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, true, 1>(p, stream, launched);
-        } else if (!good && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N) {
-          error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, true, 1>(p, stream, launched);
-        }
-      }
-      if (error == cudaSuccess && !launched && fills(256 * 4 * N)) {
-        error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, FULL_BLOCKS>(p, stream, launched);
-      }
-      if constexpr (N == 4) {
-        if (error == cudaSuccess && !launched && fills(512 * 4 * N)) {
-          error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
-        }
-      }
+    if constexpr (WIDEST_BRIEF < MAX_CLUSTER * 512 * 4 * N) {  // else there are none left that a cluster could take
+      if (is_plain) error = launch_full<T, CENTERED, FUSED>(p, stream, launched);
     }
     if (error == cudaSuccess && !launched) {
       error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, false, false, BLOCKS>(p, stream, launched);
