@@ -63,11 +63,13 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     narrow = (8, 48, 200, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2304, 2560, 3072, 4096, 4608, 5120)
-    wide = (6144, 7168, 8192, 10240, 12288, 16384, 20480, 32768, 36864, 45056, 55296, 81920, 131072)
+    wide = (6144, 7168, 8192, 10240, 12288, 16384, 20480, 32768, 36864, 45056, 49152, 55296, 81920, 98304, 131072)
+    between_lines = (24584, 49160, 65544)
     odd = (33, 129, 513, 1025, 4097, 8193, 10249, 16385, 36865, 43013, 50257)
-    for width in (*narrow, *wide, *odd):
-        # Several rows a cluster, also of the widest, of which fewer run at once.
-        shape = (max((10 << 20) // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
+    for width in (*narrow, *wide, *between_lines, *odd):
+        # More bytes than few rows have, or several rows a cluster, also of the widest, of which fewer run at once.
+        size = (17 if width <= 16384 else 10) << 20
+        shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
         sample = next(iter(spec.sample_inputs(maker(device, dtype), shape)))
         ours = check(spec, sample)
         with torch.no_grad():  # by the twin, which may go without some results
@@ -82,7 +84,7 @@ def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     """As many rows as take kernels with more threads a row, and a few more."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
-    for rows, width in itertools.product((3, 128, 129, 256, 257, 512, 513), (64, 512, 1024, 2048, 4096)):
+    for rows, width in itertools.product((3, 132, 133, 513), (64, 256, 512, 1024, 2048, 4096, 8192, 16384)):
         check(spec, next(iter(spec.sample_inputs(maker(device, dtype), (rows, width)))))
 
 

@@ -253,8 +253,11 @@ Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x,
   args.dropout_x = fused.dropout_x;
   args.dropout_y = fused.dropout_y;
   const int64_t doubles = sums ? ceil_div(ON_DEVICE_OF(x, norm_partial)(&args), 8) : 0;
-  const Tensor partial = allocate({&doubles, 1}, DTYPE_FLOAT64, x);
-  if (sums) args.partial = partial.mutable_data_ptr();
+  Optional partial;
+  if (doubles > 0) {
+    partial.emplace(allocate({&doubles, 1}, DTYPE_FLOAT64, x));
+    args.partial = partial->mutable_data_ptr();
+  }
   launch(op, KERNEL(norm_backward), args, x, norm_parts(problem.rows, problem.cols), 1);
   if (sums && !x.is_cuda()) parallel_for(ceil_div(problem.cols, NORM_TILE), 1, norm_grad_weight_cpu, &args);
   return gradients;

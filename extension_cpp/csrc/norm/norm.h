@@ -66,7 +66,7 @@ typedef struct {
   void *grad_x;
   void *grad_weight;
   void *grad_bias;
-  void *partial; /* scratch, norm_partial_cpu() or _cuda() bytes of it; NULL if both weight gradients are */
+  void *partial; /* scratch, norm_partial_cpu() or _cuda() bytes of it; NULL if 0, or both weight gradients are NULL */
   int64_t rows;
   int64_t cols;
   int64_t x_stride;

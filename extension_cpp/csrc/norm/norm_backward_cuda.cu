@@ -1,5 +1,6 @@
 // The gradients of layer_norm and rms_norm on the GPU: norm_backward_rows.cuh, and then a second kernel that adds the partial rows of
-// the weight gradients in order. Nothing is atomic.
+// the weight gradients in order; of few rows, norm_backward_few.cuh alone. Nothing is atomic.
+#include "norm/norm_backward_few.cuh"
 #include "norm/norm_backward_rows.cuh"
 #include "norm/norm_launch.cuh"
 #include "norm/norm_plain.cuh"
@@ -28,20 +29,85 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
   return p;
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD, int FULL = 0,
+          bool PACKED = false>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>, K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, K, N, CLUSTER, ODD>;
   constexpr bool KEEP = KEEPS<T, CENTERED, FUSED, ELEMENTS>;
-  constexpr int ring = (CLUSTER          ? (sizeof(T) * ELEMENTS > 32 ? 192 : 128)
-                        : KEEP           ? 96
-                        : FUSED == ADDED ? 144
-                                         : 128)
-                       << 10;
-  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
-  constexpr auto kernel = backward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
-  // A row that is read again holds its place for a turn more.
-  return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD>(p, ring / blocks, Rows::REREAD ? 3 : 2,
-                                                                              max_parts(p.cols), stream, launched);
+  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
+  // KB; a row that is read again holds its place for a turn more.
+  constexpr int ring = CLUSTER          ? (Rows::REREAD && FUSED == ALONE                   ? 227
+                                           : sizeof(T) == 4 || FUSED == ADDED || TEAM > 256 ? 192
+                                                                                            : 128)
+                       : KEEP           ? 96
+                       : FUSED == ADDED ? 144
+                                        : 128;
+  constexpr auto kernel = backward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
+  return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD, FULL>(
+      p, (ring << 10) / blocks, Rows::REREAD ? 3 : 2, max_parts(p.cols), stream, launched);
+}
+
+// Clusters of this shape: by the kernel whose threads have all vectors but one, if they do.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD>
+cudaError_t launch_full(Backward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int FULL = ELEMENTS / VECTOR<T> - 1;
+  if constexpr (ODD && CENTERED && FUSED == ALONE && sizeof(T) == 2 && FULL == 4) {
+    if (p.weight.is_plain()) {
+      return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL, true>(p, stream, launched);
+    }
+  }
+  return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL>(p, stream, launched);
+}
+
+// Calls f(shape) with the shapes, in turn the one with the most rows a time: a row takes a thread its vectors' time, and
+// about that of `more` vectors.
+template <int N, typename F, typename... S>
+void by_rate(int cols, int more, Shapes<S...>, F &&f) {
+  const auto rate = [&](auto shape) {
+    using Each = decltype(shape);
+    constexpr int columns = Each::TEAM * Each::ELEMENTS;
+    const double size = std::max<double>(2, ceil_div(cols, columns));
+    return places_taken(cols, columns, 1) / (size * Each::TEAM * (Each::ELEMENTS / N + more));
+  };
+  const double rates[] = {rate(S{})...};
+  bool done[sizeof...(S)] = {};
+  for (size_t turn = 0; turn < sizeof...(S); ++turn) {
+    size_t best = sizeof...(S);
+    for (size_t i = 0; i < sizeof...(S); ++i) {
+      if (!done[i] && (best == sizeof...(S) || rates[i] > rates[best])) best = i;
+    }
+    done[best] = true;
+    size_t i = 0;
+    ((i++ == best ? f(S{}) : void()), ...);
+  }
+}
+
+// Rows wider than a block.
+template <typename T, bool CENTERED, Fused FUSED, bool ODD>
+cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>;
+  using Halves = Shapes<Shape<256, 4 * N>, Shape<256, 3 * N>, Shape<256, 5 * N>, Shape<384, 4 * N>>;
+  using Floats = Shapes<Shape<256, 4 * N>, Shape<256, 7 * N>, Shape<320, 4 * N>, Shape<384, 4 * N>>;
+  using FusedHalves = Shapes<Shape<256, 4 * N>, Shape<256, 3 * N>>;
+  using Alone = std::conditional_t<N == 8, Halves, Floats>;
+  using Others = std::conditional_t<N == 8, FusedHalves, Shapes<Shape<256, 4 * N>>>;
+  cudaError_t error = cudaSuccess;
+  by_rate<N>(p.cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
+    using S = decltype(shape);
+    if (error == cudaSuccess && !launched) {
+      error = launch_full<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream, launched);
+    }
+  });
+  // Where some threads have fewer vectors than that, or the chip does not run clusters of these sizes.
+  if (error == cudaSuccess && !launched) {
+    error = launch_backward<T, CENTERED, FUSED, 256, 4 * N, true, ODD>(p, stream, launched);
+  }
+  if constexpr (N == 4) {
+    if (error == cudaSuccess && !launched) {
+      error = launch_backward<T, CENTERED, FUSED, 512, 4 * N, true, ODD>(p, stream, launched);
+    }
+  }
+  return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
@@ -79,68 +145,35 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
     using S = decltype(shape);
     return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream, launched);
   };
-  cudaError_t error = cudaErrorNotSupported;
-  if constexpr (!ODD) {
-    // Few rows: as many threads for each as leave a multiprocessor, of which a chip has 128 or a few more, one turn.
-    if (p.rows <= FEW_ROWS / 4) {
-      error = with_shape<N>(p.cols, Shapes<Shape<256, 16>>{}, launch);
-    } else if (p.rows <= FEW_ROWS / 2) {
-      error = with_shape<N>(p.cols, Shapes<Shape<128, 16>>{}, launch);
-    } else if (p.rows <= FEW_ROWS) {
-      error = with_shape<N>(p.cols, Shapes<Shape<64, 16>>{}, launch);
-    }
-  }
-  if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
+  const cudaError_t error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;
-  error = cudaSuccess;
-  const auto attempt = [&](auto shape) {
-    using S = decltype(shape);
-    if (error != cudaSuccess || launched) return;
-    error = launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, true, ODD>(p, stream, launched);
-  };
-  // The best first; another if the chip does not run clusters of its size.
-  [[maybe_unused]] const auto size = [&](int vectors) {
-    return std::max<int64_t>(2, ceil_div(p.cols, 256 * vectors * N));
-  };
-  if constexpr (HALF && FUSED == ALONE) {
-    // The most rows a time: one costs a thread its vectors, and about as much as so many more.
-    const auto rate = [&](int vectors, int more) {
-      return places_taken(p.cols, 256 * vectors * N, 1) / static_cast<double>(size(vectors) * (vectors + more));
-    };
-    const int more = CENTERED ? 2 : 1;
-    const double most = std::max(rate(3, more), rate(4, more));
-    if (rate(5, 2) > most) {  // one that is read twice
-      attempt(Shape<256, 5 * N>{});
-    } else if (rate(3, more) == most) {
-      attempt(Shape<256, 3 * N>{});
-    }
-  } else if constexpr (HALF && !ODD) {
-    if (size(3) == size(4)) attempt(Shape<256, 3 * N>{});
-  } else if constexpr (!HALF && FUSED == ALONE) {
-    if (!is_spread(p.cols, 256 * 16, 1)) {
-      if (is_spread(p.cols, 320 * 16, 1)) {
-        attempt(Shape<320, 16>{});
-      } else if (is_spread(p.cols, 384 * 16, 1)) {
-        attempt(Shape<384, 16>{});
-      }
-    }
+  if constexpr (!ODD) {  // rows that begin between two lines
+    if (p.cols * sizeof(T) % 128 > 0) return launch_cluster<T, CENTERED, FUSED, true>(p, stream, launched);
   }
-  attempt(Shape<256, 4 * N>{});
-  if constexpr (HALF && FUSED == ALONE) attempt(Shape<256, 5 * N>{});
-  if constexpr (!HALF) attempt(Shape<512, 16>{});
-  return error;
+  return launch_cluster<T, CENTERED, FUSED, ODD>(p, stream, launched);
+}
+
+// Whether the rows of all tensors, `g` their shape, begin alike between multiples of 16 bytes.
+template <typename T>
+bool are_in_step(const Geometry &g, const norm_backward_args &args) {
+  return is_in_step<T>(g, args.x, args.x_stride) && is_in_step<T>(g, args.grad_out, args.grad_out_stride) &&
+         is_in_step<T>(g, args.grad_x, args.cols) && is_in_step<T>(g, args.grad_sum, args.grad_sum_stride) &&
+         is_in_step<T>(g, args.grad_dropped, args.cols) && is_aligned(args.weight);
+}
+
+// One column: the gradient is exactly 0, which needs the plain kernel's order of operations.
+template <typename T>
+bool are_plain(Geometry &g, const norm_backward_args &args) {
+  return args.rows == 0 || args.cols == 1 || !set_shape(g, args.rows, args.cols) || !are_in_step<T>(g, args);
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   Backward<T> p = fast_parameters<T>(args);
-  // One column: the gradient is exactly 0, which needs the plain kernel's order of operations.
-  if (args.rows == 0 || args.cols == 1 || !set_shape(p, args.rows, args.cols)) return plain_backward<T>(args, stream);
-  const bool in_step =
-      is_in_step<T>(p, args.x, args.x_stride) && is_in_step<T>(p, args.grad_out, args.grad_out_stride) &&
-      is_in_step<T>(p, args.grad_x, args.cols) && is_in_step<T>(p, args.grad_sum, args.grad_sum_stride) &&
-      is_in_step<T>(p, args.grad_dropped, args.cols) && is_aligned(args.weight);
-  if (!in_step) return plain_backward<T>(args, stream);
+  if (are_plain<T>(p, args)) return plain_backward<T>(args, stream);
+  if (are_few<T>(args.rows, args.cols)) {
+    return few_backward<T, CENTERED, FUSED>({p, args.grad_weight, args.grad_bias, 0}, stream);
+  }
   bool launched = false;
   const cudaError_t error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
                                                        : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
@@ -152,8 +185,17 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
 }  // namespace norm_cuda
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
+  using namespace norm_cuda;
+  // None for few rows, unless they take the plain kernel.
+  const auto are_few_of = [&](auto zero) {
+    using T = decltype(zero);
+    Geometry g;
+    return are_few<T>(args->rows, args->cols) && !are_plain<T>(g, *args);
+  };
+  if (args->dtype == DTYPE_FLOAT32 ? are_few_of(float{}) : args->dtype != DTYPE_FLOAT64 && are_few_of(__half{}))
+    return 0;
   const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
-  const int64_t parts = std::min(args->rows, norm_cuda::max_parts(args->cols));
+  const int64_t parts = std::min(args->rows, max_parts(args->cols));
   return sums * parts * args->cols * (args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float));
 }
 

@@ -6,7 +6,7 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 
-#include "norm/norm_rows.cuh"
+#include "norm/norm_forward.cuh"
 
 namespace norm_cuda {
 
@@ -25,11 +25,11 @@ template <typename T, bool CENTERED, Fused FUSED, int E>
 constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&FUSED != ADDED &&E <= 32;
 
 // Whether a cluster's rows, too, are read from the ring again, in place of waiting for their sums in registers: where these are
-// few for three tensors, or for more than four vectors a thread.
-template <typename T, Fused FUSED, int K>
-constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || K > 4);
+// few for three tensors, or, of layer_norm, for more than four vectors or many threads.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || (CENTERED && (K > 4 || TEAM > 256)));
 
-// Rows that are few: they take other shapes (norm_backward_cuda.cu).
+// Rows of odd or great width that are few: the kernel that adds the partial rows comes early (of others: norm_backward_few.cuh).
 constexpr int FEW_ROWS = 512;
 
 template <typename T>
@@ -56,20 +56,42 @@ struct Statistics {
   float rstd;
 };
 
-// One team's rows.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD>
+// Half types cannot hold a mean so large that the product's rounding would show; float can.
+template <typename T, bool CENTERED>
+__device__ inline float normalize(float x, const Statistics &s) {
+  if (!CENTERED) return x * s.rstd;
+  return sizeof(T) == 2 ? fmaf(x, s.rstd, -s.mean * s.rstd) : (x - s.mean) * s.rstd;
+}
+
+// g = grad_out * weight; for float also times rstd, before which the digits of the smallest numbers would be lost.
+template <typename T>
+__device__ inline float weighted(float grad, float weight, const Statistics &s) {
+  return sizeof(T) == 2 ? grad * weight : grad * s.rstd * weight;
+}
+
+// grad_x = (g + shift + xhat * along) * rstd, for float with rstd in g already. slope is along * rstd, which the compiler would
+// make anew for every vector.
+template <typename T, bool CENTERED>
+__device__ inline float combine(float xhat, float g, float along, float slope, float shift, const Statistics &s) {
+  if (sizeof(T) == 4) return fmaf(xhat, along, CENTERED ? g + shift : g);
+  return fmaf(xhat, slope, CENTERED ? fmaf(g, s.rstd, shift * s.rstd) : g * s.rstd);
+}
+
+// One team's rows. FULL: vectors that every thread has, so that they need no condition. PACKED: weights stay in x's type, which takes
+// fewer registers; they are plain.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL, bool PACKED>
 struct BackwardRows {
   static constexpr int N = VECTOR<T>;
   static constexpr int TEAMS = THREADS<TEAM> / TEAM;
   static constexpr bool KEEP = !CLUSTER && KEEPS<T, CENTERED, FUSED, K * N>;
-  static constexpr bool REREAD = CLUSTER && REREADS<T, FUSED, K>;
+  static constexpr bool REREAD = CLUSTER && REREADS<T, CENTERED, FUSED, TEAM, K>;
   // Whether grad_x is made from x with xhat written out, for an operation less. An infinite weight then gives NaN in place of inf.
   static constexpr bool FROM_X = CLUSTER && sizeof(T) == 2 && FUSED == ALONE;
   static constexpr int TENSORS = FUSED == ADDED ? 3 : 2;
   static constexpr int KEPT = KEEP ? K : 1;
   // Whether the mask is made before the row is there; the one of grad_dropped is needed last, but might not find registers then.
   static constexpr bool EARLY = FUSED == DROPPED || (ODD && N == 4);
-  static_assert(!(REREAD && EARLY));  // a row's mask would have to outlast the next one's
+  static_assert(FUSED == ALONE || !(REREAD && EARLY));  // a row's mask would have to outlast the next one's
   using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD, REREAD>;
   using Mine = Part<T, TEAM, K, N, ODD>;
   // A row's part of each tensor.
@@ -83,12 +105,11 @@ struct BackwardRows {
   TeamRing ring;
   const int64_t seed;
   const int rank;
-  const int64_t first;  // row; from there on every `step`-th
-  const int64_t step;
-  const int rows;
+  const Share share;
   const int turns;  // the rows of the block's busiest team: all teams pass as many barriers
   const Columns<TEAM, K, N, ODD> columns;
-  float weight[K][N], grad_weight[K][N], grad_bias[CENTERED ? K : 1][N];
+  std::conditional_t<PACKED, Vector<T, N>, float[N]> weight[K];
+  float grad_weight[K][N], grad_bias[CENTERED ? K : 1][N];
   float edge_weight[1], edge_grad_weight[1], edge_grad_bias[1];
   float xhat[KEPT][N], g[KEPT][N];
 
@@ -98,18 +119,22 @@ struct BackwardRows {
         ring{slots, exchange, p.stages, p.slot},
         seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
         rank(rank),
-        first(chunk * TEAMS + team()),
-        step(p.chunks * TEAMS),
-        rows(static_cast<int>((p.rows - first + step - 1) / step)),
-        turns(static_cast<int>((p.rows - chunk * TEAMS + step - 1) / step)),
-        columns(p, first, lane(), rank) {}
+        share(rows_of(p, chunk)),
+        turns(CLUSTER ? share.rows : static_cast<int>((p.rows - chunk * TEAMS + share.step - 1) / share.step)),
+        columns(p, share.first, lane(), rank) {}
+
+  __device__ static Share rows_of(const Backward<T> &p, int64_t chunk) {
+    if (ODD && CLUSTER) return share_of(p.shares, static_cast<int>(chunk));
+    const int64_t first = chunk * TEAMS + team(), step = p.chunks * TEAMS;
+    return {first, step, static_cast<int>((p.rows - first + step - 1) / step)};
+  }
 
   __device__ static int team() { return TEAMS > 1 ? threadIdx.x / TEAM : 0; }
   __device__ static int lane() { return TEAMS > 1 ? threadIdx.x % TEAM : threadIdx.x; }
-  __device__ int64_t row(int i) const { return first + i * step; }
+  __device__ int64_t row(int i) const { return share.first + i * share.step; }
 
   __device__ void fetch(int i) {
-    if (lane() > 0 || i >= rows) return;
+    if (lane() > 0 || i >= share.rows) return;
     const T *starts[TENSORS] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
     if (FUSED == ADDED) starts[TENSORS - 1] = p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
     ring.fetch(starts, columns, row(i) == p.rows - 1);
@@ -135,19 +160,16 @@ struct BackwardRows {
   }
 
   __device__ Statistics statistics(int i) const {
-    if (i >= rows) return {0, 0};
+    if (i >= share.rows) return {0, 0};
     return {CENTERED ? p.mean[row(i)] : 0, p.rstd[row(i)]};
   }
 
-  // Half types cannot hold a mean so large that the product's rounding would show; float can.
-  __device__ static float normalize(float x, const Statistics &s) {
-    if (!CENTERED) return x * s.rstd;
-    return sizeof(T) == 2 ? fmaf(x, s.rstd, -s.mean * s.rstd) : (x - s.mean) * s.rstd;
-  }
-
-  // grad_out * weight; for float also times rstd, before which the digits of the smallest numbers would be lost.
-  __device__ static float weighted(float grad, float weight, const Statistics &s) {
-    return sizeof(T) == 2 ? grad * weight : grad * s.rstd * weight;
+  __device__ void weight_of(float (&w)[N], int k) const {
+    if constexpr (PACKED) {
+      unpack<T, N>(w, weight[k]);
+    } else {
+      memcpy(w, weight[k], sizeof w);
+    }
   }
 
   // The row's part in the weight gradients, and this warp's (TEAM < 32: team's) sums of g * xhat and of g = weighted().
@@ -158,20 +180,21 @@ struct BackwardRows {
       if (FUSED == DROPPED) drop(grad, p.dropout, kept);
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
-        x[j] = normalize(x[j], s);
+        x[j] = normalize<T, CENTERED>(x[j], s);
         to_weight[j] = fmaf(grad[j], x[j], to_weight[j]);
         if (CENTERED) to_bias[j] += grad[j];
-        grad[j] = weighted(grad[j], w[j], s);
+        grad[j] = weighted<T>(grad[j], w[j], s);
         along[j % 2] = fmaf(grad[j], x[j], along[j % 2]);
         if (CENTERED) sum[j % 2] += grad[j];
       }
     };
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      float x[N], grad[N];
+      float x[N], grad[N], w[N];
       unpack<T, N>(x, loaded.x.bits[k]);
       unpack<T, N>(grad, loaded.grad_out.bits[k]);
-      add(x, grad, weight[k], grad_weight[k], grad_bias[CENTERED ? k : 0], loaded.mask.of(k));
+      weight_of(w, k);
+      add(x, grad, w, grad_weight[k], grad_bias[CENTERED ? k : 0], loaded.mask.of(k));
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         if (KEEP) xhat[KEEP ? k : 0][j] = x[j], g[KEEP ? k : 0][j] = grad[j];
@@ -235,18 +258,15 @@ struct BackwardRows {
         store(p.grad_dropped + first_element + c, grad_x);
       }
     };
-    // x becomes grad_x: (g + shift + xhat * along) * rstd, for float with rstd in g already.
     const float slope = along * s.rstd, lift = CENTERED ? fmaf(-s.mean, slope, shift) : 0;
-    const auto combine = [&](float xhat, float g) {
-      if (sizeof(T) == 4) return fmaf(xhat, along, CENTERED ? g + shift : g);
-      return fmaf(xhat, slope, CENTERED ? fmaf(g, s.rstd, shift * s.rstd) : g * s.rstd);
-    };
+    // x becomes grad_x.
     const auto prepare = [&](auto &x, auto &grad, const auto &w, uint32_t kept) {
       if (FUSED == DROPPED) drop(grad, p.dropout, kept);
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
         x[j] = FROM_X ? fmaf(x[j], slope, fmaf(grad[j], w[j], lift)) * s.rstd
-                      : combine(normalize(x[j], s), weighted(grad[j], w[j], s));
+                      : combine<T, CENTERED>(normalize<T, CENTERED>(x[j], s), weighted<T>(grad[j], w[j], s), along,
+                                             slope, shift, s);
       }
     };
 #pragma unroll
@@ -255,11 +275,13 @@ struct BackwardRows {
       float x[N], grad[N], grad_sum[N] = {};
       if constexpr (KEEP) {
 #pragma unroll
-        for (int j = 0; j < N; ++j) x[j] = combine(xhat[k][j], g[k][j]);
+        for (int j = 0; j < N; ++j) x[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
       } else {
         unpack<T, N>(x, loaded.x.bits[k]);
         unpack<T, N>(grad, loaded.grad_out.bits[k]);
-        prepare(x, grad, weight[k], mask.of(k));
+        float w[N];
+        weight_of(w, k);
+        prepare(x, grad, w, mask.of(k));
       }
       if constexpr (FUSED == ADDED) unpack<T, N>(grad_sum, loaded.grad_sum.bits[k]);
       write(x, grad_sum, mask.of(k), columns.column(k));
@@ -273,14 +295,19 @@ struct BackwardRows {
 
   // All rows, and this block's partial row of the weight gradients.
   __device__ void run(int64_t chunk, float *shared) {
+    if (FULL > 0) __builtin_assume(columns.left > (FULL - 1) * TEAM * N);
     for (int i = 0; i < p.stages; ++i) fetch(i);
     Statistics now = statistics(0), next = statistics(1);
-    load_weights<T>(weight, edge_weight, p.weight, columns);
+    if constexpr (PACKED) {
+      load_packed<T>(weight, edge_weight, p.weight, columns);
+    } else {
+      load_weights<T>(weight, edge_weight, p.weight, columns);
+    }
     memset(grad_weight, 0, sizeof grad_weight);
     memset(grad_bias, 0, sizeof grad_bias);
     edge_grad_weight[0] = edge_grad_bias[0] = 0;
     Loaded loaded;
-    if (CLUSTER && rows > 0) {
+    if (CLUSTER && share.rows > 0) {
       if (EARLY) make_mask(loaded.mask, 0);
       ring.wait();
       load(loaded, 0, ring.now);
@@ -291,7 +318,7 @@ struct BackwardRows {
       const Statistics after = statistics(i + 2);
       if constexpr (CLUSTER) {
         Loaded following;
-        if (i + 1 < rows) {
+        if (i + 1 < share.rows) {
           if (EARLY) make_mask(following.mask, i + 1);
           ring.wait();
           load(following, i + 1, ring.now);
@@ -310,7 +337,7 @@ struct BackwardRows {
         if (!REREAD) loaded = following;
       } else {
         loaded = {};
-        if (i < rows) {
+        if (i < share.rows) {
           if (EARLY) make_mask(loaded.mask, i);
           ring.wait();
           load(loaded, i, ring.now);
@@ -322,9 +349,9 @@ struct BackwardRows {
           fetch(i + p.stages);
         } else {
           if (i > 0) fetch(i - 1 + p.stages);  // of row i - 1 the team has made grad_x
-          if (i < rows) load(loaded, i, ring.now);
+          if (i < share.rows) load(loaded, i, ring.now);
         }
-        if (i < rows) finish(i, loaded, now, sum);
+        if (i < share.rows) finish(i, loaded, now, sum);
         ring.now.advance(p.stages);
       }
       now = next;
@@ -367,11 +394,11 @@ struct BackwardRows {
   }
 };
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL, bool PACKED>
 __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K, VECTOR<T>, CLUSTER, ODD>)
     backward_kernel(const __grid_constant__ Backward<T> p) {
   if constexpr (CLUSTER && !HAS_CLUSTERS) return;
-  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD>;
+  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ Exchange<TEAM, CLUSTER> exchanges[Rows::TEAMS];
   Exchange<TEAM, CLUSTER> &exchange = exchanges[Rows::team()];

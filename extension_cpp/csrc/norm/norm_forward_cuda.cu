@@ -14,29 +14,6 @@
 
 namespace norm_cuda {
 
-// Sums of v over a team; `shared` is for the warps of the block, and for this sum alone.
-template <int TEAM, int COUNT>
-__device__ inline void team_sum(float (&v)[COUNT], float (&shared)[THREADS<TEAM> / 32][COUNT]) {
-  if constexpr (TEAM >= 32 && COUNT == 2) {
-    const float2 both = warp_sum<true>({v[0], v[1]});
-    v[0] = both.x, v[1] = both.y;
-  } else {
-    group_sum(v, TEAM < 32 ? TEAM : 32);
-  }
-  if constexpr (TEAM > 32) {
-    constexpr int WARPS = TEAM / 32;
-    const int warp = threadIdx.x % LANES<TEAM>;
-    if (threadIdx.x % 32 == 0) {
-#pragma unroll
-      for (int n = 0; n < COUNT; ++n) shared[threadIdx.x / 32][n] = v[n];
-    }
-    sync_group(1 + threadIdx.x / TEAM, TEAM);
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) v[n] = warp < WARPS ? shared[threadIdx.x / TEAM * WARPS + warp][n] : 0;
-    group_sum(v, LANES<TEAM>);
-  }
-}
-
 // Bytes of x up to which its rows are few.
 template <typename T>
 constexpr int64_t FEW = sizeof(T) == 2 ? 4 << 20 : 8 << 20;
@@ -160,7 +137,7 @@ cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launc
   return cudaGetLastError();
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD, bool PACKED, bool FULL, int BLOCKS>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD, bool PACKED, int FULL, int BLOCKS>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>, K = ELEMENTS / N, RING = ((ODD ? 100 : 130) << 10) / BLOCKS;
   constexpr int TENSORS = FUSED == ADDED ? 2 : 1;
@@ -191,20 +168,26 @@ cudaError_t launch_full(Forward<T> &p, cudaStream_t stream, bool &launched) {
   const auto fills = [&](int columns) { return p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER; };
   const bool good = fills(256 * 4 * N) && is_spread(p.cols, 256 * 4 * N, BLOCKS);
   cudaError_t error = cudaSuccess;
+  if constexpr (FUSED == ALONE && CENTERED && N == 8) {
+    if (!good && fills(192 * 6 * N) && is_spread(p.cols, 192 * 6 * N, 2)) {
+      return launch_wide<T, CENTERED, FUSED, 192, 6 * N, false, true, 6, 2>(p, stream, launched);
+    }
+  }
   // Of 384 threads, clusters of fewer than eight blocks are slower than what follows.
   if constexpr (FUSED != DROPPED) {
+    constexpr int MORE = FUSED == ALONE && N == 4 ? 2 : 1;
     if (!good && fills(320 * 4 * N)) {
-      error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, true, 1>(p, stream, launched);
+      error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, 4, MORE>(p, stream, launched);
     } else if (!good && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N) {
-      error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, true, 1>(p, stream, launched);
+      error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, 4, 1>(p, stream, launched);
     }
   }
   if (error == cudaSuccess && !launched && fills(256 * 4 * N)) {
-    error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, true, BLOCKS>(p, stream, launched);
+    error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, 4, BLOCKS>(p, stream, launched);
   }
   if constexpr (N == 4) {
     if (error == cudaSuccess && !launched && fills(512 * 4 * N)) {
-      error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, true, 1>(p, stream, launched);
+      error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, 4, 1>(p, stream, launched);
     }
   }
   return error;
@@ -221,28 +204,41 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
       if (error != cudaSuccess || launched) return error;
     }
   }
+  cudaError_t error = cudaSuccess;
   if constexpr (ODD) {
     constexpr bool NARROWER = FUSED == DROPPED || (FUSED == ALONE && CENTERED && N == 8);
     constexpr int TEAM = NARROWER ? 192 : 256, E = NARROWER && FUSED == ALONE ? 5 * N : 4 * N;
     constexpr int WIDER = N == 4 ? 512 : 256;
-    cudaError_t error = is_plain ? launch_wide<T, CENTERED, FUSED, TEAM, E, true, true, false, 2>(p, stream, launched)
-                                 : launch_wide<T, CENTERED, FUSED, TEAM, E, true, false, false, 2>(p, stream, launched);
+    if constexpr (FUSED == ALONE && N == 8) {
+      if (is_plain && is_spread(p.cols, 192 * 5 * N, 2)) {
+        error = launch_wide<T, CENTERED, FUSED, 192, 5 * N, true, true, 4, 2>(p, stream, launched);
+      }
+    } else if constexpr (FUSED == ALONE && CENTERED) {
+      if (is_plain && is_spread(p.cols, 320 * 5 * N, 1)) {
+        error = launch_wide<T, CENTERED, FUSED, 320, 5 * N, true, true, 4, 1>(p, stream, launched);
+      }
+    }
     if (error == cudaSuccess && !launched) {
-      error = launch_wide<T, CENTERED, FUSED, WIDER, 4 * N, true, false, false, 1>(p, stream, launched);
+      error = is_plain ? launch_wide<T, CENTERED, FUSED, TEAM, E, true, true, 0, 2>(p, stream, launched)
+                       : launch_wide<T, CENTERED, FUSED, TEAM, E, true, false, 0, 2>(p, stream, launched);
+    }
+    if (error == cudaSuccess && !launched) {
+      error = launch_wide<T, CENTERED, FUSED, WIDER, 4 * N, true, false, 0, 1>(p, stream, launched);
     }
     return error;
+  } else if (p.cols * sizeof(T) % 128 > 0) {
+    return launch_wide<T, CENTERED, FUSED, true>(p, stream, launched);
   } else {
     constexpr int BLOCKS = FUSED == ALONE || (FUSED == DROPPED && N == 4) ? 2 : 1;
-    cudaError_t error = cudaSuccess;
     if constexpr (WIDEST_BRIEF < MAX_CLUSTER * 512 * 4 * N) {  // else there are none left that a cluster could take
       if (is_plain) error = launch_full<T, CENTERED, FUSED>(p, stream, launched);
     }
     if (error == cudaSuccess && !launched) {
-      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, false, false, BLOCKS>(p, stream, launched);
+      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, false, 0, BLOCKS>(p, stream, launched);
     }
     if constexpr (N == 4) {
       if (error == cudaSuccess && !launched) {
-        error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, false, false, 1>(p, stream, launched);
+        error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, false, 0, 1>(p, stream, launched);
       }
     }
     return error;
@@ -344,7 +340,8 @@ extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
       args->weight != nullptr && args->weight_dtype == args->dtype && (!centered || args->bias != nullptr);
   const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;
   const bool brief = alone && is_plain && args->cols <= norm_cuda::widest_brief(is_float, centered, false);
-  return args->dtype != DTYPE_FLOAT64 && args->cols > block && row % 16 == 0 && args->rows * row >= 128 << 20 && !brief;
+  return args->dtype != DTYPE_FLOAT64 && args->cols > block && row % 128 == 0 && args->rows * row >= 128 << 20 &&
+         !brief;
 }
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {

@@ -5,7 +5,7 @@
 // multiprocessors are slower, it is thought. Rows given out as they are asked for lift that (docs/performance.md). So a cluster
 // draws a ticket for each row behind its first ones, and tells all its blocks together with the moments of an earlier row. Under
 // load a ticket takes longer than a row: some warps draw in turn. Where that has no registers, and for ODD rows, of which those of
-// a cluster have to begin alike, rows are dealt out.
+// a cluster have to begin alike, rows are dealt out (norm_shares.cuh).
 #ifndef EXTENSION_CPP_NORM_FORWARD_WIDE_CUH
 #define EXTENSION_CPP_NORM_FORWARD_WIDE_CUH
 
@@ -13,11 +13,11 @@
 
 namespace norm_cuda {
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool ODD, bool PACKED, bool FULL>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool ODD, bool PACKED, int FULL>
 struct WideRows {
   static constexpr int N = VECTOR<T>, WARPS = TEAM / 32;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1;
-  static constexpr bool DYNAMIC = FULL || (!ODD && (!CENTERED || N == 4));
+  static constexpr bool DYNAMIC = !ODD && (FULL > 0 || !CENTERED || N == 4);
   static constexpr int DRAWERS = 4;  // warps of the first block
   using Exchange = norm_cuda::Exchange<TEAM, true, Moments>;
   // A row, and a thread's part of it.
@@ -31,6 +31,7 @@ struct WideRows {
   const int64_t seed;
   const int rank;
   const int chunk;  // the cluster's number
+  const Share share;
   const Columns<TEAM, K, N, ODD> columns;
   const float count;   // columns of this warp
   int drawn;           // row that this warp is to tell; p.rows or more: none is left
@@ -47,11 +48,15 @@ struct WideRows {
         seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
         rank(rank),
         chunk(chunk),
-        columns(p, chunk, threadIdx.x, rank),
+        share(ODD ? share_of(p.shares, chunk) : Share{chunk, p.chunks, 0}),
+        columns(p, share.first, threadIdx.x, rank),
         count(columns.count_of(threadIdx.x / 32)) {}
 
-  // Row number `turn` of those that are dealt out.
-  __device__ int dealt(int turn) const { return chunk + turn * static_cast<int>(p.chunks); }
+  // Row number `turn` of those that are dealt out; p.rows or more: there is none.
+  __device__ int dealt(int turn) const {
+    if (ODD && turn >= share.rows) return static_cast<int>(p.rows);
+    return static_cast<int>(share.first) + turn * static_cast<int>(share.step);
+  }
 
   // The row of a turn behind the first p.stages; for one warp in its lane 0.
   __device__ void draw(int turn) {
@@ -135,9 +140,9 @@ struct WideRows {
     write(x, edge_weight, edge_bias, part.mask.edge, columns.edge);
   }
 
-  // FULL: every thread has all its vectors.
+  // FULL: vectors that every thread has.
   __device__ void run() {
-    if (FULL) __builtin_assume(columns.left > (K - 1) * TEAM * N);
+    if (FULL > 0) __builtin_assume(columns.left > (FULL - 1) * TEAM * N);
     for (int i = 0; i < p.stages; ++i) enqueue(i, dealt(i));
     if (DYNAMIC && rank == 0 && threadIdx.x / 32 < DRAWERS) draw(threadIdx.x / 32 + p.stages);
     if constexpr (PACKED) {
@@ -161,7 +166,7 @@ struct WideRows {
   }
 };
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool ODD, bool PACKED, bool FULL, int BLOCKS>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool ODD, bool PACKED, int FULL, int BLOCKS>
 __global__ void __launch_bounds__(TEAM, BLOCKS) wide_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
   using Rows = WideRows<T, CENTERED, FUSED, TEAM, K, ODD, PACKED, FULL>;

@@ -156,10 +156,9 @@ struct Facts {
   int clusters[MAX_CLUSTER + 1];  // that run at once, by their size
 };
 
-// Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for `least` rows of a team, nothing
-// is launched.
-template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, bool FULL = false,
-          typename P>
+// Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for `least` rows of a team, or threads
+// would have fewer than FULL vectors, nothing is launched.
+template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, int FULL, typename P>
 cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cudaStream_t stream, bool &launched) {
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
   static_assert(!CLUSTER || teams == 1);  // whose barriers and exchange are the block's
@@ -194,7 +193,7 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
     // The size with the most rows a time: a thread's work is its vectors, and for each row about as much as two more.
     double best = 0;
     const int smallest = std::max<int>(2, ceil_div(vectors, TEAM * K));
-    for (int size = smallest; size <= (FULL ? std::min(smallest, MAX_CLUSTER) : MAX_CLUSTER); ++size) {
+    for (int size = smallest; size <= (FULL > 0 ? std::min(smallest, MAX_CLUSTER) : MAX_CLUSTER); ++size) {
       const double rate = facts.clusters[size] / (static_cast<double>(vectors) / (size * TEAM) + 2);
       if (rate > best) best = rate, p.cluster = size;
     }
@@ -203,14 +202,18 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   }
   p.slot = static_cast<int>(ceil_div(vectors, p.cluster));
   p.slice = p.slot * N;
-  if (ODD) p.slot += 2;
+  // The last block has the fewest; of an odd row one more may lie half in another row.
+  if (vectors - ODD - (p.cluster - 1) * p.slot < FULL * TEAM) return cudaSuccess;
+  if (ODD) p.slot = static_cast<int>(ceil_div(p.slot + 2 + 7, 8)) * 8;  // the vectors at the ends, and what Ring shifts
   const int stage = teams * TENSORS * p.slot * 16;
   p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
   // The blocks also add their teams' sums there, a float a column and team.
   const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
   if ((facts.for_sm_90 && p.stages < least) || bytes > facts.room) return cudaSuccess;
   p.chunks = std::min(p.chunks, max_blocks);
-  if (ODD && p.rows > p.chunks * teams) {
+  if (ODD && CLUSTER) {
+    p.chunks = make_shares(p.shares, p.rows, p.cols, N, std::min<int64_t>(p.chunks, max_blocks - MAX_PERIOD));
+  } else if (ODD && p.rows > p.chunks * teams) {
     // No more than there are rows for: the scratch has no partial rows for others.
     p.chunks = alike(p.chunks, std::max(1, N / teams), std::min(max_blocks, p.rows / teams));
   }

@@ -7,11 +7,13 @@
 // ODD: the width is no multiple of N, so that most rows begin between two multiples of 16 bytes, those of all tensors alike. The
 // vectors are then those of memory, but for the two at the ends of the row, which hold elements of the rows beside it: the up to
 // 2 (N - 1) columns in them are shared out one a thread, its `edge`. The rows of a thread are a multiple of N apart: all begin
-// alike, its columns never change, and weights and their gradients may stay in its registers.
+// alike, its columns never change, and weights and their gradients may stay in its registers (norm_shares.cuh). Clusters also take
+// aligned rows so that begin between two lines of 128 bytes.
 //
 // The ring. Persistent blocks read ahead: one thread of a team asks for a row several turns before its time, by one bulk copy
 // into shared memory (from sm_90 on; before, a row is read when its turn comes). Too many bytes on their way are slower than
-// too few: reads then crowd out the writes (docs/performance.md).
+// too few: reads then crowd out the writes (docs/performance.md). ODD rows lie in shared memory as they do in lines of 128 bytes of
+// memory: copies that have to shift are slow.
 //
 // Clusters. A row wider than a block's registers is shared by the blocks of a cluster, a slice each. The row's sums go to all
 // of them with st.async, and the sums of row i + 1 are sent before row i is finished, so that nobody waits for them (but in
@@ -26,6 +28,7 @@
 #include "common/cuda_reduce.cuh"
 #include "common/cuda_vector.cuh"
 #include "norm/norm.h"
+#include "norm/norm_shares.cuh"
 
 namespace norm_cuda {
 
@@ -52,6 +55,7 @@ struct Geometry {
   int slice;       // columns of a row that one block takes, in vectors
   int slot;        // vectors that they take in the ring
   int64_t chunks;  // shares of the rows: one a block or cluster
+  Shares shares;   // ODD clusters: those
 };
 
 // The columns of one thread.
@@ -228,6 +232,30 @@ __device__ inline float2 warp_sum(float2 v) {
   return upper ? float2{other, mine[0]} : float2{mine[0], other};
 }
 
+// Sums of v over a team; `shared` is for the warps of the block, and for this sum alone.
+template <int TEAM, int COUNT, int BLOCK_WARPS>
+__device__ inline void team_sum(float (&v)[COUNT], float (&shared)[BLOCK_WARPS][COUNT]) {
+  if constexpr (TEAM >= 32 && COUNT == 2) {
+    const float2 both = warp_sum<true>({v[0], v[1]});
+    v[0] = both.x, v[1] = both.y;
+  } else {
+    group_sum(v, TEAM < 32 ? TEAM : 32);
+  }
+  if constexpr (TEAM > 32) {
+    constexpr int WARPS = TEAM / 32;
+    static_assert(BLOCK_WARPS / WARPS < 16);  // barriers, beside that of the block
+    const int warp = threadIdx.x % LANES<TEAM>;
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) shared[threadIdx.x / 32][n] = v[n];
+    }
+    sync_group(1 + threadIdx.x / TEAM, TEAM);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) v[n] = warp < WARPS ? shared[threadIdx.x / TEAM * WARPS + warp][n] : 0;
+    group_sum(v, LANES<TEAM>);
+  }
+}
+
 // Where the warps of a team leave their numbers for each other, for up to four rows at a time. Within a block a barrier a row
 // follows; in a cluster every warp sends its numbers to every block.
 template <int TEAM, bool CLUSTER, typename V = float2>
@@ -301,6 +329,11 @@ struct Ring {
   int size;                // of one tensor's slot
   Place next, now, again;  // of the next row to ask for, to read, and to read again
 
+  // Vectors from the slot to the part of `row` in it.
+  __device__ static int shift(const T *row, const Mine &columns) {
+    return ODD ? static_cast<int>(reinterpret_cast<uintptr_t>(row + columns.begin) / 16 % 8) : 0;
+  }
+
   // By one thread of the team, when nobody reads the place any more, or all warps will leave() it. A tensor may be NULL. is_last: of
   // the tensors, behind which nothing is read.
   __device__ void fetch(const T *const (&rows)[TENSORS], const Mine &columns, bool is_last) {
@@ -315,7 +348,8 @@ struct Ring {
         vectors = elements / N;
         for (int e = max(vectors * N, -columns.begin); e < elements; ++e) {
           for (int t = 0; t < TENSORS; ++t) {
-            if (rows[t] != nullptr) reinterpret_cast<T *>(slot + t * size)[e] = rows[t][columns.begin + e];
+            if (rows[t] != nullptr)
+              reinterpret_cast<T *>(slot + t * size + shift(rows[t], columns))[e] = rows[t][columns.begin + e];
           }
         }
       }
@@ -325,7 +359,8 @@ struct Ring {
     expect_bytes(filled, sum * 16);
 #pragma unroll
     for (int t = 0; t < TENSORS; ++t) {
-      if (rows[t] != nullptr && vectors > 0) copy_bulk(slot + t * size, rows[t] + columns.begin, vectors * 16, filled);
+      if (rows[t] == nullptr || vectors == 0) continue;
+      copy_bulk(slot + t * size + shift(rows[t], columns), rows[t] + columns.begin, vectors * 16, filled);
     }
     next.advance(stages);
 #endif
@@ -350,7 +385,7 @@ struct Ring {
   __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, const T *row, const Mine &columns,
                        const Place &place) const {
 #if HAS_CLUSTERS
-    part.load_slot(slots + (place.slot * TENSORS + t) * size, columns);
+    part.load_slot(slots + (place.slot * TENSORS + t) * size + shift(row, columns), columns);
 #else
     part.load(row, columns);
 #endif
