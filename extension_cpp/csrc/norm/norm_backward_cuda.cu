@@ -60,14 +60,15 @@ cudaError_t launch_full(Backward<T> &p, cudaStream_t stream, bool &launched) {
 }
 
 // Calls f(shape) with the shapes, in turn the one with the most rows a time: a row takes a thread its vectors' time, and
-// about that of `more` vectors.
+// about that of `more` vectors; with many of them one more, with many threads half a one.
 template <int N, typename F, typename... S>
 void by_rate(int cols, int more, Shapes<S...>, F &&f) {
   const auto rate = [&](auto shape) {
     using Each = decltype(shape);
     constexpr int columns = Each::TEAM * Each::ELEMENTS;
     const double size = std::max<double>(2, ceil_div(cols, columns));
-    return places_taken(cols, columns, 1) / (size * Each::TEAM * (Each::ELEMENTS / N + more));
+    const double all = Each::ELEMENTS / N + more + (Each::ELEMENTS > 4 * N ? 1 : Each::TEAM > 320 ? 0.5 : 0);
+    return places_taken(cols, columns, 1) / (size * Each::TEAM * all);
   };
   const double rates[] = {rate(S{})...};
   bool done[sizeof...(S)] = {};
@@ -86,12 +87,17 @@ void by_rate(int cols, int more, Shapes<S...>, F &&f) {
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>;
-  using Halves = Shapes<Shape<256, 4 * N>, Shape<256, 3 * N>, Shape<256, 5 * N>, Shape<384, 4 * N>>;
+  using Halves = Shapes<Shape<256, 5 * N>, Shape<256, 3 * N>, Shape<256, 4 * N>, Shape<384, 4 * N>>;
   using Floats = Shapes<Shape<256, 4 * N>, Shape<256, 7 * N>, Shape<320, 4 * N>, Shape<384, 4 * N>>;
   using FusedHalves = Shapes<Shape<256, 4 * N>, Shape<256, 3 * N>>;
   using Alone = std::conditional_t<N == 8, Halves, Floats>;
   using Others = std::conditional_t<N == 8, FusedHalves, Shapes<Shape<256, 4 * N>>>;
   cudaError_t error = cudaSuccess;
+  if constexpr (N == 4) {
+    if (places_taken(p.cols, 256 * 4 * N, 1) >= 28) {
+      error = launch_full<T, CENTERED, FUSED, 256, 4 * N, ODD>(p, stream, launched);
+    }
+  }
   by_rate<N>(p.cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
     using S = decltype(shape);
     if (error == cudaSuccess && !launched) {

@@ -161,7 +161,7 @@ cudaError_t launch_brief(Forward<T> &p, cudaStream_t stream, bool &launched) {
   return launch_clusters<kernel, TEAM, E / N, N>(p, ceil_div(p.rows, STEP * ROWS) * STEP, stream, launched);
 }
 
-// Rows of plain weights that fill the blocks of a cluster, so that no vector needs a condition.
+// Rows of plain weights that fill the blocks of a cluster, so that no vector needs a condition, or nearly.
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t launch_full(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>, BLOCKS = FUSED == ADDED && !(CENTERED && N == 8) ? 1 : 2;
@@ -172,18 +172,31 @@ cudaError_t launch_full(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if (!good && fills(192 * 6 * N) && is_spread(p.cols, 192 * 6 * N, 2)) {
       return launch_wide<T, CENTERED, FUSED, 192, 6 * N, false, true, 6, 2>(p, stream, launched);
     }
+    // Clusters of eight blocks, in place of more.
+    if (p.cols == 8 * 256 * 6 * N) {
+      return launch_wide<T, CENTERED, FUSED, 256, 6 * N, false, true, 6, 1>(p, stream, launched);
+    }
+    if (p.cols == 8 * 256 * 7 * N) {
+      return launch_wide<T, CENTERED, FUSED, 256, 7 * N, false, true, 7, 1>(p, stream, launched);
+    }
   }
   // Of 384 threads, clusters of fewer than eight blocks are slower than what follows.
   if constexpr (FUSED != DROPPED) {
     constexpr int MORE = FUSED == ALONE && N == 4 ? 2 : 1;
     if (!good && fills(320 * 4 * N)) {
       error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, 4, MORE>(p, stream, launched);
-    } else if (!good && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N) {
+    } else if (!good && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N && is_spread(p.cols, 384 * 4 * N, 1)) {
       error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, 4, 1>(p, stream, launched);
     }
   }
   if (error == cudaSuccess && !launched && fills(256 * 4 * N)) {
     error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, 4, BLOCKS>(p, stream, launched);
+  }
+  if constexpr (N == 4 && FUSED == ALONE) {
+    // All but one of the vectors are enough, too.
+    if (error == cudaSuccess && !launched && is_spread(p.cols, 256 * 4 * N, 2)) {
+      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, 3, 2>(p, stream, launched);
+    }
   }
   if constexpr (N == 4) {
     if (error == cudaSuccess && !launched && fills(512 * 4 * N)) {
@@ -210,12 +223,18 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     constexpr int TEAM = NARROWER ? 192 : 256, E = NARROWER && FUSED == ALONE ? 5 * N : 4 * N;
     constexpr int WIDER = N == 4 ? 512 : 256;
     if constexpr (FUSED == ALONE && N == 8) {
-      if (is_plain && is_spread(p.cols, 192 * 5 * N, 2)) {
+      if (is_plain && places_taken(p.cols, 192 * 5 * N, 2) >= 28) {
         error = launch_wide<T, CENTERED, FUSED, 192, 5 * N, true, true, 4, 2>(p, stream, launched);
+      }
+      if (is_plain && error == cudaSuccess && !launched && is_spread(p.cols, 192 * 6 * N, 2)) {
+        error = launch_wide<T, CENTERED, FUSED, 192, 6 * N, true, true, 5, 2>(p, stream, launched);
       }
     } else if constexpr (FUSED == ALONE && CENTERED) {
       if (is_plain && is_spread(p.cols, 320 * 5 * N, 1)) {
         error = launch_wide<T, CENTERED, FUSED, 320, 5 * N, true, true, 4, 1>(p, stream, launched);
+      }
+      if (is_plain && error == cudaSuccess && !launched && is_spread(p.cols, 320 * 7 * N, 1)) {
+        error = launch_wide<T, CENTERED, FUSED, 320, 7 * N, true, true, 6, 1>(p, stream, launched);
       }
     }
     if (error == cudaSuccess && !launched) {

@@ -89,19 +89,6 @@ cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
   return error;
 }
 
-// A multiple of `step`, so that the rows of a thread begin alike, near `at_once` (which run at once) or a multiple of that, so
-// that few of them idle in the last round.
-inline int64_t alike(int64_t at_once, int64_t step, int64_t most) {
-  int64_t best = 0;
-  double best_share = 0;
-  for (int64_t rounds = 1; rounds <= 8 && rounds * at_once <= most; ++rounds) {
-    const int64_t chunks = rounds * at_once / step * step;
-    const double share = static_cast<double>(chunks) / static_cast<double>(rounds * at_once) - 0.01 * rounds;
-    if (share > best_share) best = chunks, best_share = share;
-  }
-  return best;
-}
-
 // How many clusters of each size run at once: 0 is not one.
 template <auto KERNEL>
 cudaError_t count_clusters(int (&clusters)[MAX_CLUSTER + 1], int threads, int shared, cudaStream_t stream) {
@@ -212,7 +199,10 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   if ((facts.for_sm_90 && p.stages < least) || bytes > facts.room) return cudaSuccess;
   p.chunks = std::min(p.chunks, max_blocks);
   if (ODD && CLUSTER) {
-    p.chunks = make_shares(p.shares, p.rows, p.cols, N, std::min<int64_t>(p.chunks, max_blocks - MAX_PERIOD));
+    // In backward each share costs a partial row: no more than run at once.
+    const int64_t at_once = std::min<int64_t>(p.chunks, max_blocks - MAX_PERIOD),
+                  most = max_blocks < INT32_MAX ? at_once : p.rows;
+    p.chunks = make_shares(p.shares, p.rows, p.cols, N, at_once, most);
   } else if (ODD && p.rows > p.chunks * teams) {
     // No more than there are rows for: the scratch has no partial rows for others.
     p.chunks = alike(p.chunks, std::max(1, N / teams), std::min(max_blocks, p.rows / teams));
