@@ -158,3 +158,12 @@ def test_same_bits_on_all_levels_with_fma(run, test):
     assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
     if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges"):
         assert v3 == bits(run("plain", "baseline", test, STEPS["plain"]))
+
+
+def test_norm_shares(tmp_path: Path) -> None:
+    """The shares of the GPU's norms, which are dealt on the host and in the kernel by the same few lines of C++."""
+    program = tmp_path / "norm_shares"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    include = ["-I", str(build_library.CSRC)]
+    subprocess.run([*compiler, "-std=c++17", "-O1", *include, "-o", program, SOURCES / "norm_shares.cpp"], check=True)
+    subprocess.run([program], check=True)

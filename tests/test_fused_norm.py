@@ -124,9 +124,10 @@ def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, d
 
 @every_fused
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_float32_weights_under_half_inputs(name: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("cols", [512, 514])
+def test_float32_weights_under_half_inputs(name: str, cols: int, dtype: torch.dtype, device: str) -> None:
     """Against float64; gradients have their leaves' dtypes."""
-    leaves = inputs(514, dtype, device, weight_dtype=torch.float32)
+    leaves = inputs(cols, dtype, device, weight_dtype=torch.float32)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     ours, exact = fused(name, *leaves, 0.25, 3), composed(name, *doubles, 0.25, 3)
     grads = [torch.randn_like(o) for o in ours]
@@ -172,8 +173,9 @@ def test_each_result_alone(name: str, p: float, device: str) -> None:
 
 @every_fused
 @pytest.mark.parametrize("p", [0.0, 0.25])
-def test_only_what_needs_a_gradient_gets_one(name: str, p: float, device: str) -> None:
-    leaves = [t.detach() for t in inputs(66, torch.float32, device)]
+@pytest.mark.parametrize("cols", [64, 66])
+def test_only_what_needs_a_gradient_gets_one(name: str, cols: int, p: float, device: str) -> None:
+    leaves = [t.detach() for t in inputs(cols, torch.float32, device)]
     count = len(used(name, leaves))
 
     def gradients(needed: tuple[bool, ...]) -> list[Tensor | None]:

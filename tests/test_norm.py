@@ -21,12 +21,13 @@ def arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
 
 
 @every_norm
+@pytest.mark.parametrize("cols", [1024, 1025, 50257])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_float32_weights_under_half_inputs(name: str, dtype: torch.dtype, device: str) -> None:
+def test_float32_weights_under_half_inputs(name: str, dtype: torch.dtype, cols: int, device: str) -> None:
     """The result has x's dtype, the weights' gradients theirs; against float64."""
-    x = torch.randn(70, 1025, device=device).to(dtype).requires_grad_()
-    weight, bias = (torch.randn(1025, device=device, requires_grad=True) for _ in range(2))
-    grad_out = torch.randn(70, 1025, device=device).to(dtype)
+    x = torch.randn(70, cols, device=device).to(dtype).requires_grad_()
+    weight, bias = (torch.randn(cols, device=device, requires_grad=True) for _ in range(2))
+    grad_out = torch.randn(70, cols, device=device).to(dtype)
     inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
     y = getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
     gradients = torch.autograd.grad(y, inputs, grad_out)
@@ -130,8 +131,30 @@ def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, dev
 
 
 @every_norm
-def test_only_what_needs_a_gradient_gets_one(name: str, device: str) -> None:
-    x, weight, bias = (torch.randn(9, 33, device=device), *(torch.randn(33, device=device) for _ in range(2)))
+@pytest.mark.parametrize("rows, cols", [(40, 1024), (2100, 320), (2100, 1025), (40, 50257)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: int, device: str) -> None:
+    """x and grad_out are slices: the gradients of their contiguous copies, on a GPU bit for bit."""
+    wide_x, wide_grad = (torch.randn(rows, cols + 8, device=device).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(cols, device=device).to(dtype).requires_grad_() for _ in range(2))
+
+    def gradients(x: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
+        return torch.autograd.grad(getattr(extension_cpp, name)(*arguments(name, x, weight, bias)), inputs, grad_out)
+
+    x, grad_out = wide_x[:, :cols], wide_grad[:, :cols]
+    for got, want in zip(gradients(x, grad_out), gradients(x.contiguous(), grad_out.contiguous()), strict=True):
+        if device == "cuda":
+            assert torch.equal(got, want)
+        else:  # sums begin at another place of the row, where it begins at another place in memory
+            torch.testing.assert_close(got, want)
+
+
+@every_norm
+@pytest.mark.parametrize("cols", [33, 64])
+def test_only_what_needs_a_gradient_gets_one(name: str, cols: int, device: str) -> None:
+    x, weight, bias = (torch.randn(9, cols, device=device), *(torch.randn(cols, device=device) for _ in range(2)))
     count = 3 if name == "layer_norm" else 2
     function = getattr(extension_cpp, name)
 

@@ -1,5 +1,9 @@
 // The gradients of layer_norm and rms_norm on the GPU: norm_backward_rows.cuh, and then a second kernel that adds the partial rows of
 // the weight gradients in order; of few rows, norm_backward_few.cuh alone. Nothing is atomic.
+#include <algorithm>
+#include <array>
+#include <numeric>
+
 #include "norm/norm_backward_few.cuh"
 #include "norm/norm_backward_rows.cuh"
 #include "norm/norm_launch.cuh"
@@ -50,8 +54,8 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
 // Clusters of this shape: by the kernel whose threads have all vectors but one, if they do.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD>
 cudaError_t launch_full(Backward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int FULL = ELEMENTS / VECTOR<T> - 1;
-  if constexpr (ODD && CENTERED && FUSED == ALONE && sizeof(T) == 2 && FULL == 4) {
+  constexpr int K = ELEMENTS / VECTOR<T>, FULL = K - 1;
+  if constexpr (ODD && CENTERED && FUSED == ALONE && sizeof(T) == 2 && K == 5) {
     if (p.weight.is_plain()) {
       return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL, true>(p, stream, launched);
     }
@@ -71,15 +75,12 @@ void by_rate(int cols, int more, Shapes<S...>, F &&f) {
     return places_taken(cols, columns, 1) / (size * Each::TEAM * all);
   };
   const double rates[] = {rate(S{})...};
-  bool done[sizeof...(S)] = {};
-  for (size_t turn = 0; turn < sizeof...(S); ++turn) {
-    size_t best = sizeof...(S);
-    for (size_t i = 0; i < sizeof...(S); ++i) {
-      if (!done[i] && (best == sizeof...(S) || rates[i] > rates[best])) best = i;
-    }
-    done[best] = true;
+  std::array<size_t, sizeof...(S)> order;
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rates[a] > rates[b]; });
+  for (const size_t next : order) {
     size_t i = 0;
-    ((i++ == best ? f(S{}) : void()), ...);
+    ((i++ == next ? f(S{}) : void()), ...);
   }
 }
 
@@ -173,11 +174,18 @@ bool are_plain(Geometry &g, const norm_backward_args &args) {
   return args.rows == 0 || args.cols == 1 || !set_shape(g, args.rows, args.cols) || !are_in_step<T>(g, args);
 }
 
+// Whether norm_backward_few.cuh takes them, which needs no scratch.
+template <typename T>
+bool takes_few(const norm_backward_args &args) {
+  Geometry g;
+  return are_few<T>(args.rows, args.cols) && !are_plain<T>(g, args);
+}
+
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   Backward<T> p = fast_parameters<T>(args);
   if (are_plain<T>(p, args)) return plain_backward<T>(args, stream);
-  if (are_few<T>(args.rows, args.cols)) {
+  if (takes_few<T>(args)) {
     return few_backward<T, CENTERED, FUSED>({p, args.grad_weight, args.grad_bias, 0}, stream);
   }
   bool launched = false;
@@ -192,14 +200,10 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
   using namespace norm_cuda;
-  // None for few rows, unless they take the plain kernel.
-  const auto are_few_of = [&](auto zero) {
-    using T = decltype(zero);
-    Geometry g;
-    return are_few<T>(args->rows, args->cols) && !are_plain<T>(g, *args);
-  };
-  if (args->dtype == DTYPE_FLOAT32 ? are_few_of(float{}) : args->dtype != DTYPE_FLOAT64 && are_few_of(__half{}))
-    return 0;
+  const bool few = args->dtype == DTYPE_FLOAT32
+                       ? takes_few<float>(*args)
+                       : args->dtype != DTYPE_FLOAT64 && takes_few<__half>(*args);  // bfloat16 is as long
+  if (few) return 0;
   const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
   const int64_t parts = std::min(args->rows, max_parts(args->cols));
   return sums * parts * args->cols * (args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float));

@@ -206,6 +206,7 @@ cudaError_t launch_few(FewBackward<T> &p, cudaStream_t stream) {
   const bool wants_columns = p.grad_weight != nullptr || p.grad_bias != nullptr;
   p.column_blocks = wants_columns ? static_cast<int>(ceil_div(p.cols, S::X * VECTOR<T>)) : 0;
   const int64_t blocks = p.column_blocks + (p.grad_x != nullptr ? ceil_div(p.rows, S::TEAMS) : 0);
+  if (blocks == 0) return cudaSuccess;
   few_backward_kernel<T, CENTERED, FUSED, S><<<static_cast<unsigned>(blocks), S::BLOCK, 0, stream>>>(p);
   return cudaGetLastError();
 }
@@ -221,8 +222,8 @@ bool are_few(int64_t rows, int64_t cols) {
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t few_backward(FewBackward<T> p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>, E = 2 * N, X = 16 / N, R = FUSED == ALONE ? 1024 : 512;
-  // Of fewer than two rows a multiprocessor, in smaller blocks, which spread over the chip; wide ones in wide tiles, for else
-  // most threads of a column block would have no row.
+  // Up to as many rows as an H100 has multiprocessors: smaller blocks, which spread over the chip; wide ones in wide tiles, for
+  // else most threads of a column block would have no row.
   using Tens =
       Shapes<FewShape<128, 32, E, 4, 2, R>, FewShape<128, 64, E, 4, 2, R>, FewShape<128, 128, E, 4, 2, R>,
              FewShape<256, 256, E, 4, 2, R>, FewShape<512, 512, E, 32, 1, R>, FewShape<512, 512, 2 * E, 32, 1, 512>>;

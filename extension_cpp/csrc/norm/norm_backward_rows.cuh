@@ -6,7 +6,7 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 
-#include "norm/norm_forward.cuh"
+#include "norm/norm_rows.cuh"
 
 namespace norm_cuda {
 
@@ -30,7 +30,7 @@ template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
 constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || (CENTERED && (K > 4 || TEAM > 256)));
 
 // Rows of odd or great width that are few: the kernel that adds the partial rows comes early (of others: norm_backward_few.cuh).
-constexpr int FEW_ROWS = 512;
+constexpr int EARLY_SUM_ROWS = 512;
 
 template <typename T>
 struct Backward : Geometry {
@@ -91,7 +91,7 @@ struct BackwardRows {
   static constexpr int KEPT = KEEP ? K : 1;
   // Whether the mask is made before the row is there; the one of grad_dropped is needed last, but might not find registers then.
   static constexpr bool EARLY = FUSED == DROPPED || (ODD && N == 4);
-  static_assert(FUSED == ALONE || !(REREAD && EARLY));  // a row's mask would have to outlast the next one's
+  static_assert(!(REREAD && EARLY));  // a row's mask would have to outlast the next one's
   using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD, REREAD>;
   using Mine = Part<T, TEAM, K, N, ODD>;
   // A row's part of each tensor.
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K
   exchange.open(Rows::lane());
 #if HAS_CLUSTERS
   // The kernel that adds the partial rows may take its places now, and wait there. Of many rows it would be in the way.
-  if (p.rows <= FEW_ROWS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (p.rows <= EARLY_SUM_ROWS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   Rows rows(p, shared + Rows::team() * p.stages * Rows::TENSORS * p.slot, exchange, chunk, rank);
   rows.run(chunk, reinterpret_cast<float *>(shared));

@@ -161,20 +161,6 @@ __device__ inline void write_statistics(const Forward<T> &p, int64_t row, float 
   p.rstd[row] = rstd;
 }
 
-// This thread's part of weight or bias, both there and of x's type, which its vectors stay in.
-template <typename T, int TEAM, int K, int N, bool ODD>
-__device__ inline void load_packed(Vector<T, N> (&w)[K], float (&edge)[1], const Weights &weights,
-                                   const Columns<TEAM, K, N, ODD> &columns) {
-  const T *const data = static_cast<const T *>(weights.data);
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    w[k] = {};
-    if (!columns.has(k)) continue;
-    w[k] = ODD ? load_shifted<T, N>(data, columns.column(k)) : load_vector<T, N>(data + columns.column(k));
-  }
-  if (columns.has_edge()) edge[0] = to_acc(data[columns.edge]);
-}
-
 }  // namespace norm_cuda
 
 #endif

@@ -347,8 +347,8 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 
 }  // namespace norm_cuda
 
-// Where blocks that stay take a row wider than one, and there are many: asked for as they are needed they are faster, but the
-// number has to be set to 0 first.
+// Where blocks that stay take a row wider than one, rows begin on lines of 128 bytes, and there are many: asked for as they are needed
+// they are faster, but the number has to be set to 0 first.
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
   const bool is_float = args->dtype == DTYPE_FLOAT32, centered = args->centered;
   const int64_t row = args->cols * (is_float ? 4 : 2);

@@ -190,7 +190,7 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   p.slot = static_cast<int>(ceil_div(vectors, p.cluster));
   p.slice = p.slot * N;
   // The last block has the fewest; of an odd row one more may lie half in another row.
-  if (vectors - ODD - (p.cluster - 1) * p.slot < FULL * TEAM) return cudaSuccess;
+  if (FULL > 0 && vectors - ODD - (p.cluster - 1) * p.slot < FULL * TEAM) return cudaSuccess;
   if (ODD) p.slot = static_cast<int>(ceil_div(p.slot + 2 + 7, 8)) * 8;  // the vectors at the ends, and what Ring shifts
   const int stage = teams * TENSORS * p.slot * 16;
   p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
@@ -199,7 +199,7 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   if ((facts.for_sm_90 && p.stages < least) || bytes > facts.room) return cudaSuccess;
   p.chunks = std::min(p.chunks, max_blocks);
   if (ODD && CLUSTER) {
-    // In backward each share costs a partial row: no more than run at once.
+    // In backward each share costs a partial row: no more than run at once, but for what is left of some.
     const int64_t at_once = std::min<int64_t>(p.chunks, max_blocks - MAX_PERIOD),
                   most = max_blocks < INT32_MAX ? at_once : p.rows;
     p.chunks = make_shares(p.shares, p.rows, p.cols, N, at_once, most);

@@ -217,6 +217,20 @@ __device__ inline void load_weights(float (&w)[K][N], float (&edge)[1], const We
   if (columns.has_edge()) weights.load<T, 1>(edge, columns.edge);
 }
 
+// This thread's part of weight or bias, both there and of x's type, which its vectors stay in.
+template <typename T, int TEAM, int K, int N, bool ODD>
+__device__ inline void load_packed(Vector<T, N> (&w)[K], float (&edge)[1], const Weights &weights,
+                                   const Columns<TEAM, K, N, ODD> &columns) {
+  const T *const data = static_cast<const T *>(weights.data);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    w[k] = {};
+    if (!columns.has(k)) continue;
+    w[k] = ODD ? load_shifted<T, N>(data, columns.column(k)) : load_vector<T, N>(data + columns.column(k));
+  }
+  if (columns.has_edge()) edge[0] = to_acc(data[columns.edge]);
+}
+
 // The sums of v.x and v.y over a warp, in all its lanes: one half of it sums x, the other y. CENTERED false: x alone.
 template <bool CENTERED>
 __device__ inline float2 warp_sum(float2 v) {
