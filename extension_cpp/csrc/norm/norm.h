@@ -130,8 +130,8 @@ void norm_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 /* ---- CUDA: on a cudaStream_t, the current device being that of the tensors; returns a cudaError_t ---- */
 
 int norm_tickets_cuda(const norm_forward_args *args);
-int64_t norm_partial_cuda(
-    const norm_backward_args *args); /* whose other pointers are set: it looks at their alignment */
+/* Looks at the alignment of args' pointers, which are set but for `partial`. */
+int64_t norm_partial_cuda(const norm_backward_args *args);
 int norm_forward_cuda(const norm_forward_args *args, void *stream);
 int norm_backward_cuda(const norm_backward_args *args, void *stream);
 

@@ -1,5 +1,5 @@
-// What the forward kernels of layer_norm and rms_norm share: their parameters, the residual, the moments of a part of a row, weights
-// in registers, and what is written.
+// What the forward kernels of layer_norm and rms_norm share: their parameters, the residual, the moments of a part of a row, and what
+// is written.
 #ifndef EXTENSION_CPP_NORM_FORWARD_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CUH
 
