@@ -9,6 +9,8 @@ from torch import Tensor
 import extension_cpp
 from extension_cpp import reference
 from extension_cpp.nn import LayerNorm, RMSNorm
+from tests.checks import check, maker, random_grad, run
+from tests.opspec import DTYPES, OpSpec, all_specs
 
 NORMS = ["layer_norm", "rms_norm"]
 every_norm = pytest.mark.parametrize("name", NORMS)
@@ -109,6 +111,21 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
         assert (got - right).abs().max() <= 16 * torch.finfo(torch.float32).eps * right.abs().max()
     for t, as_it_was in zip((*inputs, grad_out), before, strict=True):
         assert torch.equal(t, as_it_was)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "offset"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
+def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layout: str, device: str) -> None:
+    """On a GPU the plain kernels': rows that shared memory holds as a whole and in part, of whole vectors and odd ones;
+    the same bits in every run."""
+    if device != "cuda":
+        pytest.skip("the width decides only on the GPU which kernel takes a row")
+    for shape in [(40, 131081), (40, 163848), (9, 262144), (3, 1 << 20)]:
+        sample = next(iter(spec.sample_inputs(maker(device, dtype, layout=layout), shape)))
+        ours, again = check(spec, sample), run(spec.function, sample, random_grad())
+        for (name, a), (_, b) in zip(ours.tensors(), again.tensors(), strict=True):
+            assert torch.equal(a, b), f"{spec.name} {shape}: {name}"
 
 
 @every_norm

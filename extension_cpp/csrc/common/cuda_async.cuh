@@ -24,6 +24,11 @@ __device__ inline uint4 load_shared(uint32_t address) {
   return v;
 }
 
+__device__ inline void store_shared(uint32_t address, const uint4 &v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // Over `threads` threads of the block (a multiple of 32) that name the same barrier, 1 to 15.
 __device__ inline void sync_group(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -7,7 +7,7 @@
 #include "norm/norm_backward_few.cuh"
 #include "norm/norm_backward_rows.cuh"
 #include "norm/norm_launch.cuh"
-#include "norm/norm_plain.cuh"
+#include "norm/norm_plain_backward.cuh"
 
 namespace norm_cuda {
 

@@ -10,7 +10,7 @@
 #include "norm/norm_forward_odd.cuh"
 #include "norm/norm_forward_wide.cuh"
 #include "norm/norm_launch.cuh"
-#include "norm/norm_plain.cuh"
+#include "norm/norm_plain_forward.cuh"
 
 namespace norm_cuda {
 

@@ -9,9 +9,10 @@
 namespace norm_cuda {
 
 // Most partial rows of the weight gradients: as many as blocks, or clusters, run at once on the largest chip; narrow rows have two
-// blocks a multiprocessor. Not fewer than 64, for the plain kernel's sake.
+// blocks a multiprocessor. Not fewer than 64, among which `alike` picks for odd rows; 16 where only norm_plain.cuh is left.
 inline int64_t max_parts(int64_t cols) {
   if (cols <= 1024) return 320;
+  if (cols > 163840) return 16;
   return std::clamp<int64_t>(160 * 10240 / cols, 64, 160);
 }
 

@@ -1,168 +1,247 @@
-// The norms' kernels for what norm_forward_cuda.cu and norm_backward_cuda.cu do not take otherwise: float64, one column in
-// backward, tensors whose rows begin at different distances from multiples of 16 bytes, and rows that are too wide for the chip.
-// Element by element; and the sum of the partial rows, which is common to all.
+// What the norms' plain kernels share, norm_plain_forward.cuh and norm_plain_backward.cuh. They take what norm_forward_cuda.cu and
+// norm_backward_cuda.cu do not take otherwise: float64, one column in backward, tensors whose rows begin at different distances
+// from multiples of 16 bytes, and rows that are too wide for the registers of a cluster.
+//
+// A block takes a row; wide ones are shared by the blocks of a cluster (from sm_90 on), and of narrow ones a block takes several,
+// a warp each. The first pass over a row keeps in shared memory what there is room for beside other blocks, which copy while this
+// one waits for its sums; what is not kept is read again, from the cache.
+//
+// N elements are a vector: 16 bytes where everything is aligned to them, else one element.
 #ifndef EXTENSION_CPP_NORM_PLAIN_CUH
 #define EXTENSION_CPP_NORM_PLAIN_CUH
+
+#include <climits>
 
 #include "norm/norm_launch.cuh"
 
 namespace norm_cuda {
 
-constexpr int PLAIN_THREADS = 256;
-
-// One weight; `missing` where there are none.
+// Threads of a block, and blocks of a multiprocessor; or one block of the threads of all.
+constexpr int PLAIN_THREADS = 256, PLAIN_BLOCKS = 3, MOST_PLAIN_THREADS = PLAIN_THREADS * PLAIN_BLOCKS;
+// Elements one by one that a thread asks for at once: for more doubles there are no registers.
 template <typename T>
-__device__ inline acc_t<T> weight_at(const void *weights, dtype_t dtype, double missing, int64_t c) {
-  if (weights == nullptr) return static_cast<acc_t<T>>(missing);
-  if (dtype == DTYPE_FLOAT32) return static_cast<const float *>(weights)[c];
-  return to_acc(static_cast<const T *>(weights)[c]);
-}
+constexpr int SINGLES = sizeof(T) == 8 ? 4 : 8;
 
-// A block a row, which it reads three times.
-template <typename T, bool CENTERED>
-__global__ void __launch_bounds__(PLAIN_THREADS) plain_forward_kernel(const norm_forward_args p) {
-  using A = acc_t<T>;
-  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
-    const T *x = static_cast<const T *>(p.x) + r * p.x_stride;
-    if (p.residual != nullptr) {
-      T *const sum = static_cast<T *>(p.sum) + r * p.cols;
-      for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-        A v[1] = {to_acc(x[c])};
-        if (p.dropout_x.seed != nullptr) drop(v, p.dropout_x, keep_one(p.dropout_x, *p.dropout_x.seed, r * p.cols + c));
-        sum[c] = from_acc<T>(v[0] + to_acc(static_cast<const T *>(p.residual)[r * p.residual_stride + c]));
-      }
-      x = sum;  // each thread reads what it wrote
-    }
-    A mean[1] = {}, v[2] = {};
-    if (CENTERED) {
-      for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) mean[0] += to_acc(x[c]);
-      block_sum<PLAIN_THREADS>(mean);
-      mean[0] /= p.cols;
-    }
-    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A d = to_acc(x[c]) - mean[0];
-      v[0] += d;
-      v[1] += d * d;
-    }
-    block_sum<PLAIN_THREADS>(v);
-    if (CENTERED) mean[0] += v[0] / p.cols;
-    const A squares = CENTERED ? v[1] - v[0] * v[0] / p.cols : v[1];
-    const A rstd = 1 / sqrt(squares / p.cols + static_cast<A>(p.eps));
-    if (threadIdx.x == 0 && p.rstd != nullptr) {
-      if (CENTERED) static_cast<A *>(p.mean)[r] = mean[0];
-      static_cast<A *>(p.rstd)[r] = rstd;
-    }
-    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A xhat = (to_acc(x[c]) - mean[0]) * rstd;
-      const A w = weight_at<T>(p.weight, p.weight_dtype, 1, c), b = weight_at<T>(p.bias, p.weight_dtype, 0, c);
-      A y[1] = {xhat * w + b};
-      if (p.dropout_y.seed != nullptr) drop(y, p.dropout_y, keep_one(p.dropout_y, *p.dropout_y.seed, r * p.cols + c));
-      static_cast<T *>(p.y)[r * p.cols + c] = from_acc<T>(y[0]);
-    }
-  }
-}
-
-template <typename T>
-cudaError_t plain_forward(const norm_forward_args &args, cudaStream_t stream) {
-  const auto kernel = args.centered ? plain_forward_kernel<T, true> : plain_forward_kernel<T, false>;
-  kernel<<<static_cast<unsigned>(std::min<int64_t>(args.rows, 1 << 16)), PLAIN_THREADS, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-
-constexpr int SUM_X = 32, SUM_Y = 16;
-
-// out[c] = the sum of its column of `partial` (parts, cols), in an order that parts alone fixes; the first blocks for the first
-// output, the others for the second.
-template <typename A, typename W>
-__global__ void __launch_bounds__(SUM_X *SUM_Y)
-    sum_partial_kernel(const A *partial, W *first, W *second, int64_t parts, int64_t cols) {
-  __shared__ double fold[SUM_Y][SUM_X];
-#if HAS_CLUSTERS
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // the kernel before may still be writing
-#endif
-  const int64_t blocks = (cols + SUM_X - 1) / SUM_X, c = blockIdx.x % blocks * SUM_X + threadIdx.x;
-  if (blockIdx.x >= blocks) partial += parts * cols;
-  double sum = 0;
-  if (c < cols) {
-#pragma unroll 8
-    for (int64_t part = threadIdx.y; part < parts; part += SUM_Y) sum += partial[part * cols + c];
-  }
-  fold[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y > 0 || c >= cols) return;
-  for (int y = 1; y < SUM_Y; ++y) sum += fold[y][threadIdx.x];
-  (blockIdx.x < blocks ? first : second)[c] = from_acc<W>(static_cast<acc_t<W>>(sum));
-}
-
-template <typename A>
-cudaError_t sum_partial(const norm_backward_args &args, int64_t parts, cudaStream_t stream) {
-  void *outputs[2] = {args.grad_weight, args.grad_bias};
-  if (outputs[0] == nullptr) std::swap(outputs[0], outputs[1]);
-  if (outputs[0] == nullptr) return cudaSuccess;
-  const int64_t blocks = ceil_div(args.cols, SUM_X) * (outputs[1] == nullptr ? 1 : 2);
-  Launch launch(static_cast<unsigned>(blocks), dim3(SUM_X, SUM_Y), 0, stream);
-  return with_dtype(args.weight_dtype, [&](auto zero) {
-    using W = decltype(zero);
-    int device;
-    const cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    if (is_for_sm_90<sum_partial_kernel<A, W>>(device)) launch.overlap();
-    return cudaLaunchKernelEx(&launch.config, sum_partial_kernel<A, W>, static_cast<const A *>(args.partial),
-                              static_cast<W *>(outputs[0]), static_cast<W *>(outputs[1]), parts, args.cols);
-  });
-}
-
-// A block a row, which it reads twice; its partial row is in memory.
-template <typename T, bool CENTERED>
-__global__ void __launch_bounds__(PLAIN_THREADS) plain_backward_kernel(const norm_backward_args p) {
-  using A = acc_t<T>;
-  A *const partial = static_cast<A *>(p.partial);
-  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
-    const T *x = static_cast<const T *>(p.x) + r * p.x_stride;
-    const T *grad_out = static_cast<const T *>(p.grad_out) + r * p.grad_out_stride;
-    const A mean = CENTERED ? static_cast<const A *>(p.mean)[r] : A(0), rstd = static_cast<const A *>(p.rstd)[r];
-    const auto grad_at = [&](int64_t c) {
-      A g[1] = {to_acc(grad_out[c])};
-      if (p.dropout_y.seed != nullptr) drop(g, p.dropout_y, keep_one(p.dropout_y, *p.dropout_y.seed, r * p.cols + c));
-      return g[0];
-    };
-    A v[2] = {};
-    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A g = grad_at(c) * rstd * weight_at<T>(p.weight, p.weight_dtype, 1, c);
-      v[0] += g * (to_acc(x[c]) - mean);
-      v[1] += g;
-    }
-    block_sum<PLAIN_THREADS>(v);
-    const A along = v[0] / p.cols * rstd * rstd, shift = CENTERED ? v[1] / p.cols : A(0);
-    for (int64_t c = threadIdx.x; c < p.cols; c += PLAIN_THREADS) {
-      const A g = grad_at(c), d = to_acc(x[c]) - mean, w = weight_at<T>(p.weight, p.weight_dtype, 1, c);
-      if (p.grad_x != nullptr) {
-        A grad[1] = {g * rstd * w - shift - along * d};
-        if (p.grad_sum != nullptr) grad[0] += to_acc(static_cast<const T *>(p.grad_sum)[r * p.grad_sum_stride + c]);
-        static_cast<T *>(p.grad_x)[r * p.cols + c] = from_acc<T>(grad[0]);
-        if (p.grad_dropped != nullptr) {
-          drop(grad, p.dropout_x, keep_one(p.dropout_x, *p.dropout_x.seed, r * p.cols + c));
-          static_cast<T *>(p.grad_dropped)[r * p.cols + c] = from_acc<T>(grad[0]);
+// use(i, d, load(i, d)) for all i + d before `end`: i = begin, begin + far, ..., and d the first U multiples of `near`. K at a time
+// are asked for before the first is used.
+template <int U, int K, typename L, typename F>
+__device__ inline void walk(int64_t begin, int64_t end, int near, int far, const L &load, const F &use) {
+  for (int64_t i = begin; i < end; i += far) {
+    const int left = static_cast<int>(min(end - i, static_cast<int64_t>(INT_MAX)));
+    const auto take = [&](const auto &is_inside) {
+#pragma unroll
+      for (int first = 0; first < U; first += K) {
+        decltype(load(i, 0)) raw[K];
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          const int d = (first + k) * near;
+          raw[k] = load(i, is_inside(d) ? d : 0);  // without a branch
+        }
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          const int d = (first + k) * near;
+          if (is_inside(d)) use(i, d, raw[k]);
         }
       }
-      A *sum = partial + blockIdx.x * p.cols + c;
-      const bool is_first = r == blockIdx.x;
-      if (p.grad_weight != nullptr) {
-        *sum = (is_first ? A(0) : *sum) + g * rstd * d;
-        sum += gridDim.x * p.cols;
-      }
-      if (p.grad_bias != nullptr) *sum = (is_first ? A(0) : *sum) + g;
+    };
+    if ((U - 1) * near < left) {
+      take([](int) { return true; });
+    } else {
+      take([&](int d) { return d < left; });
     }
   }
 }
 
+// The vectors of N elements of the first `size`, by the threads of a block. A warp takes U times its lanes' vectors in a row, so
+// that addresses differ by constants; each time the same threads the same ones.
+template <int N, int U, int K, typename L, typename F>
+__device__ inline void walk_row(int64_t size, const L &load, const F &use) {
+  const int begin = (threadIdx.x / 32 * U * 32 + threadIdx.x % 32) * N;
+  walk<U, K>(begin, size, 32 * N, blockDim.x * U * N, load, use);
+}
+
+// N weights from column c on; `missing` where there are none.
+template <typename W, int N, typename A>
+__device__ inline void load_weights(A (&w)[N], const void *weights, A missing, int64_t c) {
+  constexpr int M = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
+#pragma unroll
+  for (int j = 0; j < N; j += M) {
+    Vector<W, M> bits{};
+    if (weights != nullptr) bits = load_vector<W, M>(static_cast<const W *>(weights) + c + j);
+    unpack<W, M>(reinterpret_cast<A(&)[M]>(w[j]), bits);
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) w[j] = weights == nullptr ? missing : w[j];
+}
+
+// Drops what dropout drops of the elements from number `first` on.
+template <int N, typename A>
+__device__ inline void drop_from(A (&v)[N], const dropout_t &dropout, int64_t first) {
+  if (dropout.seed == nullptr) return;
+  uint32_t masks[1];
+  keep<N>(masks, dropout, *dropout.seed, {first});
+  drop(v, dropout, masks[0]);
+}
+
+// A vector to shared memory.
+template <typename T, int N>
+__device__ inline void keep_vector(T *slot, const Vector<T, N> &bits) {
+  if constexpr (N == 1) {
+    memcpy(slot, &bits, sizeof bits);
+  } else {
+    store_shared(shared_address(slot), bits);
+  }
+}
+
+// How rows are shared out; a block has blockDim.y of them, with blockDim.x threads each.
+struct PlainShape {
+  int cluster;    // blocks that share a row
+  int64_t slice;  // columns of a block
+  int64_t kept;   // the first of them, which stay in shared memory: all, or a multiple of PLAIN_UNIT
+};
+constexpr int PLAIN_UNIT = 1024;  // a multiple of what a warp takes
+
+// The threads of a row.
+template <typename A>
+struct PlainTeam {
+  // Two numbers of each warp, and of each block of a cluster. By turns, for some may still read the last ones.
+  struct alignas(2 * sizeof(A)) Pair {
+    A v[2];
+  };
+  struct Slots {
+    Pair warps[2][32], blocks[2][MAX_CLUSTER];
+    uint64_t arrived[2];
+  };
+  Slots &slots;
+  const int cluster;
+  int rank = 0, turn = 0;
+
+  __device__ PlainTeam(Slots &slots, int cluster) : slots(slots), cluster(cluster) {
+#if HAS_CLUSTERS
+    if (cluster == 1) return;
+    rank = cluster_rank();
+    if (threadIdx.x == 0) {
+      for (uint64_t &barrier : slots.arrived) init_mbarrier(&barrier, 1);
+      fence_mbarrier_init();
+    }
+    arrive_at_cluster();
+#endif
+  }
+
+  __device__ int64_t first_row() const { return static_cast<int64_t>(blockIdx.x / cluster) * blockDim.y + threadIdx.y; }
+  __device__ int64_t next_row(int64_t row) const {
+    return row + static_cast<int64_t>(gridDim.x / cluster) * blockDim.y;
+  }
+
+  // The sums of the first numbers of so many pairs and of the second ones.
+  __device__ static void sum(A (&v)[2], const Pair *pairs, int count) {
+    const int lane = threadIdx.x % 32;
+    v[0] = lane < count ? pairs[lane].v[0] : A(0);
+    v[1] = lane < count ? pairs[lane].v[1] : A(0);
+    group_sum(v);
+  }
+
+  // Over the row; the same in all its threads.
+  __device__ void sum(A (&v)[2]) {
+    const int warps = blockDim.x / 32, now = turn % 2;
+    group_sum(v);
+    if (warps == 1) return;  // a narrow row's
+    if (threadIdx.x % 32 == 0) slots.warps[now][threadIdx.x / 32] = {v[0], v[1]};
+    __syncthreads();
+    sum(v, slots.warps[now], warps);
+#if HAS_CLUSTERS
+    if (cluster > 1) {
+      if (turn == 0) wait_for_cluster();  // until all blocks are there
+      if (threadIdx.x == 0) expect_bytes(&slots.arrived[now], cluster * sizeof(Pair));
+      const int to = threadIdx.x;
+      if (to < cluster) send(&slots.blocks[now][rank], &slots.arrived[now], to, Pair{v[0], v[1]});
+      wait_cluster(&slots.arrived[now], turn / 2 % 2);
+      sum(v, slots.blocks[now], cluster);
+    }
+#endif
+    ++turn;
+  }
+};
+
+// Whether rows `stride` elements apart begin at multiples of 16 bytes.
 template <typename T>
-cudaError_t plain_backward(const norm_backward_args &args, cudaStream_t stream) {
-  const int64_t blocks = std::min(args.rows, max_parts(args.cols));
-  const auto kernel = args.mean ? plain_backward_kernel<T, true> : plain_backward_kernel<T, false>;
-  if (blocks > 0) kernel<<<static_cast<unsigned>(blocks), PLAIN_THREADS, 0, stream>>>(args);
-  const cudaError_t error = cudaGetLastError();
-  return error != cudaSuccess ? error : sum_partial<acc_t<T>>(args, blocks, stream);
+bool are_aligned(const void *data, int64_t rows, int64_t stride) {
+  return is_aligned(data) && (data == nullptr || rows == 1 || stride % VECTOR<T> == 0);
+}
+
+// Calls f(weight, n) with zeros of the weights' type and of the vectors' length.
+template <typename T, typename F>
+cudaError_t with_plain(dtype_t weight_dtype, bool aligned, F &&f) {
+  const auto with_weight = [&](auto weight) {
+    return aligned ? f(weight, std::integral_constant<int, VECTOR<T>>{}) : f(weight, std::integral_constant<int, 1>{});
+  };
+  if constexpr (sizeof(T) == 2) {
+    if (weight_dtype == DTYPE_FLOAT32) return with_weight(float{});
+  }
+  return with_weight(T{});
+}
+
+// What launch_plain asks the driver about a kernel and its device: once for the device that a thread uses.
+struct PlainFacts {
+  int device = -1, processors, cache, shared, own;
+  int clusters[2][MAX_CLUSTER + 1];  // that run at once, by their size, of small blocks and of large ones
+
+  int room(int blocks) const { return shared / blocks - 1024 - own; }  // for what a block keeps
+};
+
+template <auto KERNEL>
+cudaError_t ask(PlainFacts &facts, int device, cudaStream_t stream) {
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
+  if (error != cudaSuccess) return error;
+  facts = {};
+  facts.own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
+  cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&facts.cache, cudaDevAttrL2CacheSize, device);
+  cudaDeviceGetAttribute(&facts.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room(1));
+  if (error == cudaSuccess && attributes.ptxVersion >= 90) {
+    error = count_clusters<KERNEL>(facts.clusters[0], PLAIN_THREADS, facts.room(PLAIN_BLOCKS), stream);
+    if (error == cudaSuccess) {
+      error = count_clusters<KERNEL>(facts.clusters[1], MOST_PLAIN_THREADS, facts.room(1), stream);
+    }
+  }
+  if (error == cudaSuccess) facts.device = device;
+  return error;
+}
+
+// Launches a kernel that keeps `bytes` of shared memory a column.
+template <auto KERNEL, int N, typename P>
+cudaError_t launch_plain(const P &args, int bytes, cudaStream_t stream) {
+  thread_local PlainFacts facts;
+  int device;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && device != facts.device) error = ask<KERNEL>(facts, device, stream);
+  if (error != cudaSuccess) return error;
+  // A few vectors a thread, as far as there are threads.
+  const int64_t vectors = ceil_div(args.cols, N);
+  int threads = 32;
+  while (threads < PLAIN_THREADS && threads * (N == 1 ? 8 : 4) < vectors) threads *= 2;
+  const int rows = threads == 32 ? 4 : 1;
+  PlainShape shape;
+  for (int blocks : {PLAIN_BLOCKS, 1}) {
+    // As many blocks a row as keep it. If what they do not keep is too much for half of the cache, one block a multiprocessor.
+    const int64_t most = facts.room(blocks) / (rows * bytes);
+    shape.cluster = 1;
+    while (ceil_div(vectors, shape.cluster) * N > most && shape.cluster < MAX_CLUSTER &&
+           facts.clusters[blocks == 1][2 * shape.cluster] > 0) {
+      shape.cluster *= 2;
+    }
+    shape.slice = ceil_div(vectors, shape.cluster) * N;
+    shape.kept = shape.slice <= most ? shape.slice : most / PLAIN_UNIT * PLAIN_UNIT;
+    if (blocks == 1) threads = MOST_PLAIN_THREADS;
+    if ((shape.slice - shape.kept) * bytes * blocks * facts.processors <= facts.cache / 2) break;
+  }
+  const int64_t clusters = std::min<int64_t>(ceil_div(args.rows, rows), INT_MAX / MAX_CLUSTER);
+  Launch launch(static_cast<unsigned>(clusters * shape.cluster), dim3(threads, rows), rows * shape.kept * bytes,
+                stream);
+  if (shape.cluster > 1) launch.cluster(shape.cluster);
+  return cudaLaunchKernelEx(&launch.config, KERNEL, args, shape);
 }
 
 }  // namespace norm_cuda
