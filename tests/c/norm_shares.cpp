@@ -6,10 +6,6 @@
 
 #define __host__
 #define __device__
-struct int2 {
-  int x, y;
-};
-using std::min;
 
 #include "norm/norm_shares.cuh"
 
@@ -18,11 +14,11 @@ int main() {
     for (const int64_t cols : {50257, 50258, 50260, 50264}) {
       for (const int64_t rows : {1, 7, 8, 9, 33, 100, 263, 1500, 5342}) {
         for (int64_t at_once = 1; at_once <= 70; ++at_once) {
-          for (const int64_t most : {at_once, rows}) {
+          for (const int64_t most : {at_once, 2 * at_once + 4, rows}) {
             norm_cuda::Shares shares{};
             const int64_t count = norm_cuda::make_shares(shares, rows, cols, vector, at_once, most);
             std::vector<int> dealt(rows);
-            bool right = count <= std::min(rows, std::max(at_once, most) + vector - 1);
+            bool right = count <= std::min(rows, std::max(at_once + vector - 1, most));
             for (int number = 0; number < count; ++number) {
               const norm_cuda::Share share = norm_cuda::share_of(shares, number);
               right = right && share.rows > 0;

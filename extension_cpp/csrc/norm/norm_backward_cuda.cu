@@ -55,7 +55,7 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD>
 cudaError_t launch_full(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int K = ELEMENTS / VECTOR<T>, FULL = K - 1;
-  if constexpr (ODD && CENTERED && FUSED == ALONE && sizeof(T) == 2 && K == 5) {
+  if constexpr (ODD && CENTERED && FUSED == ALONE && sizeof(T) == 2 && (K == 5 || TEAM > 256)) {
     if (p.weight.is_plain()) {
       return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL, true>(p, stream, launched);
     }
@@ -93,13 +93,14 @@ cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream, bool &launched) 
   using FusedHalves = Shapes<Shape<256, 4 * N>, Shape<256, 3 * N>>;
   using Alone = std::conditional_t<N == 8, Halves, Floats>;
   using Others = std::conditional_t<N == 8, FusedHalves, Shapes<Shape<256, 4 * N>>>;
+  const int cols = p.cols / N * N;  // those of an odd row's ends have places of their own
   cudaError_t error = cudaSuccess;
   if constexpr (N == 4) {
-    if (places_taken(p.cols, 256 * 4 * N, 1) >= 28) {
+    if (places_taken(cols, 256 * 4 * N, 1) >= 28) {
       error = launch_full<T, CENTERED, FUSED, 256, 4 * N, ODD>(p, stream, launched);
     }
   }
-  by_rate<N>(p.cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
+  by_rate<N>(cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
     using S = decltype(shape);
     if (error == cudaSuccess && !launched) {
       error = launch_full<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream, launched);

@@ -91,6 +91,11 @@ struct BackwardRows {
   static constexpr int KEPT = KEEP ? K : 1;
   // Whether the mask is made before the row is there; the one of grad_dropped is needed last, but might not find registers then.
   static constexpr bool EARLY = FUSED == DROPPED || (ODD && N == 4);
+  // Whether a row's sums are added over the warp at once with those of the next, in half the time. These then leave a little later,
+  // which is too late where rows are as little work as rms_norm's in float.
+  static constexpr bool TOGETHER = CENTERED || sizeof(T) == 2;
+  // Who asks for rows. In a cluster the last warp does, for the first has the rows' ends to do.
+  static constexpr int ASKER = CLUSTER ? TEAM - 32 : 0;
   static_assert(!(REREAD && EARLY));  // a row's mask would have to outlast the next one's
   using TeamRing = Ring<T, TENSORS, TEAM, K, N, CLUSTER, ODD, REREAD>;
   using Mine = Part<T, TEAM, K, N, ODD>;
@@ -134,7 +139,7 @@ struct BackwardRows {
   __device__ int64_t row(int i) const { return share.first + i * share.step; }
 
   __device__ void fetch(int i) {
-    if (lane() > 0 || i >= share.rows) return;
+    if (lane() != ASKER || i >= share.rows) return;
     const T *starts[TENSORS] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
     if (FUSED == ADDED) starts[TENSORS - 1] = p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
     ring.fetch(starts, columns, row(i) == p.rows - 1);
@@ -172,7 +177,7 @@ struct BackwardRows {
     }
   }
 
-  // The row's part in the weight gradients, and this warp's (TEAM < 32: team's) sums of g * xhat and of g = weighted().
+  // The row's part in the weight gradients, and this thread's sums of g * xhat and of g = weighted().
   __device__ float2 sums(const Loaded &loaded, const Statistics &s) {
     float along[2] = {}, sum[2] = {};  // two of each: shorter chains
     // Leaves xhat in x and g in grad.
@@ -204,14 +209,17 @@ struct BackwardRows {
       float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)};
       add(x, grad, edge_weight, edge_grad_weight, edge_grad_bias, loaded.mask.edge);
     }
-    float2 v = {along[0] + along[1], sum[0] + sum[1]};
+    return {along[0] + along[1], sum[0] + sum[1]};
+  }
+
+  __device__ static float2 of_warp(float2 v) {
     if constexpr (TEAM >= 32) return warp_sum<CENTERED>(v);
     float both[2] = {v.x, v.y};
     group_sum(both, TEAM);
     return {both[0], both[1]};
   }
 
-  // The team's sums for row i, from those of its warps.
+  // The team's sums for row i, from those of its warps. Clusters: what this lane adds to them.
   __device__ float2 total(int i, float2 mine) const {
     if constexpr (TEAM <= 32) {
       __syncwarp();
@@ -229,7 +237,7 @@ struct BackwardRows {
             v.y += parts[part].y;
           }
         }
-        return warp_sum<CENTERED>(v);
+        return v;
       } else {
         const int warp = threadIdx.x % LANES<TEAM>;
         const float2 part = warp < WARPS ? parts[warp] : float2{};
@@ -311,21 +319,30 @@ struct BackwardRows {
       if (EARLY) make_mask(loaded.mask, 0);
       ring.wait();
       load(loaded, 0, ring.now);
-      ring.exchange.post(0, sums(loaded, now), rank, p.cluster);
+      ring.exchange.post(0, of_warp(sums(loaded, now)), rank, p.cluster);
       ring.now.advance(p.stages);
     }
     for (int i = 0; i < turns; ++i) {
       const Statistics after = statistics(i + 2);
       if constexpr (CLUSTER) {
         Loaded following;
-        if (i + 1 < share.rows) {
+        float2 ahead = {};  // this thread's, then its warp's sums of the next row
+        const bool is_last = i + 1 >= share.rows;
+        if (!is_last) {
           if (EARLY) make_mask(following.mask, i + 1);
           ring.wait();
           load(following, i + 1, ring.now);
-          ring.exchange.post(i + 1, sums(following, next), rank, p.cluster);
           ring.now.advance(p.stages);
+          ahead = sums(following, next);
         }
-        const float2 sum = total(i, {});
+        if (!TOGETHER && !is_last) ring.exchange.post(i + 1, of_warp(ahead), rank, p.cluster);
+        float2 sum = total(i, {});
+        if (TOGETHER) {
+          warp_sums<CENTERED>(sum, ahead);
+          if (!is_last) ring.exchange.post(i + 1, ahead, rank, p.cluster);
+        } else {
+          sum = of_warp(sum);
+        }
         if constexpr (REREAD) {
           if (i > 0) fetch(i - 1 + p.stages);
           load(loaded, i, ring.again);
@@ -342,7 +359,7 @@ struct BackwardRows {
           ring.wait();
           load(loaded, i, ring.now);
         }
-        const float2 mine = sums(loaded, now);
+        const float2 mine = of_warp(sums(loaded, now));
         ring.exchange.post(i, mine, rank, p.cluster);
         const float2 sum = total(i, mine);
         if (KEEP) {
@@ -365,18 +382,21 @@ struct BackwardRows {
     }
   }
 
-  // One of the sums over the rows to its partial row; the teams' are added in shared memory, where the ring has no rows left.
+  // One of the sums over the rows to its partial row. The teams' are added in shared memory, where the ring has no rows left; those
+  // of odd rows go through it, too, for from the registers they would be N writes to the same 32 bytes, a column each.
   __device__ void write_partial(const float (&sums)[K][N], float edge, float *shared, float *partial) const {
-    float *to = TEAMS > 1 ? shared + team() * p.cols : partial;
-    if (TEAMS > 1) __syncthreads();
+    constexpr bool THROUGH = TEAMS > 1 || ODD;
+    const int begin = TEAMS > 1 || !ODD ? 0 : columns.begin;
+    float *to = !THROUGH ? partial : shared + team() * p.cols - begin;
+    if (THROUGH) __syncthreads();
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
       float *const mine = to + columns.column(k);
-      if constexpr (ODD) {
+      if constexpr (ODD && TEAMS > 1) {
 #pragma unroll
         for (int j = 0; j < N; ++j) mine[j] = sums[k][j];
-      } else {  // one by one they would be N writes to the same 32 bytes
+      } else {
 #pragma unroll
         for (int j = 0; j < N; j += 4) {
           *reinterpret_cast<float4 *>(mine + j) = {sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]};
@@ -384,11 +404,11 @@ struct BackwardRows {
       }
     }
     if (columns.has_edge()) to[columns.edge] = edge;
-    if (TEAMS == 1) return;
+    if (!THROUGH) return;
     __syncthreads();
-    for (int c = threadIdx.x; c < p.cols; c += THREADS<TEAM>) {
+    for (int c = max(begin, 0) + threadIdx.x; c < (TEAMS > 1 ? p.cols : columns.end); c += THREADS<TEAM>) {
       float sum = 0;
-      for (int t = 0; t < TEAMS; ++t) sum += shared[t * p.cols + c];
+      for (int t = 0; t < TEAMS; ++t) sum += shared[t * p.cols + c - begin];
       partial[c] = sum;
     }
   }

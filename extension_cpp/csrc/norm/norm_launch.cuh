@@ -135,6 +135,19 @@ inline int places_taken(int cols, int columns, int blocks) {
 // Whether that is three in four or more, which is enough for the speed of memory, or nearly.
 inline bool is_spread(int cols, int columns, int blocks) { return places_taken(cols, columns, blocks) >= 24; }
 
+// A multiple of `step`, so that the rows of a thread begin alike, near `at_once` (which run at once) or a multiple of that, so
+// that few of them idle in the last round.
+inline int64_t alike(int64_t at_once, int64_t step, int64_t most) {
+  int64_t best = 0;
+  double best_share = 0;
+  for (int64_t rounds = 1; rounds <= 8 && rounds * at_once <= most; ++rounds) {
+    const int64_t chunks = rounds * at_once / step * step;
+    const double share = static_cast<double>(chunks) / static_cast<double>(rounds * at_once) - 0.01 * rounds;
+    if (share > best_share) best = chunks, best_share = share;
+  }
+  return best;
+}
+
 // What launch_ring asks the driver about a kernel and its device: once for the device that a thread uses.
 struct Facts {
   int device = -1;
@@ -195,15 +208,14 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   if (ODD) p.slot = static_cast<int>(ceil_div(p.slot + 2 + 7, 8)) * 8;  // the vectors at the ends, and what Ring shifts
   const int stage = teams * TENSORS * p.slot * 16;
   p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
-  // The blocks also add their teams' sums there, a float a column and team.
-  const int bytes = std::max(p.stages * stage, teams > 1 ? teams * p.cols * 4 : 0);
+  // The blocks' sums, a float a column and team, go through the same place.
+  const int sums = teams > 1 ? teams * p.cols : ODD ? p.slot * N : 0;
+  const int bytes = std::max(p.stages * stage, sums * static_cast<int>(sizeof(float)));
   if ((facts.for_sm_90 && p.stages < least) || bytes > facts.room) return cudaSuccess;
   p.chunks = std::min(p.chunks, max_blocks);
   if (ODD && CLUSTER) {
-    // In backward each share costs a partial row: no more than run at once, but for what is left of some.
-    const int64_t at_once = std::min<int64_t>(p.chunks, max_blocks - MAX_PERIOD),
-                  most = max_blocks < INT32_MAX ? at_once : p.rows;
-    p.chunks = make_shares(p.shares, p.rows, p.cols, N, at_once, most);
+    const int64_t at_once = std::min(p.chunks, max_blocks - MAX_PERIOD);
+    p.chunks = make_shares(p.shares, p.rows, p.cols, N, at_once, max_blocks);
   } else if (ODD && p.rows > p.chunks * teams) {
     // No more than there are rows for: the scratch has no partial rows for others.
     p.chunks = alike(p.chunks, std::max(1, N / teams), std::min(max_blocks, p.rows / teams));

@@ -246,6 +246,28 @@ __device__ inline float2 warp_sum(float2 v) {
   return upper ? float2{other, mine[0]} : float2{mine[0], other};
 }
 
+// The sums over a warp of a.x, a.y, b.x and b.y, in all its lanes: a quarter of it sums each. CENTERED false: a.x and b.x alone.
+template <bool CENTERED>
+__device__ inline void warp_sums(float2 &a, float2 &b) {
+  const bool upper = threadIdx.x & 16;
+  const float2 other = upper ? a : b;
+  float2 mine = upper ? b : a;
+  mine.x += __shfl_xor_sync(0xffffffffu, other.x, 16);
+  if (!CENTERED) {
+    float x[1] = {mine.x};
+    group_sum(x, 16);
+    a.x = __shfl_sync(0xffffffffu, x[0], 0);
+    b.x = __shfl_sync(0xffffffffu, x[0], 16);
+    return;
+  }
+  mine.y += __shfl_xor_sync(0xffffffffu, other.y, 16);
+  const bool right = threadIdx.x & 8;
+  float v[1] = {(right ? mine.y : mine.x) + __shfl_xor_sync(0xffffffffu, right ? mine.x : mine.y, 8)};
+  group_sum(v, 8);
+  a = {__shfl_sync(0xffffffffu, v[0], 0), __shfl_sync(0xffffffffu, v[0], 8)};
+  b = {__shfl_sync(0xffffffffu, v[0], 16), __shfl_sync(0xffffffffu, v[0], 24)};
+}
+
 // Sums of v over a team; `shared` is for the warps of the block, and for this sum alone.
 template <int TEAM, int COUNT, int BLOCK_WARPS>
 __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[BLOCK_WARPS][COUNT]) {
