@@ -151,7 +151,7 @@ def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, dev
 @pytest.mark.parametrize("rows, cols", [(40, 1024), (2100, 320), (2100, 1025), (40, 50257)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: int, device: str) -> None:
-    """x and grad_out are slices: the gradients of their contiguous copies, on a GPU bit for bit."""
+    """x and grad_out are slices, or one of them: the gradients of their contiguous copies, on a GPU bit for bit."""
     wide_x, wide_grad = (torch.randn(rows, cols + 8, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype).requires_grad_() for _ in range(2))
 
@@ -161,11 +161,14 @@ def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: i
         return torch.autograd.grad(getattr(extension_cpp, name)(*arguments(name, x, weight, bias)), inputs, grad_out)
 
     x, grad_out = wide_x[:, :cols], wide_grad[:, :cols]
-    for got, want in zip(gradients(x, grad_out), gradients(x.contiguous(), grad_out.contiguous()), strict=True):
-        if device == "cuda":
-            assert torch.equal(got, want)
-        else:  # sums begin at another place of the row, where it begins at another place in memory
-            torch.testing.assert_close(got, want)
+    compact_x, compact_grad = x.contiguous(), grad_out.contiguous()
+    wanted = gradients(compact_x, compact_grad)
+    for inputs in [(x, grad_out), (x, compact_grad), (compact_x, grad_out)]:
+        for got, want in zip(gradients(*inputs), wanted, strict=True):
+            if device == "cuda":
+                assert torch.equal(got, want)
+            else:  # sums begin at another place of the row, where it begins at another place in memory
+                torch.testing.assert_close(got, want)
 
 
 @every_norm

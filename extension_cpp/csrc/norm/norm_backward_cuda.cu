@@ -37,13 +37,14 @@ template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool C
           bool PACKED = false>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>, K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, K, N, CLUSTER, ODD>;
-  constexpr bool KEEP = KEEPS<T, CENTERED, FUSED, ELEMENTS>;
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
-  // KB; a row that is read again holds its place for a turn more.
+  // KB; a row that is read again holds its place for a turn more. Odd rows want a third row a team where its slot is large.
+  constexpr bool THIRD = ODD && FUSED == ALONE && (sizeof(T) == 2 || TEAM == 16 || TEAM > 256);
   constexpr int ring = CLUSTER          ? (Rows::REREAD && FUSED == ALONE                   ? 227
                                            : sizeof(T) == 4 || FUSED == ADDED || TEAM > 256 ? 192
                                                                                             : 128)
-                       : KEEP           ? 96
+                       : THIRD          ? 176
+                       : Rows::KEEP     ? 96
                        : FUSED == ADDED ? 144
                                         : 128;
   constexpr auto kernel = backward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
@@ -123,15 +124,16 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   constexpr int N = VECTOR<T>;
   constexpr bool HALF = N == 8;
   constexpr int WIDEST = CENTERED ? 24 : 32;
-  using OddHalves =
-      Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>, Shape<64, 32>,
-             Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<256, 24>, Shape<512, 16>>;
+  using OddHalves = Shapes<Shape<16, 8>, Shape<16, 16>, Shape<16, 24>, Shape<32, 16>, Shape<16, 40>, Shape<16, 48>,
+                           Shape<32, 32>, Shape<32, 40>, Shape<32, 48>, Shape<64, 32>, Shape<64, 40>, Shape<64, 48>,
+                           Shape<128, 32>, Shape<128, 40>, Shape<128, 48>, Shape<256, 32>>;
   using Halves =
       Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
              Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<96, 24>, Shape<64, 40>, Shape<128, 24>, Shape<128, 32>,
              Shape<128, 40, 4608>, Shape<224, 24>, Shape<256, 24>, Shape<512, 16>, Shape<256, 40>>;
-  using OddFloats = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
-                           Shape<64, 32>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>>;
+  using OddFloats =
+      Shapes<Shape<16, 8>, Shape<16, 16>, Shape<16, 24>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
+             Shape<64, 32>, Shape<128, 24>, Shape<256, 16, 3840>, Shape<128, 32>, Shape<384, 16>>;
   using Floats =
       Shapes<Shape<8, 8>, Shape<16, 16>, Shape<32, 16, 384>, Shape<16, 32>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
              Shape<64, 32>, Shape<96, 24>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>, Shape<256, WIDEST>>;

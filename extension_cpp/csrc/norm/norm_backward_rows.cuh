@@ -126,7 +126,11 @@ struct BackwardRows {
         rank(rank),
         share(rows_of(p, chunk)),
         turns(CLUSTER ? share.rows : static_cast<int>((p.rows - chunk * TEAMS + share.step - 1) / share.step)),
-        columns(p, share.first, lane(), rank) {}
+        columns(p, share.first, lane(), rank) {
+    // For blocks a parameter, which takes no register.
+    const int apart = CLUSTER ? static_cast<int>(share.step * p.x_stride / N % 8) : p.apart;
+    ring.line_up(p.x + row(0) * p.x_stride, apart, columns);
+  }
 
   __device__ static Share rows_of(const Backward<T> &p, int64_t chunk) {
     if (ODD && CLUSTER) return share_of(p.shares, static_cast<int>(chunk));
@@ -142,18 +146,18 @@ struct BackwardRows {
     if (lane() != ASKER || i >= share.rows) return;
     const T *starts[TENSORS] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
     if (FUSED == ADDED) starts[TENSORS - 1] = p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
-    ring.fetch(starts, columns, row(i) == p.rows - 1);
+    ring.fetch(i, starts, columns, row(i) == p.rows - 1);
   }
 
   // Row i, which is at `place`.
   __device__ void load(Loaded &loaded, int i, const Place &place) const {
-    ring.load(loaded.x, 0, p.x + row(i) * p.x_stride, columns, place);
-    ring.load(loaded.grad_out, 1, p.grad_out + row(i) * p.grad_out_stride, columns, place);
+    ring.load(loaded.x, 0, i, p.x + row(i) * p.x_stride, columns, place);
+    ring.load(loaded.grad_out, 1, i, p.grad_out + row(i) * p.grad_out_stride, columns, place);
     if constexpr (FUSED == ADDED) {
       if (p.grad_sum == nullptr) {
         loaded.grad_sum = {};
       } else {
-        ring.load(loaded.grad_sum, 2, p.grad_sum + row(i) * p.grad_sum_stride, columns, place);
+        ring.load(loaded.grad_sum, 2, i, p.grad_sum + row(i) * p.grad_sum_stride, columns, place);
       }
     }
   }

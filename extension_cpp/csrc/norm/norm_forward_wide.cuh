@@ -50,7 +50,9 @@ struct WideRows {
         chunk(chunk),
         share(ODD ? share_of(p.shares, chunk) : Share{chunk, p.chunks, 0}),
         columns(p, share.first, threadIdx.x, rank),
-        count(columns.count_of(threadIdx.x / 32)) {}
+        count(columns.count_of(threadIdx.x / 32)) {
+    ring.line_up(p.x + share.first * p.x_stride, static_cast<int>(share.step * p.x_stride / N % 8), columns);
+  }
 
   // Row number `turn` of those that are dealt out; p.rows or more: there is none.
   __device__ int dealt(int turn) const {
@@ -84,7 +86,7 @@ struct WideRows {
     if (threadIdx.x > 0 || row >= p.rows) return;
     const T *starts[TENSORS] = {p.x + row * p.x_stride};
     if (FUSED == ADDED) starts[TENSORS - 1] = p.residual + row * p.residual_stride;
-    ring.fetch(starts, columns, row == p.rows - 1);
+    ring.fetch(turn, starts, columns, row == p.rows - 1);
   }
 
   // The row of `turn`, if it has one, from the ring; its moments go to the other warps. false: there is none from here on.
@@ -94,10 +96,10 @@ struct WideRows {
       idle_turns = 0;
       if (FUSED != ALONE && p.dropout.seed != nullptr) part.mask.make(p.dropout, seed, part.row * p.cols, columns);
       ring.wait();
-      ring.load(part, 0, p.x + part.row * p.x_stride, columns, ring.now);
+      ring.load(part, 0, turn, p.x + part.row * p.x_stride, columns, ring.now);
       if constexpr (FUSED == ADDED) {
         Part<T, TEAM, K, N, ODD> residual;
-        ring.load(residual, 1, p.residual + part.row * p.residual_stride, columns, ring.now);
+        ring.load(residual, 1, turn, p.residual + part.row * p.residual_stride, columns, ring.now);
         add_residual(part, residual, p, part.row, part.mask, columns);
       }
       ring.now.advance(p.stages);

@@ -221,6 +221,7 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
     p.chunks = alike(p.chunks, std::max(1, N / teams), std::min(max_blocks, p.rows / teams));
   }
   if (p.chunks == 0) return cudaSuccess;
+  p.apart = static_cast<int>(p.chunks * teams * p.x_stride / N % 8);
   Launch launch(static_cast<unsigned>(p.chunks * p.cluster), threads, bytes, stream);
   if (CLUSTER) launch.cluster(p.cluster);
   launched = true;

@@ -55,6 +55,7 @@ struct Geometry {
   int slice;       // columns of a row that one block takes, in vectors
   int slot;        // vectors that they take in the ring
   int64_t chunks;  // shares of the rows: one a block or cluster
+  int apart;       // ODD blocks: vectors from a row of a team to its next in x, modulo 8
   Shares shares;   // ODD clusters: those
 };
 
@@ -364,19 +365,27 @@ struct Ring {
   int stages;
   int size;                // of one tensor's slot
   Place next, now, again;  // of the next row to ask for, to read, and to read again
+  // ODD: vectors from a slot to the part of the team's first row in it, and how many more for each further one, modulo 8. Those of the
+  // first tensor, for all: one that lies otherwise in memory is copied more slowly.
+  int first_shift, shift_step;
 
-  // Vectors from the slot to the part of `row` in it.
-  __device__ static int shift(const T *row, const Mine &columns) {
-    return ODD ? static_cast<int>(reinterpret_cast<uintptr_t>(row + columns.begin) / 16 % 8) : 0;
+  // The team's first row, and the vectors from there to its next, modulo 8.
+  __device__ void line_up(const T *row, int step, const Mine &columns) {
+    first_shift = static_cast<int>(reinterpret_cast<uintptr_t>(row + columns.begin) / 16 % 8);
+    shift_step = step;
+  }
+  // The place of the team's row number i.
+  __device__ uint4 *slot(const Place &place, int i) const {
+    return slots + place.slot * TENSORS * size + (ODD ? (first_shift + i * shift_step) & 7 : 0);
   }
 
-  // By one thread of the team, when nobody reads the place any more, or all warps will leave() it. A tensor may be NULL. is_last: of
-  // the tensors, behind which nothing is read.
-  __device__ void fetch(const T *const (&rows)[TENSORS], const Mine &columns, bool is_last) {
+  // By one thread of the team, for its row number i, when nobody reads the place any more, or all warps will leave() it. A tensor may
+  // be NULL. is_last: of the tensors, behind which nothing is read.
+  __device__ void fetch(int i, const T *const (&rows)[TENSORS], const Mine &columns, bool is_last) {
 #if HAS_CLUSTERS
     uint64_t *const filled = &exchange.filled[next.slot];
     if (TWICE) wait_phase(&exchange.emptied[next.slot], next.parity ^ 1);
-    uint4 *const slot = slots + next.slot * TENSORS * size;
+    uint4 *const slot = this->slot(next, i);
     const int elements = max(columns.end - columns.begin, 0);
     int vectors = (elements + N - 1) / N, sum = 0;
     if constexpr (ODD) {
@@ -384,8 +393,7 @@ struct Ring {
         vectors = elements / N;
         for (int e = max(vectors * N, -columns.begin); e < elements; ++e) {
           for (int t = 0; t < TENSORS; ++t) {
-            if (rows[t] != nullptr)
-              reinterpret_cast<T *>(slot + t * size + shift(rows[t], columns))[e] = rows[t][columns.begin + e];
+            if (rows[t] != nullptr) reinterpret_cast<T *>(slot + t * size)[e] = rows[t][columns.begin + e];
           }
         }
       }
@@ -396,7 +404,7 @@ struct Ring {
 #pragma unroll
     for (int t = 0; t < TENSORS; ++t) {
       if (rows[t] == nullptr || vectors == 0) continue;
-      copy_bulk(slot + t * size + shift(rows[t], columns), rows[t] + columns.begin, vectors * 16, filled);
+      copy_bulk(slot + t * size, rows[t] + columns.begin, vectors * 16, filled);
     }
     next.advance(stages);
 #endif
@@ -417,11 +425,11 @@ struct Ring {
 #endif
   }
 
-  // This thread's part of tensor t at `place`; the row begins at `row`.
-  __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, const T *row, const Mine &columns,
+  // This thread's part of tensor t at `place`, of the team's row number i, which begins at `row`.
+  __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, int i, const T *row, const Mine &columns,
                        const Place &place) const {
 #if HAS_CLUSTERS
-    part.load_slot(slots + (place.slot * TENSORS + t) * size + shift(row, columns), columns);
+    part.load_slot(slot(place, i) + t * size, columns);
 #else
     part.load(row, columns);
 #endif
