@@ -117,8 +117,8 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layout: str, device: str) -> None:
-    """On a GPU the plain kernels': rows that shared memory holds as a whole and in part, of whole vectors and odd ones;
-    the same bits in every run."""
+    """On a GPU the widest clusters', or the plain kernels': rows that shared memory holds as a whole and in part, of
+    whole vectors and odd ones; the same bits in every run."""
     if device != "cuda":
         pytest.skip("the width decides only on the GPU which kernel takes a row")
     for shape in [(40, 131081), (40, 163848), (9, 262144), (3, 1 << 20)]:

@@ -96,15 +96,13 @@ __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
 }
 
 // Both addresses and the size multiples of 16; `barrier` gets the bytes. What threads have read or written there before must be
-// behind a barrier, and behind fence_copies() if they wrote.
+// behind a barrier (and a proxy fence, if they wrote what is still to be copied over).
 __device__ inline void copy_bulk(uint4 *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(shared)),
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-
-__device__ inline void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Writes 8 or 16 bytes to where `slot` is in block `rank` of the cluster, and tells `barrier` there.
 template <typename V>

@@ -38,7 +38,7 @@ template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool C
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>, K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, K, N, CLUSTER, ODD>;
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
-  // KB; a row that is read again holds its place for a turn more. Odd rows want a third row a team where its slot is large.
+  // KB; a row that is read again holds its place for a turn more. Odd rows want a third row a team in the shapes of THIRD (by the sweeps).
   constexpr bool THIRD = ODD && FUSED == ALONE && (sizeof(T) == 2 || TEAM == 16 || TEAM > 256);
   constexpr int ring = CLUSTER          ? (Rows::REREAD && FUSED == ALONE                   ? 227
                                            : sizeof(T) == 4 || FUSED == ADDED || TEAM > 256 ? 192
@@ -153,7 +153,9 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   using Known = std::conditional_t<FUSED == ALONE, Alone, Others>;
   const auto launch = [&](auto shape) {
     using S = decltype(shape);
-    return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream, launched);
+    const cudaError_t error =
+        launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream, launched);
+    return error == cudaSuccess && !launched ? cudaErrorNotSupported : error;  // the chip has no room for its ring
   };
   const cudaError_t error = with_shape<N>(p.cols, Known{}, launch);
   if (error != cudaErrorNotSupported) return error;

@@ -6,7 +6,7 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 
-#include "norm/norm_rows.cuh"
+#include "norm/norm_ring.cuh"
 
 namespace norm_cuda {
 

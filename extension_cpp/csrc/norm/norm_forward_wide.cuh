@@ -10,6 +10,7 @@
 #define EXTENSION_CPP_NORM_FORWARD_WIDE_CUH
 
 #include "norm/norm_forward.cuh"
+#include "norm/norm_ring.cuh"
 
 namespace norm_cuda {
 

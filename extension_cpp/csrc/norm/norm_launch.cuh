@@ -3,13 +3,15 @@
 #define EXTENSION_CPP_NORM_LAUNCH_CUH
 
 #include <algorithm>
+#include <iterator>
 
 #include "norm/norm_rows.cuh"
 
 namespace norm_cuda {
 
 // Most partial rows of the weight gradients: as many as blocks, or clusters, run at once on the largest chip; narrow rows have two
-// blocks a multiprocessor. Not fewer than 64, among which `alike` picks for odd rows; 16 where only norm_plain.cuh is left.
+// blocks a multiprocessor. Not fewer than 64, for clusters of few blocks also take pieces (norm_shares.cuh); 16 where rows need clusters
+// of 14 blocks or more, or the plain kernels.
 inline int64_t max_parts(int64_t cols) {
   if (cols <= 1024) return 320;
   if (cols > 163840) return 16;
@@ -82,22 +84,29 @@ struct Shape {
 template <typename...>
 struct Shapes {};
 
-// Calls f(shape) with the first of the shapes that has room for a row's vectors; cudaErrorNotSupported if none has.
+// Calls f(shape) with those of the shapes that have room for a row's vectors, in turn, until one does not answer
+// cudaErrorNotSupported; that, if all do.
 template <int N, typename F, typename... S>
 cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
   cudaError_t error = cudaErrorNotSupported;
-  (void)((cols / N * N <= S::WIDEST && (error = f(S{}), true)) || ...);
+  (void)((cols / N * N <= S::WIDEST && (error = f(S{})) != cudaErrorNotSupported) || ...);
   return error;
 }
 
 // How many clusters of each size run at once: 0 is not one.
 template <auto KERNEL>
 cudaError_t count_clusters(int (&clusters)[MAX_CLUSTER + 1], int threads, int shared, cudaStream_t stream) {
+  std::fill(std::begin(clusters), std::end(clusters), 0);
   cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   for (int size = 2; size <= MAX_CLUSTER && error == cudaSuccess; ++size) {
     Launch launch(size, threads, shared, stream);
     launch.cluster(size);
     error = cudaOccupancyMaxActiveClusters(&clusters[size], KERNEL, &launch.config);
+    if (error == cudaErrorInvalidClusterSize) {  // wider than this chip's
+      clusters[size] = 0;
+      cudaGetLastError();
+      return cudaSuccess;
+    }
   }
   return error;
 }
