@@ -54,7 +54,7 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
 
 // Clusters of this shape: by the kernel whose threads have all vectors but one, if they do.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD>
-cudaError_t launch_full(Backward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_shape(Backward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int K = ELEMENTS / VECTOR<T>, FULL = K - 1;
   if constexpr (ODD && CENTERED && FUSED == ALONE && sizeof(T) == 2 && (K == 5 || TEAM > 256)) {
     if (p.weight.is_plain()) {
@@ -98,13 +98,13 @@ cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream, bool &launched) 
   cudaError_t error = cudaSuccess;
   if constexpr (N == 4) {
     if (places_taken(cols, 256 * 4 * N, 1) >= 28) {
-      error = launch_full<T, CENTERED, FUSED, 256, 4 * N, ODD>(p, stream, launched);
+      error = launch_shape<T, CENTERED, FUSED, 256, 4 * N, ODD>(p, stream, launched);
     }
   }
   by_rate<N>(cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
     using S = decltype(shape);
     if (error == cudaSuccess && !launched) {
-      error = launch_full<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream, launched);
+      error = launch_shape<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream, launched);
     }
   });
   // Where some threads have fewer vectors than that, or the chip does not run clusters of these sizes.
