@@ -10,7 +10,7 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_FEW_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_FEW_CUH
 
-#include "norm/norm_backward_rows.cuh"
+#include "norm/norm_backward.cuh"
 #include "norm/norm_launch.cuh"
 
 namespace norm_cuda {

@@ -6,6 +6,7 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_ROWS_CUH
 
+#include "norm/norm_backward.cuh"
 #include "norm/norm_ring.cuh"
 
 namespace norm_cuda {
@@ -31,51 +32,6 @@ constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || (CENTERED && (K > 
 
 // Rows of odd or great width that are few: the kernel that adds the partial rows comes early (of others: norm_backward_few.cuh).
 constexpr int EARLY_SUM_ROWS = 512;
-
-template <typename T>
-struct Backward : Geometry {
-  const T *grad_out;
-  const T *x;
-  const float *mean;  // NULL: rms_norm
-  const float *rstd;
-  Weights weight;
-  bool wants_weight;
-  bool wants_bias;
-  T *grad_x;       // may be NULL
-  float *partial;  // (wants_weight + wants_bias, chunks, cols)
-  int64_t x_stride;
-  int64_t grad_out_stride;
-  const T *grad_sum;  // ADDED: may be NULL
-  int64_t grad_sum_stride;
-  T *grad_dropped;    // ADDED: may be NULL
-  dropout_t dropout;  // ADDED: of grad_dropped; DROPPED: of grad_out
-};
-
-struct Statistics {
-  float mean;
-  float rstd;
-};
-
-// Half types cannot hold a mean so large that the product's rounding would show; float can.
-template <typename T, bool CENTERED>
-__device__ inline float normalize(float x, const Statistics &s) {
-  if (!CENTERED) return x * s.rstd;
-  return sizeof(T) == 2 ? fmaf(x, s.rstd, -s.mean * s.rstd) : (x - s.mean) * s.rstd;
-}
-
-// g = grad_out * weight; for float also times rstd, before which the digits of the smallest numbers would be lost.
-template <typename T>
-__device__ inline float weighted(float grad, float weight, const Statistics &s) {
-  return sizeof(T) == 2 ? grad * weight : grad * s.rstd * weight;
-}
-
-// grad_x = (g + shift + xhat * along) * rstd, for float with rstd in g already. slope is along * rstd, which the compiler would
-// make anew for every vector.
-template <typename T, bool CENTERED>
-__device__ inline float combine(float xhat, float g, float along, float slope, float shift, const Statistics &s) {
-  if (sizeof(T) == 4) return fmaf(xhat, along, CENTERED ? g + shift : g);
-  return fmaf(xhat, slope, CENTERED ? fmaf(g, s.rstd, shift * s.rstd) : g * s.rstd);
-}
 
 // One team's rows. FULL: vectors that every thread has, so that they need no condition. PACKED: weights stay in x's type, which takes
 // fewer registers; they are plain.
