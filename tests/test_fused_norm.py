@@ -103,7 +103,7 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols", [12288, 16384, 65536])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, name: str, device: str) -> None:
-    """On a GPU wide rows (add_layer_norm's floats: from 12288 columns) are drawn by ticket if many, else dealt out."""
+    """On a GPU wide rows are taken by clusters: of none of them, whatever their number, is a row left out."""
     rows = (136 << 20) // (cols * 4) + 5
     x, residual = (torch.randn(rows, cols, device=device) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device) for _ in range(2))

@@ -29,6 +29,29 @@ __device__ inline void store_shared(uint32_t address, const uint4 &v) {
                : "memory");
 }
 
+// Copies 16 bytes, later; is_there false: zeros, and `global` is not read. Both addresses are multiples of 16.
+__device__ inline void copy_async(uint32_t shared, const void *global, bool is_there) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(is_there ? 16 : 0)
+               : "memory");
+#endif
+}
+
+// Ends a group of this thread's copies.
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until all but the last LEFT groups of this thread have arrived.
+template <int LEFT>
+__device__ inline void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+
 // Over `threads` threads of the block (a multiple of 32) that name the same barrier, 1 to 15.
 __device__ inline void sync_group(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -267,7 +267,8 @@ struct BackwardRows {
     for (int i = 0; i < p.stages; ++i) fetch(i);
     Statistics now = statistics(0), next = statistics(1);
     if constexpr (PACKED) {
-      load_packed<T>(weight, edge_weight, p.weight, columns);
+      load_packed<T>(weight, p.weight, columns);
+      if (columns.has_edge()) p.weight.template load<T>(edge_weight, columns.edge);
     } else {
       load_weights<T>(weight, edge_weight, p.weight, columns);
     }

@@ -9,7 +9,7 @@ namespace norm_cuda {
 
 template <typename T>
 struct Forward : Geometry {
-  uint32_t *tickets;  // norm_forward_wide.cuh; NULL: rows are dealt out in turn
+  uint32_t *tickets;  // norm_forward_ring.cuh; NULL: rows are dealt out in turn
   const T *x;
   Weights weight;
   Weights bias;
@@ -55,7 +55,7 @@ struct alignas(16) Moments {
   float mean;
   float squares;
   float count;
-  int told;  // norm_forward_wide.cuh
+  int told;  // norm_forward_ring.cuh
 };
 
 // Of the columns of a warp (TEAM < 32: of a team), of which there are `count`. Half types take one pass, around an element: were

@@ -1,11 +1,14 @@
-// layer_norm and rms_norm of rows wider than a block, where blocks that come and go are faster than those of
-// norm_forward_wide.cuh, which stay: a cluster takes a row, or two, and ends.
+// layer_norm and rms_norm of rows wider than a block: the blocks of a cluster share a row, or a few, and end with them.
 //
-// Nobody waits for more than the moments. A block may send to another when that one has set up its mbarrier: each says so first
-// thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
+// A thread copies its vectors to shared memory, asynchronously, and is the only one to read them there, for the moments and again
+// for y. So what is on its way takes no registers, and a multiprocessor has room for many blocks, which load while others wait.
 //
-// The weights come from the caches for every row. Two rows share them for layer_norm, which has twice as many, and at odd widths,
-// where they come word by word.
+// Nobody waits for more than its own copies and the moments. A block may send to another when that one has set up its mbarrier: each
+// says so first thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
+//
+// The weights come from the caches for every cluster: the more rows it takes, the less of that. They are asked for at once where
+// registers are left for them, else when the moments are on their way. The blocks' slices begin at multiples of 32 vectors, or all
+// their warps would touch a line more (docs/performance.md).
 #ifndef EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 
@@ -13,72 +16,206 @@
 
 namespace norm_cuda {
 
-// Rows of a cluster; ODD: N apart, so that they begin alike.
-template <bool CENTERED, bool ODD>
-constexpr int CLUSTER_ROWS = CENTERED || ODD ? 2 : 1;
+// A kernel's shape: threads a block, elements of a row a thread, rows of a cluster (of ODD rows N apart, so that they begin alike),
+// blocks that a multiprocessor has registers for, and the widest row it is for; whether rows lie in shared memory, or in registers.
+template <int TEAM_, int ELEMENTS_, int ROWS_, int BLOCKS_, int WIDEST_ = MAX_CLUSTER *TEAM_ *ELEMENTS_,
+          bool STAGED_ = true>
+struct ClusterShape {
+  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, ROWS = ROWS_, BLOCKS = BLOCKS_, WIDEST = WIDEST_;
+  static constexpr bool STAGED = STAGED_;
+};
 
-template <typename T, bool CENTERED, bool ODD, int TEAM, int K, int BLOCKS>
-__global__ void __launch_bounds__(TEAM, BLOCKS) cluster_forward_kernel(const __grid_constant__ Forward<T> p) {
-#if HAS_CLUSTERS
-  constexpr int N = VECTOR<T>, WARPS = TEAM / 32, ROWS = CLUSTER_ROWS<CENTERED, ODD>, STEP = ODD ? N : 1;
-  __shared__ Moments moments[ROWS][MAX_CLUSTER * WARPS];
-  __shared__ uint64_t arrived;
-  const int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    init_mbarrier(&arrived, 1);
-    fence_mbarrier_init();
-    expect_bytes(&arrived, ROWS * p.cluster * WARPS * sizeof(Moments));
-  }
-  arrive_at_cluster();
-  const int cluster = cluster_number(), first = cluster / STEP * (STEP * ROWS) + cluster % STEP;
-  const auto row = [&](int i) { return static_cast<int64_t>(first + i * STEP); };
-  const auto is_row = [&](int i) { return row(i) < p.rows; };
-  const Columns<TEAM, K, N, ODD> columns(p, first, threadIdx.x, rank);
-  Vector<T, N> weight[K], bias[K];
-  float edge_weight[1], edge_bias[1];
-  const auto load_all_weights = [&] {
-    load_packed<T>(weight, edge_weight, p.weight, columns);
-    if (CENTERED) load_packed<T>(bias, edge_bias, p.bias, columns);
+// PLAIN: weight and bias are there, in x's type, and are kept in registers.
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
+struct ClusterRows {
+  static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
+  static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
+  static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
+  static constexpr bool EARLY = MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
+  static constexpr int SHARED = S::STAGED ? ROWS * TENSORS * K * TEAM * 16 : 0;  // bytes
+  static_assert(S::STAGED || FUSED == ALONE);
+  using Mine = Part<T, TEAM, K, N, ODD>;
+
+  struct Exchange {
+    Moments moments[ROWS][MAX_CLUSTER * WARPS];
+    uint64_t arrived;
   };
-  if (!ODD) load_all_weights();
-  Part<T, TEAM, K, N, ODD> parts[ROWS]{};
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    if (is_row(i)) parts[i].load(p.x + row(i) * p.x_stride, columns);
+
+  const Forward<T> &p;
+  const uint32_t slots;  // of this thread
+  const int rank;
+  const int first;  // row; the others are STEP apart
+  const Columns<TEAM, K, N, ODD> columns;
+  Mine parts[S::STAGED ? 1 : ROWS]{};
+  T edges[ROWS][TENSORS];
+  Mask<TEAM, K, N, ODD> masks[ROWS];
+  Vector<T, N> weight[K], bias[CENTERED ? K : 1];
+  float edge_weight[1], edge_bias[1];
+
+  __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
+      : p(p),
+        slots(shared_address(shared + threadIdx.x)),
+        rank(rank),
+        first(cluster / STEP * (STEP * ROWS) + cluster % STEP),
+        columns(p, first, threadIdx.x, rank) {}
+
+  __device__ int64_t row(int i) const { return first + i * STEP; }
+  __device__ bool is_row(int i) const { return row(i) < p.rows; }
+  __device__ uint32_t slot(int i, int tensor, int k) const {
+    return slots + 16 * ((i * TENSORS + tensor) * K + k) * TEAM;
   }
-  if (ODD) load_all_weights();  // word by word, which the row must not wait for
-  Moments mine[ROWS];
-  const float count = columns.count_of(warp);
+
+  // Asks for row number i of the cluster: x, and the residual.
+  __device__ void fetch(int i) {
+    if constexpr (!S::STAGED) {
+      if (is_row(i)) parts[i].load(p.x + row(i) * p.x_stride, columns);
+      edges[i][0] = parts[i].edge;
+      return;
+    }
+    const T *const rows[2] = {p.x + row(i) * p.x_stride, p.residual + row(i) * p.residual_stride};
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) mine[i] = moments_of<T, CENTERED, sizeof(T) == 2>(parts[i], columns, count);
-  wait_for_cluster();
+    for (int t = 0; t < TENSORS; ++t) {
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    if (lane < p.cluster) send(&moments[i][rank * WARPS + warp], &arrived, lane, mine[i]);
+      for (int k = 0; k < K; ++k) {
+        const bool has = columns.has(k) && is_row(i);
+        copy_async(slot(i, t, k), has ? rows[t] + columns.column(k) : p.x, has);
+      }
+      edges[i][t] = columns.has_edge() && is_row(i) ? rows[t][columns.edge] : from_acc<T>(0);
+    }
+    commit_copies();
   }
-  wait_cluster(&arrived, 0);
+
+  __device__ void load_weights() {
+    if (columns.has_edge()) {
+      p.weight.template load<T>(edge_weight, columns.edge);
+      if (CENTERED) p.bias.template load<T>(edge_bias, columns.edge);
+    }
+    if constexpr (PLAIN && MOVED) {
+      load_moved<T, 0>(weight, static_cast<const T *>(p.weight.data), columns, p.cols);
+    } else if constexpr (PLAIN) {
+      load_packed<T>(weight, p.weight, columns);
+      if constexpr (CENTERED) load_packed<T>(bias, p.bias, columns);
+    }
+  }
+
+  __device__ Vector<T, N> vector(int i, int tensor, int k) const {
+    if constexpr (S::STAGED) return load_shared(slot(i, tensor, k));
+    return parts[i].bits[k];
+  }
+
+  __device__ void load(Mine &part, int i, int tensor) const {
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    const Moments m = join<CENTERED, 32, MAX_CLUSTER * WARPS>(moments[i], p.cluster * WARPS, p.per_col);
-    if (!is_row(i)) continue;
-    const float mean = m.mean, rstd = rsqrtf(fmaf(m.squares, p.per_col, p.eps));
-    if (threadIdx.x == 0 && rank == 0) write_statistics<CENTERED>(p, row(i), mean, rstd);
-    T *const y = p.y + row(i) * p.cols;
+    for (int k = 0; k < K; ++k) part.bits[k] = vector(i, tensor, k);
+    part.edge = edges[i][tensor];
+  }
+
+  // Of this warp's part of row i, which has arrived; the sum with the residual then stands in its place.
+  __device__ Moments moments(int i, float count) {
+    Mine part;
+    load(part, i, 0);
+    if constexpr (FUSED == ADDED) {
+      Mine residual;
+      load(residual, i, 1);
+      if (is_row(i)) add_residual(part, residual, p, row(i), masks[i], columns);
+#pragma unroll
+      for (int k = 0; k < K; ++k) store_shared(slot(i, 0, k), part.bits[k]);
+      edges[i][0] = part.edge;
+    }
+    return moments_of<T, CENTERED, N == 8>(part, columns, count);
+  }
+
+  template <int I>
+  __device__ void all_moments(Moments (&all)[ROWS], float count) {
+    if (S::STAGED) wait_copies<ROWS - 1 - I>();
+    all[I] = moments(I, count);
+    if constexpr (I + 1 < ROWS) all_moments<I + 1>(all, count);
+  }
+
+  // Of vector k.
+  __device__ void weights_of(float (&w)[N], float (&b)[N], int k) const {
+    if constexpr (PLAIN) {
+      unpack<T, N>(w, weight[k]);
+      if constexpr (CENTERED) unpack<T, N>(b, bias[k]);
+    } else {
+      p.weight.template load<T, N, !ODD>(w, columns.clamped(k));
+      if (CENTERED) p.bias.template load<T, N, !ODD>(b, columns.clamped(k));
+    }
+  }
+
+  // y of all rows.
+  __device__ void finish(const Moments (&all)[ROWS]) const {
+    float mean[ROWS], rstd[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      mean[i] = all[i].mean, rstd[i] = rsqrtf(fmaf(all[i].squares, p.per_col, p.eps));
+      if (threadIdx.x == 0 && rank == 0 && is_row(i)) write_statistics<CENTERED>(p, row(i), mean[i], rstd[i]);
+    }
+    const auto write = [&](auto &x, int i, const auto &w, const auto &b, uint32_t kept, int c) {
+      normalize<CENTERED>(x, mean[i], rstd[i], w, b);
+      if (FUSED == DROPPED) drop(x, p.dropout, kept);
+      store(p.y + row(i) * p.cols + c, x);
+    };
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (!columns.has(k)) continue;
-      float x[N], w[N], b[N];
-      unpack<T, N>(x, parts[i].bits[k]);
-      unpack<T, N>(w, weight[k]);
-      if (CENTERED) unpack<T, N>(b, bias[k]);
-      normalize<CENTERED>(x, mean, rstd, w, b);
-      store<T, N>(y + columns.column(k), x);
+      float w[N], b[N];
+      weights_of(w, b, k);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        float x[N];
+        unpack<T, N>(x, vector(i, 0, k));
+        if (columns.has(k) && is_row(i)) write(x, i, w, b, masks[i].of(k), columns.column(k));
+      }
     }
-    if (!columns.has_edge()) continue;
-    float x[1] = {to_acc(parts[i].edge)};
-    normalize<CENTERED>(x, mean, rstd, edge_weight, edge_bias);
-    store(y + columns.edge, x);
+    if (!columns.has_edge()) return;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      float x[1] = {to_acc(edges[i][0])};
+      if (is_row(i)) write(x, i, edge_weight, edge_bias, masks[i].edge, columns.edge);
+    }
   }
+
+  __device__ void run(Exchange &exchange) {
+#if HAS_CLUSTERS
+    if (!S::STAGED) load_weights();
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) fetch(i);
+    if (S::STAGED && EARLY) load_weights();
+    if (FUSED != ALONE && p.dropout.seed != nullptr) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Moments mine[ROWS];
+    all_moments<0>(mine, columns.count_of(warp));
+    wait_for_cluster();
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (lane < p.cluster) send(&exchange.moments[i][rank * WARPS + warp], &exchange.arrived, lane, mine[i]);
+    }
+    if (S::STAGED && !EARLY) load_weights();
+    wait_cluster(&exchange.arrived, 0);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      mine[i] = join<CENTERED, 32, MAX_CLUSTER * WARPS>(exchange.moments[i], p.cluster * WARPS, p.per_col);
+    }
+    finish(mine);
+#endif
+  }
+};
+
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
+__global__ void __launch_bounds__(S::TEAM, S::BLOCKS) cluster_forward_kernel(const __grid_constant__ Forward<T> p) {
+#if HAS_CLUSTERS
+  using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
+  extern __shared__ __align__(128) uint4 shared[];
+  __shared__ typename Rows::Exchange exchange;
+  if (threadIdx.x == 0) {
+    init_mbarrier(&exchange.arrived, 1);
+    fence_mbarrier_init();
+    expect_bytes(&exchange.arrived, sizeof exchange.moments[0][0] * Rows::ROWS * Rows::WARPS * p.cluster);
+  }
+  arrive_at_cluster();
+  Rows(p, shared, cluster_number(), cluster_rank()).run(exchange);
 #endif
 }
 

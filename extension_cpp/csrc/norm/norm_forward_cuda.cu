@@ -2,13 +2,13 @@
 //
 // Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for; a block takes 16 KB or more,
 // for smaller ones cannot be started fast enough. Plain loads and stores: another cache policy on one of the two sides costs
-// 4 %. Odd rows: norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_wide.cuh.
+// 4 %. Odd rows: norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_ring.cuh.
 //
 // Mean and squared deviations take two passes over the registers, for float with the correction for the rounding of the mean
 // (half types cannot hold a mean so large that it would show).
 #include "norm/norm_forward_cluster.cuh"
 #include "norm/norm_forward_odd.cuh"
-#include "norm/norm_forward_wide.cuh"
+#include "norm/norm_forward_ring.cuh"
 #include "norm/norm_launch.cuh"
 #include "norm/norm_plain_forward.cuh"
 
@@ -137,130 +137,106 @@ cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launc
   return cudaGetLastError();
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD, bool PACKED, int FULL, int BLOCKS>
-cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int N = VECTOR<T>, K = ELEMENTS / N, RING = ((ODD ? 100 : 130) << 10) / BLOCKS;
-  constexpr int TENSORS = FUSED == ADDED ? 2 : 1;
-  constexpr auto kernel = wide_forward_kernel<T, CENTERED, FUSED, TEAM, K, ODD, PACKED, FULL, BLOCKS>;
-  return launch_ring<kernel, TENSORS, TEAM, K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
+// By a shape of clusters that end with their rows, where it takes rows of this width, and the chip runs such clusters.
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
+cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
+  if (launched || p.cols / Rows::N * Rows::N > S::WIDEST) return cudaSuccess;
+  const int64_t clusters = S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
+  return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, PLAIN, S>, S::TEAM, Rows::K, Rows::N>(
+      p, clusters, Rows::SHARED, stream, launched);
 }
 
-// The widest rows of plain weights that clusters take which come and go. Those that stay are faster where it would be clusters of
-// more than eight blocks, but for rms_norm's floats, and where many words of the weights have to be moved into place.
-constexpr int widest_brief(bool is_float, bool centered, bool odd) {
-  return is_float && !centered ? 131072 : odd ? 0 : 32768;
-}
+// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, and how many places they have to take.
+template <int TEAM_, int K_, int BLOCKS_, int TAKEN_>
+struct RingShape {
+  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, TAKEN = TAKEN_;
+};
 
-// BLOCKS fixes the registers and so the blocks a multiprocessor: fewer registers would allow more, which are slower.
-template <typename T, bool CENTERED, bool ODD>
-cudaError_t launch_brief(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int N = VECTOR<T>, ROWS = CLUSTER_ROWS<CENTERED, ODD>, STEP = ODD ? N : 1;
-  constexpr int TEAM = N == 8 ? 128 : 256, E = N == 4 && CENTERED ? 16 : 32;
-  constexpr int BLOCKS = ODD ? 2 : N == 4 ? 3 : CENTERED ? 6 : 8;
-  constexpr auto kernel = cluster_forward_kernel<T, CENTERED, ODD, TEAM, E / N, BLOCKS>;
-  return launch_clusters<kernel, TEAM, E / N, N>(p, ceil_div(p.rows, STEP * ROWS) * STEP, stream, launched);
-}
+// The narrowest rows of layer_norm that are for these.
+constexpr int narrowest_kept(bool is_float, bool odd) { return is_float ? (odd ? 36864 : 81920) : odd ? 0 : 65536; }
 
-// Rows of plain weights that fill the blocks of a cluster, so that no vector needs a condition, or nearly.
-template <typename T, bool CENTERED, Fused FUSED>
-cudaError_t launch_full(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int N = VECTOR<T>, BLOCKS = FUSED == ADDED && !(CENTERED && N == 8) ? 1 : 2;
-  const auto fills = [&](int columns) { return p.cols % columns == 0 && p.cols / columns <= MAX_CLUSTER; };
-  const bool good = fills(256 * 4 * N) && is_spread(p.cols, 256 * 4 * N, BLOCKS);
+// layer_norm by clusters that stay, where their blocks would be full (of ODD rows, nearly) and not many multiprocessors empty.
+template <typename T, bool ODD>
+cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched) {
+  constexpr int N = VECTOR<T>;
   cudaError_t error = cudaSuccess;
-  if constexpr (FUSED == ALONE && CENTERED && N == 8) {
-    if (!good && fills(192 * 6 * N) && is_spread(p.cols, 192 * 6 * N, 2)) {
-      return launch_wide<T, CENTERED, FUSED, 192, 6 * N, false, true, 6, 2>(p, stream, launched);
-    }
-    // Clusters of eight blocks, in place of more.
-    if (p.cols == 8 * 256 * 6 * N) {
-      return launch_wide<T, CENTERED, FUSED, 256, 6 * N, false, true, 6, 1>(p, stream, launched);
-    }
-    if (p.cols == 8 * 256 * 7 * N) {
-      return launch_wide<T, CENTERED, FUSED, 256, 7 * N, false, true, 7, 1>(p, stream, launched);
-    }
-  }
-  // Of 384 threads, clusters of fewer than eight blocks are slower than what follows.
-  if constexpr (FUSED != DROPPED) {
-    constexpr int MORE = FUSED == ALONE && N == 4 ? 2 : 1;
-    if (!good && fills(320 * 4 * N)) {
-      error = launch_wide<T, CENTERED, FUSED, 320, 4 * N, false, true, 4, MORE>(p, stream, launched);
-    } else if (!good && fills(384 * 4 * N) && p.cols >= 8 * 384 * 4 * N && is_spread(p.cols, 384 * 4 * N, 1)) {
-      error = launch_wide<T, CENTERED, FUSED, 384, 4 * N, false, true, 4, 1>(p, stream, launched);
-    }
-  }
-  if (error == cudaSuccess && !launched && fills(256 * 4 * N)) {
-    error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, 4, BLOCKS>(p, stream, launched);
-  }
-  if constexpr (N == 4 && FUSED == ALONE) {
-    // All but one of the vectors are enough, too.
-    if (error == cudaSuccess && !launched && is_spread(p.cols, 256 * 4 * N, 2)) {
-      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, true, 3, 2>(p, stream, launched);
-    }
-  }
-  if constexpr (N == 4) {
-    if (error == cudaSuccess && !launched && fills(512 * 4 * N)) {
-      error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, true, 4, 1>(p, stream, launched);
-    }
+  const auto one = [&](auto shape) {
+    using S = decltype(shape);
+    constexpr int BLOCKS = S::BLOCKS, FULL = ODD ? S::K - 1 : S::K, RING = ((ODD ? 100 : 130) << 10) / BLOCKS;
+    constexpr auto kernel = ring_forward_kernel<T, S::TEAM, S::K, ODD, FULL, BLOCKS>;
+    if (error != cudaSuccess || launched || places_taken(p.cols, S::TEAM * S::K * N, BLOCKS) < S::TAKEN) return;
+    error = launch_ring<kernel, 1, S::TEAM, S::K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
+  };
+  if (p.cols < narrowest_kept(N == 4, ODD)) return cudaSuccess;
+  if constexpr (N == 8 && ODD) {
+    one(RingShape<192, 5, 2, 28>{}), one(RingShape<192, 6, 2, 30>{});
+  } else if constexpr (N == 8) {
+    one(RingShape<256, 4, 2, 32>{}), one(RingShape<256, 7, 1, 32>{});
+  } else if constexpr (ODD) {
+    one(RingShape<320, 5, 1, 24>{}), one(RingShape<320, 7, 1, 24>{});
+  } else {
+    one(RingShape<320, 4, 2, 32>{}), one(RingShape<512, 4, 1, 32>{});
   }
   return error;
 }
 
-// Rows wider than a block; of blocks that stay two a multiprocessor, if registers allow.
+// Rows wider than a block. The shapes are those of the sweeps (docs/performance.md).
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int N = VECTOR<T>, WIDEST_BRIEF = FUSED == ALONE ? widest_brief(N == 4, CENTERED, ODD) : 0;
-  const bool is_plain = p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
-  if constexpr (WIDEST_BRIEF > 0) {
-    if (is_plain && p.cols <= WIDEST_BRIEF) {
-      const cudaError_t error = launch_brief<T, CENTERED, ODD>(p, stream, launched);
-      if (error != cudaSuccess || launched) return error;
-    }
-  }
+  constexpr int N = VECTOR<T>;
+  using Widest = std::conditional_t<N == 8, ClusterShape<256, 64, 1, 2>, ClusterShape<512, 32, 1, 1>>;
   cudaError_t error = cudaSuccess;
-  if constexpr (ODD) {
-    constexpr bool NARROWER = FUSED == DROPPED || (FUSED == ALONE && CENTERED && N == 8);
-    constexpr int TEAM = NARROWER ? 192 : 256, E = NARROWER && FUSED == ALONE ? 5 * N : 4 * N;
-    constexpr int WIDER = N == 4 ? 512 : 256;
-    if constexpr (FUSED == ALONE && N == 8) {
-      if (is_plain && places_taken(p.cols, 192 * 5 * N, 2) >= 28) {
-        error = launch_wide<T, CENTERED, FUSED, 192, 5 * N, true, true, 4, 2>(p, stream, launched);
-      }
-      if (is_plain && error == cudaSuccess && !launched && is_spread(p.cols, 192 * 6 * N, 2)) {
-        error = launch_wide<T, CENTERED, FUSED, 192, 6 * N, true, true, 5, 2>(p, stream, launched);
-      }
-    } else if constexpr (FUSED == ALONE && CENTERED) {
-      if (is_plain && is_spread(p.cols, 320 * 5 * N, 1)) {
-        error = launch_wide<T, CENTERED, FUSED, 320, 5 * N, true, true, 4, 1>(p, stream, launched);
-      }
-      if (is_plain && error == cudaSuccess && !launched && is_spread(p.cols, 320 * 7 * N, 1)) {
-        error = launch_wide<T, CENTERED, FUSED, 320, 7 * N, true, true, 6, 1>(p, stream, launched);
-      }
-    }
-    if (error == cudaSuccess && !launched) {
-      error = is_plain ? launch_wide<T, CENTERED, FUSED, TEAM, E, true, true, 0, 2>(p, stream, launched)
-                       : launch_wide<T, CENTERED, FUSED, TEAM, E, true, false, 0, 2>(p, stream, launched);
-    }
-    if (error == cudaSuccess && !launched) {
-      error = launch_wide<T, CENTERED, FUSED, WIDER, 4 * N, true, false, 0, 1>(p, stream, launched);
-    }
+  if (!p.weight.is_plain() || (CENTERED && !p.bias.is_plain())) {
+    using Usual = ClusterShape<256, 32, 2, 2>;
+    error = launch_cluster<T, CENTERED, FUSED, ODD, false, Usual>(p, stream, launched);
+    return error != cudaSuccess ? error : launch_cluster<T, CENTERED, FUSED, ODD, false, Widest>(p, stream, launched);
+  }
+  if constexpr (CENTERED && FUSED == ALONE) error = launch_stays<T, ODD>(p, stream, launched);
+  const auto launch = [&](auto... shapes) {
+    const auto one = [&](auto shape) {
+      using S = decltype(shape);
+      if (error == cudaSuccess) error = launch_cluster<T, CENTERED, FUSED, ODD, true, S>(p, stream, launched);
+    };
+    (one(shapes), ...);
+    one(Widest{});
     return error;
-  } else if (p.cols * sizeof(T) % 128 > 0) {
-    return launch_wide<T, CENTERED, FUSED, true>(p, stream, launched);
+  };
+  if constexpr (N == 8) {
+    if constexpr (FUSED == ADDED && ODD) {
+      return launch(ClusterShape<128, 24, 2, 6, 12288>{}, ClusterShape<128, 32, 2, 5>{}, ClusterShape<128, 56, 2, 3>{},
+                    ClusterShape<128, 64, 2, 2>{});
+    } else if constexpr (FUSED == ADDED) {
+      return launch(ClusterShape<128, 40, 1, 6>{}, ClusterShape<128, 64, 1, 5>{});
+    } else if constexpr (FUSED == DROPPED) {
+      return launch(ClusterShape<128, 40, 2, 6, 20480>{}, ClusterShape<256, 32, 4, 3>{});
+    } else if constexpr (CENTERED && ODD) {
+      return launch(ClusterShape<128, 40, 4, 5>{}, ClusterShape<256, 32, 4, 3>{});
+    } else if constexpr (CENTERED) {
+      return launch(ClusterShape<128, 40, 2, 7>{}, ClusterShape<128, 64, 2, 5>{});
+    } else if constexpr (ODD) {
+      return launch(ClusterShape<128, 48, 2, 6, 36864>{}, ClusterShape<128, 56, 2, 6>{}, ClusterShape<128, 64, 2, 5>{});
+    } else {
+      return launch(ClusterShape<128, 48, 1, 8>{}, ClusterShape<128, 64, 1, 6>{});
+    }
   } else {
-    constexpr int BLOCKS = FUSED == ALONE || (FUSED == DROPPED && N == 4) ? 2 : 1;
-    if constexpr (WIDEST_BRIEF < MAX_CLUSTER * 512 * 4 * N) {  // else there are none left that a cluster could take
-      if (is_plain) error = launch_full<T, CENTERED, FUSED>(p, stream, launched);
+    if constexpr (FUSED == ADDED && ODD) {
+      return launch(ClusterShape<128, 20, 2, 5>{}, ClusterShape<256, 16, 2, 3>{}, ClusterShape<512, 16, 1, 2>{});
+    } else if constexpr (FUSED == ADDED) {
+      return launch(ClusterShape<256, 24, 1, 3, 57344>{}, ClusterShape<512, 16, 1, 2>{});
+    } else if constexpr (FUSED == DROPPED) {
+      return launch(ClusterShape<128, 32, 2, 5>{}, ClusterShape<256, 32, 2, 2>{});
+    } else if constexpr (CENTERED && ODD) {
+      return launch(ClusterShape<128, 16, 4, 4, MAX_CLUSTER * 128 * 16, false>{}, ClusterShape<256, 32, 2, 2>{});
+    } else if constexpr (CENTERED) {
+      return launch(ClusterShape<256, 16, 2, 4>{}, ClusterShape<256, 24, 2, 3>{}, ClusterShape<256, 32, 2, 2>{});
+    } else if constexpr (ODD) {
+      return launch(ClusterShape<128, 32, 2, 4, MAX_CLUSTER * 128 * 32, false>{},
+                    ClusterShape<256, 32, 2, 2, MAX_CLUSTER * 256 * 32, false>{});
+    } else {
+      return launch(ClusterShape<384, 16, 1, 4, 49152>{}, ClusterShape<384, 24, 1, 3, 81920>{},
+                    ClusterShape<256, 32, 1, 4>{});
     }
-    if (error == cudaSuccess && !launched) {
-      error = launch_wide<T, CENTERED, FUSED, 256, 4 * N, false, false, 0, BLOCKS>(p, stream, launched);
-    }
-    if constexpr (N == 4) {
-      if (error == cudaSuccess && !launched) {
-        error = launch_wide<T, CENTERED, FUSED, 512, 4 * N, false, false, 0, 1>(p, stream, launched);
-      }
-    }
-    return error;
   }
 }
 
@@ -273,22 +249,17 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
              Shape<128, 48>, Shape<224, 32>, Shape<256, 32>, Shape<256, 40>, Shape<256, 48>, Shape<512, 32>>;
   using Floats = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 20>, Shape<64, 12>, Shape<64, 16>,
                         Shape<64, 20>, Shape<128, 12>, Shape<128, 16>, Shape<160, 16>, Shape<256, 12>, Shape<256, 16>,
-                        Shape<512, 12>, Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
+                        Shape<512, 12>, Shape<512, 16>>;
   using Alone = std::conditional_t<N == 4, Floats, Halves>;
-  // add_layer_norm's floats leave no registers for a second block of 512 threads: wider rows go to clusters.
-  constexpr int WIDEST = FUSED == ADDED && CENTERED && N == 4 ? 16 : 32;
   using AddedFloats = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<128, 8>, Shape<128, 12>, Shape<128, 16>,
-                             Shape<128, 24>, Shape<256, 16>, Shape<256, 32>, Shape<512, WIDEST>>;
+                             Shape<128, 24>, Shape<256, 16>, Shape<256, 32>>;
   using FusedOthers = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
-                             Shape<256, 32>, Shape<512, WIDEST>>;
+                             Shape<256, 32>, Shape<512, 32>>;
   using Others = std::conditional_t<FUSED == ADDED && N == 4, AddedFloats, FusedOthers>;
-  // ODD: threads for all edges, and registers for two rows of layer_norm. rms_norm, which takes one, also has blocks of 512.
+  // ODD: threads for all edges, and registers for two rows of layer_norm.
   constexpr int E = N == 8 && FUSED != ADDED ? 32 : 16;
-  using OddCentered =
+  using Odd =
       Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>, Shape<256, E>>;
-  using OddRms = Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>,
-                        Shape<256, E>, Shape<512, 16>, Shape<512, 32>>;
-  using Odd = std::conditional_t<CENTERED, OddCentered, OddRms>;
   using Known = std::conditional_t<ODD, Odd, std::conditional_t<FUSED == ALONE, Alone, Others>>;
   // Few rows: more threads for each, so that they are spread over the chip.
   using Few = Shapes<Shape<32, 2 * N>, Shape<64, 2 * N>, Shape<128, 2 * N>, Shape<256, 2 * N>, Shape<512, 2 * N>,
@@ -306,12 +277,15 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) error = with_shape<N>(p.cols, Few{}, launch);
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
-  if constexpr (!ODD && WIDEST == 16) {
-    // But not where blocks of a cluster would not all be full.
-    if (error == cudaErrorNotSupported && p.cols % (256 * 16) > 0)
-      error = with_shape<N>(p.cols, Shapes<Shape<512, 32>>{}, launch);
+  if (error == cudaErrorNotSupported) {
+    error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
+    if constexpr (!ODD || !CENTERED) {  // chips without clusters
+      using Widest = Shapes<Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
+      if (error == cudaSuccess && !launched) error = with_shape<N>(p.cols, Widest{}, launch);
+      if (error == cudaErrorNotSupported) error = cudaSuccess;
+    }
   }
-  return error == cudaErrorNotSupported ? launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched) : error;
+  return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
@@ -347,20 +321,15 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 
 }  // namespace norm_cuda
 
-// Where blocks that stay take a row wider than one, rows begin on lines of 128 bytes, and there are many: asked for as they are needed
-// they are faster, but the number has to be set to 0 first.
+// Where clusters that stay may take rows which begin on lines of 128 bytes, and there are many: asked for as they are needed they are
+// faster, but the number has to be set to 0 first.
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
-  const bool is_float = args->dtype == DTYPE_FLOAT32, centered = args->centered;
+  const bool is_float = args->dtype == DTYPE_FLOAT32;
   const int64_t row = args->cols * (is_float ? 4 : 2);
-  // add_layer_norm's floats, as launch_forward says.
-  const bool narrow = is_float && args->residual != nullptr && centered && args->cols % (256 * 16) == 0;
-  const int64_t block = narrow ? 8192 : 16384;
-  const bool is_plain =
-      args->weight != nullptr && args->weight_dtype == args->dtype && (!centered || args->bias != nullptr);
   const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;
-  const bool brief = alone && is_plain && args->cols <= norm_cuda::widest_brief(is_float, centered, false);
-  return args->dtype != DTYPE_FLOAT64 && args->cols > block && row % 128 == 0 && args->rows * row >= 128 << 20 &&
-         !brief;
+  const bool is_plain = args->weight != nullptr && args->bias != nullptr && args->weight_dtype == args->dtype;
+  return args->dtype != DTYPE_FLOAT64 && args->centered && alone && is_plain && row % 128 == 0 &&
+         args->cols >= norm_cuda::narrowest_kept(is_float, false) && args->rows * row >= 128 << 20;
 }
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {

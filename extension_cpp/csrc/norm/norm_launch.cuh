@@ -111,24 +111,34 @@ cudaError_t count_clusters(int (&clusters)[MAX_CLUSTER + 1], int threads, int sh
   return error;
 }
 
-// Launches a kernel whose clusters take a number of rows each and end, and are as small as a row allows. Where a chip does not
-// run such clusters, nothing is launched.
+// Launches a kernel whose clusters take a number of rows each and end, and are as small as a row allows; `shared`: bytes a block.
+// Where a chip does not run such clusters, nothing is launched.
 template <auto KERNEL, int TEAM, int K, int N, typename P>
-cudaError_t launch_clusters(P &p, int64_t clusters, cudaStream_t stream, bool &launched) {
+cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t stream, bool &launched) {
   thread_local int known = -1, at_once[MAX_CLUSTER + 1];
   int device;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess || !is_for_sm_90<KERNEL>(device)) return error;
   if (device != known) {
-    error = count_clusters<KERNEL>(at_once, TEAM, 0, stream);
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, KERNEL);
     if (error != cudaSuccess) return error;
+    int most;
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    std::fill(std::begin(at_once), std::end(at_once), 0);
+    if (static_cast<int>(attributes.sharedSizeBytes) + shared <= most) {
+      error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+      if (error == cudaSuccess) error = count_clusters<KERNEL>(at_once, TEAM, shared, stream);
+      if (error != cudaSuccess) return error;
+    }
     known = device;
   }
   const int vectors = p.cols / N;
   p.cluster = std::max(2, static_cast<int>(ceil_div(vectors, TEAM * K)));
   if (p.cluster > MAX_CLUSTER || at_once[p.cluster] == 0 || clusters * p.cluster > INT32_MAX) return cudaSuccess;
-  p.slice = static_cast<int>(ceil_div(vectors, p.cluster)) * N;
-  Launch launch(static_cast<unsigned>(clusters * p.cluster), TEAM, 0, stream);
+  p.slice =
+      static_cast<int>(ceil_div(vectors, p.cluster * 32)) * 32 * N;  // lines of memory, as the warps' first vectors
+  Launch launch(static_cast<unsigned>(clusters * p.cluster), TEAM, shared, stream);
   launch.cluster(p.cluster);
   launched = true;
   return cudaLaunchKernelEx(&launch.config, KERNEL, p);
@@ -140,9 +150,6 @@ inline int places_taken(int cols, int columns, int blocks) {
   const int size = std::max(2, static_cast<int>(ceil_div(cols, columns)));
   return size > MAX_CLUSTER ? 0 : 16 * blocks / size * size * 2 / blocks;
 }
-
-// Whether that is three in four or more, which is enough for the speed of memory, or nearly.
-inline bool is_spread(int cols, int columns, int blocks) { return places_taken(cols, columns, blocks) >= 24; }
 
 // A multiple of `step`, so that the rows of a thread begin alike, near `at_once` (which run at once) or a multiple of that, so
 // that few of them idle in the last round.

@@ -82,6 +82,8 @@ struct Columns {
   }
   __device__ int column(int k) const { return first + k * TEAM * N; }
   __device__ bool has(int k) const { return k * TEAM * N < left; }
+  // Columns of the row in any case.
+  __device__ int clamped(int k) const { return min(column(k), limit - N); }
   __device__ bool has_edge() const { return ODD && edge >= 0; }
   // How many the block's warp `warp` has (TEAM < 32: the team).
   __device__ int count_of(int warp) const {
@@ -209,18 +211,57 @@ __device__ inline void load_weights(float (&w)[K][N], float (&edge)[1], const We
   if (columns.has_edge()) weights.load<T, 1>(edge, columns.edge);
 }
 
-// This thread's part of weight or bias, both there and of x's type, which its vectors stay in.
+// This thread's part of weight or bias, both there and of x's type, which its vectors stay in. ODD: any numbers where it has no columns,
+// for with a branch around each vector, all of its words would come one by one.
 template <typename T, int TEAM, int K, int N, bool ODD>
-__device__ inline void load_packed(Vector<T, N> (&w)[K], float (&edge)[1], const Weights &weights,
+__device__ inline void load_packed(Vector<T, N> (&w)[K], const Weights &weights,
                                    const Columns<TEAM, K, N, ODD> &columns) {
   const T *const data = static_cast<const T *>(weights.data);
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    w[k] = {};
-    if (!columns.has(k)) continue;
-    w[k] = ODD ? load_shifted<T, N>(data, columns.column(k)) : load_vector<T, N>(data + columns.column(k));
+    if constexpr (ODD) {
+      w[k] = load_shifted<T, N>(data, columns.clamped(k));
+    } else {
+      w[k] = {};
+      if (columns.has(k)) w[k] = load_vector<T, N>(data + columns.column(k));
+    }
   }
-  if (columns.has_edge()) edge[0] = to_acc(data[columns.edge]);
+}
+
+// Elements SHIFT to SHIFT + N - 1 of two neighbouring vectors.
+template <typename T, int SHIFT>
+__device__ inline uint4 elements_from(const uint4 &a, const uint4 &b) {
+  constexpr int first = SHIFT * sizeof(T) / 4, bits = SHIFT * sizeof(T) % 4 * 8;
+  const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  return {__funnelshift_r(words[first], words[first + 1], bits),
+          __funnelshift_r(words[first + 1], words[first + 2], bits),
+          __funnelshift_r(words[first + 2], words[first + 3], bits),
+          __funnelshift_r(words[first + 3], words[(first + 4) % 8], bits)};
+}
+
+// The same as load_packed of ODD rows by whole vectors: a block's all begin alike, SHIFT or more elements behind a
+// multiple of N. Faster where that is much of the work.
+template <typename T, int SHIFT, int TEAM, int K, int N>
+__device__ inline void load_moved(Vector<T, N> (&w)[K], const T *data, const Columns<TEAM, K, N, true> &columns,
+                                  int cols) {
+  if constexpr (SHIFT + 1 < N) {
+    if (columns.first % N != SHIFT) return load_moved<T, SHIFT + 1>(w, data, columns, cols);
+  }
+  // Behind the weights nothing is read.
+  const auto has_next = [&](int k) { return SHIFT > 0 && columns.clamped(k) - SHIFT + 2 * N <= cols; };
+  Vector<T, N> next[K]{};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const T *const vector = data + columns.clamped(k) - SHIFT;
+    w[k] = load_vector<T, N>(vector);
+    if (has_next(k)) next[k] = load_vector<T, N>(vector + N);
+  }
+  if constexpr (SHIFT > 0) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      w[k] = has_next(k) ? elements_from<T, SHIFT>(w[k], next[k]) : load_shifted<T, N>(data, columns.clamped(k));
+    }
+  }
 }
 
 // The sums of v.x and v.y over a warp, in all its lanes: one half of it sums x, the other y. CENTERED false: x alone.
