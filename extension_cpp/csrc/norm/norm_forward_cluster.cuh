@@ -16,13 +16,16 @@
 
 namespace norm_cuda {
 
+// What a kernel keeps in shared memory, and not in registers: its rows, or weight and bias, too.
+enum Staged { NOTHING, ITS_ROWS, ALL };
+
 // A kernel's shape: threads a block, elements of a row a thread, rows of a cluster (of ODD rows N apart, so that they begin alike),
-// blocks that a multiprocessor has registers for, and the widest row it is for; whether rows lie in shared memory, or in registers.
+// blocks that a multiprocessor has registers for, and the widest row it is for.
 template <int TEAM_, int ELEMENTS_, int ROWS_, int BLOCKS_, int WIDEST_ = MAX_CLUSTER *TEAM_ *ELEMENTS_,
-          bool STAGED_ = true>
+          Staged STAGED_ = ITS_ROWS>
 struct ClusterShape {
   static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, ROWS = ROWS_, BLOCKS = BLOCKS_, WIDEST = WIDEST_;
-  static constexpr bool STAGED = STAGED_;
+  static constexpr Staged STAGED = STAGED_;
 };
 
 // PLAIN: weight and bias are there, in x's type, and are kept in registers.
@@ -31,9 +34,12 @@ struct ClusterRows {
   static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
-  static constexpr bool EARLY = MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
-  static constexpr int SHARED = S::STAGED ? ROWS * TENSORS * K * TEAM * 16 : 0;  // bytes
-  static_assert(S::STAGED || FUSED == ALONE);
+  static constexpr bool STAGED = S::STAGED != NOTHING, STAGES_WEIGHTS = PLAIN && S::STAGED == ALL;
+  static constexpr bool EARLY = STAGES_WEIGHTS || MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
+  static constexpr int TAKEN = ROWS * TENSORS + (STAGES_WEIGHTS ? 1 + CENTERED : 0);  // slots of a thread
+  static constexpr int SHARED = STAGED ? TAKEN * K * TEAM * 16 : 0;                   // bytes
+  static_assert(STAGED || FUSED == ALONE);
+  static_assert(!STAGES_WEIGHTS || !ODD);  // whose weights begin anywhere
   using Mine = Part<T, TEAM, K, N, ODD>;
 
   struct Exchange {
@@ -46,10 +52,10 @@ struct ClusterRows {
   const int rank;
   const int first;  // row; the others are STEP apart
   const Columns<TEAM, K, N, ODD> columns;
-  Mine parts[S::STAGED ? 1 : ROWS]{};
+  Mine parts[STAGED ? 1 : ROWS]{};
   T edges[ROWS][TENSORS];
   Mask<TEAM, K, N, ODD> masks[ROWS];
-  Vector<T, N> weight[K], bias[CENTERED ? K : 1];
+  Vector<T, N> weight[STAGES_WEIGHTS ? 1 : K], bias[CENTERED && !STAGES_WEIGHTS ? K : 1];
   float edge_weight[1], edge_bias[1];
 
   __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
@@ -61,28 +67,31 @@ struct ClusterRows {
 
   __device__ int64_t row(int i) const { return first + i * STEP; }
   __device__ bool is_row(int i) const { return row(i) < p.rows; }
-  __device__ uint32_t slot(int i, int tensor, int k) const {
-    return slots + 16 * ((i * TENSORS + tensor) * K + k) * TEAM;
+  __device__ uint32_t slot(int number, int k) const { return slots + 16 * (number * K + k) * TEAM; }
+
+  // Asks for this thread's part of `row`, zeros where it has none.
+  __device__ void copy(int number, const T *row, bool is_row) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const bool has = columns.has(k) && is_row;
+      copy_async(slot(number, k), has ? row + columns.column(k) : p.x, has);
+    }
   }
 
   // Asks for row number i of the cluster: x, and the residual.
   __device__ void fetch(int i) {
-    if constexpr (!S::STAGED) {
+    if constexpr (STAGED) {
+      const T *const rows[2] = {p.x + row(i) * p.x_stride, p.residual + row(i) * p.residual_stride};
+#pragma unroll
+      for (int t = 0; t < TENSORS; ++t) {
+        copy(i * TENSORS + t, rows[t], is_row(i));
+        edges[i][t] = columns.has_edge() && is_row(i) ? rows[t][columns.edge] : from_acc<T>(0);
+      }
+      commit_copies();
+    } else {
       if (is_row(i)) parts[i].load(p.x + row(i) * p.x_stride, columns);
       edges[i][0] = parts[i].edge;
-      return;
     }
-    const T *const rows[2] = {p.x + row(i) * p.x_stride, p.residual + row(i) * p.residual_stride};
-#pragma unroll
-    for (int t = 0; t < TENSORS; ++t) {
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        const bool has = columns.has(k) && is_row(i);
-        copy_async(slot(i, t, k), has ? rows[t] + columns.column(k) : p.x, has);
-      }
-      edges[i][t] = columns.has_edge() && is_row(i) ? rows[t][columns.edge] : from_acc<T>(0);
-    }
-    commit_copies();
   }
 
   __device__ void load_weights() {
@@ -90,7 +99,11 @@ struct ClusterRows {
       p.weight.template load<T>(edge_weight, columns.edge);
       if (CENTERED) p.bias.template load<T>(edge_bias, columns.edge);
     }
-    if constexpr (PLAIN && MOVED) {
+    if constexpr (STAGES_WEIGHTS) {
+      copy(ROWS * TENSORS, static_cast<const T *>(p.weight.data), true);
+      if (CENTERED) copy(ROWS * TENSORS + 1, static_cast<const T *>(p.bias.data), true);
+      commit_copies();
+    } else if constexpr (PLAIN && MOVED) {
       load_moved<T, 0>(weight, static_cast<const T *>(p.weight.data), columns, p.cols);
     } else if constexpr (PLAIN) {
       load_packed<T>(weight, p.weight, columns);
@@ -99,7 +112,7 @@ struct ClusterRows {
   }
 
   __device__ Vector<T, N> vector(int i, int tensor, int k) const {
-    if constexpr (S::STAGED) return load_shared(slot(i, tensor, k));
+    if constexpr (STAGED) return load_shared(slot(i * TENSORS + tensor, k));
     return parts[i].bits[k];
   }
 
@@ -118,7 +131,7 @@ struct ClusterRows {
       load(residual, i, 1);
       if (is_row(i)) add_residual(part, residual, p, row(i), masks[i], columns);
 #pragma unroll
-      for (int k = 0; k < K; ++k) store_shared(slot(i, 0, k), part.bits[k]);
+      for (int k = 0; k < K; ++k) store_shared(slot(i * TENSORS, k), part.bits[k]);
       edges[i][0] = part.edge;
     }
     return moments_of<T, CENTERED, N == 8>(part, columns, count);
@@ -126,14 +139,17 @@ struct ClusterRows {
 
   template <int I>
   __device__ void all_moments(Moments (&all)[ROWS], float count) {
-    if (S::STAGED) wait_copies<ROWS - 1 - I>();
+    if (STAGED) wait_copies<ROWS - 1 - I + STAGES_WEIGHTS>();
     all[I] = moments(I, count);
     if constexpr (I + 1 < ROWS) all_moments<I + 1>(all, count);
   }
 
   // Of vector k.
   __device__ void weights_of(float (&w)[N], float (&b)[N], int k) const {
-    if constexpr (PLAIN) {
+    if constexpr (STAGES_WEIGHTS) {
+      unpack<T, N>(w, load_shared(slot(ROWS * TENSORS, k)));
+      if (CENTERED) unpack<T, N>(b, load_shared(slot(ROWS * TENSORS + 1, k)));
+    } else if constexpr (PLAIN) {
       unpack<T, N>(w, weight[k]);
       if constexpr (CENTERED) unpack<T, N>(b, bias[k]);
     } else {
@@ -176,10 +192,10 @@ struct ClusterRows {
 
   __device__ void run(Exchange &exchange) {
 #if HAS_CLUSTERS
-    if (!S::STAGED) load_weights();
+    if (!STAGED) load_weights();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) fetch(i);
-    if (S::STAGED && EARLY) load_weights();
+    if (STAGED && EARLY) load_weights();
     if (FUSED != ALONE && p.dropout.seed != nullptr) {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
@@ -192,12 +208,13 @@ struct ClusterRows {
     for (int i = 0; i < ROWS; ++i) {
       if (lane < p.cluster) send(&exchange.moments[i][rank * WARPS + warp], &exchange.arrived, lane, mine[i]);
     }
-    if (S::STAGED && !EARLY) load_weights();
+    if (STAGED && !EARLY) load_weights();
     wait_cluster(&exchange.arrived, 0);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       mine[i] = join<CENTERED, 32, MAX_CLUSTER * WARPS>(exchange.moments[i], p.cluster * WARPS, p.per_col);
     }
+    if (STAGES_WEIGHTS) wait_copies<0>();
     finish(mine);
 #endif
   }

@@ -213,11 +213,13 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     } else if constexpr (CENTERED && ODD) {
       return launch(ClusterShape<128, 40, 4, 5>{}, ClusterShape<256, 32, 4, 3>{});
     } else if constexpr (CENTERED) {
-      return launch(ClusterShape<128, 40, 2, 7>{}, ClusterShape<128, 64, 2, 5>{});
+      return launch(ClusterShape<128, 32, 2, 6, 32768, ALL>{}, ClusterShape<128, 40, 2, 5, 40960, ALL>{},
+                    ClusterShape<256, 32, 2, 3, 49152, ALL>{}, ClusterShape<128, 40, 2, 7>{},
+                    ClusterShape<128, 64, 2, 5>{});
     } else if constexpr (ODD) {
       return launch(ClusterShape<128, 48, 2, 6, 36864>{}, ClusterShape<128, 56, 2, 6>{}, ClusterShape<128, 64, 2, 5>{});
     } else {
-      return launch(ClusterShape<128, 48, 1, 8>{}, ClusterShape<128, 64, 1, 6>{});
+      return launch(ClusterShape<128, 56, 1, 6, 114688, ALL>{}, ClusterShape<128, 64, 1, 6, 131072, ALL>{});
     }
   } else {
     if constexpr (FUSED == ADDED && ODD) {
@@ -227,12 +229,12 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     } else if constexpr (FUSED == DROPPED) {
       return launch(ClusterShape<128, 32, 2, 5>{}, ClusterShape<256, 32, 2, 2>{});
     } else if constexpr (CENTERED && ODD) {
-      return launch(ClusterShape<128, 16, 4, 4, MAX_CLUSTER * 128 * 16, false>{}, ClusterShape<256, 32, 2, 2>{});
+      return launch(ClusterShape<128, 16, 4, 4, MAX_CLUSTER * 128 * 16, NOTHING>{}, ClusterShape<256, 32, 2, 2>{});
     } else if constexpr (CENTERED) {
       return launch(ClusterShape<256, 16, 2, 4>{}, ClusterShape<256, 24, 2, 3>{}, ClusterShape<256, 32, 2, 2>{});
     } else if constexpr (ODD) {
-      return launch(ClusterShape<128, 32, 2, 4, MAX_CLUSTER * 128 * 32, false>{},
-                    ClusterShape<256, 32, 2, 2, MAX_CLUSTER * 256 * 32, false>{});
+      return launch(ClusterShape<128, 32, 2, 4, MAX_CLUSTER * 128 * 32, NOTHING>{},
+                    ClusterShape<256, 32, 2, 2, MAX_CLUSTER * 256 * 32, NOTHING>{});
     } else {
       return launch(ClusterShape<384, 16, 1, 4, 49152>{}, ClusterShape<384, 24, 1, 3, 81920>{},
                     ClusterShape<256, 32, 1, 4>{});
