@@ -6,8 +6,8 @@
 // Nobody waits for more than its own copies and the moments. A block may send to another when that one has set up its mbarrier: each
 // says so first thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
 //
-// The weights come from the caches for every cluster: the more rows it takes, the less of that. They are asked for at once where
-// registers are left for them, else when the moments are on their way. The blocks' slices begin at multiples of 32 vectors, or all
+// The weights come from the caches for every cluster: the more rows it takes, the less of that. They wait in registers or, where
+// the compiler would put their loads off until the end, in shared memory. The blocks' slices begin at multiples of 32 vectors, or all
 // their warps would touch a line more (docs/performance.md).
 #ifndef EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
@@ -28,13 +28,14 @@ struct ClusterShape {
   static constexpr Staged STAGED = STAGED_;
 };
 
-// PLAIN: weight and bias are there, in x's type, and are kept in registers.
+// PLAIN: weight and bias are there, in x's type; else they are read where they are needed.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
 struct ClusterRows {
   static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   static constexpr bool STAGED = S::STAGED != NOTHING, STAGES_WEIGHTS = PLAIN && S::STAGED == ALL;
+  // Whether the weights are asked for at once, or when the moments are on their way.
   static constexpr bool EARLY = STAGES_WEIGHTS || MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
   static constexpr int TAKEN = ROWS * TENSORS + (STAGES_WEIGHTS ? 1 + CENTERED : 0);  // slots of a thread
   static constexpr int SHARED = STAGED ? TAKEN * K * TEAM * 16 : 0;                   // bytes
