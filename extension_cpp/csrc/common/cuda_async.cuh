@@ -1,4 +1,4 @@
-// From sm_90 on: asynchronous copies to shared memory, and the exchange of numbers within a cluster of blocks.
+// Asynchronous copies to shared memory and, from sm_90 on, the exchange of numbers within a cluster of blocks.
 #ifndef EXTENSION_CPP_CUDA_ASYNC_CUH
 #define EXTENSION_CPP_CUDA_ASYNC_CUH
 

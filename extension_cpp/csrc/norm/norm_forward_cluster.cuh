@@ -1,7 +1,8 @@
 // layer_norm and rms_norm of rows wider than a block: the blocks of a cluster share a row, or a few, and end with them.
 //
 // A thread copies its vectors to shared memory, asynchronously, and is the only one to read them there, for the moments and again
-// for y. So what is on its way takes no registers, and a multiprocessor has room for many blocks, which load while others wait.
+// for y. So what is on its way takes no registers, and a multiprocessor has room for many blocks, which load while others wait. (Where
+// few registers are needed otherwise, rows of some odd shapes stay there: NOTHING is staged.)
 //
 // Nobody waits for more than its own copies and the moments. A block may send to another when that one has set up its mbarrier: each
 // says so first thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
@@ -35,7 +36,7 @@ struct ClusterRows {
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   static constexpr bool STAGED = S::STAGED != NOTHING, STAGES_WEIGHTS = PLAIN && S::STAGED == ALL;
-  // Whether the weights are asked for at once, or when the moments are on their way.
+  // Whether the weights are asked for at once, or when the moments are on their way. (If nothing is staged, before the rows.)
   static constexpr bool EARLY = STAGES_WEIGHTS || MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
   static constexpr int TAKEN = ROWS * TENSORS + (STAGES_WEIGHTS ? 1 + CENTERED : 0);  // slots of a thread
   static constexpr int SHARED = STAGED ? TAKEN * K * TEAM * 16 : 0;                   // bytes

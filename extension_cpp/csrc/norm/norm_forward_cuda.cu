@@ -165,7 +165,9 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched) {
     using S = decltype(shape);
     constexpr int BLOCKS = S::BLOCKS, FULL = ODD ? S::K - 1 : S::K, RING = ((ODD ? 100 : 130) << 10) / BLOCKS;
     constexpr auto kernel = ring_forward_kernel<T, S::TEAM, S::K, ODD, FULL, BLOCKS>;
-    if (error != cudaSuccess || launched || places_taken(p.cols, S::TEAM * S::K * N, BLOCKS) < S::TAKEN) return;
+    if (error != cudaSuccess || launched) return;
+    // Those of an odd row's ends have places of their own.
+    if (places_taken(p.cols / N * N, S::TEAM * S::K * N, BLOCKS) < S::TAKEN) return;
     error = launch_ring<kernel, 1, S::TEAM, S::K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
   };
   if (p.cols < narrowest_kept(N == 4, ODD)) return cudaSuccess;
@@ -281,10 +283,13 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error == cudaErrorNotSupported) {
     error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
-    if constexpr (!ODD || !CENTERED) {  // chips without clusters
-      using Widest = Shapes<Shape<512, 16>, Shape<512, 24>, Shape<512, 32>>;
-      if (error == cudaSuccess && !launched) error = with_shape<N>(p.cols, Widest{}, launch);
-      if (error == cudaErrorNotSupported) error = cudaSuccess;
+    // Chips without clusters: layer_norm's odd rows would need too many registers, other shapes are among those above.
+    if constexpr (ODD ? !CENTERED : N == 4 && FUSED != DROPPED) {
+      using Widest = Shapes<Shape<512, ODD ? 16 : 24>, Shape<512, 32>>;
+      if (error == cudaSuccess && !launched) {
+        error = with_shape<N>(p.cols, Widest{}, launch);
+        if (error == cudaErrorNotSupported) error = cudaSuccess;
+      }
     }
   }
   return error;
@@ -323,15 +328,15 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 
 }  // namespace norm_cuda
 
-// Where clusters that stay may take rows which begin on lines of 128 bytes, and there are many: asked for as they are needed they are
-// faster, but the number has to be set to 0 first.
+// Where clusters that stay may take rows of whole vectors, and there are many: asked for as they are needed they are faster, but the
+// number has to be set to 0 first.
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
   const bool is_float = args->dtype == DTYPE_FLOAT32;
-  const int64_t row = args->cols * (is_float ? 4 : 2);
   const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;
   const bool is_plain = args->weight != nullptr && args->bias != nullptr && args->weight_dtype == args->dtype;
-  return args->dtype != DTYPE_FLOAT64 && args->centered && alone && is_plain && row % 128 == 0 &&
-         args->cols >= norm_cuda::narrowest_kept(is_float, false) && args->rows * row >= 128 << 20;
+  return args->dtype != DTYPE_FLOAT64 && args->centered && alone && is_plain && args->cols % 16384 == 0 &&
+         args->cols >= norm_cuda::narrowest_kept(is_float, false) &&
+         args->rows * args->cols * (is_float ? 4 : 2) >= 128 << 20;
 }
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {

@@ -1,6 +1,6 @@
 // What the norms' plain kernels share, norm_plain_forward.cuh and norm_plain_backward.cuh. They take what norm_forward_cuda.cu and
 // norm_backward_cuda.cu do not take otherwise: float64, one column in backward, tensors whose rows begin at different distances
-// from multiples of 16 bytes, and rows that are too wide for the registers of a cluster.
+// from multiples of 16 bytes, and rows that are too wide for the other clusters.
 //
 // A block takes a row; wide ones are shared by the blocks of a cluster (from sm_90 on), and of narrow ones a block takes several,
 // a warp each. The first pass over a row keeps in shared memory what there is room for beside other blocks, which copy while this

@@ -7,8 +7,8 @@
 // ODD: the width is no multiple of N, so that most rows begin between two multiples of 16 bytes, those of all tensors alike. The
 // vectors are then those of memory, but for the two at the ends of the row, which hold elements of the rows beside it: the up to
 // 2 (N - 1) columns in them are shared out one a thread, its `edge`. The rows of a thread are a multiple of N apart: all begin
-// alike, its columns never change, and weights and their gradients may stay in its registers (norm_shares.cuh). Clusters also take
-// aligned rows so that begin between two lines of 128 bytes. norm_ring.cuh: how rows come to those who stay for many.
+// alike, its columns never change, and weights and their gradients may stay in its registers (norm_shares.cuh). Backward's
+// clusters also take aligned rows so that begin between two lines of 128 bytes. norm_ring.cuh: how rows come to those who stay for many.
 #ifndef EXTENSION_CPP_NORM_ROWS_CUH
 #define EXTENSION_CPP_NORM_ROWS_CUH
 
@@ -82,7 +82,7 @@ struct Columns {
   }
   __device__ int column(int k) const { return first + k * TEAM * N; }
   __device__ bool has(int k) const { return k * TEAM * N < left; }
-  // Columns of the row in any case.
+  // Columns of the row in any case, if it has a vector.
   __device__ int clamped(int k) const { return min(column(k), limit - N); }
   __device__ bool has_edge() const { return ODD && edge >= 0; }
   // How many the block's warp `warp` has (TEAM < 32: the team).
@@ -236,7 +236,7 @@ __device__ inline uint4 elements_from(const uint4 &a, const uint4 &b) {
   return {__funnelshift_r(words[first], words[first + 1], bits),
           __funnelshift_r(words[first + 1], words[first + 2], bits),
           __funnelshift_r(words[first + 2], words[first + 3], bits),
-          __funnelshift_r(words[first + 3], words[(first + 4) % 8], bits)};
+          __funnelshift_r(words[first + 3], words[first + 4], bits)};
 }
 
 // The same as load_packed of ODD rows by whole vectors: a block's all begin alike, SHIFT or more elements behind a
