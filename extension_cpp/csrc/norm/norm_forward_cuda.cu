@@ -209,6 +209,8 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
       return launch(ClusterShape<128, 24, 2, 6, 12288>{}, ClusterShape<128, 32, 2, 5>{}, ClusterShape<128, 56, 2, 3>{},
                     ClusterShape<128, 64, 2, 2>{});
     } else if constexpr (FUSED == ADDED) {
+      // With dropout layer_norm's smaller blocks are the slower ones there (docs/performance.md).
+      if (CENTERED && p.dropout.seed != nullptr && p.cols > 40960) return launch(ClusterShape<128, 64, 1, 5>{});
       return launch(ClusterShape<128, 40, 1, 6>{}, ClusterShape<128, 64, 1, 5>{});
     } else if constexpr (FUSED == DROPPED) {
       return launch(ClusterShape<128, 40, 2, 6, 20480>{}, ClusterShape<256, 32, 4, 3>{});
