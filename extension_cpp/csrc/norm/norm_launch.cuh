@@ -136,8 +136,8 @@ cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t str
   const int vectors = p.cols / N;
   p.cluster = std::max(2, static_cast<int>(ceil_div(vectors, TEAM * K)));
   if (p.cluster > MAX_CLUSTER || at_once[p.cluster] == 0 || clusters * p.cluster > INT32_MAX) return cudaSuccess;
-  p.slice =
-      static_cast<int>(ceil_div(vectors, p.cluster * 32)) * 32 * N;  // lines of memory, as the warps' first vectors
+  // Multiples of a warp's vectors, so that no block begins within a line of memory where its row does not.
+  p.slice = static_cast<int>(ceil_div(vectors, p.cluster * 32)) * 32 * N;
   Launch launch(static_cast<unsigned>(clusters * p.cluster), TEAM, shared, stream);
   launch.cluster(p.cluster);
   launched = true;
