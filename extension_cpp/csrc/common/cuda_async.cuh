@@ -29,10 +29,11 @@ __device__ inline void store_shared(uint32_t address, const uint4 &v) {
                : "memory");
 }
 
-// Copies 16 bytes, later; is_there false: zeros, and `global` is not read. Both addresses are multiples of 16.
-__device__ inline void copy_async(uint32_t shared, const void *global, bool is_there) {
+// Copies 16 bytes, later; is_there false: zeros, and `global` is not read. Both addresses are multiples of 16. policy: cuda_cache.cuh.
+__device__ inline void copy_async(uint32_t shared, const void *global, bool is_there, uint64_t policy) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(is_there ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(is_there ? 16 : 0), "l"(policy)
                : "memory");
 #endif
 }
@@ -119,12 +120,14 @@ __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
 }
 
 // Both addresses and the size multiples of 16; `barrier` gets the bytes. What threads have read or written there before must be
-// behind a barrier (and a proxy fence, if they wrote what is still to be copied over).
-__device__ inline void copy_bulk(uint4 *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+// behind a barrier (and a proxy fence, if they wrote what is still to be copied over). policy: cuda_cache.cuh.
+__device__ inline void copy_bulk(uint4 *shared, const void *global, uint32_t bytes, uint64_t *barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
 }
 
 // Writes 8 or 16 bytes to where `slot` is in block `rank` of the cluster, and tells `barrier` there.

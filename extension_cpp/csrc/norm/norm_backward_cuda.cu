@@ -165,6 +165,9 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   return launch_cluster<T, CENTERED, FUSED, ODD>(p, stream, launched);
 }
 
+// Bytes of a row from which on it is faster if what is read does not outlast what is written.
+constexpr size_t WIDE = 128 << 10;
+
 // Whether the rows of all tensors, `g` their shape, begin alike between multiples of 16 bytes.
 template <typename T>
 bool are_in_step(const Geometry &g, const norm_backward_args &args) {
@@ -193,9 +196,11 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   if (takes_few<T>(args)) {
     return few_backward<T, CENTERED, FUSED>({p, args.grad_weight, args.grad_bias, 0}, stream);
   }
+  cudaError_t error = set_policy<T>(p, FUSED == ADDED ? 3 : 2, p.cols * sizeof(T) > WIDE ? NORMAL : OUTLASTS);
+  if (error != cudaSuccess) return error;
   bool launched = false;
-  const cudaError_t error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
-                                                       : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
+  error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
+                                     : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
   if (error != cudaSuccess) return error;
   if (!launched) return plain_backward<T>(args, stream);
   return sum_partial<float>(args, p.chunks, stream);

@@ -102,7 +102,7 @@ struct BackwardRows {
     if (lane() != ASKER || i >= share.rows) return;
     const T *starts[TENSORS] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
     if (FUSED == ADDED) starts[TENSORS - 1] = p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
-    ring.fetch(i, starts, columns, row(i) == p.rows - 1);
+    ring.fetch(i, starts, columns, row(i) == p.rows - 1, p.policy);
   }
 
   // Row i, which is at `place`.
@@ -395,6 +395,9 @@ __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K
 #endif
   Rows rows(p, shared + Rows::team() * p.stages * Rows::TENSORS * p.slot, exchange, chunk, rank);
   rows.run(chunk, reinterpret_cast<float *>(shared));
+  let_go(p, p.x, p.x_stride);
+  let_go(p, p.grad_out, p.grad_out_stride);
+  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p, p.grad_sum, p.grad_sum_stride);
 #if HAS_CLUSTERS
   if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
 #endif

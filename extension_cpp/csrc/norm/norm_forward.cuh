@@ -143,6 +143,23 @@ __device__ inline Moments join(const Moments *parts, int size, float per_col) {
   return {fmaf(v[0], per_col, center), isinf(v[1]) ? v[1] : v[1] - v[0] * v[0] * per_col};
 }
 
+// Of ROWS whole rows of a team, from those of its warps.
+template <bool CENTERED, int TEAM, int ROWS>
+__device__ inline void join_team(Moments (&moments)[ROWS], float per_col) {
+  if constexpr (TEAM > 32) {
+    constexpr int WARPS = TEAM / 32;
+    __shared__ Moments shared[THREADS<TEAM> / TEAM][ROWS][WARPS];
+    Moments(&of_warps)[ROWS][WARPS] = shared[threadIdx.x / TEAM];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (threadIdx.x % 32 == 0) of_warps[i][threadIdx.x % TEAM / 32] = moments[i];
+    }
+    sync_group(1 + threadIdx.x / TEAM, TEAM);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, per_col);
+  }
+}
+
 // x[j] becomes its norm; w and b are of its columns.
 template <bool CENTERED, int N>
 __device__ inline void normalize(float (&x)[N], float mean, float rstd, const float (&w)[N], const float (&b)[N]) {

@@ -23,11 +23,16 @@ enum Staged { NOTHING, ITS_ROWS, ALL };
 // A kernel's shape: threads a block, elements of a row a thread, rows of a cluster (of ODD rows N apart, so that they begin alike),
 // blocks that a multiprocessor has registers for, and the widest row it is for.
 template <int TEAM_, int ELEMENTS_, int ROWS_, int BLOCKS_, int WIDEST_ = MAX_CLUSTER *TEAM_ *ELEMENTS_,
-          Staged STAGED_ = ITS_ROWS>
+          Staged STAGED_ = ITS_ROWS, bool EXACT_ = false>
 struct ClusterShape {
   static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, ROWS = ROWS_, BLOCKS = BLOCKS_, WIDEST = WIDEST_;
   static constexpr Staged STAGED = STAGED_;
+  static constexpr bool EXACT = EXACT_;
 };
+// For rows that leave no thread with fewer vectors: without conditions the compiler has less to keep.
+template <int TEAM, int ELEMENTS, int ROWS, int BLOCKS, int WIDEST = MAX_CLUSTER *TEAM *ELEMENTS,
+          Staged STAGED = ITS_ROWS>
+using ExactShape = ClusterShape<TEAM, ELEMENTS, ROWS, BLOCKS, WIDEST, STAGED, true>;
 
 // PLAIN: weight and bias are there, in x's type; else they are read where they are needed.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
@@ -62,21 +67,25 @@ struct ClusterRows {
 
   __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
       : p(p),
-        slots(shared_address(shared + threadIdx.x)),
+        slots(own(shared_address(shared + threadIdx.x))),
         rank(rank),
         first(cluster / STEP * (STEP * ROWS) + cluster % STEP),
         columns(p, first, threadIdx.x, rank) {}
+
+  // The same number, in a register of each thread: of addresses that have a part in common ptxas (of CUDA 13.0) makes copies that do
+  // not run where they have a policy, too.
+  __device__ static uint32_t own(uint32_t address) { return __shfl_sync(0xffffffffu, address, threadIdx.x % 32); }
 
   __device__ int64_t row(int i) const { return first + i * STEP; }
   __device__ bool is_row(int i) const { return row(i) < p.rows; }
   __device__ uint32_t slot(int number, int k) const { return slots + 16 * (number * K + k) * TEAM; }
 
   // Asks for this thread's part of `row`, zeros where it has none.
-  __device__ void copy(int number, const T *row, bool is_row) {
+  __device__ void copy(int number, const T *row, bool is_row, uint64_t policy) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const bool has = columns.has(k) && is_row;
-      copy_async(slot(number, k), has ? row + columns.column(k) : p.x, has);
+      copy_async(slot(number, k), has ? row + columns.column(k) : p.x, has, policy);
     }
   }
 
@@ -86,12 +95,12 @@ struct ClusterRows {
       const T *const rows[2] = {p.x + row(i) * p.x_stride, p.residual + row(i) * p.residual_stride};
 #pragma unroll
       for (int t = 0; t < TENSORS; ++t) {
-        copy(i * TENSORS + t, rows[t], is_row(i));
+        copy(i * TENSORS + t, rows[t], is_row(i), p.policy);
         edges[i][t] = columns.has_edge() && is_row(i) ? rows[t][columns.edge] : from_acc<T>(0);
       }
       commit_copies();
     } else {
-      if (is_row(i)) parts[i].load(p.x + row(i) * p.x_stride, columns);
+      if (is_row(i)) parts[i].load(p.x + row(i) * p.x_stride, columns, p.policy);
       edges[i][0] = parts[i].edge;
     }
   }
@@ -102,8 +111,8 @@ struct ClusterRows {
       if (CENTERED) p.bias.template load<T>(edge_bias, columns.edge);
     }
     if constexpr (STAGES_WEIGHTS) {
-      copy(ROWS * TENSORS, static_cast<const T *>(p.weight.data), true);
-      if (CENTERED) copy(ROWS * TENSORS + 1, static_cast<const T *>(p.bias.data), true);
+      copy(ROWS * TENSORS, static_cast<const T *>(p.weight.data), true, USUAL);
+      if (CENTERED) copy(ROWS * TENSORS + 1, static_cast<const T *>(p.bias.data), true, USUAL);
       commit_copies();
     } else if constexpr (PLAIN && MOVED) {
       load_moved<T, 0>(weight, static_cast<const T *>(p.weight.data), columns, p.cols);
@@ -194,6 +203,7 @@ struct ClusterRows {
 
   __device__ void run(Exchange &exchange) {
 #if HAS_CLUSTERS
+    if (S::EXACT) __builtin_assume(columns.left > (K - 1) * TEAM * N);
     if (!STAGED) load_weights();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) fetch(i);
@@ -218,6 +228,12 @@ struct ClusterRows {
     }
     if (STAGES_WEIGHTS) wait_copies<0>();
     finish(mine);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (row(i) < p.let_go || !is_row(i)) continue;
+      let_go(p.x + row(i) * p.x_stride, columns);
+      if (FUSED == ADDED) let_go(p.residual + row(i) * p.residual_stride, columns);
+    }
 #endif
   }
 };

@@ -1,11 +1,8 @@
 // layer_norm and rms_norm on the GPU, in one pass over x (norm_rows.cuh says how rows meet threads).
 //
-// Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for; a block takes 16 KB or more,
-// for smaller ones cannot be started fast enough. Plain loads and stores: another cache policy on one of the two sides costs
-// 4 %. Odd rows: norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_ring.cuh.
-//
-// Mean and squared deviations take two passes over the registers, for float with the correction for the rounding of the mean
-// (half types cannot hold a mean so large that it would show).
+// Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for, of 256 threads or more. Odd rows:
+// norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_ring.cuh. What is read of large tensors
+// outlasts in the L2 what is written (cuda_cache.cuh).
 #include "norm/norm_forward_cluster.cuh"
 #include "norm/norm_forward_odd.cuh"
 #include "norm/norm_forward_ring.cuh"
@@ -21,28 +18,30 @@ constexpr int64_t FEW = sizeof(T) == 2 ? 4 << 20 : 8 << 20;
 // Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. layer_norm_dropout spills a few bytes
 // by it, and is faster all the same.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int E>
-constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                        ? 512
-                         : E > 32 || (FUSED == ADDED && E <= 16)                 ? 768
-                         : !CENTERED && FUSED == ALONE && E == 32 && TEAM <= 256 ? 768  // for the weights
-                                                                                 : 1024;
+constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                                                  ? 512
+                         : CENTERED &&FUSED == ALONE && sizeof(T) == 4 && TEAM > 256 && E <= 16            ? 1536
+                         : CENTERED &&FUSED == ALONE && sizeof(T) == 2 && TEAM <= 32 && E == 24            ? 1280
+                         : E > (sizeof(T) == 2 && FUSED == ALONE ? 40 : 32) || (FUSED == ADDED && E <= 16) ? 768
+                                                                                                           : 1024;
 
 // Whether the weights are asked for before the row, so that they are there when its sums are: where registers are left for them.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
-constexpr bool EARLY = K <= 2 || (FUSED == ALONE && (CENTERED ? sizeof(T) == 4 && K <= 4 && TEAM <= 256 : K <= 5));
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
+constexpr bool EARLY = K <= 2 ||
+                       (FUSED == ALONE && K <= 4 && (sizeof(T) == 4 ? TEAM <= 256 : !CENTERED || (K == 4 && !EXACT)));
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+// EXACT: the row is as wide as the shape, and all threads have all vectors.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
 __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
-  constexpr int TEAMS = THREADS<TEAM> / TEAM, COUNT = CORRECTS ? 2 : 1, N = VECTOR<T>;
-  __shared__ float sums[THREADS<TEAM> / 32][1], squares[THREADS<TEAM> / 32][COUNT];
+  constexpr int TEAMS = THREADS<TEAM> / TEAM, N = VECTOR<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
   const Columns<TEAM, K, N, false> columns(p, row, threadIdx.x % TEAM, 0);
+  if (EXACT) __builtin_assume(columns.left > (K - 1) * TEAM * N);
   Part<T, TEAM, K, N, false> part{};
   Mask<TEAM, K, N, false> mask{};
   // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one.
-  constexpr bool CAN_BE_EARLY = EARLY<T, CENTERED, FUSED, TEAM, K>;
+  constexpr bool CAN_BE_EARLY = EARLY<T, CENTERED, FUSED, TEAM, K, EXACT>;
   const bool are_early = CAN_BE_EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
   Part<T, TEAM, K, N, false> weight, bias;
   if (are_early) {
@@ -50,41 +49,16 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
     if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns);
   }
   if (is_row) {
-    part.load(p.x + row * p.x_stride, columns);
+    part.load(p.x + row * p.x_stride, columns, p.policy);
     Part<T, TEAM, K, N, false> residual;
-    if (FUSED == ADDED) residual.load(p.residual + row * p.residual_stride, columns);
+    if (FUSED == ADDED) residual.load(p.residual + row * p.residual_stride, columns, p.policy);
     if (FUSED != ALONE && p.dropout.seed != nullptr) mask.make(p.dropout, *p.dropout.seed, row * p.cols, columns);
     if constexpr (FUSED == ADDED) add_residual(part, residual, p, row, mask, columns);
   }
-  float x[K][N], mean = 0, shift = 0, sum[1] = {}, v[COUNT] = {};
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    unpack<T, N>(x[k], part.bits[k]);
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
-  }
-  team_sum<TEAM>(sum, sums);
-  if (CENTERED) {
-    mean = sum[0] * p.per_col;
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (!columns.has(k)) continue;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        x[k][j] -= mean;
-        v[0] = fmaf(x[k][j], x[k][j], v[0]);
-        if (CORRECTS) v[COUNT - 1] += x[k][j];
-      }
-    }
-    team_sum<TEAM>(v, squares);
-    sum[0] = v[0];
-    if (CORRECTS) {
-      shift = v[COUNT - 1] * p.per_col;  // how far the mean is off
-      mean += shift;
-      if (!isinf(v[0])) sum[0] -= shift * shift * p.cols;
-    }
-  }
-  const float rstd = rsqrtf(fmaf(sum[0], p.per_col, p.eps));
+  constexpr bool FILLS = sizeof(T) == 2 && FUSED != ADDED;
+  Moments moments[1] = {moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32))};
+  join_team<CENTERED, TEAM>(moments, p.per_col);
+  const float mean = moments[0].mean, rstd = rsqrtf(fmaf(moments[0].squares, p.per_col, p.eps));
   if (!is_row) return;
   if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
@@ -92,16 +66,13 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      float w[N], b[N];
+      float x[N], w[N], b[N];
+      unpack<T, N>(x, part.bits[k]);
       load_weight(w, k);
       if (CENTERED) load_bias(b, k);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float xhat = CORRECTS ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
-        x[k][j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
-      }
-      if (FUSED == DROPPED) drop(x[k], p.dropout, mask.of(k));
-      store<T, N>(y + columns.column(k), x[k]);
+      normalize<CENTERED>(x, mean, rstd, w, b);
+      if (FUSED == DROPPED) drop(x, p.dropout, mask.of(k));
+      store<T, N>(y + columns.column(k), x);
     }
   };
   if (are_early) {
@@ -114,6 +85,9 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
     finish([&](float(&w)[N], int k) { p.weight.template load<T>(w, columns.column(k)); },
            [&](float(&b)[N], int k) { p.bias.template load<T>(b, columns.column(k)); });
   }
+  if (row < p.let_go) return;
+  let_go(p.x + row * p.x_stride, columns);
+  if (FUSED == ADDED) let_go(p.residual + row * p.residual_stride, columns);
 }
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS>
@@ -127,12 +101,12 @@ cudaError_t launch_odd(const Forward<T> &p, cudaStream_t stream, bool &launched)
   return cudaGetLastError();
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool EXACT>
 cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launched) {
   const int64_t blocks = ceil_div(p.rows, THREADS<TEAM> / TEAM);
   if (blocks > INT32_MAX) return cudaErrorNotSupported;
   launched = true;
-  forward_kernel<T, CENTERED, FUSED, TEAM, ELEMENTS / VECTOR<T>>
+  forward_kernel<T, CENTERED, FUSED, TEAM, ELEMENTS / VECTOR<T>, EXACT>
       <<<static_cast<unsigned>(blocks), THREADS<TEAM>, 0, stream>>>(p);
   return cudaGetLastError();
 }
@@ -141,6 +115,7 @@ cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launc
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
 cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
+  if (S::EXACT && p.cols % (S::TEAM * S::ELEMENTS) > 0) return cudaSuccess;
   if (launched || p.cols / Rows::N * Rows::N > S::WIDEST) return cudaSuccess;
   const int64_t clusters = S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
   return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, PLAIN, S>, S::TEAM, Rows::K, Rows::N>(
@@ -153,10 +128,11 @@ struct RingShape {
   static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, TAKEN = TAKEN_;
 };
 
-// The narrowest rows of layer_norm that are for these.
-constexpr int narrowest_kept(bool is_float, bool odd) { return is_float ? (odd ? 36864 : 81920) : odd ? 0 : 65536; }
+// The narrowest rows of layer_norm in float that are for these, if they are not ODD.
+constexpr int NARROWEST_KEPT = 81920;
 
-// layer_norm by clusters that stay, where their blocks would be full (of ODD rows, nearly) and not many multiprocessors empty.
+// layer_norm by clusters that stay, where their blocks would be full (of ODD rows, nearly) and not many multiprocessors empty. Half
+// types, if not ODD: never.
 template <typename T, bool ODD>
 cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>;
@@ -170,11 +146,9 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if (places_taken(p.cols / N * N, S::TEAM * S::K * N, BLOCKS) < S::TAKEN) return;
     error = launch_ring<kernel, 1, S::TEAM, S::K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
   };
-  if (p.cols < narrowest_kept(N == 4, ODD)) return cudaSuccess;
+  if (N == 4 && p.cols < (ODD ? 36864 : NARROWEST_KEPT)) return cudaSuccess;
   if constexpr (N == 8 && ODD) {
     one(RingShape<192, 5, 2, 28>{}), one(RingShape<192, 6, 2, 30>{});
-  } else if constexpr (N == 8) {
-    one(RingShape<256, 4, 2, 32>{}), one(RingShape<256, 7, 1, 32>{});
   } else if constexpr (ODD) {
     one(RingShape<320, 5, 1, 24>{}), one(RingShape<320, 7, 1, 24>{});
   } else {
@@ -194,7 +168,7 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     error = launch_cluster<T, CENTERED, FUSED, ODD, false, Usual>(p, stream, launched);
     return error != cudaSuccess ? error : launch_cluster<T, CENTERED, FUSED, ODD, false, Widest>(p, stream, launched);
   }
-  if constexpr (CENTERED && FUSED == ALONE) error = launch_stays<T, ODD>(p, stream, launched);
+  if constexpr (CENTERED && FUSED == ALONE && (N == 4 || ODD)) error = launch_stays<T, ODD>(p, stream, launched);
   const auto launch = [&](auto... shapes) {
     const auto one = [&](auto shape) {
       using S = decltype(shape);
@@ -217,7 +191,8 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     } else if constexpr (CENTERED && ODD) {
       return launch(ClusterShape<128, 40, 4, 5>{}, ClusterShape<256, 32, 4, 3>{});
     } else if constexpr (CENTERED) {
-      return launch(ClusterShape<128, 32, 2, 6, 32768, ALL>{}, ClusterShape<128, 40, 2, 5, 40960, ALL>{},
+      return launch(ExactShape<128, 32, 4, 4, 32768, ALL>{}, ExactShape<128, 40, 2, 7>{}, ExactShape<128, 64, 2, 5>{},
+                    ClusterShape<128, 32, 2, 6, 32768, ALL>{}, ClusterShape<128, 40, 2, 5, 40960, ALL>{},
                     ClusterShape<256, 32, 2, 3, 49152, ALL>{}, ClusterShape<128, 40, 2, 7>{},
                     ClusterShape<128, 64, 2, 5>{});
     } else if constexpr (ODD) {
@@ -235,7 +210,8 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     } else if constexpr (CENTERED && ODD) {
       return launch(ClusterShape<128, 16, 4, 4, MAX_CLUSTER * 128 * 16, NOTHING>{}, ClusterShape<256, 32, 2, 2>{});
     } else if constexpr (CENTERED) {
-      return launch(ClusterShape<256, 16, 2, 4>{}, ClusterShape<256, 24, 2, 3>{}, ClusterShape<256, 32, 2, 2>{});
+      return launch(ExactShape<256, 24, 2, 3>{}, ExactShape<256, 16, 2, 4>{}, ClusterShape<256, 16, 2, 4>{},
+                    ClusterShape<256, 24, 2, 3>{}, ClusterShape<256, 32, 2, 2>{});
     } else if constexpr (ODD) {
       return launch(ClusterShape<128, 32, 2, 4, MAX_CLUSTER * 128 * 32, NOTHING>{},
                     ClusterShape<256, 32, 2, 2, MAX_CLUSTER * 256 * 32, NOTHING>{});
@@ -275,12 +251,24 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if constexpr (ODD) {
       return launch_odd<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS>(p, stream, launched);
     } else {
-      return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS>(p, stream, launched);
+      // Else it spills, or gains nothing.
+      constexpr int K = S::ELEMENTS / N;
+      if constexpr (K == 1 || (K <= 4 && N == 4) || (K == 4 && CENTERED)) {
+        if (p.cols == S::TEAM * S::ELEMENTS) {
+          return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, true>(p, stream, launched);
+        }
+      }
+      return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false>(p, stream, launched);
     }
   };
   cudaError_t error = cudaErrorNotSupported;
   if constexpr (!ODD) {
-    if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) error = with_shape<N>(p.cols, Few{}, launch);
+    if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) {
+      error = with_shape<N>(p.cols, Few{}, [&](auto shape) {
+        using S = decltype(shape);
+        return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false>(p, stream, launched);
+      });
+    }
   }
   if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
   if (error == cudaErrorNotSupported) {
@@ -322,9 +310,11 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
                        is_in_step<T>(p, args.residual, args.residual_stride) && is_in_step<T>(p, args.sum, args.cols) &&
                        is_aligned(args.weight) && is_aligned(args.bias);
   if (!in_step) return plain_forward<T>(args, stream);
+  cudaError_t error = set_policy<T>(p, FUSED == ADDED ? 2 : 1, OUTLASTS);
+  if (error != cudaSuccess) return error;
   bool launched = false;
-  const cudaError_t error = args.cols % VECTOR<T> == 0 ? launch_forward<T, CENTERED, FUSED, false>(p, stream, launched)
-                                                       : launch_forward<T, CENTERED, FUSED, true>(p, stream, launched);
+  error = args.cols % VECTOR<T> == 0 ? launch_forward<T, CENTERED, FUSED, false>(p, stream, launched)
+                                     : launch_forward<T, CENTERED, FUSED, true>(p, stream, launched);
   return error != cudaSuccess || launched ? error : plain_forward<T>(args, stream);
 }
 
@@ -333,12 +323,10 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 // Where clusters that stay may take rows of whole vectors, and there are many: asked for as they are needed they are faster, but the
 // number has to be set to 0 first.
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
-  const bool is_float = args->dtype == DTYPE_FLOAT32;
   const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;
   const bool is_plain = args->weight != nullptr && args->bias != nullptr && args->weight_dtype == args->dtype;
-  return args->dtype != DTYPE_FLOAT64 && args->centered && alone && is_plain && args->cols % 16384 == 0 &&
-         args->cols >= norm_cuda::narrowest_kept(is_float, false) &&
-         args->rows * args->cols * (is_float ? 4 : 2) >= 128 << 20;
+  return args->dtype == DTYPE_FLOAT32 && args->centered && alone && is_plain && args->cols % 16384 == 0 &&
+         args->cols >= norm_cuda::NARROWEST_KEPT && args->rows * args->cols * 4 >= 128 << 20;
 }
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {

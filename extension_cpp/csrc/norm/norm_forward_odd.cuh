@@ -19,10 +19,14 @@ constexpr int ODD_RESIDENT = FUSED == ADDED && sizeof(T) == 4 ? 512
                              : FUSED == ADDED || CENTERED     ? 768
                                                               : 1024;
 
+// Whether what is read may outlast what is written. A half type's row alone is slower by what that takes.
+template <typename T, Fused FUSED>
+constexpr bool HAS_POLICY = sizeof(T) == 4 || FUSED == ADDED;
+
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
 __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED> / THREADS<TEAM>)
     odd_forward_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr int TEAMS = THREADS<TEAM> / TEAM, WARPS = TEAM / 32, N = VECTOR<T>, ROWS = ODD_ROWS<CENTERED>;
+  constexpr int TEAMS = THREADS<TEAM> / TEAM, N = VECTOR<T>, ROWS = ODD_ROWS<CENTERED>;
   const int64_t team = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
   const int64_t first = team / N * (N * ROWS) + team % N;  // row; the others are N apart
   const auto row = [&](int i) { return first + i * N; };
@@ -32,13 +36,19 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
   Mask<TEAM, K, N, true> masks[ROWS]{};
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    if (is_row(i)) parts[i].load(p.x + row(i) * p.x_stride, columns);
+    if (!is_row(i)) continue;
+    const T *const x = p.x + row(i) * p.x_stride;
+    if constexpr (HAS_POLICY<T, FUSED>) {
+      parts[i].load(x, columns, p.policy);
+    } else {
+      parts[i].load(x, columns);
+    }
   }
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     if (FUSED == ALONE || !is_row(i)) continue;
     Part<T, TEAM, K, N, true> residual;
-    if (FUSED == ADDED) residual.load(p.residual + row(i) * p.residual_stride, columns);
+    if (FUSED == ADDED) residual.load(p.residual + row(i) * p.residual_stride, columns, p.policy);
     if (p.dropout.seed != nullptr) masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
     if constexpr (FUSED == ADDED) add_residual(parts[i], residual, p, row(i), masks[i], columns);
   }
@@ -49,17 +59,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
   for (int i = 0; i < ROWS; ++i) {
     moments[i] = moments_of<T, CENTERED, FILLS>(parts[i], columns, count);
   }
-  if constexpr (TEAM > 32) {
-    __shared__ Moments shared[TEAMS][ROWS][WARPS];
-    Moments(&of_warps)[ROWS][WARPS] = shared[threadIdx.x / TEAM];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-      if (threadIdx.x % 32 == 0) of_warps[i][threadIdx.x % TEAM / 32] = moments[i];
-    }
-    sync_group(1 + threadIdx.x / TEAM, TEAM);
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, p.per_col);
-  }
+  join_team<CENTERED, TEAM>(moments, p.per_col);
   float mean[ROWS], rstd[ROWS];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
@@ -96,6 +96,12 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
     });
   } else {
     finish([](float(&w)[N], const Weights &weights, int c) { weights.template load<T, N, false>(w, c); });
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    if (!HAS_POLICY<T, FUSED> || row(i) < p.let_go || !is_row(i)) continue;
+    let_go(p.x + row(i) * p.x_stride, columns);
+    if (FUSED == ADDED) let_go(p.residual + row(i) * p.residual_stride, columns);
   }
   if (!columns.has_edge()) return;
   float w[1], b[1];

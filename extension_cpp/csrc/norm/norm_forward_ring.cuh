@@ -81,7 +81,7 @@ struct RingRows {
     if (!ODD && threadIdx.x % 32 == turn % 32) queue = row;
     if (threadIdx.x > 0 || row >= p.rows) return;
     const T *const starts[1] = {p.x + row * p.x_stride};
-    ring.fetch(turn, starts, columns, row == p.rows - 1);
+    ring.fetch(turn, starts, columns, row == p.rows - 1, p.policy);
   }
 
   // The row of `turn`, if it has one, from the ring; its moments go to the other warps. false: there is none from here on.
@@ -145,6 +145,7 @@ struct RingRows {
       finish(part, moments);
       part = following;
     }
+    let_go(p, p.x, p.x_stride);
   }
 };
 

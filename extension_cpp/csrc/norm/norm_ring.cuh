@@ -103,7 +103,7 @@ struct Ring {
 
   // By one thread of the team, for its row number i, when nobody reads the place any more, or all warps will leave() it. A tensor may
   // be NULL. is_last: of the tensors, behind which nothing is read.
-  __device__ void fetch(int i, const T *const (&rows)[TENSORS], const Mine &columns, bool is_last) {
+  __device__ void fetch(int i, const T *const (&rows)[TENSORS], const Mine &columns, bool is_last, uint64_t policy) {
 #if HAS_CLUSTERS
     uint64_t *const filled = &exchange.filled[next.slot];
     if (TWICE) wait_phase(&exchange.emptied[next.slot], next.parity ^ 1);
@@ -126,7 +126,7 @@ struct Ring {
 #pragma unroll
     for (int t = 0; t < TENSORS; ++t) {
       if (rows[t] == nullptr || vectors == 0) continue;
-      copy_bulk(slot + t * size, rows[t] + columns.begin, vectors * 16, filled);
+      copy_bulk(slot + t * size, rows[t] + columns.begin, vectors * 16, filled, policy);
     }
     next.advance(stages);
 #endif

@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "common/cuda_async.cuh"
+#include "common/cuda_cache.cuh"
 #include "common/cuda_dropout.cuh"
 #include "common/cuda_reduce.cuh"
 #include "common/cuda_vector.cuh"
@@ -40,14 +41,16 @@ enum Fused { ALONE, ADDED, DROPPED };
 struct Geometry {
   int64_t rows;
   int cols;
-  float per_col;   // 1 / cols
-  int stages;      // rows of a team in the ring
-  int cluster;     // blocks that share a row
-  int slice;       // columns of a row that one block takes, in vectors
-  int slot;        // vectors that they take in the ring
-  int64_t chunks;  // shares of the rows: one a block or cluster
-  int apart;       // ODD blocks: vectors from a row of a team to its next in x, modulo 8
-  Shares shares;   // ODD clusters: those
+  float per_col;    // 1 / cols
+  int stages;       // rows of a team in the ring
+  int cluster;      // blocks that share a row
+  int slice;        // columns of a row that one block takes, in vectors
+  int slot;         // vectors that they take in the ring
+  int64_t chunks;   // shares of the rows: one a block or cluster
+  int apart;        // ODD blocks: vectors from a row of a team to its next in x, modulo 8
+  Shares shares;    // ODD clusters: those
+  uint64_t policy;  // of what is read in passing (cuda_cache.cuh)
+  int64_t let_go;   // the first of the rows whose lines are let go again; g.rows: none
 };
 
 // The columns of one thread.
@@ -103,6 +106,11 @@ struct Part {
   T edge;
 
   // From the row that begins at `row`.
+  __device__ void load(const T *row, const Columns<TEAM, K, N, ODD> &columns, uint64_t policy) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) bits[k] = load_cached(row + columns.column(k), columns.has(k), policy);
+    if (ODD) edge = columns.has_edge() ? row[columns.edge] : from_acc<T>(0);
+  }
   __device__ void load(const T *row, const Columns<TEAM, K, N, ODD> &columns) {
 #pragma unroll
     for (int k = 0; k < K; ++k) bits[k] = columns.has(k) ? load_vector<T, N>(row + columns.column(k)) : Vector<T, N>{};
@@ -123,6 +131,20 @@ struct Part {
     }
   }
 };
+
+// By all threads of a team that have read their block's part of `row`.
+template <typename T, int TEAM, int K, int N, bool ODD>
+__device__ inline void let_go(const T *row, const Columns<TEAM, K, N, ODD> &columns) {
+  let_lines_go(row + columns.begin, row + columns.end, threadIdx.x % TEAM, TEAM);
+}
+
+// Rows from g.let_go on, by all threads of all blocks, each when it has no rows left.
+template <typename T>
+__device__ inline void let_go(const Geometry &g, const T *tensor, int64_t stride) {
+  if (g.let_go >= g.rows) return;
+  let_lines_go(tensor + g.let_go * stride, tensor + (g.rows - 1) * stride + g.cols,
+               blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+}
 
 // Which of a thread's elements dropout keeps, a bit each. Made while the row is on its way: ten rounds of Philox a vector would
 // be long to wait for behind it, and backward needs them twice.
