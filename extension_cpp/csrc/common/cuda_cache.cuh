@@ -37,6 +37,7 @@ __device__ inline void let_lines_go(const void *first, const void *end, int64_t 
 #if __CUDA_ARCH__ >= 800
   constexpr int LINE = 128;  // bytes
   const uintptr_t begin = reinterpret_cast<uintptr_t>(first) / LINE * LINE;
+#pragma unroll 1
   for (uintptr_t line = begin + thread * LINE; line < reinterpret_cast<uintptr_t>(end); line += threads * LINE) {
     asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(line) : "memory");
   }

@@ -165,7 +165,7 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   return launch_cluster<T, CENTERED, FUSED, ODD>(p, stream, launched);
 }
 
-// Bytes of a row from which on it is faster if what is read does not outlast what is written.
+// Rows of more bytes are faster if what is read does not outlast what is written.
 constexpr size_t WIDE = 128 << 10;
 
 // Whether the rows of all tensors, `g` their shape, begin alike between multiples of 16 bytes.
@@ -196,7 +196,7 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   if (takes_few<T>(args)) {
     return few_backward<T, CENTERED, FUSED>({p, args.grad_weight, args.grad_bias, 0}, stream);
   }
-  cudaError_t error = set_policy<T>(p, FUSED == ADDED ? 3 : 2, p.cols * sizeof(T) > WIDE ? NORMAL : OUTLASTS);
+  cudaError_t error = set_policy<T>(p, 2 + (p.grad_sum != nullptr), p.cols * sizeof(T) > WIDE ? NORMAL : OUTLASTS);
   if (error != cudaSuccess) return error;
   bool launched = false;
   error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)

@@ -58,6 +58,13 @@ struct alignas(16) Moments {
   int told;  // norm_forward_ring.cuh
 };
 
+// Of numbers whose distances from some number add up to v.x and their squares to v.y. The difference may be a rounding error below 0,
+// of which rstd would be NaN; NaN itself passes.
+__device__ inline float squares_around_mean(float2 v, float per_count) {
+  const float squares = isinf(v.y) ? v.y : v.y - v.x * v.x * per_count;
+  return squares < 0 ? 0 : squares;
+}
+
 // Of the columns of a warp (TEAM < 32: of a team), of which there are `count`. Half types take one pass, around an element: were
 // that far away from all others, 10 of 24 bits would be lost. float takes two, with the correction for the rounding of the mean.
 // FILLS, half types alone: vectors behind the row are given that element's value, in place of a branch around each.
@@ -113,7 +120,7 @@ __device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part, const
     group_sum(both, GROUP);
     v = {both[0], both[1]};
   }
-  return {center + v.x * per_count, isinf(v.y) ? v.y : v.y - v.x * v.x * per_count, count};
+  return {center + v.x * per_count, squares_around_mean(v, per_count), count};
 }
 
 // Of a whole row, from those of its `size` parts, MOST at most: the mean is that of the parts' means, and each part's distance from
@@ -140,7 +147,7 @@ __device__ inline Moments join(const Moments *parts, int size, float per_col) {
   } else {
     group_sum(v, LANES);
   }
-  return {fmaf(v[0], per_col, center), isinf(v[1]) ? v[1] : v[1] - v[0] * v[0] * per_col};
+  return {fmaf(v[0], per_col, center), squares_around_mean({v[0], v[1]}, per_col)};
 }
 
 // Of ROWS whole rows of a team, from those of its warps.

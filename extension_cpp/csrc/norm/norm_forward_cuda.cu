@@ -15,7 +15,7 @@ namespace norm_cuda {
 template <typename T>
 constexpr int64_t FEW = sizeof(T) == 2 ? 4 << 20 : 8 << 20;
 
-// Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. layer_norm_dropout spills a few bytes
+// Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. layer_norm_dropout may spill a few bytes
 // by it, and is faster all the same.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int E>
 constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                                                  ? 512
@@ -29,10 +29,16 @@ template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
 constexpr bool EARLY = K <= 2 ||
                        (FUSED == ALONE && K <= 4 && (sizeof(T) == 4 ? TEAM <= 256 : !CENTERED || (K == 4 && !EXACT)));
 
+// Whether the mean's sum comes before that of squared deviations, as float needs it where the mean is large; with dropout or a residual
+// that is also fewer instructions, of which they have enough.
+template <typename T, bool CENTERED, Fused FUSED>
+constexpr bool TWICE = CENTERED && (sizeof(T) == 4 || FUSED != ALONE);
+
 // EXACT: the row is as wide as the shape, and all threads have all vectors.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
 __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
+  constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
   constexpr int TEAMS = THREADS<TEAM> / TEAM, N = VECTOR<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
@@ -55,10 +61,44 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
     if (FUSED != ALONE && p.dropout.seed != nullptr) mask.make(p.dropout, *p.dropout.seed, row * p.cols, columns);
     if constexpr (FUSED == ADDED) add_residual(part, residual, p, row, mask, columns);
   }
-  constexpr bool FILLS = sizeof(T) == 2 && FUSED != ADDED;
-  Moments moments[1] = {moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32))};
-  join_team<CENTERED, TEAM>(moments, p.per_col);
-  const float mean = moments[0].mean, rstd = rsqrtf(fmaf(moments[0].squares, p.per_col, p.eps));
+  float x[K][N], mean = 0, shift = 0, squares;  // TWICE: x becomes its distance from the mean, which is `shift` off
+  if constexpr (TWICE<T, CENTERED, FUSED>) {
+    constexpr int COUNT = CORRECTS ? 2 : 1;
+    __shared__ float shared_sums[THREADS<TEAM> / 32][1], shared_squares[THREADS<TEAM> / 32][COUNT];
+    float sum[1] = {}, v[COUNT] = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      unpack<T, N>(x[k], part.bits[k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[0] += x[k][j];
+    }
+    team_sum<TEAM>(sum, shared_sums);
+    mean = sum[0] * p.per_col;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        x[k][j] -= mean;
+        v[0] = fmaf(x[k][j], x[k][j], v[0]);
+        if (CORRECTS) v[COUNT - 1] += x[k][j];
+      }
+    }
+    team_sum<TEAM>(v, shared_squares);
+    squares = v[0];
+    if (CORRECTS) {
+      shift = v[COUNT - 1] * p.per_col;
+      mean += shift;
+      if (!isinf(v[0])) squares -= shift * shift * p.cols;
+      if (squares < 0) squares = 0;
+    }
+  } else {
+    constexpr bool FILLS = sizeof(T) == 2;
+    Moments moments[1] = {moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32))};
+    join_team<CENTERED, TEAM>(moments, p.per_col);
+    mean = moments[0].mean, squares = moments[0].squares;
+  }
+  const float rstd = rsqrtf(fmaf(squares, p.per_col, p.eps));
   if (!is_row) return;
   if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
@@ -66,13 +106,21 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      float x[N], w[N], b[N];
-      unpack<T, N>(x, part.bits[k]);
+      float w[N], b[N];
       load_weight(w, k);
       if (CENTERED) load_bias(b, k);
-      normalize<CENTERED>(x, mean, rstd, w, b);
-      if (FUSED == DROPPED) drop(x, p.dropout, mask.of(k));
-      store<T, N>(y + columns.column(k), x);
+      if constexpr (TWICE<T, CENTERED, FUSED>) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const float xhat = CORRECTS ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
+          x[k][j] = fmaf(xhat, w[j], b[j]);
+        }
+      } else {
+        unpack<T, N>(x[k], part.bits[k]);
+        normalize<CENTERED>(x[k], mean, rstd, w, b);
+      }
+      if (FUSED == DROPPED) drop(x[k], p.dropout, mask.of(k));
+      store<T, N>(y + columns.column(k), x[k]);
     }
   };
   if (are_early) {
@@ -251,9 +299,9 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if constexpr (ODD) {
       return launch_odd<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS>(p, stream, launched);
     } else {
-      // Else it spills, or gains nothing.
+      // The shapes that do not spill for it, and gain by it.
       constexpr int K = S::ELEMENTS / N;
-      if constexpr (K == 1 || (K <= 4 && N == 4) || (K == 4 && CENTERED)) {
+      if constexpr (!TWICE<T, CENTERED, FUSED> && (K == 1 || (K <= 4 && N == 4) || (K == 4 && CENTERED))) {
         if (p.cols == S::TEAM * S::ELEMENTS) {
           return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, true>(p, stream, launched);
         }

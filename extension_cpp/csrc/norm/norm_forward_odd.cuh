@@ -19,7 +19,7 @@ constexpr int ODD_RESIDENT = FUSED == ADDED && sizeof(T) == 4 ? 512
                              : FUSED == ADDED || CENTERED     ? 768
                                                               : 1024;
 
-// Whether what is read may outlast what is written. A half type's row alone is slower by what that takes.
+// Whether what is read may outlast what is written. Half types without a residual are slower by what that takes.
 template <typename T, Fused FUSED>
 constexpr bool HAS_POLICY = sizeof(T) == 4 || FUSED == ADDED;
 

@@ -138,10 +138,11 @@ __device__ inline void let_go(const T *row, const Columns<TEAM, K, N, ODD> &colu
   let_lines_go(row + columns.begin, row + columns.end, threadIdx.x % TEAM, TEAM);
 }
 
-// Rows from g.let_go on, by all threads of all blocks, each when it has no rows left.
+// Rows from g.let_go on, by all threads of all blocks, each when it has no rows left. Not if most of what lies between them is
+// not theirs.
 template <typename T>
 __device__ inline void let_go(const Geometry &g, const T *tensor, int64_t stride) {
-  if (g.let_go >= g.rows) return;
+  if (g.let_go >= g.rows || stride > 2 * g.cols) return;
   let_lines_go(tensor + g.let_go * stride, tensor + (g.rows - 1) * stride + g.cols,
                blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
