@@ -167,6 +167,39 @@ __device__ inline void join_team(Moments (&moments)[ROWS], float per_col) {
   }
 }
 
+// Of layer_norm's whole row of a team, the mean first. x becomes each element's distance from it as it was first, and of float `shift`
+// how far that is off; half types cannot hold a mean so large that it would show.
+template <typename T, int TEAM, int K, int N>
+__device__ inline Moments moments_twice(float (&x)[K][N], float &shift, const Part<T, TEAM, K, N, false> &part,
+                                        const Columns<TEAM, K, N, false> &columns, const Geometry &g) {
+  constexpr int COUNT = sizeof(T) == 4 ? 2 : 1;
+  __shared__ float sums[THREADS<TEAM> / 32][1], squares[THREADS<TEAM> / 32][COUNT];
+  float sum[1] = {}, v[COUNT] = {};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    unpack<T, N>(x[k], part.bits[k]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[0] += x[k][j];
+  }
+  team_sum<TEAM>(sum, sums);
+  const float mean = sum[0] * g.per_col;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      x[k][j] -= mean;
+      v[0] = fmaf(x[k][j], x[k][j], v[0]);
+      if (COUNT == 2) v[COUNT - 1] += x[k][j];
+    }
+  }
+  team_sum<TEAM>(v, squares);
+  if (COUNT == 1) return {mean, v[0]};
+  shift = v[COUNT - 1] * g.per_col;
+  const float around = isinf(v[0]) ? v[0] : v[0] - shift * shift * g.cols;
+  return {mean + shift, around < 0 ? 0 : around};
+}
+
 // x[j] becomes its norm; w and b are of its columns.
 template <bool CENTERED, int N>
 __device__ inline void normalize(float (&x)[N], float mean, float rstd, const float (&w)[N], const float (&b)[N]) {

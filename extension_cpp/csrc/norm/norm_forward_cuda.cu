@@ -38,7 +38,6 @@ constexpr bool TWICE = CENTERED && (sizeof(T) == 4 || FUSED != ALONE);
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
 __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / THREADS<TEAM>)
     forward_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr bool CORRECTS = CENTERED && sizeof(T) == 4;
   constexpr int TEAMS = THREADS<TEAM> / TEAM, N = VECTOR<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
@@ -61,44 +60,16 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
     if (FUSED != ALONE && p.dropout.seed != nullptr) mask.make(p.dropout, *p.dropout.seed, row * p.cols, columns);
     if constexpr (FUSED == ADDED) add_residual(part, residual, p, row, mask, columns);
   }
-  float x[K][N], mean = 0, shift = 0, squares;  // TWICE: x becomes its distance from the mean, which is `shift` off
+  float x[K][N], shift = 0;  // TWICE: x becomes its distance from a mean that is `shift` off
+  Moments moments[1];
   if constexpr (TWICE<T, CENTERED, FUSED>) {
-    constexpr int COUNT = CORRECTS ? 2 : 1;
-    __shared__ float shared_sums[THREADS<TEAM> / 32][1], shared_squares[THREADS<TEAM> / 32][COUNT];
-    float sum[1] = {}, v[COUNT] = {};
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      unpack<T, N>(x[k], part.bits[k]);
-#pragma unroll
-      for (int j = 0; j < N; ++j) sum[0] += x[k][j];
-    }
-    team_sum<TEAM>(sum, shared_sums);
-    mean = sum[0] * p.per_col;
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (!columns.has(k)) continue;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        x[k][j] -= mean;
-        v[0] = fmaf(x[k][j], x[k][j], v[0]);
-        if (CORRECTS) v[COUNT - 1] += x[k][j];
-      }
-    }
-    team_sum<TEAM>(v, shared_squares);
-    squares = v[0];
-    if (CORRECTS) {
-      shift = v[COUNT - 1] * p.per_col;
-      mean += shift;
-      if (!isinf(v[0])) squares -= shift * shift * p.cols;
-      if (squares < 0) squares = 0;
-    }
+    moments[0] = moments_twice<T, TEAM>(x, shift, part, columns, p);
   } else {
     constexpr bool FILLS = sizeof(T) == 2;
-    Moments moments[1] = {moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32))};
+    moments[0] = moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32));
     join_team<CENTERED, TEAM>(moments, p.per_col);
-    mean = moments[0].mean, squares = moments[0].squares;
   }
-  const float rstd = rsqrtf(fmaf(squares, p.per_col, p.eps));
+  const float mean = moments[0].mean, rstd = rsqrtf(fmaf(moments[0].squares, p.per_col, p.eps));
   if (!is_row) return;
   if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
@@ -112,7 +83,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TE
       if constexpr (TWICE<T, CENTERED, FUSED>) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          const float xhat = CORRECTS ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
+          const float xhat = sizeof(T) == 4 ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
           x[k][j] = fmaf(xhat, w[j], b[j]);
         }
       } else {
