@@ -76,6 +76,16 @@ __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
       x[k] = __uint_as_float(words[k / 2] << 16);
       x[k + 1] = __uint_as_float(__byte_perm(words[k / 2], 0, 0x3244));
     }
+  } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
+    // Left to itself nvcc takes a word that may be zeros in place of what was loaded for two numbers, and puts them together again.
+    uint32_t words[N / 2];
+    memcpy(words, &bits, sizeof words);
+#pragma unroll
+    for (int k = 0; k < N; k += 2) {
+      asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+          : "=f"(x[k]), "=f"(x[k + 1])
+          : "r"(words[k / 2]));
+    }
   } else {
     T v[N];
     memcpy(v, &bits, sizeof v);

@@ -161,7 +161,7 @@ __device__ inline void join_team(Moments (&moments)[ROWS], float per_col) {
     for (int i = 0; i < ROWS; ++i) {
       if (threadIdx.x % 32 == 0) of_warps[i][threadIdx.x % TEAM / 32] = moments[i];
     }
-    sync_group(1 + threadIdx.x / TEAM, TEAM);
+    sync_team<TEAM>();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, per_col);
   }

@@ -2,14 +2,13 @@
 //
 // A thread copies its vectors to shared memory, asynchronously, and is the only one to read them there, for the moments and again
 // for y. So what is on its way takes no registers, and a multiprocessor has room for many blocks, which load while others wait. (Where
-// few registers are needed otherwise, rows of some odd shapes stay there: NOTHING is staged.)
+// few registers are needed otherwise, rows of some odd shapes stay there: they are not STAGED.)
 //
-// Nobody waits for more than its own copies and the moments. A block may send to another when that one has set up its mbarrier: each
-// says so first thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
+// Each block joins its warps' moments and sends them to all. It may send to another when that one has set up its mbarrier: each says so
+// first thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
 //
-// The weights come from the caches for every cluster: the more rows it takes, the less of that. They wait in registers or, where
-// the compiler would put their loads off until the end, in shared memory. The blocks' slices begin at multiples of 32 vectors, or all
-// their warps would touch a line more (docs/performance.md).
+// The weights come from the caches for every cluster: the more rows it takes, the less of that. The blocks' slices begin at multiples of
+// 32 vectors, or all their warps would touch a line more (docs/performance.md).
 #ifndef EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 
@@ -17,22 +16,17 @@
 
 namespace norm_cuda {
 
-// What a kernel keeps in shared memory, and not in registers: its rows, or weight and bias, too.
-enum Staged { NOTHING, ITS_ROWS, ALL };
-
 // A kernel's shape: threads a block, elements of a row a thread, rows of a cluster (of ODD rows N apart, so that they begin alike),
-// blocks that a multiprocessor has registers for, and the widest row it is for.
+// blocks that a multiprocessor has registers for, the widest row it is for, and whether its rows wait in shared memory.
 template <int TEAM_, int ELEMENTS_, int ROWS_, int BLOCKS_, int WIDEST_ = MAX_CLUSTER *TEAM_ *ELEMENTS_,
-          Staged STAGED_ = ITS_ROWS, bool EXACT_ = false>
+          bool STAGED_ = true, bool EXACT_ = false>
 struct ClusterShape {
   static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, ROWS = ROWS_, BLOCKS = BLOCKS_, WIDEST = WIDEST_;
-  static constexpr Staged STAGED = STAGED_;
-  static constexpr bool EXACT = EXACT_;
+  static constexpr bool STAGED = STAGED_, EXACT = EXACT_;
 };
 // For rows that leave no thread with fewer vectors: without conditions the compiler has less to keep.
-template <int TEAM, int ELEMENTS, int ROWS, int BLOCKS, int WIDEST = MAX_CLUSTER *TEAM *ELEMENTS,
-          Staged STAGED = ITS_ROWS>
-using ExactShape = ClusterShape<TEAM, ELEMENTS, ROWS, BLOCKS, WIDEST, STAGED, true>;
+template <int TEAM, int ELEMENTS, int ROWS, int BLOCKS>
+using ExactShape = ClusterShape<TEAM, ELEMENTS, ROWS, BLOCKS, MAX_CLUSTER * TEAM * ELEMENTS, true, true>;
 
 // PLAIN: weight and bias are there, in x's type; else they are read where they are needed.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
@@ -40,17 +34,16 @@ struct ClusterRows {
   static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
-  static constexpr bool STAGED = S::STAGED != NOTHING, STAGES_WEIGHTS = PLAIN && S::STAGED == ALL;
+  static constexpr bool STAGED = S::STAGED;
   // Whether the weights are asked for at once, or when the moments are on their way. (If nothing is staged, before the rows.)
-  static constexpr bool EARLY = STAGES_WEIGHTS || MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
-  static constexpr int TAKEN = ROWS * TENSORS + (STAGES_WEIGHTS ? 1 + CENTERED : 0);  // slots of a thread
-  static constexpr int SHARED = STAGED ? TAKEN * K * TEAM * 16 : 0;                   // bytes
+  static constexpr bool EARLY = MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
+  static constexpr int SHARED = STAGED ? ROWS * TENSORS * K * TEAM * 16 : 0;  // bytes
   static_assert(STAGED || FUSED == ALONE);
-  static_assert(!STAGES_WEIGHTS || !ODD);  // whose weights begin anywhere
   using Mine = Part<T, TEAM, K, N, ODD>;
 
   struct Exchange {
-    Moments moments[ROWS][MAX_CLUSTER * WARPS];
+    Moments of_warps[ROWS][WARPS];
+    Moments of_blocks[ROWS][MAX_CLUSTER];
     uint64_t arrived;
   };
 
@@ -62,7 +55,7 @@ struct ClusterRows {
   Mine parts[STAGED ? 1 : ROWS]{};
   T edges[ROWS][TENSORS];
   Mask<TEAM, K, N, ODD> masks[ROWS];
-  Vector<T, N> weight[STAGES_WEIGHTS ? 1 : K], bias[CENTERED && !STAGES_WEIGHTS ? K : 1];
+  Vector<T, N> weight[K], bias[CENTERED ? K : 1];
   float edge_weight[1], edge_bias[1];
 
   __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
@@ -110,11 +103,7 @@ struct ClusterRows {
       p.weight.template load<T>(edge_weight, columns.edge);
       if (CENTERED) p.bias.template load<T>(edge_bias, columns.edge);
     }
-    if constexpr (STAGES_WEIGHTS) {
-      copy(ROWS * TENSORS, static_cast<const T *>(p.weight.data), true, USUAL);
-      if (CENTERED) copy(ROWS * TENSORS + 1, static_cast<const T *>(p.bias.data), true, USUAL);
-      commit_copies();
-    } else if constexpr (PLAIN && MOVED) {
+    if constexpr (PLAIN && MOVED) {
       load_moved<T, 0>(weight, static_cast<const T *>(p.weight.data), columns, p.cols);
     } else if constexpr (PLAIN) {
       load_packed<T>(weight, p.weight, columns);
@@ -150,17 +139,14 @@ struct ClusterRows {
 
   template <int I>
   __device__ void all_moments(Moments (&all)[ROWS], float count) {
-    if (STAGED) wait_copies<ROWS - 1 - I + STAGES_WEIGHTS>();
+    if (STAGED) wait_copies<ROWS - 1 - I>();
     all[I] = moments(I, count);
     if constexpr (I + 1 < ROWS) all_moments<I + 1>(all, count);
   }
 
   // Of vector k.
   __device__ void weights_of(float (&w)[N], float (&b)[N], int k) const {
-    if constexpr (STAGES_WEIGHTS) {
-      unpack<T, N>(w, load_shared(slot(ROWS * TENSORS, k)));
-      if (CENTERED) unpack<T, N>(b, load_shared(slot(ROWS * TENSORS + 1, k)));
-    } else if constexpr (PLAIN) {
+    if constexpr (PLAIN) {
       unpack<T, N>(w, weight[k]);
       if constexpr (CENTERED) unpack<T, N>(b, bias[k]);
     } else {
@@ -215,18 +201,26 @@ struct ClusterRows {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Moments mine[ROWS];
     all_moments<0>(mine, columns.count_of(warp));
-    wait_for_cluster();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      if (lane < p.cluster) send(&exchange.moments[i][rank * WARPS + warp], &exchange.arrived, lane, mine[i]);
+      if (lane == 0) exchange.of_warps[i][warp] = mine[i];
+    }
+    __syncthreads();
+    wait_for_cluster();
+    const float count = columns.count();
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (warp != i % WARPS) continue;
+      Moments block = join<CENTERED, LANES<TEAM>, WARPS>(exchange.of_warps[i], WARPS, __fdividef(1, fmaxf(count, 1)));
+      block.count = count;
+      if (lane < p.cluster) send(&exchange.of_blocks[i][rank], &exchange.arrived, lane, block);
     }
     if (STAGED && !EARLY) load_weights();
     wait_cluster(&exchange.arrived, 0);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      mine[i] = join<CENTERED, 32, MAX_CLUSTER * WARPS>(exchange.moments[i], p.cluster * WARPS, p.per_col);
+      mine[i] = join<CENTERED, MAX_CLUSTER, MAX_CLUSTER>(exchange.of_blocks[i], p.cluster, p.per_col);
     }
-    if (STAGES_WEIGHTS) wait_copies<0>();
     finish(mine);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -247,7 +241,7 @@ __global__ void __launch_bounds__(S::TEAM, S::BLOCKS) cluster_forward_kernel(con
   if (threadIdx.x == 0) {
     init_mbarrier(&exchange.arrived, 1);
     fence_mbarrier_init();
-    expect_bytes(&exchange.arrived, sizeof exchange.moments[0][0] * Rows::ROWS * Rows::WARPS * p.cluster);
+    expect_bytes(&exchange.arrived, sizeof exchange.of_blocks[0][0] * Rows::ROWS * p.cluster);
   }
   arrive_at_cluster();
   Rows(p, shared, cluster_number(), cluster_rank()).run(exchange);

@@ -141,14 +141,15 @@ cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
       p, clusters, Rows::SHARED, stream, launched);
 }
 
-// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, and how many places they have to take.
-template <int TEAM_, int K_, int BLOCKS_, int TAKEN_>
+// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, how many places they have to take, and the
+// widest row it is for.
+template <int TEAM_, int K_, int BLOCKS_, int TAKEN_, int WIDEST_ = INT32_MAX>
 struct RingShape {
-  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, TAKEN = TAKEN_;
+  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, TAKEN = TAKEN_, WIDEST = WIDEST_;
 };
 
-// The narrowest rows of layer_norm in float that are for these, if they are not ODD.
-constexpr int NARROWEST_KEPT = 81920;
+// The rows of layer_norm in float that are for these, if they are not ODD: the widest that fill their threads.
+constexpr int KEPT = 131072;
 
 // layer_norm by clusters that stay, where their blocks would be full (of ODD rows, nearly) and not many multiprocessors empty. Half
 // types, if not ODD: never.
@@ -160,85 +161,102 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched) {
     using S = decltype(shape);
     constexpr int BLOCKS = S::BLOCKS, FULL = ODD ? S::K - 1 : S::K, RING = ((ODD ? 100 : 130) << 10) / BLOCKS;
     constexpr auto kernel = ring_forward_kernel<T, S::TEAM, S::K, ODD, FULL, BLOCKS>;
-    if (error != cudaSuccess || launched) return;
+    if (error != cudaSuccess || launched || p.cols > S::WIDEST) return;
     // Those of an odd row's ends have places of their own.
     if (places_taken(p.cols / N * N, S::TEAM * S::K * N, BLOCKS) < S::TAKEN) return;
     error = launch_ring<kernel, 1, S::TEAM, S::K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
   };
-  if (N == 4 && p.cols < (ODD ? 36864 : NARROWEST_KEPT)) return cudaSuccess;
-  if constexpr (N == 8 && ODD) {
-    one(RingShape<192, 5, 2, 28>{}), one(RingShape<192, 6, 2, 30>{});
-  } else if constexpr (ODD) {
-    one(RingShape<320, 5, 1, 24>{}), one(RingShape<320, 7, 1, 24>{});
+  if constexpr (!ODD) {
+    if (p.cols == KEPT) one(RingShape<512, 4, 1, 32>{});
+  } else if constexpr (N == 8) {
+    if (p.cols < 69632 || p.cols > 98312) one(RingShape<192, 5, 2, 28>{}), one(RingShape<192, 6, 2, 30, 69632>{});
   } else {
-    one(RingShape<320, 4, 2, 32>{}), one(RingShape<512, 4, 1, 32>{});
+    if (p.cols > 36864) one(RingShape<320, 5, 1, 28>{}), one(RingShape<320, 7, 1, 28, 69632>{});
   }
   return error;
 }
 
-// Rows wider than a block. The shapes are those of the sweeps (docs/performance.md).
+// Of rows wider than the others take, ROWS a cluster.
+template <bool HALF, int ROWS>
+using WidestShape = std::conditional_t<HALF, ClusterShape<256, 64, ROWS, 2>, ClusterShape<512, 32, ROWS, 1>>;
+
+// For weights that are not there, or in float beside half types.
+template <bool HALF, bool CENTERED, Fused FUSED>
+using UsualShape = ClusterShape<256, 32, (HALF && CENTERED && FUSED == ALONE ? 4 : 2), 2>;
+
+// Shapes of clusters for rows wider than a block, in turn, by the sweeps (docs/performance.md). DROPS: whether ADDED has dropout.
+template <bool HALF, bool CENTERED, Fused FUSED, bool ODD, bool DROPS>
+constexpr auto wide_shapes() {
+  if constexpr (HALF && FUSED == ADDED && ODD) {
+    return Shapes<ClusterShape<128, 24, 2, 6, 12288>, ClusterShape<128, 32, 2, 5>, ClusterShape<256, 24, 2, 3>,
+                  ClusterShape<512, 16, 2, 2>>{};
+  } else if constexpr (HALF && FUSED == ADDED && DROPS) {
+    using Wider = std::conditional_t<CENTERED, ClusterShape<128, 64, 1, 5>, ClusterShape<256, 32, 1, 5>>;
+    return Shapes<ClusterShape<128, 40, 1, 6, 20480>, Wider>{};
+  } else if constexpr (HALF && FUSED == ADDED) {
+    return Shapes<ClusterShape<256, 24, 1, 5>, ClusterShape<256, 32, 1, 4>>{};
+  } else if constexpr (HALF && FUSED == DROPPED) {
+    return Shapes<ClusterShape<128, 40, 2, 6, (ODD ? 10240 : 20480)>, ClusterShape<256, 32, 4, 3>>{};
+  } else if constexpr (HALF && CENTERED && ODD) {
+    return Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 24, 4, 4>, ClusterShape<256, 32, 4, 3>>{};
+  } else if constexpr (HALF && CENTERED) {
+    return Shapes<ExactShape<128, 40, 2, 7>, ExactShape<128, 48, 2, 6>, ExactShape<128, 56, 2, 5>,
+                  ExactShape<128, 64, 2, 5>, ClusterShape<128, 40, 2, 7>, ClusterShape<256, 40, 2, 4>>{};
+  } else if constexpr (HALF && ODD) {
+    return Shapes<ClusterShape<128, 48, 2, 6>, ClusterShape<128, 56, 2, 6>, ClusterShape<128, 64, 2, 5>>{};
+  } else if constexpr (HALF) {
+    return Shapes<ClusterShape<256, 32, 1, 7>>{};
+  } else if constexpr (FUSED == ADDED && ODD) {
+    using Wider = std::conditional_t<CENTERED, ClusterShape<256, 24, 2, 2>, ClusterShape<512, 16, 1, 2>>;
+    return Shapes<ClusterShape<128, 20, 2, 5, 12288>, ClusterShape<256, 16, 1, 4>, Wider,
+                  ClusterShape<512, 16, 1, 2>>{};
+  } else if constexpr (FUSED == ADDED) {
+    using Wider = std::conditional_t<DROPS, ClusterShape<256, 32, 1, 3>, ClusterShape<512, 16, 1, 2>>;
+    return Shapes<ClusterShape<256, 20, 1, 4>, ClusterShape<256, 24, 1, 3>, Wider>{};
+  } else if constexpr (FUSED == DROPPED) {
+    return Shapes<ClusterShape<128, 32, 2, 5>, ClusterShape<256, 24, 2, 3>, ClusterShape<256, 32, 2, 2>>{};
+  } else if constexpr (CENTERED && ODD) {
+    return Shapes<ClusterShape<128, 16, 4, 4, 32768, false>, ClusterShape<256, 16, 2, 4>, ClusterShape<256, 20, 2, 3>,
+                  ClusterShape<512, 16, 2, 2>>{};
+  } else if constexpr (CENTERED) {
+    return Shapes<ExactShape<256, 20, 2, 4>, ExactShape<256, 24, 2, 3>, ExactShape<256, 16, 2, 4>,
+                  ClusterShape<256, 28, 2, 3>, ExactShape<512, 16, 2, 2>, ClusterShape<512, 16, 2, 2>>{};
+  } else if constexpr (ODD) {
+    return Shapes<ClusterShape<128, 32, 2, 4, 65536, false>, ClusterShape<256, 32, 2, 2, 131072, false>>{};
+  } else {
+    return Shapes<ClusterShape<256, 32, 1, 4>>{};
+  }
+}
+
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename... S>
+cudaError_t launch_first_cluster(Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...>) {
+  cudaError_t error = cudaSuccess;
+  (void)((!launched && error == cudaSuccess &&
+          (error = launch_cluster<T, CENTERED, FUSED, ODD, PLAIN, S>(p, stream, launched)) == cudaSuccess) &&
+         ...);
+  return error;
+}
+
+// Rows wider than a block.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  constexpr int N = VECTOR<T>;
-  using Widest = std::conditional_t<N == 8, ClusterShape<256, 64, 1, 2>, ClusterShape<512, 32, 1, 1>>;
+  constexpr bool HALF = sizeof(T) == 2, LAYER_NORM = CENTERED && FUSED == ALONE;
   cudaError_t error = cudaSuccess;
-  if (!p.weight.is_plain() || (CENTERED && !p.bias.is_plain())) {
-    using Usual = ClusterShape<256, 32, 2, 2>;
-    error = launch_cluster<T, CENTERED, FUSED, ODD, false, Usual>(p, stream, launched);
-    return error != cudaSuccess ? error : launch_cluster<T, CENTERED, FUSED, ODD, false, Widest>(p, stream, launched);
-  }
-  if constexpr (CENTERED && FUSED == ALONE && (N == 4 || ODD)) error = launch_stays<T, ODD>(p, stream, launched);
-  const auto launch = [&](auto... shapes) {
-    const auto one = [&](auto shape) {
-      using S = decltype(shape);
-      if (error == cudaSuccess) error = launch_cluster<T, CENTERED, FUSED, ODD, true, S>(p, stream, launched);
-    };
-    (one(shapes), ...);
-    one(Widest{});
-    return error;
+  const auto launch = [&](auto plain, auto shapes) {
+    if (error != cudaSuccess) return;
+    error = launch_first_cluster<T, CENTERED, FUSED, ODD, decltype(plain)::value>(p, stream, launched, shapes);
   };
-  if constexpr (N == 8) {
-    if constexpr (FUSED == ADDED && ODD) {
-      return launch(ClusterShape<128, 24, 2, 6, 12288>{}, ClusterShape<128, 32, 2, 5>{}, ClusterShape<128, 56, 2, 3>{},
-                    ClusterShape<128, 64, 2, 2>{});
-    } else if constexpr (FUSED == ADDED) {
-      // With dropout layer_norm's smaller blocks are the slower ones there (docs/performance.md).
-      if (CENTERED && p.dropout.seed != nullptr && p.cols > 40960) return launch(ClusterShape<128, 64, 1, 5>{});
-      return launch(ClusterShape<128, 40, 1, 6>{}, ClusterShape<128, 64, 1, 5>{});
-    } else if constexpr (FUSED == DROPPED) {
-      return launch(ClusterShape<128, 40, 2, 6, 20480>{}, ClusterShape<256, 32, 4, 3>{});
-    } else if constexpr (CENTERED && ODD) {
-      return launch(ClusterShape<128, 40, 4, 5>{}, ClusterShape<256, 32, 4, 3>{});
-    } else if constexpr (CENTERED) {
-      return launch(ExactShape<128, 32, 4, 4, 32768, ALL>{}, ExactShape<128, 40, 2, 7>{}, ExactShape<128, 64, 2, 5>{},
-                    ClusterShape<128, 32, 2, 6, 32768, ALL>{}, ClusterShape<128, 40, 2, 5, 40960, ALL>{},
-                    ClusterShape<256, 32, 2, 3, 49152, ALL>{}, ClusterShape<128, 40, 2, 7>{},
-                    ClusterShape<128, 64, 2, 5>{});
-    } else if constexpr (ODD) {
-      return launch(ClusterShape<128, 48, 2, 6, 36864>{}, ClusterShape<128, 56, 2, 6>{}, ClusterShape<128, 64, 2, 5>{});
-    } else {
-      return launch(ClusterShape<128, 56, 1, 6, 114688, ALL>{}, ClusterShape<128, 64, 1, 6, 131072, ALL>{});
-    }
-  } else {
-    if constexpr (FUSED == ADDED && ODD) {
-      return launch(ClusterShape<128, 20, 2, 5>{}, ClusterShape<256, 16, 2, 3>{}, ClusterShape<512, 16, 1, 2>{});
-    } else if constexpr (FUSED == ADDED) {
-      return launch(ClusterShape<256, 24, 1, 3, 57344>{}, ClusterShape<512, 16, 1, 2>{});
-    } else if constexpr (FUSED == DROPPED) {
-      return launch(ClusterShape<128, 32, 2, 5>{}, ClusterShape<256, 32, 2, 2>{});
-    } else if constexpr (CENTERED && ODD) {
-      return launch(ClusterShape<128, 16, 4, 4, MAX_CLUSTER * 128 * 16, NOTHING>{}, ClusterShape<256, 32, 2, 2>{});
-    } else if constexpr (CENTERED) {
-      return launch(ExactShape<256, 24, 2, 3>{}, ExactShape<256, 16, 2, 4>{}, ClusterShape<256, 16, 2, 4>{},
-                    ClusterShape<256, 24, 2, 3>{}, ClusterShape<256, 32, 2, 2>{});
-    } else if constexpr (ODD) {
-      return launch(ClusterShape<128, 32, 2, 4, MAX_CLUSTER * 128 * 32, NOTHING>{},
-                    ClusterShape<256, 32, 2, 2, MAX_CLUSTER * 256 * 32, NOTHING>{});
-    } else {
-      return launch(ClusterShape<384, 16, 1, 4, 49152>{}, ClusterShape<384, 24, 1, 3, 81920>{},
-                    ClusterShape<256, 32, 1, 4>{});
-    }
+  if (!p.weight.is_plain() || (CENTERED && !p.bias.is_plain())) {
+    launch(std::false_type{}, Shapes<UsualShape<HALF, CENTERED, FUSED>, WidestShape<HALF, 1>>{});
+    return error;
   }
+  if constexpr (LAYER_NORM && (!HALF || ODD)) error = launch_stays<T, ODD>(p, stream, launched);
+  if constexpr (FUSED == ADDED) {
+    if (p.dropout.seed != nullptr) launch(std::true_type{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());
+  }
+  launch(std::true_type{}, wide_shapes<HALF, CENTERED, FUSED, ODD, false>());
+  launch(std::true_type{}, Shapes<WidestShape<HALF, (LAYER_NORM ? 2 : 1)>>{});
+  return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
@@ -290,10 +308,9 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
     }
   }
   if constexpr (CENTERED && FUSED == ALONE && N == 8 && !ODD) {
-    // The widest rows of a block are faster by four smaller ones, where the chip runs those.
+    // The widest rows of a block are faster by two smaller ones, where the chip runs those.
     if (error == cudaErrorNotSupported && p.cols == 16384 && p.weight.is_plain() && p.bias.is_plain()) {
-      using Four = ExactShape<128, 32, 4, 4, 32768, ALL>;
-      error = launch_cluster<T, CENTERED, FUSED, ODD, true, Four>(p, stream, launched);
+      error = launch_cluster<T, CENTERED, FUSED, ODD, true, ExactShape<128, 64, 2, 5>>(p, stream, launched);
       if (error != cudaSuccess || launched) return error;
       error = cudaErrorNotSupported;
     }
@@ -353,8 +370,8 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
   const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;
   const bool is_plain = args->weight != nullptr && args->bias != nullptr && args->weight_dtype == args->dtype;
-  return args->dtype == DTYPE_FLOAT32 && args->centered && alone && is_plain && args->cols % 16384 == 0 &&
-         args->cols >= norm_cuda::NARROWEST_KEPT && args->rows * args->cols * 4 >= 128 << 20;
+  return args->dtype == DTYPE_FLOAT32 && args->centered && alone && is_plain && args->cols == norm_cuda::KEPT &&
+         args->rows * args->cols * 4 >= 128 << 20;
 }
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {

@@ -1,6 +1,6 @@
-// layer_norm of wide rows, ODD ones and the widest in float, where clusters that stay for many rows are faster than those that end
-// with theirs (norm_forward_cluster.cuh): its two weights take twice the time of rms_norm's to come for every row, and of ODD rows have
-// to be moved into place as well.
+// layer_norm of wide rows, ODD ones and those of 131072 columns in float, where clusters that stay for many rows are faster than those
+// that end with theirs (norm_forward_cluster.cuh): its two weights take twice the time of rms_norm's to come for every row, and of ODD
+// rows have to be moved into place as well.
 //
 // A cluster shares a row (norm_ring.cuh): every warp takes the moments of its part, and all warps join them.
 //

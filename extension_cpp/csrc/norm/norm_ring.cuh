@@ -59,7 +59,7 @@ struct Exchange {
 #endif
       return slots[i % 4];
     } else {
-      sync_group(1 + threadIdx.x / TEAM, TEAM);
+      sync_team<TEAM>();
       return slots[i % 4];
     }
   }

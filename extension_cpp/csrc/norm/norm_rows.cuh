@@ -88,10 +88,13 @@ struct Columns {
   // Columns of the row in any case, if it has a vector.
   __device__ int clamped(int k) const { return min(column(k), limit - N); }
   __device__ bool has_edge() const { return ODD && edge >= 0; }
+  // Where the block's vectors begin (that of the team, if there are several), and how many columns it has.
+  __device__ int from() const { return first - static_cast<int>(threadIdx.x % TEAM) * N; }
+  __device__ int count() const { return edges + max(limit - from(), 0); }
   // How many the block's warp `warp` has (TEAM < 32: the team).
   __device__ int count_of(int warp) const {
     constexpr int GROUP = TEAM < 32 ? TEAM : 32;
-    const int from = first - static_cast<int>(threadIdx.x % TEAM) * N + warp * GROUP * N;
+    const int from = this->from() + warp * GROUP * N;
     int n = warp == 0 ? edges : 0;
 #pragma unroll
     for (int k = 0; k < K; ++k) n += min(max(limit - from - k * TEAM * N, 0), GROUP * N);
@@ -324,6 +327,18 @@ __device__ inline void warp_sums(float2 &a, float2 &b) {
   b = {__shfl_sync(0xffffffffu, v[0], 16), __shfl_sync(0xffffffffu, v[0], 24)};
 }
 
+// Waits for the other warps of the team. A kernel that works out a barrier's number takes all 16, and a multiprocessor has those for four
+// blocks (docs/performance.md): only where a block has several teams.
+template <int TEAM>
+__device__ inline void sync_team() {
+  if constexpr (THREADS<TEAM> == TEAM) {
+    __syncthreads();
+  } else {
+    static_assert(THREADS<TEAM> / TEAM < 16);  // barriers, beside that of the block
+    sync_group(1 + threadIdx.x / TEAM, TEAM);
+  }
+}
+
 // Sums of v over a team; `shared` is for the warps of the block, and for this sum alone.
 template <int TEAM, int COUNT, int BLOCK_WARPS>
 __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[BLOCK_WARPS][COUNT]) {
@@ -335,13 +350,12 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[BLOCK_WARPS][
   }
   if constexpr (TEAM > 32) {
     constexpr int WARPS = TEAM / 32;
-    static_assert(BLOCK_WARPS / WARPS < 16);  // barriers, beside that of the block
     const int warp = threadIdx.x % LANES<TEAM>;
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
       for (int n = 0; n < COUNT; ++n) shared[threadIdx.x / 32][n] = v[n];
     }
-    sync_group(1 + threadIdx.x / TEAM, TEAM);
+    sync_team<TEAM>();
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) v[n] = warp < WARPS ? shared[threadIdx.x / TEAM * WARPS + warp][n] : 0;
     group_sum(v, LANES<TEAM>);
