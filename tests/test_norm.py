@@ -74,6 +74,18 @@ def test_float32_rows_of_one_value_have_no_negative_variance(cols: int, device: 
     assert ((mean - x[:, :1]).abs() <= 4 * torch.finfo(torch.float32).eps * x[:, :1]).all()
 
 
+@pytest.mark.parametrize("cols", [8, 33, 1025, 4096, 16384, 20008, 20011, 40960, 50257, 131072])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_whose_squares_are_beyond_float(dtype: torch.dtype, cols: int, device: str) -> None:
+    """Of numbers up to 1e16 the squares add up within float, but not the square of half a row's sum."""
+    x = (10 ** torch.linspace(0, 16, 33, device=device))[:, None].repeat(1, cols).to(dtype)
+    x[:, cols // 2 :].neg_()
+    y = extension_cpp.layer_norm(x, (cols,))
+    exact = torch.nn.functional.layer_norm(x.double(), (cols,))
+    statistics = 4 * torch.finfo(torch.float32).eps * cols**0.5  # which are float's; y is rounded to its own type
+    assert (y - exact).abs().max() <= (statistics + torch.finfo(dtype).eps) * exact.abs().max()
+
+
 @every_norm
 @pytest.mark.parametrize("cols", [768, 1025, 4096, 16384, 32768, 40000, 50257, 131072])
 @pytest.mark.parametrize("gap", [0, 8])

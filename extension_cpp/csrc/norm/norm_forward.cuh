@@ -59,9 +59,9 @@ struct alignas(16) Moments {
 };
 
 // Of numbers whose distances from some number add up to v.x and their squares to v.y. The difference may be a rounding error below 0,
-// of which rstd would be NaN; NaN itself passes.
+// of which rstd would be NaN; NaN itself passes. v.x may be so large that its square is beyond float, though v.y is not.
 __device__ inline float squares_around_mean(float2 v, float per_count) {
-  const float squares = isinf(v.y) ? v.y : v.y - v.x * v.x * per_count;
+  const float squares = isinf(v.y) ? v.y : v.y - v.x * (v.x * per_count);
   return squares < 0 ? 0 : squares;
 }
 

@@ -74,11 +74,11 @@ struct ClusterRows {
   __device__ uint32_t slot(int number, int k) const { return slots + 16 * (number * K + k) * TEAM; }
 
   // Asks for this thread's part of `row`, zeros where it has none.
-  __device__ void copy(int number, const T *row, bool is_row, uint64_t policy) {
+  __device__ void copy(int number, const T *row, bool is_row) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const bool has = columns.has(k) && is_row;
-      copy_async(slot(number, k), has ? row + columns.column(k) : p.x, has, policy);
+      copy_async(slot(number, k), has ? row + columns.column(k) : p.x, has, p.policy);
     }
   }
 
@@ -88,7 +88,7 @@ struct ClusterRows {
       const T *const rows[2] = {p.x + row(i) * p.x_stride, p.residual + row(i) * p.residual_stride};
 #pragma unroll
       for (int t = 0; t < TENSORS; ++t) {
-        copy(i * TENSORS + t, rows[t], is_row(i), p.policy);
+        copy(i * TENSORS + t, rows[t], is_row(i));
         edges[i][t] = columns.has_edge() && is_row(i) ? rows[t][columns.edge] : from_acc<T>(0);
       }
       commit_copies();
