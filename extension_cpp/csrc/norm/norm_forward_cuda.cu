@@ -1,12 +1,11 @@
 // layer_norm and rms_norm on the GPU, in one pass over x (norm_rows.cuh says how rows meet threads).
 //
 // Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for, of 256 threads or more. Odd rows:
-// norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_ring.cuh. What is read of large tensors
-// outlasts in the L2 what is written (cuda_cache.cuh).
-#include "norm/norm_forward_cluster.cuh"
+// norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_ring.cuh; which shape takes which width:
+// norm_forward_shapes.cuh. What is read of large tensors outlasts in the L2 what is written (cuda_cache.cuh).
 #include "norm/norm_forward_odd.cuh"
 #include "norm/norm_forward_ring.cuh"
-#include "norm/norm_launch.cuh"
+#include "norm/norm_forward_shapes.cuh"
 #include "norm/norm_plain_forward.cuh"
 
 namespace norm_cuda {
@@ -141,16 +140,6 @@ cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
       p, clusters, Rows::SHARED, stream, launched);
 }
 
-// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, how many places they have to take, and the
-// widest row it is for.
-template <int TEAM_, int K_, int BLOCKS_, int TAKEN_, int WIDEST_ = INT32_MAX>
-struct RingShape {
-  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, TAKEN = TAKEN_, WIDEST = WIDEST_;
-};
-
-// The rows of layer_norm in float that are for these, if they are not ODD: the widest that fill their threads.
-constexpr int KEPT = 131072;
-
 // layer_norm by clusters that stay, where their blocks would be full (of ODD rows, nearly) and not many multiprocessors empty. Half
 // types, if not ODD: never.
 template <typename T, bool ODD>
@@ -174,58 +163,6 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched) {
     if (p.cols > 36864) one(RingShape<320, 5, 1, 28>{}), one(RingShape<320, 7, 1, 28, 69632>{});
   }
   return error;
-}
-
-// Of rows wider than the others take, ROWS a cluster.
-template <bool HALF, int ROWS>
-using WidestShape = std::conditional_t<HALF, ClusterShape<256, 64, ROWS, 2>, ClusterShape<512, 32, ROWS, 1>>;
-
-// For weights that are not there, or in float beside half types.
-template <bool HALF, bool CENTERED, Fused FUSED>
-using UsualShape = ClusterShape<256, 32, (HALF && CENTERED && FUSED == ALONE ? 4 : 2), 2>;
-
-// Shapes of clusters for rows wider than a block, in turn, by the sweeps (docs/performance.md). DROPS: whether ADDED has dropout.
-template <bool HALF, bool CENTERED, Fused FUSED, bool ODD, bool DROPS>
-constexpr auto wide_shapes() {
-  if constexpr (HALF && FUSED == ADDED && ODD) {
-    return Shapes<ClusterShape<128, 24, 2, 6, 12288>, ClusterShape<128, 32, 2, 5>, ClusterShape<256, 24, 2, 3>,
-                  ClusterShape<512, 16, 2, 2>>{};
-  } else if constexpr (HALF && FUSED == ADDED && DROPS) {
-    using Wider = std::conditional_t<CENTERED, ClusterShape<128, 64, 1, 5>, ClusterShape<256, 32, 1, 5>>;
-    return Shapes<ClusterShape<128, 40, 1, 6, 20480>, Wider>{};
-  } else if constexpr (HALF && FUSED == ADDED) {
-    return Shapes<ClusterShape<256, 24, 1, 5>, ClusterShape<256, 32, 1, 4>>{};
-  } else if constexpr (HALF && FUSED == DROPPED) {
-    return Shapes<ClusterShape<128, 40, 2, 6, (ODD ? 10240 : 20480)>, ClusterShape<256, 32, 4, 3>>{};
-  } else if constexpr (HALF && CENTERED && ODD) {
-    return Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 24, 4, 4>, ClusterShape<256, 32, 4, 3>>{};
-  } else if constexpr (HALF && CENTERED) {
-    return Shapes<ExactShape<128, 40, 2, 7>, ExactShape<128, 48, 2, 6>, ExactShape<128, 56, 2, 5>,
-                  ExactShape<128, 64, 2, 5>, ClusterShape<128, 40, 2, 7>, ClusterShape<256, 40, 2, 4>>{};
-  } else if constexpr (HALF && ODD) {
-    return Shapes<ClusterShape<128, 48, 2, 6>, ClusterShape<128, 56, 2, 6>, ClusterShape<128, 64, 2, 5>>{};
-  } else if constexpr (HALF) {
-    return Shapes<ClusterShape<256, 32, 1, 7>>{};
-  } else if constexpr (FUSED == ADDED && ODD) {
-    using Wider = std::conditional_t<CENTERED, ClusterShape<256, 24, 2, 2>, ClusterShape<512, 16, 1, 2>>;
-    return Shapes<ClusterShape<128, 20, 2, 5, 12288>, ClusterShape<256, 16, 1, 4>, Wider,
-                  ClusterShape<512, 16, 1, 2>>{};
-  } else if constexpr (FUSED == ADDED) {
-    using Wider = std::conditional_t<DROPS, ClusterShape<256, 32, 1, 3>, ClusterShape<512, 16, 1, 2>>;
-    return Shapes<ClusterShape<256, 20, 1, 4>, ClusterShape<256, 24, 1, 3>, Wider>{};
-  } else if constexpr (FUSED == DROPPED) {
-    return Shapes<ClusterShape<128, 32, 2, 5>, ClusterShape<256, 24, 2, 3>, ClusterShape<256, 32, 2, 2>>{};
-  } else if constexpr (CENTERED && ODD) {
-    return Shapes<ClusterShape<128, 16, 4, 4, 32768, false>, ClusterShape<256, 16, 2, 4>, ClusterShape<256, 20, 2, 3>,
-                  ClusterShape<512, 16, 2, 2>>{};
-  } else if constexpr (CENTERED) {
-    return Shapes<ExactShape<256, 20, 2, 4>, ExactShape<256, 24, 2, 3>, ExactShape<256, 16, 2, 4>,
-                  ClusterShape<256, 28, 2, 3>, ExactShape<512, 16, 2, 2>, ClusterShape<512, 16, 2, 2>>{};
-  } else if constexpr (ODD) {
-    return Shapes<ClusterShape<128, 32, 2, 4, 65536, false>, ClusterShape<256, 32, 2, 2, 131072, false>>{};
-  } else {
-    return Shapes<ClusterShape<256, 32, 1, 4>>{};
-  }
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename... S>
@@ -261,72 +198,54 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   return error;
 }
 
+// By the first of the shapes that takes rows of this width. MAY_BE_EXACT: by the kernel for rows as wide as the shape, if they are.
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool MAY_BE_EXACT, typename... S>
+cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...> shapes) {
+  constexpr int N = VECTOR<T>;
+  const cudaError_t error = with_shape<N>(p.cols, shapes, [&](auto shape) {
+    using Each = decltype(shape);
+    constexpr int TEAM = Each::TEAM, ELEMENTS = Each::ELEMENTS, K = ELEMENTS / N;
+    if constexpr (ODD) {
+      return launch_odd<T, CENTERED, FUSED, TEAM, ELEMENTS>(p, stream, launched);
+    } else {
+      // The shapes that do not spill for it, and gain by it.
+      constexpr bool GAINS = K == 1 || (K <= 4 && N == 4) || (K == 4 && CENTERED);
+      if constexpr (MAY_BE_EXACT && !TWICE<T, CENTERED, FUSED> && GAINS) {
+        if (p.cols == TEAM * ELEMENTS) {
+          return launch_aligned<T, CENTERED, FUSED, TEAM, ELEMENTS, true>(p, stream, launched);
+        }
+      }
+      return launch_aligned<T, CENTERED, FUSED, TEAM, ELEMENTS, false>(p, stream, launched);
+    }
+  });
+  return error == cudaErrorNotSupported ? cudaSuccess : error;
+}
+
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>;
-  using Halves =
-      Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
-             Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<64, 40>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40>,
-             Shape<128, 48>, Shape<224, 32>, Shape<256, 32>, Shape<256, 40>, Shape<256, 48>, Shape<512, 32>>;
-  using Floats = Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 20>, Shape<64, 12>, Shape<64, 16>,
-                        Shape<64, 20>, Shape<128, 12>, Shape<128, 16>, Shape<160, 16>, Shape<256, 12>, Shape<256, 16>,
-                        Shape<512, 12>, Shape<512, 16>>;
-  using Alone = std::conditional_t<N == 4, Floats, Halves>;
-  using AddedFloats = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<128, 8>, Shape<128, 12>, Shape<128, 16>,
-                             Shape<128, 24>, Shape<256, 16>, Shape<256, 32>>;
-  using FusedOthers = Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
-                             Shape<256, 32>, Shape<512, 32>>;
-  using Others = std::conditional_t<FUSED == ADDED && N == 4, AddedFloats, FusedOthers>;
-  // ODD: threads for all edges, and registers for two rows of layer_norm.
-  constexpr int E = N == 8 && FUSED != ADDED ? 32 : 16;
-  using Odd =
-      Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>, Shape<256, E>>;
-  using Known = std::conditional_t<ODD, Odd, std::conditional_t<FUSED == ALONE, Alone, Others>>;
-  // Few rows: more threads for each, so that they are spread over the chip.
-  using Few = Shapes<Shape<32, 2 * N>, Shape<64, 2 * N>, Shape<128, 2 * N>, Shape<256, 2 * N>, Shape<512, 2 * N>,
-                     Shape<512, 4 * N>>;
-  const auto launch = [&](auto shape) {
-    using S = decltype(shape);
-    if constexpr (ODD) {
-      return launch_odd<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS>(p, stream, launched);
-    } else {
-      // The shapes that do not spill for it, and gain by it.
-      constexpr int K = S::ELEMENTS / N;
-      if constexpr (!TWICE<T, CENTERED, FUSED> && (K == 1 || (K <= 4 && N == 4) || (K == 4 && CENTERED))) {
-        if (p.cols == S::TEAM * S::ELEMENTS) {
-          return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, true>(p, stream, launched);
-        }
-      }
-      return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false>(p, stream, launched);
-    }
-  };
-  cudaError_t error = cudaErrorNotSupported;
+  constexpr bool HALF = N == 8;
+  cudaError_t error = cudaSuccess;
   if constexpr (!ODD) {
     if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) {
-      error = with_shape<N>(p.cols, Few{}, [&](auto shape) {
-        using S = decltype(shape);
-        return launch_aligned<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false>(p, stream, launched);
-      });
+      error = launch_block<T, CENTERED, FUSED, ODD, false>(p, stream, launched, FewShapes<N>{});
     }
   }
-  if constexpr (CENTERED && FUSED == ALONE && N == 8 && !ODD) {
+  if constexpr (HALF && CENTERED && FUSED == ALONE && !ODD) {
     // The widest rows of a block are faster by two smaller ones, where the chip runs those.
-    if (error == cudaErrorNotSupported && p.cols == 16384 && p.weight.is_plain() && p.bias.is_plain()) {
+    if (error == cudaSuccess && p.cols == 16384 && p.weight.is_plain() && p.bias.is_plain()) {
       error = launch_cluster<T, CENTERED, FUSED, ODD, true, ExactShape<128, 64, 2, 5>>(p, stream, launched);
-      if (error != cudaSuccess || launched) return error;
-      error = cudaErrorNotSupported;
     }
   }
-  if (error == cudaErrorNotSupported) error = with_shape<N>(p.cols, Known{}, launch);
-  if (error == cudaErrorNotSupported) {
-    error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
-    // Chips without clusters: layer_norm's odd rows would need too many registers, other shapes are among those above.
-    if constexpr (ODD ? !CENTERED : N == 4 && FUSED != DROPPED) {
-      using Widest = Shapes<Shape<512, ODD ? 16 : 24>, Shape<512, 32>>;
-      if (error == cudaSuccess && !launched) {
-        error = with_shape<N>(p.cols, Widest{}, launch);
-        if (error == cudaErrorNotSupported) error = cudaSuccess;
-      }
+  if (error == cudaSuccess && !launched) {
+    error = launch_block<T, CENTERED, FUSED, ODD, true>(p, stream, launched, block_shapes<HALF, FUSED, ODD>());
+  }
+  if (error == cudaSuccess && !launched) error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
+  // Chips without clusters: layer_norm's odd rows would need too many registers, other shapes are among those above.
+  if constexpr (ODD ? !CENTERED : !HALF && FUSED != DROPPED) {
+    using Widest = Shapes<Shape<512, (ODD ? 16 : 24)>, Shape<512, 32>>;
+    if (error == cudaSuccess && !launched) {
+      error = launch_block<T, CENTERED, FUSED, ODD, true>(p, stream, launched, Widest{});
     }
   }
   return error;

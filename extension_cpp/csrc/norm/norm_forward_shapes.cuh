@@ -1,0 +1,105 @@
+// Which rows the forward kernels of layer_norm and rms_norm take, by threads and elements a thread: the numbers of the sweeps
+// (docs/performance.md) for an H200.
+#ifndef EXTENSION_CPP_NORM_FORWARD_SHAPES_CUH
+#define EXTENSION_CPP_NORM_FORWARD_SHAPES_CUH
+
+#include "norm/norm_forward_cluster.cuh"
+#include "norm/norm_launch.cuh"
+
+namespace norm_cuda {
+
+// Shapes of the teams of a block, in turn.
+template <bool HALF, Fused FUSED, bool ODD>
+constexpr auto block_shapes() {
+  if constexpr (ODD) {  // threads for all edges, and registers for two rows of layer_norm
+    constexpr int E = HALF && FUSED != ADDED ? 32 : 16;
+    return Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>,
+                  Shape<256, E>>{};
+  } else if constexpr (FUSED == ALONE && HALF) {
+    return Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
+                  Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<64, 40>, Shape<128, 24>, Shape<128, 32>,
+                  Shape<128, 40>, Shape<128, 48>, Shape<224, 32>, Shape<256, 32>, Shape<256, 40>, Shape<256, 48>,
+                  Shape<512, 32>>{};
+  } else if constexpr (FUSED == ALONE) {
+    return Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 20>, Shape<64, 12>, Shape<64, 16>, Shape<64, 20>,
+                  Shape<128, 12>, Shape<128, 16>, Shape<160, 16>, Shape<256, 12>, Shape<256, 16>, Shape<512, 12>,
+                  Shape<512, 16>>{};
+  } else if constexpr (FUSED == ADDED && !HALF) {
+    return Shapes<Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<128, 8>, Shape<128, 12>, Shape<128, 16>,
+                  Shape<128, 24>, Shape<256, 16>, Shape<256, 32>>{};
+  } else {
+    return Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
+                  Shape<256, 32>, Shape<512, 32>>{};
+  }
+}
+
+// Of few rows: more threads for each, so that they are spread over the chip.
+template <int N>
+using FewShapes = Shapes<Shape<32, 2 * N>, Shape<64, 2 * N>, Shape<128, 2 * N>, Shape<256, 2 * N>, Shape<512, 2 * N>,
+                         Shape<512, 4 * N>>;
+
+// Of rows wider than the others take, ROWS a cluster.
+template <bool HALF, int ROWS>
+using WidestShape = std::conditional_t<HALF, ClusterShape<256, 64, ROWS, 2>, ClusterShape<512, 32, ROWS, 1>>;
+
+// For weights that are not there, or in float beside half types.
+template <bool HALF, bool CENTERED, Fused FUSED>
+using UsualShape = ClusterShape<256, 32, (HALF && CENTERED && FUSED == ALONE ? 4 : 2), 2>;
+
+// Shapes of clusters for rows wider than a block, in turn. DROPS: whether ADDED has dropout.
+template <bool HALF, bool CENTERED, Fused FUSED, bool ODD, bool DROPS>
+constexpr auto wide_shapes() {
+  if constexpr (HALF && FUSED == ADDED && ODD) {
+    return Shapes<ClusterShape<128, 24, 2, 6, 12288>, ClusterShape<128, 32, 2, 5>, ClusterShape<256, 24, 2, 3>,
+                  ClusterShape<512, 16, 2, 2>>{};
+  } else if constexpr (HALF && FUSED == ADDED && DROPS) {
+    using Wider = std::conditional_t<CENTERED, ClusterShape<128, 64, 1, 5>, ClusterShape<256, 32, 1, 5>>;
+    return Shapes<ClusterShape<128, 40, 1, 6, 20480>, Wider>{};
+  } else if constexpr (HALF && FUSED == ADDED) {
+    return Shapes<ClusterShape<256, 24, 1, 5>, ClusterShape<256, 32, 1, 4>>{};
+  } else if constexpr (HALF && FUSED == DROPPED) {
+    return Shapes<ClusterShape<128, 40, 2, 6, (ODD ? 10240 : 20480)>, ClusterShape<256, 32, 4, 3>>{};
+  } else if constexpr (HALF && CENTERED && ODD) {
+    return Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 24, 4, 4>, ClusterShape<256, 32, 4, 3>>{};
+  } else if constexpr (HALF && CENTERED) {
+    return Shapes<ExactShape<128, 40, 2, 7>, ExactShape<128, 48, 2, 6>, ExactShape<128, 56, 2, 5>,
+                  ExactShape<128, 64, 2, 5>, ClusterShape<128, 40, 2, 7>, ClusterShape<256, 40, 2, 4>>{};
+  } else if constexpr (HALF && ODD) {
+    return Shapes<ClusterShape<128, 48, 2, 6>, ClusterShape<128, 56, 2, 6>, ClusterShape<128, 64, 2, 5>>{};
+  } else if constexpr (HALF) {
+    return Shapes<ClusterShape<256, 32, 1, 7>>{};
+  } else if constexpr (FUSED == ADDED && ODD) {
+    using Wider = std::conditional_t<CENTERED, ClusterShape<256, 24, 2, 2>, ClusterShape<512, 16, 1, 2>>;
+    return Shapes<ClusterShape<128, 20, 2, 5, 12288>, ClusterShape<256, 16, 1, 4>, Wider,
+                  ClusterShape<512, 16, 1, 2>>{};
+  } else if constexpr (FUSED == ADDED) {
+    using Wider = std::conditional_t<DROPS, ClusterShape<256, 32, 1, 3>, ClusterShape<512, 16, 1, 2>>;
+    return Shapes<ClusterShape<256, 20, 1, 4>, ClusterShape<256, 24, 1, 3>, Wider>{};
+  } else if constexpr (FUSED == DROPPED) {
+    return Shapes<ClusterShape<128, 32, 2, 5>, ClusterShape<256, 24, 2, 3>, ClusterShape<256, 32, 2, 2>>{};
+  } else if constexpr (CENTERED && ODD) {
+    return Shapes<ClusterShape<128, 16, 4, 4, 32768, false>, ClusterShape<256, 16, 2, 4>, ClusterShape<256, 20, 2, 3>,
+                  ClusterShape<512, 16, 2, 2>>{};
+  } else if constexpr (CENTERED) {
+    return Shapes<ExactShape<256, 20, 2, 4>, ExactShape<256, 24, 2, 3>, ExactShape<256, 16, 2, 4>,
+                  ClusterShape<256, 28, 2, 3>, ExactShape<512, 16, 2, 2>, ClusterShape<512, 16, 2, 2>>{};
+  } else if constexpr (ODD) {
+    return Shapes<ClusterShape<128, 32, 2, 4, 65536, false>, ClusterShape<256, 32, 2, 2, 131072, false>>{};
+  } else {
+    return Shapes<ClusterShape<256, 32, 1, 4>>{};
+  }
+}
+
+// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, how many places they have to take, and the
+// widest row it is for.
+template <int TEAM_, int K_, int BLOCKS_, int TAKEN_, int WIDEST_ = INT32_MAX>
+struct RingShape {
+  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, TAKEN = TAKEN_, WIDEST = WIDEST_;
+};
+
+// The rows of layer_norm in float that are for these, if they are not ODD: the widest that fill their threads.
+constexpr int KEPT = 131072;
+
+}  // namespace norm_cuda
+
+#endif
