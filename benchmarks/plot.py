@@ -224,7 +224,7 @@ def name_above(axes: Axes, names: dict[float, list[str]]) -> None:
             (place, 1.06),
             axes.get_xaxis_transform(),
             axes.transAxes,
-            {"arrowstyle": "-", "linewidth": 0.5},
+            {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0), "shrinkB": 0},
             rotation=60,
             rotation_mode="anchor",
             va="center",
