@@ -233,7 +233,8 @@ struct ClusterRows {
 };
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
-__global__ void __launch_bounds__(S::TEAM, S::BLOCKS) cluster_forward_kernel(const __grid_constant__ Forward<T> p) {
+__global__ void __launch_bounds__(S::TEAM, resident(S::TEAM, S::BLOCKS))
+    cluster_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
   extern __shared__ __align__(128) uint4 shared[];

@@ -35,7 +35,9 @@ constexpr bool TWICE = CENTERED && (sizeof(T) == 4 || FUSED != ALONE);
 
 // EXACT: the row is as wide as the shape, and all threads have all vectors.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
-__global__ void __launch_bounds__(THREADS<TEAM>, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / THREADS<TEAM>)
+__global__ void __launch_bounds__(THREADS<TEAM>,
+                                  resident(THREADS<TEAM>,
+                                           RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / THREADS<TEAM>))
     forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int TEAMS = THREADS<TEAM> / TEAM, N = VECTOR<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
@@ -204,11 +206,12 @@ cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, bool &launche
   constexpr int N = VECTOR<T>;
   const cudaError_t error = with_shape<N>(p.cols, shapes, [&](auto shape) {
     using Each = decltype(shape);
-    constexpr int TEAM = Each::TEAM, ELEMENTS = Each::ELEMENTS, K = ELEMENTS / N;
+    constexpr int TEAM = Each::TEAM, ELEMENTS = Each::ELEMENTS;
     if constexpr (ODD) {
       return launch_odd<T, CENTERED, FUSED, TEAM, ELEMENTS>(p, stream, launched);
     } else {
       // The shapes that do not spill for it, and gain by it.
+      constexpr int K = ELEMENTS / N;
       constexpr bool GAINS = K == 1 || (K <= 4 && N == 4) || (K == 4 && CENTERED);
       if constexpr (MAY_BE_EXACT && !TWICE<T, CENTERED, FUSED> && GAINS) {
         if (p.cols == TEAM * ELEMENTS) {

@@ -26,6 +26,18 @@ namespace norm_cuda {
 
 template <int TEAM>
 constexpr int THREADS = TEAM >= 192 ? TEAM : (255 / TEAM + 1) * TEAM;
+// Threads that a multiprocessor of the chip compiled for holds at most.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int MOST_RESIDENT = 1024;
+#elif defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
+constexpr int MOST_RESIDENT = 1536;
+#else
+constexpr int MOST_RESIDENT = 2048;
+#endif
+// Of `blocks`, those that it has room for.
+constexpr int resident(int threads, int blocks) {
+  return blocks * threads > MOST_RESIDENT ? MOST_RESIDENT / threads : blocks;
+}
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);  // elements
 constexpr int MAX_CLUSTER = 16;
