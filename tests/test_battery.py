@@ -68,7 +68,7 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     between_lines = (24584, 49160, 50260, 65544)
     uneven = (18432, 60000, 100000, 118000, 122880)  # threads of a cluster have one vector more than others
     odd = (33, 129, 257, 385, 513, 641, 769, 1025, 1281, 1537, 2049, 2561, 3073, 3585, 4097, 5121, 6145, 8191)
-    wide_odd = (8193, 10249, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
+    wide_odd = (8193, 10249, 14001, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
     last_block_empty = (30725, 61449)  # of a cluster: float layer_norm, a half type's with a residual
     for width in (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty):
         # More bytes than few rows have, or several rows a cluster, also of the widest, of which fewer run at once.

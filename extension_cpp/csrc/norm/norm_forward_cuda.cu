@@ -142,28 +142,20 @@ cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
       p, clusters, Rows::SHARED, stream, launched);
 }
 
-// layer_norm by clusters that stay, where their blocks would be full (of ODD rows, nearly) and not many multiprocessors empty. Half
-// types, if not ODD: never.
-template <typename T, bool ODD>
-cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched) {
+// layer_norm by the first shape of clusters that stay whose blocks are full (of ODD rows, nearly) and leave few places empty.
+template <typename T, bool ODD, typename... S>
+cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...>) {
   constexpr int N = VECTOR<T>;
   cudaError_t error = cudaSuccess;
   const auto one = [&](auto shape) {
-    using S = decltype(shape);
-    constexpr int BLOCKS = S::BLOCKS, FULL = ODD ? S::K - 1 : S::K, RING = ((ODD ? 100 : 130) << 10) / BLOCKS;
-    constexpr auto kernel = ring_forward_kernel<T, S::TEAM, S::K, ODD, FULL, BLOCKS>;
-    if (error != cudaSuccess || launched || p.cols > S::WIDEST) return;
+    using Each = decltype(shape);
+    constexpr int TEAM = Each::TEAM, K = Each::K, BLOCKS = Each::BLOCKS, FULL = ODD ? K - 1 : K;
     // Those of an odd row's ends have places of their own.
-    if (places_taken(p.cols / N * N, S::TEAM * S::K * N, BLOCKS) < S::TAKEN) return;
-    error = launch_ring<kernel, 1, S::TEAM, S::K, N, true, BLOCKS, ODD, FULL>(p, RING, 2, INT32_MAX, stream, launched);
+    if (places_taken(p.cols / N * N, TEAM * K * N, BLOCKS) < Each::TAKEN) return;
+    error = launch_ring<ring_forward_kernel<T, TEAM, K, ODD, FULL, BLOCKS>, 1, TEAM, K, N, true, BLOCKS, ODD, FULL>(
+        p, 0, Each::STAGES, INT32_MAX, stream, launched);
   };
-  if constexpr (!ODD) {
-    if (p.cols == KEPT) one(RingShape<512, 4, 1, 32>{});
-  } else if constexpr (N == 8) {
-    if (p.cols < 69632 || p.cols > 98312) one(RingShape<192, 5, 2, 28>{}), one(RingShape<192, 6, 2, 30, 69632>{});
-  } else {
-    if (p.cols > 36864) one(RingShape<320, 5, 1, 28>{}), one(RingShape<320, 7, 1, 28, 69632>{});
-  }
+  ((error == cudaSuccess && !launched ? one(S{}) : void()), ...);
   return error;
 }
 
@@ -189,7 +181,10 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     launch(std::false_type{}, Shapes<UsualShape<HALF, CENTERED, FUSED>, WidestShape<HALF, 1>>{});
     return error;
   }
-  if constexpr (LAYER_NORM && (!HALF || ODD)) error = launch_stays<T, ODD>(p, stream, launched);
+  if constexpr (LAYER_NORM) {
+    constexpr bool AS_ODD = ODD || HALF;
+    if (may_stay<HALF, ODD>(p.cols)) error = launch_stays<T, AS_ODD>(p, stream, launched, ring_shapes<HALF, AS_ODD>());
+  }
   if constexpr (FUSED == ADDED) {
     if (p.dropout.seed != nullptr) launch(std::true_type{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());
   }

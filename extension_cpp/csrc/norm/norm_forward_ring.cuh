@@ -1,6 +1,6 @@
-// layer_norm of wide rows, ODD ones and those of 131072 columns in float, where clusters that stay for many rows are faster than those
-// that end with theirs (norm_forward_cluster.cuh): its two weights take twice the time of rms_norm's to come for every row, and of ODD
-// rows have to be moved into place as well.
+// layer_norm of wide rows where clusters that stay for many rows are faster than those that end with theirs
+// (norm_forward_cluster.cuh): ODD ones, those that begin between two lines of memory, which go as ODD ones, and 131072 columns of float.
+// Its two weights take twice the time of rms_norm's to come for every row, and of ODD rows have to be moved into place as well.
 //
 // A cluster shares a row (norm_ring.cuh): every warp takes the moments of its part, and all warps join them.
 //
@@ -113,8 +113,8 @@ struct RingRows {
       if (!columns.has(k)) continue;
       float x[N], w[N], b[N];
       unpack<T, N>(x, part.bits[k]);
-      unpack<T, N>(w, weight[k]);
-      unpack<T, N>(b, bias[k]);
+      unpack<T, N>(w, anew(weight[k]));
+      unpack<T, N>(b, anew(bias[k]));
       normalize<true>(x, mean, rstd, w, b);
       store(y + columns.column(k), x);
     }

@@ -60,7 +60,7 @@ constexpr auto wide_shapes() {
   } else if constexpr (HALF && FUSED == DROPPED) {
     return Shapes<ClusterShape<128, 40, 2, 6, (ODD ? 10240 : 20480)>, ClusterShape<256, 32, 4, 3>>{};
   } else if constexpr (HALF && CENTERED && ODD) {
-    return Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 24, 4, 4>, ClusterShape<256, 32, 4, 3>>{};
+    return Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 24, 4, 4>>{};
   } else if constexpr (HALF && CENTERED) {
     return Shapes<ExactShape<128, 40, 2, 7>, ExactShape<128, 48, 2, 6>, ExactShape<128, 56, 2, 5>,
                   ExactShape<128, 64, 2, 5>, ClusterShape<128, 40, 2, 7>, ClusterShape<256, 40, 2, 4>>{};
@@ -90,15 +90,35 @@ constexpr auto wide_shapes() {
   }
 }
 
-// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, how many places they have to take, and the
-// widest row it is for.
-template <int TEAM_, int K_, int BLOCKS_, int TAKEN_, int WIDEST_ = INT32_MAX>
+// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, rows in a block's ring, and how many places
+// its clusters have to take.
+template <int TEAM_, int K_, int BLOCKS_, int STAGES_, int TAKEN_ = 0>
 struct RingShape {
-  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, TAKEN = TAKEN_, WIDEST = WIDEST_;
+  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, STAGES = STAGES_, TAKEN = TAKEN_;
 };
 
-// The rows of layer_norm in float that are for these, if they are not ODD: the widest that fill their threads.
+// Those for layer_norm, in turn.
+template <bool HALF, bool ODD>
+constexpr auto ring_shapes() {
+  if constexpr (HALF) {
+    return Shapes<RingShape<256, 8, 1, 3, 32>, RingShape<192, 6, 2, 3, 30>, RingShape<192, 7, 2, 3>,
+                  RingShape<192, 5, 2, 3, 28>>{};
+  } else if constexpr (ODD) {
+    return Shapes<RingShape<384, 7, 1, 3, 28>, RingShape<320, 5, 1, 4, 28>, RingShape<256, 8, 1, 4, 26>>{};
+  } else {
+    return Shapes<RingShape<512, 4, 1, 4>>{};
+  }
+}
+
+// The rows of layer_norm in float that are for clusters that stay, if they are not ODD: the widest that fill their threads.
 constexpr int KEPT = 131072;
+
+// Whether layer_norm's rows, wider than a block, are for them. Half types that begin between two lines of memory then go as ODD ones.
+template <bool HALF, bool ODD>
+constexpr bool may_stay(int cols) {
+  if (ODD) return HALF || cols > 16640;
+  return HALF ? cols > 40960 && cols % 64 > 0 : cols == KEPT;
+}
 
 }  // namespace norm_cuda
 

@@ -266,6 +266,13 @@ __device__ inline void load_packed(Vector<T, N> (&w)[K], const Weights &weights,
   }
 }
 
+// The same vector, unknown to the compiler each time: what a loop over rows unpacks from it is then not unpacked once before the loop, to
+// be kept in twice as many registers.
+__device__ inline uint4 anew(uint4 v) {
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+  return v;
+}
+
 // Elements SHIFT to SHIFT + N - 1 of two neighbouring vectors.
 template <typename T, int SHIFT>
 __device__ inline uint4 elements_from(const uint4 &a, const uint4 &b) {
