@@ -8,7 +8,7 @@ typedef struct {
 
 ALWAYS_INLINE void NAME(dropped_block)(const NAME(dropout_range_t) * range, int64_t i, int n, int stream) {
   ACC x[BLOCK];
-  LOAD(x, range->x + i, n);
+  READ(x, range->x + i, n);
   NAME(dropout_block)(x, range->dropout, i);
   STORE(range->y + i, x, n, stream);
 }

@@ -35,7 +35,7 @@ ALWAYS_INLINE ACC NAME(mish_second_derivative)(ACC x) {
 
 ALWAYS_INLINE void NAME(mish_forward_block)(const mish_forward_args *args, int64_t i, int n, int stream) {
   ACC x[BLOCK];
-  LOAD(x, (const T *)args->x + i, n);
+  READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = NAME(mish_value)(x[k]);
   STORE((T *)args->y + i, x, n, stream);
 }
@@ -47,8 +47,8 @@ static void NAME(mish_forward)(const mish_forward_args *args, int64_t begin, int
 
 ALWAYS_INLINE void NAME(mish_backward_block)(const mish_backward_args *args, int64_t i, int n, int stream) {
   ACC grad_out[BLOCK], x[BLOCK];
-  LOAD(grad_out, (const T *)args->grad_out + i, n);
-  LOAD(x, (const T *)args->x + i, n);
+  READ(grad_out, (const T *)args->grad_out + i, n);
+  READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = grad_out[k] * NAME(mish_derivative)(x[k]);
   STORE((T *)args->grad_x + i, x, n, stream);
 }
@@ -61,9 +61,9 @@ static void NAME(mish_backward)(const mish_backward_args *args, int64_t begin, i
 ALWAYS_INLINE void NAME(mish_double_backward_block)(const mish_double_backward_args *args, int64_t i, int n,
                                                     int stream) {
   ACC grad_grad_x[BLOCK], grad_out[BLOCK], x[BLOCK];
-  LOAD(grad_grad_x, (const T *)args->grad_grad_x + i, n);
-  LOAD(grad_out, (const T *)args->grad_out + i, n);
-  LOAD(x, (const T *)args->x + i, n);
+  READ(grad_grad_x, (const T *)args->grad_grad_x + i, n);
+  READ(grad_out, (const T *)args->grad_out + i, n);
+  READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = grad_grad_x[k] * grad_out[k] * NAME(mish_second_derivative)(x[k]);
   STORE((T *)args->grad_x + i, x, n, stream);
 }

@@ -3,8 +3,8 @@
 ALWAYS_INLINE void NAME(muladd_forward_block)(const muladd_forward_args *args, int64_t i, int n, int stream) {
   const ACC c = (ACC)args->c;
   ACC a[BLOCK], b[BLOCK], out[BLOCK];
-  LOAD(a, (const T *)args->a + i, n);
-  LOAD(b, (const T *)args->b + i, n);
+  READ(a, (const T *)args->a + i, n);
+  READ(b, (const T *)args->b + i, n);
   for (int k = 0; k < BLOCK; ++k) out[k] = FMA(a[k], b[k], c);
   STORE((T *)args->out + i, out, n, stream);
 }
@@ -16,9 +16,9 @@ static void NAME(muladd_forward)(const muladd_forward_args *args, int64_t begin,
 
 ALWAYS_INLINE void NAME(muladd_backward_block)(const muladd_backward_args *args, int64_t i, int n, int stream) {
   ACC grad_out[BLOCK], a[BLOCK], b[BLOCK];
-  LOAD(grad_out, (const T *)args->grad_out + i, n);
-  LOAD(a, (const T *)args->a + i, n);
-  LOAD(b, (const T *)args->b + i, n);
+  READ(grad_out, (const T *)args->grad_out + i, n);
+  READ(a, (const T *)args->a + i, n);
+  READ(b, (const T *)args->b + i, n);
   for (int k = 0; k < BLOCK; ++k) a[k] *= grad_out[k];
   for (int k = 0; k < BLOCK; ++k) b[k] *= grad_out[k];
   STORE((T *)args->grad_a + i, b, n, stream);

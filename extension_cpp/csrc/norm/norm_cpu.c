@@ -72,7 +72,7 @@ ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size, int 
 }
 
 /* Any address will do, one outside the tensor too. */
-ALWAYS_INLINE void prefetch(const void *p, int64_t bytes, ahead_t ahead) {
+ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
   const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead.bytes;
   for (int64_t byte = 0; byte < bytes; byte += 64) {
     if (ahead.wide) {

@@ -77,8 +77,8 @@ ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t 
                                     ACC *restrict grad_weight, ACC *restrict grad_bias, int64_t c, int n, wanted_t want,
                                     int stream) {
   ACC x[BLOCK], g[BLOCK];
-  prefetch(row->x + c, BLOCK * sizeof(T), row->x_ahead);
-  prefetch(row->grad_out + c, BLOCK * sizeof(T), row->grad_ahead);
+  prefetch_later(row->x + c, BLOCK * sizeof(T), row->x_ahead);
+  prefetch_later(row->grad_out + c, BLOCK * sizeof(T), row->grad_ahead);
   NAME(load_block)(x, row->x + c, n);
   NAME(load_block)(g, row->grad_out + c, n);
   if (fused && fused->drops_y) NAME(dropout_block)(g, row->dropout, row->first + c);
@@ -96,7 +96,7 @@ ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t 
     for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k], row->slope, row->level);
     for (int k = 0; k < BLOCK; ++k) g[k] = FMA(g[k] * row->rstd, weight[k], x[k]);
     if (fused && row->grad_sum) {
-      prefetch(row->grad_sum + c, BLOCK * sizeof(T), fused->grad_sum_ahead);
+      prefetch_later(row->grad_sum + c, BLOCK * sizeof(T), fused->grad_sum_ahead);
       NAME(load_block)(x, row->grad_sum + c, n);
       for (int k = 0; k < BLOCK; ++k) g[k] += x[k];
     }

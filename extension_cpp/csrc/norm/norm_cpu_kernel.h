@@ -170,7 +170,7 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
                                        wide_place_t place, ahead_t ahead, cpu_dropout_t *dropout, int64_t c, int n,
                                        int centered, int stream) {
   ACC v[BLOCK], weight[BLOCK], bias[BLOCK];
-  prefetch(x + c, BLOCK * sizeof(T), ahead);
+  prefetch_later(x + c, BLOCK * sizeof(T), ahead);
   NAME(load_block)(v, x + c, n);
   NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
   if (centered) {
@@ -227,8 +227,8 @@ ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahe
   const T *x = (const T *)args->x + r * args->x_stride + c;
   const T *residual = (const T *)args->residual + r * args->residual_stride + c;
   ACC v[BLOCK], add[BLOCK];
-  prefetch(x, BLOCK * sizeof(T), x_ahead);
-  prefetch(residual, BLOCK * sizeof(T), residual_ahead);
+  prefetch_later(x, BLOCK * sizeof(T), x_ahead);
+  prefetch_later(residual, BLOCK * sizeof(T), residual_ahead);
   NAME(load_block)(v, x, n);
   NAME(load_block)(add, residual, n);
   if (dropout) NAME(dropout_block)(v, dropout, r * args->cols + c);

@@ -2,7 +2,7 @@
 
 ALWAYS_INLINE void NAME(relu_forward_block)(const relu_forward_args *args, int64_t i, int n, int stream) {
   ACC x[BLOCK];
-  LOAD(x, (const T *)args->x + i, n);
+  READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = x[k] < 0 ? 0 : x[k];
   STORE((T *)args->y + i, x, n, stream);
 }
@@ -14,8 +14,8 @@ static void NAME(relu_forward)(const relu_forward_args *args, int64_t begin, int
 
 ALWAYS_INLINE void NAME(relu_backward_block)(const relu_backward_args *args, int64_t i, int n, int stream) {
   ACC grad_out[BLOCK], y[BLOCK];
-  LOAD(grad_out, (const T *)args->grad_out + i, n);
-  LOAD(y, (const T *)args->y + i, n);
+  READ(grad_out, (const T *)args->grad_out + i, n);
+  READ(y, (const T *)args->y + i, n);
   for (int k = 0; k < BLOCK; ++k) y[k] = y[k] <= 0 ? 0 : grad_out[k];
   STORE((T *)args->grad_x + i, y, n, stream);
 }

@@ -5,7 +5,7 @@ ALWAYS_INLINE void NAME(forward_block)(const scale_bias_relu_forward_args *args,
                                        int stream) {
   const ACC scale = (ACC)args->scale;
   ACC x[BLOCK], bias[BLOCK];
-  LOAD(x, (const T *)args->x + i, n);
+  READ(x, (const T *)args->x + i, n);
   LOAD(bias, (const T *)args->bias + c, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k], scale, bias[k]);
   for (int k = 0; k < BLOCK; ++k) x[k] = x[k] < 0 ? 0 : x[k];
@@ -47,8 +47,8 @@ ALWAYS_INLINE void NAME(backward_block)(const scale_bias_relu_backward_args *arg
                                         int64_t i, int64_t t, int n, int want_x, int want_bias, int stream) {
   const ACC scale = (ACC)args->scale;
   ACC x[BLOCK], g[BLOCK];
-  LOAD(x, (const T *)args->x + i, n);
-  LOAD(g, (const T *)args->grad_out + i, n);
+  READ(x, (const T *)args->x + i, n);
+  READ(g, (const T *)args->grad_out + i, n);
   for (int k = 0; k < BLOCK; ++k) g[k] = FMA(x[k], scale, tile->bias[t + k]) <= 0 ? 0 : g[k];
   if (want_bias) {
     for (int k = 0; k < BLOCK; ++k) tile->sums[t + k] += g[k];
