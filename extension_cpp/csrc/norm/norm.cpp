@@ -145,12 +145,6 @@ void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64
     args.sum = fused.sum->mutable_data_ptr();
   }
   (fused.residual ? args.dropout_x : args.dropout_y) = fused.dropout;
-  Optional tickets;
-#ifdef WITH_CUDA
-  const int64_t count = x.is_cuda() ? norm_tickets_cuda(&args) : 0;
-  if (count > 0) tickets.emplace(allocate({&count, 1}, DTYPE_FLOAT32, x));
-  if (tickets) args.tickets = tickets->mutable_data_ptr();
-#endif
   launch(op, KERNEL(norm_forward), args, x, problem.rows, row_grain(problem, x.element_size()));
 }
 

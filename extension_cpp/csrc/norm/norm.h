@@ -54,7 +54,6 @@ typedef struct {
   int64_t residual_stride;
   dropout_t dropout_x; /* only with residual */
   dropout_t dropout_y; /* only of layer_norm, without residual */
-  void *tickets;       /* CUDA: scratch, norm_tickets_cuda() uint32_t of it; NULL: none */
 } norm_forward_args;
 
 typedef struct {
@@ -129,7 +128,6 @@ void norm_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 
 /* ---- CUDA: on a cudaStream_t, the current device being that of the tensors; returns a cudaError_t ---- */
 
-int norm_tickets_cuda(const norm_forward_args *args);
 /* Looks at the alignment of args' pointers, which are set but for `partial`. */
 int64_t norm_partial_cuda(const norm_backward_args *args);
 int norm_forward_cuda(const norm_forward_args *args, void *stream);

@@ -9,7 +9,6 @@ namespace norm_cuda {
 
 template <typename T>
 struct Forward : Geometry {
-  uint32_t *tickets;  // norm_forward_ring.cuh; NULL: rows are dealt out in turn
   const T *x;
   Weights weight;
   Weights bias;
@@ -55,7 +54,6 @@ struct alignas(16) Moments {
   float mean;
   float squares;
   float count;
-  int told;  // norm_forward_ring.cuh
 };
 
 // Of numbers whose distances from some number add up to v.x and their squares to v.y. The difference may be a rounding error below 0,

@@ -142,17 +142,17 @@ cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
       p, clusters, Rows::SHARED, stream, launched);
 }
 
-// layer_norm by the first shape of clusters that stay whose blocks are full (of ODD rows, nearly) and leave few places empty.
-template <typename T, bool ODD, typename... S>
+// By the first shape of clusters that stay whose blocks are nearly full and leave few places empty.
+template <typename T, bool CENTERED, typename... S>
 cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...>) {
   constexpr int N = VECTOR<T>;
   cudaError_t error = cudaSuccess;
   const auto one = [&](auto shape) {
     using Each = decltype(shape);
-    constexpr int TEAM = Each::TEAM, K = Each::K, BLOCKS = Each::BLOCKS, FULL = ODD ? K - 1 : K;
+    constexpr int TEAM = Each::TEAM, K = Each::K, BLOCKS = Each::BLOCKS;
     // Those of an odd row's ends have places of their own.
     if (places_taken(p.cols / N * N, TEAM * K * N, BLOCKS) < Each::TAKEN) return;
-    error = launch_ring<ring_forward_kernel<T, TEAM, K, ODD, FULL, BLOCKS>, 1, TEAM, K, N, true, BLOCKS, ODD, FULL>(
+    error = launch_ring<ring_forward_kernel<T, CENTERED, TEAM, K, BLOCKS>, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(
         p, 0, Each::STAGES, INT32_MAX, stream, launched);
   };
   ((error == cudaSuccess && !launched ? one(S{}) : void()), ...);
@@ -181,9 +181,9 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     launch(std::false_type{}, Shapes<UsualShape<HALF, CENTERED, FUSED>, WidestShape<HALF, 1>>{});
     return error;
   }
-  if constexpr (LAYER_NORM) {
-    constexpr bool AS_ODD = ODD || HALF;
-    if (may_stay<HALF, ODD>(p.cols)) error = launch_stays<T, AS_ODD>(p, stream, launched, ring_shapes<HALF, AS_ODD>());
+  if constexpr (FUSED == ALONE && (LAYER_NORM || (HALF && ODD))) {
+    if (may_stay<HALF, CENTERED, ODD>(p.cols))
+      error = launch_stays<T, CENTERED>(p, stream, launched, ring_shapes<HALF>());
   }
   if constexpr (FUSED == ADDED) {
     if (p.dropout.seed != nullptr) launch(std::true_type{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());
@@ -264,11 +264,6 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
   p.residual_stride = args.residual_stride;
   p.sum = static_cast<T *>(args.sum);
   p.dropout = FUSED == ADDED ? args.dropout_x : args.dropout_y;
-  p.tickets = static_cast<uint32_t *>(args.tickets);
-  if (p.tickets != nullptr) {
-    const cudaError_t error = cudaMemsetAsync(p.tickets, 0, sizeof *p.tickets, stream);
-    if (error != cudaSuccess) return error;
-  }
   if (args.cols == 0 || !set_shape(p, args.rows, args.cols)) return plain_forward<T>(args, stream);
   const bool in_step = is_in_step<T>(p, args.x, args.x_stride) && is_in_step<T>(p, args.y, args.cols) &&
                        is_in_step<T>(p, args.residual, args.residual_stride) && is_in_step<T>(p, args.sum, args.cols) &&
@@ -283,15 +278,6 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
 }
 
 }  // namespace norm_cuda
-
-// Where clusters that stay may take rows of whole vectors, and there are many: asked for as they are needed they are faster, but the
-// number has to be set to 0 first.
-extern "C" int norm_tickets_cuda(const norm_forward_args *args) {
-  const bool alone = args->residual == nullptr && args->dropout_y.seed == nullptr;
-  const bool is_plain = args->weight != nullptr && args->bias != nullptr && args->weight_dtype == args->dtype;
-  return args->dtype == DTYPE_FLOAT32 && args->centered && alone && is_plain && args->cols == norm_cuda::KEPT &&
-         args->rows * args->cols * 4 >= 128 << 20;
-}
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   using namespace norm_cuda;

@@ -65,7 +65,7 @@ constexpr auto wide_shapes() {
     return Shapes<ExactShape<128, 40, 2, 7>, ExactShape<128, 48, 2, 6>, ExactShape<128, 56, 2, 5>,
                   ExactShape<128, 64, 2, 5>, ClusterShape<128, 40, 2, 7>, ClusterShape<256, 40, 2, 4>>{};
   } else if constexpr (HALF && ODD) {
-    return Shapes<ClusterShape<128, 48, 2, 6>, ClusterShape<128, 56, 2, 6>, ClusterShape<128, 64, 2, 5>>{};
+    return Shapes<ClusterShape<128, 48, 2, 6>>{};
   } else if constexpr (HALF) {
     return Shapes<ClusterShape<256, 32, 1, 7>>{};
   } else if constexpr (FUSED == ADDED && ODD) {
@@ -97,27 +97,24 @@ struct RingShape {
   static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, STAGES = STAGES_, TAKEN = TAKEN_;
 };
 
-// Those for layer_norm, in turn.
-template <bool HALF, bool ODD>
+// Those, in turn.
+template <bool HALF>
 constexpr auto ring_shapes() {
   if constexpr (HALF) {
-    return Shapes<RingShape<256, 8, 1, 3, 32>, RingShape<192, 6, 2, 3, 30>, RingShape<192, 7, 2, 3>,
+    return Shapes<RingShape<256, 8, 1, 3, 32>, RingShape<192, 6, 2, 3, 30>, RingShape<384, 7, 1, 3>,
                   RingShape<192, 5, 2, 3, 28>>{};
-  } else if constexpr (ODD) {
-    return Shapes<RingShape<384, 7, 1, 3, 28>, RingShape<320, 5, 1, 4, 28>, RingShape<256, 8, 1, 4, 26>>{};
   } else {
-    return Shapes<RingShape<512, 4, 1, 4>>{};
+    return Shapes<RingShape<320, 8, 1, 3, 32>, RingShape<512, 4, 1, 4, 30>, RingShape<320, 6, 1, 4, 28>>{};
   }
 }
 
-// The rows of layer_norm in float that are for clusters that stay, if they are not ODD: the widest that fill their threads.
-constexpr int KEPT = 131072;
-
-// Whether layer_norm's rows, wider than a block, are for them. Half types that begin between two lines of memory then go as ODD ones.
-template <bool HALF, bool ODD>
+// Whether rows wider than a block are for them. Those of whole vectors then go as ODD ones: in half types those that begin between two
+// lines of memory, in float the widest that fill their threads.
+template <bool HALF, bool CENTERED, bool ODD>
 constexpr bool may_stay(int cols) {
+  if (!CENTERED) return cols > 65536;
   if (ODD) return HALF || cols > 16640;
-  return HALF ? cols > 40960 && cols % 64 > 0 : cols == KEPT;
+  return HALF ? cols > 40960 && cols % 64 > 0 : cols == 131072;
 }
 
 }  // namespace norm_cuda
