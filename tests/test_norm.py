@@ -93,7 +93,7 @@ def test_sums_whose_squares_are_beyond_float(dtype: torch.dtype, cols: int, devi
 def test_a_row_does_not_depend_on_how_many_there_are(
     dtype: torch.dtype, gap: int, cols: int, name: str, device: str
 ) -> None:
-    """On a GPU large tensors have a policy for the L2, and which cluster takes which row depends on their number: no row differs."""
+    """On a GPU large tensors have a policy for the L2, and other clusters take a row: none differs."""
     parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # fewer bytes would be for other kernels
     step = max(1, size // (cols * dtype.itemsize) // 8) * 8  # parts begin at multiples of 16 bytes
     x, grad_out = (torch.randn(parts * step, cols + gap, device=device).to(dtype)[:, :cols] for _ in range(2))

@@ -5,7 +5,7 @@ ALWAYS_INLINE ACC NAME(derivative)(ACC x) { return 2 * x; }
 
 ALWAYS_INLINE void NAME(forward_block)(const forward_args *args, int64_t i, int n, int stream) {
   ACC x[BLOCK];
-  LOAD(x, (const T *)args->x + i, n);
+  READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = NAME(value)(x[k]);
   STORE((T *)args->y + i, x, n, stream);
 }
@@ -17,8 +17,8 @@ static void NAME(forward)(const forward_args *args, int64_t begin, int64_t end) 
 
 ALWAYS_INLINE void NAME(backward_block)(const backward_args *args, int64_t i, int n, int stream) {
   ACC grad_out[BLOCK], x[BLOCK];
-  LOAD(grad_out, (const T *)args->grad_out + i, n);
-  LOAD(x, (const T *)args->x + i, n);
+  READ(grad_out, (const T *)args->grad_out + i, n);
+  READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = grad_out[k] * NAME(derivative)(x[k]);
   STORE((T *)args->grad_x + i, x, n, stream);
 }
