@@ -189,14 +189,15 @@ ALWAYS_INLINE void store_float16(uint16_t *restrict p, const float *restrict v, 
   }
 }
 
-/* Asks for the lines of `bytes` bytes from p on. Any address will do, one outside the tensor too. */
-ALWAYS_INLINE void prefetch(const void *p, int64_t bytes) {
-  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const char *)p + byte, 0, 3);
+/* Asks for the lines of `bytes` bytes that lie `ahead` bytes behind p: any address will do, one outside the tensor too. */
+ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
+  const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead;
+  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
 }
 
 /* LOAD in a loop over all elements: also asks for what comes 2 KiB later. A processor that has much to do for each block does not look
  * far enough ahead itself (docs/performance.md). */
-#define READ(v, p, n) (prefetch((const char *)(p) + 2048, BLOCK * (int64_t)sizeof *(p)), LOAD(v, p, n))
+#define READ(v, p, n) (prefetch(p, 2048, BLOCK * (int64_t)sizeof *(p)), LOAD(v, p, n))
 
 /* Runs block(args, i, n, stream) over the elements of [begin, end), n = BLOCK but for the tail. With `stream`, `out` must be
  * where the block at `begin` is written; streaming needs it aligned to 64 bytes and is left out where it is not. */

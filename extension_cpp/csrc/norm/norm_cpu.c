@@ -71,16 +71,13 @@ ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size, int 
   return (ahead_t){bytes * (least > rows ? least : rows), cols * size >= 16384};
 }
 
-/* Any address will do, one outside the tensor too. */
 ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
-  const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead.bytes;
-  for (int64_t byte = 0; byte < bytes; byte += 64) {
-    if (ahead.wide) {
-      __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
-    } else {
-      __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
-    }
+  if (!ahead.wide) {
+    prefetch(p, ahead.bytes, bytes);
+    return;
   }
+  const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead.bytes;
+  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
 }
 
 /* Backward's result, where it is not streamed, is asked for in a row's first pass: the second, which writes it, would wait for

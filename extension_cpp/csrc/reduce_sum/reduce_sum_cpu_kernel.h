@@ -1,10 +1,8 @@
 /* Compiled once per element type by reduce_sum_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
-/* Loads a row of a block and asks for the one `ahead` bytes later; an address past the tensor's end does no harm
- * there. */
+/* Loads a row of a block and asks for the one `ahead` bytes later. */
 ALWAYS_INLINE void NAME(load_row)(ACC *restrict row, const T *restrict p, int64_t ahead) {
-  const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead;
-  for (size_t byte = 0; byte < BLOCK * sizeof(T); byte += 64) __builtin_prefetch((const void *)(later + byte), 0, 3);
+  prefetch(p, ahead, BLOCK * (int64_t)sizeof(T));
   LOAD(row, p, BLOCK);
 }
 
