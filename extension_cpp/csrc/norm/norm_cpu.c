@@ -71,6 +71,7 @@ ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size, int 
   return (ahead_t){bytes * (least > rows ? least : rows), cols * size >= 16384};
 }
 
+/* Of `bytes` bytes at p. */
 ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
   if (!ahead.wide) {
     prefetch(p, ahead.bytes, bytes);

@@ -108,8 +108,8 @@ constexpr auto ring_shapes() {
   }
 }
 
-// Whether rows wider than a block are for them. Those of whole vectors then go as ODD ones: in half types those that begin between two
-// lines of memory, in float the widest that fill their threads.
+// Whether rows wider than a block are for them: of rms_norm ODD ones in half types alone. layer_norm's rows of whole vectors then go as
+// ODD ones: in half types those that begin between two lines of memory, in float the widest that fill their threads.
 template <bool HALF, bool CENTERED, bool ODD>
 constexpr bool may_stay(int cols) {
   if (!CENTERED) return cols > 65536;
