@@ -1,9 +1,11 @@
-// The gradients of layer_norm and rms_norm on the GPU: norm_backward_rows.cuh, and then a second kernel that adds the partial rows of
-// the weight gradients in order; of few rows, norm_backward_few.cuh alone. Nothing is atomic.
+// The gradients of layer_norm and rms_norm on the GPU: norm_backward_rows.cuh, or of smaller tensors norm_backward_direct.cuh, and then a
+// second kernel that adds the partial rows of the weight gradients in order; of few rows, and for grad_x alone,
+// norm_backward_few.cuh. Nothing is atomic.
 #include <algorithm>
 #include <array>
 #include <numeric>
 
+#include "norm/norm_backward_direct.cuh"
 #include "norm/norm_backward_few.cuh"
 #include "norm/norm_backward_rows.cuh"
 #include "norm/norm_launch.cuh"
@@ -134,9 +136,8 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   using OddFloats =
       Shapes<Shape<16, 8>, Shape<16, 16>, Shape<16, 24>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
              Shape<64, 32>, Shape<128, 24>, Shape<256, 16, 3840>, Shape<128, 32>, Shape<384, 16>>;
-  using Floats =
-      Shapes<Shape<8, 8>, Shape<16, 16>, Shape<32, 16, 384>, Shape<16, 32>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
-             Shape<64, 32>, Shape<96, 24>, Shape<128, 24>, Shape<128, 32>, Shape<256, 24>, Shape<256, WIDEST>>;
+  using Floats = Shapes<Shape<8, 8>, Shape<16, 16>, Shape<32, 16, 384>, Shape<16, 32>, Shape<32, 32>, Shape<64, 32>,
+                        Shape<128, 32>, Shape<256, WIDEST>>;  // most others go directly
   using FusedHalves = std::conditional_t<
       ODD, Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>,
       Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<64, 40>,
@@ -193,14 +194,25 @@ template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   Backward<T> p = fast_parameters<T>(args);
   if (are_plain<T>(p, args)) return plain_backward<T>(args, stream);
-  if (takes_few<T>(args)) {
-    return few_backward<T, CENTERED, FUSED>({p, args.grad_weight, args.grad_bias, 0}, stream);
-  }
   cudaError_t error = set_policy<T>(p, 2 + (p.grad_sum != nullptr), p.cols * sizeof(T) > WIDE ? NORMAL : OUTLASTS);
   if (error != cudaSuccess) return error;
+  const FewBackward<T> few{p, args.grad_weight, args.grad_bias, 0};
+  if (takes_few<T>(args)) return few_backward<T, CENTERED, FUSED>(few, stream);
   bool launched = false;
-  error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
-                                     : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
+  if constexpr (FUSED == ALONE) {
+    if (args.cols % VECTOR<T> == 0) {
+      if (!p.wants_weight && !p.wants_bias) {
+        error = rows_backward<T, CENTERED>(few, stream);
+        if (error != cudaErrorNotSupported) return error;
+      }
+      launched = p.weight.is_plain() && takes_direct<T, CENTERED>(args.rows, args.cols);
+      if (launched) error = direct_backward<T, CENTERED>(p, stream);
+    }
+  }
+  if (!launched) {
+    error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
+                                       : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
+  }
   if (error != cudaSuccess) return error;
   if (!launched) return plain_backward<T>(args, stream);
   return sum_partial<float>(args, p.chunks, stream);

@@ -6,7 +6,8 @@
 // time, of which each thread asks for U before it adds the first. The threads' sums are added within the warps and then, in
 // shared memory, over them, in an order that the shape alone fixes. Column blocks come first, for they take longest.
 //
-// What that saves is the second kernel that adds up the sums of many rows.
+// What that saves is the second kernel that adds up the sums of many rows. Row blocks alone serve any number of rows whose grad_x is
+// all that is wanted.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_FEW_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_FEW_CUH
 
@@ -18,7 +19,7 @@ namespace norm_cuda {
 // Threads a block; in row blocks, threads a row and elements a thread; in column blocks, vectors, and rows a thread asks for at
 // once; and the threads of a multiprocessor, which limit the registers: with too few of them for U rows the compiler asks for one
 // after another.
-template <int BLOCK_, int TEAM_, int ELEMENTS_, int X_, int U_, int RESIDENT_ = 1024>
+template <int BLOCK_, int TEAM_, int ELEMENTS_, int X_ = 4, int U_ = 2, int RESIDENT_ = 1024>
 struct FewShape {
   static constexpr int BLOCK = BLOCK_, TEAM = TEAM_, ELEMENTS = ELEMENTS_, X = X_, U = U_, RESIDENT = RESIDENT_;
   static constexpr int WIDEST = TEAM * ELEMENTS, TEAMS = BLOCK / TEAM, Y = BLOCK / X;
@@ -49,10 +50,10 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
   const bool is_plain = p.weight.is_plain();
   if (is_row) {
     s = {CENTERED ? p.mean[row] : 0, p.rstd[row]};
-    x.load(p.x + row * p.x_stride, columns);
-    grad_out.load(p.grad_out + row * p.grad_out_stride, columns);
+    x.load(p.x + row * p.x_stride, columns, p.policy);
+    grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
     if (is_plain) packed.load(static_cast<const T *>(p.weight.data), columns);
-    if (FUSED == ADDED && p.grad_sum != nullptr) grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns);
+    if (FUSED == ADDED && p.grad_sum != nullptr) grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
     if (FUSED == DROPPED || wants_dropped) mask.make(p.dropout, seed, first_element, columns);
   }
   float xhat[K][N], g[K][N], w[K][N], none[1], v[COUNT] = {};
@@ -90,6 +91,10 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
       store<T, N>(p.grad_dropped + first_element + columns.column(k), grad);
     }
   }
+  if (row < p.let_go) return;
+  let_go(p.x + row * p.x_stride, columns);
+  let_go(p.grad_out + row * p.grad_out_stride, columns);
+  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p.grad_sum + row * p.grad_sum_stride, columns);
 }
 
 // Adds grad_out * xhat of the rows row, row + step, ... to sums[0] to sums[N - 1], and grad_out to those behind them.
@@ -211,12 +216,13 @@ cudaError_t launch_few(FewBackward<T> &p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Whether these rows are few: where one kernel is faster than the ring's two, as measured. Wider rows than 32 KB do not fit into
-// the registers of few_backward's shapes; behind so many bytes the second read misses the cache.
+// Whether these rows are few: where one kernel is faster than two, as measured. Wider rows than 32 KB do not fit into the registers of
+// few_backward's shapes; behind so many bytes the second read misses the cache.
 template <typename T>
 bool are_few(int64_t rows, int64_t cols) {
-  const int64_t row = cols * static_cast<int64_t>(sizeof(T)), most = sizeof(T) == 2 ? 16 << 20 : 8 << 20;
-  return row % 16 == 0 && row <= 32 << 10 && rows <= 2048 && rows * row <= most;
+  const int64_t row = cols * static_cast<int64_t>(sizeof(T)),
+                most = sizeof(T) == 2 && cols <= 4096 ? 16 << 20 : 8 << 20;
+  return row % 16 == 0 && row <= 32 << 10 && rows <= (sizeof(T) == 2 ? 2048 : 1792) && rows * row <= most;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
@@ -233,6 +239,26 @@ cudaError_t few_backward(FewBackward<T> p, cudaStream_t stream) {
   const auto launch = [&](auto shape) { return launch_few<T, CENTERED, FUSED, decltype(shape)>(p, stream); };
   const int cols = static_cast<int>(p.cols);
   return p.rows <= 132 ? with_shape<N>(cols, Tens{}, launch) : with_shape<N>(cols, Hundreds{}, launch);
+}
+
+// grad_x alone, of any number of rows: blocks that come and go are faster than blocks that stay. cudaErrorNotSupported, and nothing is
+// launched: rows of less than 512 bytes or more than 16 KB, and large tensors where too much of a multiprocessor would be idle.
+template <typename T, bool CENTERED>
+cudaError_t rows_backward(FewBackward<T> p, cudaStream_t stream) {
+  constexpr int N = VECTOR<T>, E = 2 * N;
+  using Known = Shapes<FewShape<256, 32, E>, FewShape<256, 64, E>, FewShape<480, 96, E>, FewShape<256, 128, E>,
+                       FewShape<320, 160, E>, FewShape<192, 192, E>, FewShape<224, 224, E>, FewShape<256, 256, E>,
+                       FewShape<320, 320, E>, FewShape<384, 384, E>, FewShape<448, 448, E>, FewShape<512, 512, E>>;
+  const int row = p.cols * static_cast<int>(sizeof(T));
+  if (row < 512) return cudaErrorNotSupported;
+  // Of float so little work that less of it may be busy.
+  const double busy = p.rows * row <= 32 << 20 ? 0 : sizeof(T) == 2 ? 0.9 : 0.7;
+  return with_shape<N>(p.cols, Known{}, [&](auto shape) {
+    using S = decltype(shape);
+    constexpr int resident = S::RESIDENT / S::BLOCK * S::BLOCK;
+    if (static_cast<double>(p.cols) * resident < busy * S::WIDEST * S::RESIDENT) return cudaErrorNotSupported;
+    return launch_few<T, CENTERED, ALONE, S>(p, stream);
+  });
 }
 
 }  // namespace norm_cuda

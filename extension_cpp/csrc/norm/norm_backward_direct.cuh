@@ -1,0 +1,163 @@
+// The gradients of layer_norm and rms_norm by blocks that stay, without the ring of norm_backward_rows.cuh, whose start and end show
+// where tensors are not large: a row comes straight from memory into a team's registers, while the one before it becomes grad_x. The
+// sums of the weight gradients stay in registers, too, over all rows of a block, which writes them as one partial row.
+#ifndef EXTENSION_CPP_NORM_BACKWARD_DIRECT_CUH
+#define EXTENSION_CPP_NORM_BACKWARD_DIRECT_CUH
+
+#include "norm/norm_backward.cuh"
+#include "norm/norm_launch.cuh"
+
+namespace norm_cuda {
+
+constexpr int DIRECT_ELEMENTS = 16;  // a thread
+
+template <int TEAM>
+constexpr int DIRECT_THREADS = 512 / TEAM *TEAM;  // a block, one a multiprocessor
+
+// One of the sums over the rows to its partial row: the teams' together.
+template <int TEAM, int K, int N>
+__device__ inline void write_partial(const float (&sums)[K][N], const Columns<TEAM, K, N, false> &columns, int cols,
+                                     float *partial) {
+  constexpr int TEAMS = DIRECT_THREADS<TEAM> / TEAM;
+  __shared__ float4 shared[TEAMS][TEAM * K * N / 4];
+  __syncthreads();  // the sum before has been read
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float4 *const mine = &shared[threadIdx.x / TEAM][columns.column(k) / 4];
+#pragma unroll
+    for (int j = 0; j < N; j += 4) mine[j / 4] = {sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]};
+  }
+  __syncthreads();
+  for (int v = threadIdx.x; v < cols / 4; v += DIRECT_THREADS<TEAM>) {
+    float4 sum = shared[0][v];
+#pragma unroll
+    for (int t = 1; t < TEAMS; ++t) {
+      const float4 &more = shared[t][v];
+      sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+    }
+    reinterpret_cast<float4 *>(partial)[v] = sum;
+  }
+}
+
+// EXACT: every thread has all its vectors.
+template <typename T, bool CENTERED, int TEAM, bool EXACT>
+__global__ void __launch_bounds__(DIRECT_THREADS<TEAM>, 1)
+    direct_backward_kernel(const __grid_constant__ Backward<T> p) {
+  constexpr int N = VECTOR<T>, K = DIRECT_ELEMENTS / N, TEAMS = DIRECT_THREADS<TEAM> / TEAM, WARPS = TEAM / 32;
+  // Whether the weights stay in registers, packed; for layer_norm in float none are left, and the cache has them.
+  constexpr bool STAY = sizeof(T) == 2 || !CENTERED;
+  __shared__ float2 shared[2][TEAMS][WARPS];  // for every other row
+  const int team = threadIdx.x / TEAM;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * TEAMS;
+  const Columns<TEAM, K, N, false> columns(p, 0, threadIdx.x % TEAM, 0);
+  if (EXACT) __builtin_assume(columns.left > (K - 1) * TEAM * N);
+  Part<T, TEAM, K, N, false> x, grad_out, weight;
+  Statistics next;
+  const auto load = [&](int64_t row) {
+    if (row >= p.rows) return;
+    x.load(p.x + row * p.x_stride, columns, p.policy);
+    grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
+    next = {CENTERED ? p.mean[row] : 0, p.rstd[row]};
+  };
+  const auto load_weight = [&] { weight.load(static_cast<const T *>(p.weight.data), columns); };
+  float grad_weight[K][N] = {}, grad_bias[CENTERED ? K : 1][N] = {};
+  int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + team;
+  load(row);
+  if (STAY) load_weight();
+  for (int turn = 0; row < p.rows; row += step, ++turn) {
+    if (!STAY) load_weight();
+    const Statistics s = next;
+    float xhat[K][N], g[K][N];
+    float2 sum = {};  // of g * xhat, and of g
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float w[N];
+      unpack<T, N>(xhat[k], x.bits[k]);
+      unpack<T, N>(g[k], grad_out.bits[k]);
+      unpack<T, N>(w, STAY ? anew(weight.bits[k]) : weight.bits[k]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        xhat[k][j] = normalize<T, CENTERED>(xhat[k][j], s);
+        grad_weight[k][j] = fmaf(g[k][j], xhat[k][j], grad_weight[k][j]);
+        if (CENTERED) grad_bias[CENTERED ? k : 0][j] += g[k][j];
+        g[k][j] = weighted<T>(g[k][j], w[j], s);
+        sum.x = fmaf(g[k][j], xhat[k][j], sum.x);
+        if (CENTERED) sum.y += g[k][j];
+      }
+    }
+    load(row + step);
+    sum = warp_sum<CENTERED>(sum);
+    if constexpr (WARPS > 1) {
+      float2(&of_warps)[WARPS] = shared[turn % 2][team];
+      if (threadIdx.x % 32 == 0) of_warps[threadIdx.x % TEAM / 32] = sum;
+      if constexpr (TEAMS == 1) {
+        __syncthreads();
+      } else {
+        sync_group(1 + team, TEAM);
+      }
+      const int warp = threadIdx.x % LANES<TEAM>;
+      const float2 part = warp < WARPS ? of_warps[warp] : float2{};
+      float both[2] = {part.x, part.y};
+      group_sum(both, LANES<TEAM>);
+      sum = {both[0], both[1]};
+    }
+    if (p.grad_x == nullptr) continue;
+    const float along = -sum.x * p.per_col, shift = -sum.y * p.per_col, slope = along * s.rstd;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!columns.has(k)) continue;
+      float grad[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) grad[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
+      store<T, N>(p.grad_x + row * p.cols + columns.column(k), grad);
+    }
+  }
+  float *partial = p.partial + static_cast<int64_t>(blockIdx.x) * p.cols;
+  if (p.wants_weight) {
+    write_partial(grad_weight, columns, p.cols, partial);
+    partial += p.chunks * p.cols;
+  }
+  if constexpr (CENTERED) {
+    if (p.wants_bias) write_partial(grad_bias, columns, p.cols, partial);
+  }
+  let_go(p, p.x, p.x_stride);
+  let_go(p, p.grad_out, p.grad_out_stride);
+}
+
+// Whether rows of whole vectors and plain weights are faster so than through the ring, as measured on an H200: in float32 nearly all, for
+// they are little work; in half types where the threads have all their vectors, and in small tensors.
+template <typename T, bool CENTERED>
+bool takes_direct(int64_t rows, int64_t cols) {
+  constexpr int64_t MIB = 1 << 20;
+  const int64_t bytes = rows * cols * static_cast<int64_t>(sizeof(T));
+  if (cols < 256 || cols > 512 * DIRECT_ELEMENTS) return false;
+  if (sizeof(T) == 4) return bytes <= 128 * MIB || (cols > 256 && !(CENTERED && cols > 6144));
+  const bool is_full = cols % 512 == 0 && (cols <= 2560 || cols == 4096 || cols == 8192);
+  if (!is_full) return bytes <= (cols > 4096 ? 16 : 32) * MIB;
+  return cols > 2560 ? bytes <= 64 * MIB : !CENTERED || bytes <= 128 * MIB;
+}
+
+template <typename T, bool CENTERED>
+cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
+  constexpr int E = DIRECT_ELEMENTS;
+  using Known = Shapes<Shape<32, E>, Shape<64, E>, Shape<96, E>, Shape<128, E>, Shape<160, E>, Shape<192, E>,
+                       Shape<256, E>, Shape<384, E>, Shape<448, E>, Shape<512, E>>;
+  int device, processors;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  return with_shape<VECTOR<T>>(p.cols, Known{}, [&](auto shape) {
+    using S = decltype(shape);
+    constexpr int threads = DIRECT_THREADS<S::TEAM>;
+    p.chunks = std::min({ceil_div(p.rows, threads / S::TEAM), static_cast<int64_t>(processors), max_parts(p.cols)});
+    const auto kernel = p.cols == S::WIDEST ? direct_backward_kernel<T, CENTERED, S::TEAM, true>
+                                            : direct_backward_kernel<T, CENTERED, S::TEAM, false>;
+    kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace norm_cuda
+
+#endif
