@@ -181,9 +181,9 @@ def test_each_result_alone(name: str, p: float, device: str) -> None:
 
 @every_fused
 @pytest.mark.parametrize("p", [0.0, 0.25])
-@pytest.mark.parametrize("cols", [64, 66])
-def test_only_what_needs_a_gradient_gets_one(name: str, cols: int, p: float, device: str) -> None:
-    leaves = [t.detach() for t in inputs(cols, torch.float32, device)]
+@pytest.mark.parametrize("rows, cols", [(37, 64), (37, 66), (2100, 1024), (2100, 1040), (700, 6144)])
+def test_only_what_needs_a_gradient_gets_one(name: str, rows: int, cols: int, p: float, device: str) -> None:
+    leaves = [t.detach() for t in inputs(cols, torch.float32, device, rows)]
     count = len(used(name, leaves))
 
     def gradients(needed: tuple[bool, ...]) -> list[Tensor | None]:
@@ -198,8 +198,9 @@ def test_only_what_needs_a_gradient_gets_one(name: str, cols: int, p: float, dev
         needed = tuple(bool(bits >> i & 1) for i in range(count))
         for got, want, need in zip(gradients(needed), everything, needed, strict=True):
             assert (got is not None) == need
-            if got is not None:
-                torch.testing.assert_close(got, want)
+            if got is not None:  # by another kernel: of the weights, sums of as many products in another order
+                roundings = rows if want.dim() == 1 else 32
+                assert (got - want).abs().max() <= roundings * torch.finfo(want.dtype).eps * want.abs().max()
 
 
 @every_add

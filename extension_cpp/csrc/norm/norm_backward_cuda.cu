@@ -183,11 +183,16 @@ bool are_plain(Geometry &g, const norm_backward_args &args) {
   return args.rows == 0 || args.cols == 1 || !set_shape(g, args.rows, args.cols) || !are_in_step<T>(g, args);
 }
 
+// Whether grad_x is more than the norm's: ADDED.
+inline bool is_added(const norm_backward_args &args) {
+  return args.grad_sum != nullptr || args.grad_dropped != nullptr;
+}
+
 // Whether norm_backward_few.cuh takes them, which needs no scratch.
 template <typename T>
 bool takes_few(const norm_backward_args &args) {
   Geometry g;
-  return are_few<T>(args.rows, args.cols) && !are_plain<T>(g, args);
+  return are_few<T>(args.rows, args.cols, is_added(args)) && !are_plain<T>(g, args);
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
@@ -199,14 +204,15 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   const FewBackward<T> few{p, args.grad_weight, args.grad_bias, 0};
   if (takes_few<T>(args)) return few_backward<T, CENTERED, FUSED>(few, stream);
   bool launched = false;
-  if constexpr (FUSED == ALONE) {
+  if constexpr (FUSED != DROPPED) {
     if (args.cols % VECTOR<T> == 0) {
       if (!p.wants_weight && !p.wants_bias) {
-        error = rows_backward<T, CENTERED>(few, stream);
+        error = rows_backward<T, CENTERED, FUSED>(few, stream);
         if (error != cudaErrorNotSupported) return error;
       }
-      launched = p.weight.is_plain() && takes_direct<T, CENTERED>(args.rows, args.cols);
-      if (launched) error = direct_backward<T, CENTERED>(p, stream);
+      launched =
+          p.weight.is_plain() && p.grad_dropped == nullptr && takes_direct<T, CENTERED, FUSED>(args.rows, args.cols);
+      if (launched) error = direct_backward<T, CENTERED, FUSED>(p, stream);
     }
   }
   if (!launched) {
@@ -237,7 +243,7 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
   if (args->dtype == DTYPE_FLOAT64) return plain_backward<double>(*args, on);
   return with_half_or_float(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (args->grad_sum || args->grad_dropped) {
+    if (is_added(*args)) {
       return args->mean ? backward<T, true, ADDED>(*args, on) : backward<T, false, ADDED>(*args, on);
     }
     if (args->dropout_y.seed) return backward<T, true, DROPPED>(*args, on);

@@ -1,6 +1,7 @@
-// The gradients of layer_norm and rms_norm by blocks that stay, without the ring of norm_backward_rows.cuh, whose start and end show
-// where tensors are not large: a row comes straight from memory into a team's registers, while the one before it becomes grad_x. The
-// sums of the weight gradients stay in registers, too, over all rows of a block, which writes them as one partial row.
+// The gradients of layer_norm and rms_norm by blocks that stay, without the ring of norm_backward_rows.cuh: its start and end show where
+// tensors are not large, and its threads are few where elements are little work. A row comes straight from memory into a team's
+// registers, while the one before it becomes grad_x. The sums of the weight gradients stay in registers, too, over all rows of a
+// block, which writes them as one partial row.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_DIRECT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_DIRECT_CUH
 
@@ -11,14 +12,15 @@ namespace norm_cuda {
 
 constexpr int DIRECT_ELEMENTS = 16;  // a thread
 
-template <int TEAM>
-constexpr int DIRECT_THREADS = 512 / TEAM *TEAM;  // a block, one a multiprocessor
+// Threads of a multiprocessor, which one block has; add_layer_norm in float would spill with more.
+template <typename T, bool CENTERED, Fused FUSED>
+constexpr int DIRECT_MOST = sizeof(T) == 4 && CENTERED &&FUSED == ADDED ? 384 : 512;
 
 // One of the sums over the rows to its partial row: the teams' together.
-template <int TEAM, int K, int N>
+template <int THREADS, int TEAM, int K, int N>
 __device__ inline void write_partial(const float (&sums)[K][N], const Columns<TEAM, K, N, false> &columns, int cols,
                                      float *partial) {
-  constexpr int TEAMS = DIRECT_THREADS<TEAM> / TEAM;
+  constexpr int TEAMS = THREADS / TEAM;
   __shared__ float4 shared[TEAMS][TEAM * K * N / 4];
   __syncthreads();  // the sum before has been read
 #pragma unroll
@@ -29,7 +31,7 @@ __device__ inline void write_partial(const float (&sums)[K][N], const Columns<TE
     for (int j = 0; j < N; j += 4) mine[j / 4] = {sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]};
   }
   __syncthreads();
-  for (int v = threadIdx.x; v < cols / 4; v += DIRECT_THREADS<TEAM>) {
+  for (int v = threadIdx.x; v < cols / 4; v += THREADS) {
     float4 sum = shared[0][v];
 #pragma unroll
     for (int t = 1; t < TEAMS; ++t) {
@@ -41,18 +43,19 @@ __device__ inline void write_partial(const float (&sums)[K][N], const Columns<TE
 }
 
 // EXACT: every thread has all its vectors.
-template <typename T, bool CENTERED, int TEAM, bool EXACT>
-__global__ void __launch_bounds__(DIRECT_THREADS<TEAM>, 1)
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, bool EXACT>
+__global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM, 1)
     direct_backward_kernel(const __grid_constant__ Backward<T> p) {
-  constexpr int N = VECTOR<T>, K = DIRECT_ELEMENTS / N, TEAMS = DIRECT_THREADS<TEAM> / TEAM, WARPS = TEAM / 32;
+  constexpr int N = VECTOR<T>, K = DIRECT_ELEMENTS / N, TEAMS = DIRECT_MOST<T, CENTERED, FUSED> / TEAM;
+  constexpr int BLOCK = TEAMS * TEAM, WARPS = TEAM / 32;
   // Whether the weights stay in registers, packed; for layer_norm in float none are left, and the cache has them.
-  constexpr bool STAY = sizeof(T) == 2 || !CENTERED;
+  constexpr bool STAY = sizeof(T) == 2 || (!CENTERED && FUSED == ALONE);
   __shared__ float2 shared[2][TEAMS][WARPS];  // for every other row
   const int team = threadIdx.x / TEAM;
   const int64_t step = static_cast<int64_t>(gridDim.x) * TEAMS;
   const Columns<TEAM, K, N, false> columns(p, 0, threadIdx.x % TEAM, 0);
   if (EXACT) __builtin_assume(columns.left > (K - 1) * TEAM * N);
-  Part<T, TEAM, K, N, false> x, grad_out, weight;
+  Part<T, TEAM, K, N, false> x, grad_out, weight, grad_sum{};
   Statistics next;
   const auto load = [&](int64_t row) {
     if (row >= p.rows) return;
@@ -67,6 +70,9 @@ __global__ void __launch_bounds__(DIRECT_THREADS<TEAM>, 1)
   if (STAY) load_weight();
   for (int turn = 0; row < p.rows; row += step, ++turn) {
     if (!STAY) load_weight();
+    if (FUSED == ADDED && p.grad_sum != nullptr) {
+      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
+    }
     const Statistics s = next;
     float xhat[K][N], g[K][N];
     float2 sum = {};  // of g * xhat, and of g
@@ -107,38 +113,49 @@ __global__ void __launch_bounds__(DIRECT_THREADS<TEAM>, 1)
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      float grad[N];
+      float grad[N], more[N];
+      if (FUSED == ADDED) unpack<T, N>(more, grad_sum.bits[k]);
 #pragma unroll
-      for (int j = 0; j < N; ++j) grad[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
+      for (int j = 0; j < N; ++j) {
+        grad[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
+        if (FUSED == ADDED) grad[j] += more[j];
+      }
       store<T, N>(p.grad_x + row * p.cols + columns.column(k), grad);
     }
   }
   float *partial = p.partial + static_cast<int64_t>(blockIdx.x) * p.cols;
   if (p.wants_weight) {
-    write_partial(grad_weight, columns, p.cols, partial);
+    write_partial<BLOCK>(grad_weight, columns, p.cols, partial);
     partial += p.chunks * p.cols;
   }
   if constexpr (CENTERED) {
-    if (p.wants_bias) write_partial(grad_bias, columns, p.cols, partial);
+    if (p.wants_bias) write_partial<BLOCK>(grad_bias, columns, p.cols, partial);
   }
   let_go(p, p.x, p.x_stride);
   let_go(p, p.grad_out, p.grad_out_stride);
+  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p, p.grad_sum, p.grad_sum_stride);
 }
 
-// Whether rows of whole vectors and plain weights are faster so than through the ring, as measured on an H200: in float32 nearly all, for
-// they are little work; in half types where the threads have all their vectors, and in small tensors.
-template <typename T, bool CENTERED>
+// Whether rows of whole vectors, plain weights and no dropout are faster so than through the ring, as measured on an H200.
+template <typename T, bool CENTERED, Fused FUSED>
 bool takes_direct(int64_t rows, int64_t cols) {
-  constexpr int64_t MIB = 1 << 20;
-  const int64_t bytes = rows * cols * static_cast<int64_t>(sizeof(T));
   if (cols < 256 || cols > 512 * DIRECT_ELEMENTS) return false;
-  if (sizeof(T) == 4) return bytes <= 128 * MIB || (cols > 256 && !(CENTERED && cols > 6144));
-  const bool is_full = cols % 512 == 0 && (cols <= 2560 || cols == 4096 || cols == 8192);
-  if (!is_full) return bytes <= (cols > 4096 ? 16 : 32) * MIB;
-  return cols > 2560 ? bytes <= 64 * MIB : !CENTERED || bytes <= 128 * MIB;
+  const int team = static_cast<int>(cols / DIRECT_ELEMENTS);
+  const int64_t mib = rows * cols * static_cast<int64_t>(sizeof(T)) >> 20;
+  // Whether all threads have all their vectors, and whether these are nearly all of 512.
+  const bool is_exact = cols % 512 == 0 && (team <= 192 || team == 256 || (team >= 384 && team % 64 == 0));
+  const bool is_full = is_exact && 512 / team * team >= 480;
+  if (sizeof(T) == 4) {
+    if (FUSED == ALONE) return mib <= 128 || (cols > 256 && !(CENTERED && cols > 6144));
+    if (!CENTERED) return mib <= 128 || is_exact;
+    return cols <= 6144 && (mib <= 32 || (is_exact && cols <= 4096));
+  }
+  if (FUSED == ADDED) return mib <= 64 || cols < 512 || is_full;
+  if (!is_full) return mib <= (cols > 4096 ? 16 : 32);
+  return cols > 2560 ? mib <= 64 : !CENTERED || mib <= 128;
 }
 
-template <typename T, bool CENTERED>
+template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int E = DIRECT_ELEMENTS;
   using Known = Shapes<Shape<32, E>, Shape<64, E>, Shape<96, E>, Shape<128, E>, Shape<160, E>, Shape<192, E>,
@@ -149,12 +166,16 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   return with_shape<VECTOR<T>>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
-    constexpr int threads = DIRECT_THREADS<S::TEAM>;
-    p.chunks = std::min({ceil_div(p.rows, threads / S::TEAM), static_cast<int64_t>(processors), max_parts(p.cols)});
-    const auto kernel = p.cols == S::WIDEST ? direct_backward_kernel<T, CENTERED, S::TEAM, true>
-                                            : direct_backward_kernel<T, CENTERED, S::TEAM, false>;
-    kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
-    return cudaGetLastError();
+    constexpr int teams = DIRECT_MOST<T, CENTERED, FUSED> / S::TEAM;
+    if constexpr (teams == 0) {
+      return cudaErrorNotSupported;
+    } else {
+      p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
+      const auto kernel = p.cols == S::WIDEST ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, true>
+                                              : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, false>;
+      kernel<<<static_cast<unsigned>(p.chunks), teams * S::TEAM, 0, stream>>>(p);
+      return cudaGetLastError();
+    }
   });
 }
 

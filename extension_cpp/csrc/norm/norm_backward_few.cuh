@@ -19,7 +19,7 @@ namespace norm_cuda {
 // Threads a block; in row blocks, threads a row and elements a thread; in column blocks, vectors, and rows a thread asks for at
 // once; and the threads of a multiprocessor, which limit the registers: with too few of them for U rows the compiler asks for one
 // after another.
-template <int BLOCK_, int TEAM_, int ELEMENTS_, int X_ = 4, int U_ = 2, int RESIDENT_ = 1024>
+template <int BLOCK_, int TEAM_, int ELEMENTS_, int X_, int U_, int RESIDENT_ = 1024>
 struct FewShape {
   static constexpr int BLOCK = BLOCK_, TEAM = TEAM_, ELEMENTS = ELEMENTS_, X = X_, U = U_, RESIDENT = RESIDENT_;
   static constexpr int WIDEST = TEAM * ELEMENTS, TEAMS = BLOCK / TEAM, Y = BLOCK / X;
@@ -219,10 +219,10 @@ cudaError_t launch_few(FewBackward<T> &p, cudaStream_t stream) {
 // Whether these rows are few: where one kernel is faster than two, as measured. Wider rows than 32 KB do not fit into the registers of
 // few_backward's shapes; behind so many bytes the second read misses the cache.
 template <typename T>
-bool are_few(int64_t rows, int64_t cols) {
-  const int64_t row = cols * static_cast<int64_t>(sizeof(T)),
-                most = sizeof(T) == 2 && cols <= 4096 ? 16 << 20 : 8 << 20;
-  return row % 16 == 0 && row <= 32 << 10 && rows <= (sizeof(T) == 2 ? 2048 : 1792) && rows * row <= most;
+bool are_few(int64_t rows, int64_t cols, bool is_added) {
+  const int64_t row = cols * static_cast<int64_t>(sizeof(T));
+  const int64_t mib = row > 8 << 10 ? (is_added ? 4 : 8) : sizeof(T) == 2 ? 16 : 8;
+  return row % 16 == 0 && row <= 32 << 10 && rows <= (sizeof(T) == 2 ? 2048 : 1792) && rows * row <= mib << 20;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
@@ -242,22 +242,26 @@ cudaError_t few_backward(FewBackward<T> p, cudaStream_t stream) {
 }
 
 // grad_x alone, of any number of rows: blocks that come and go are faster than blocks that stay. cudaErrorNotSupported, and nothing is
-// launched: rows of less than 512 bytes or more than 16 KB, and large tensors where too much of a multiprocessor would be idle.
-template <typename T, bool CENTERED>
-cudaError_t rows_backward(FewBackward<T> p, cudaStream_t stream) {
-  constexpr int N = VECTOR<T>, E = 2 * N;
-  using Known = Shapes<FewShape<256, 32, E>, FewShape<256, 64, E>, FewShape<480, 96, E>, FewShape<256, 128, E>,
-                       FewShape<320, 160, E>, FewShape<192, 192, E>, FewShape<224, 224, E>, FewShape<256, 256, E>,
-                       FewShape<320, 320, E>, FewShape<384, 384, E>, FewShape<448, 448, E>, FewShape<512, 512, E>>;
+// launched: where a large tensor would leave too much of a multiprocessor idle, and rows for which there is no shape.
+template <typename T, bool CENTERED, Fused FUSED>
+cudaError_t rows_backward(const FewBackward<T> &of, cudaStream_t stream) {
+  constexpr int N = VECTOR<T>, E = 2 * N, X = 4, U = 2, R = FUSED == ALONE ? 1024 : 512;
+  constexpr int B96 = FUSED == ALONE ? 480 : 192, B160 = FUSED == ALONE ? 320 : 160;
+  using Known = Shapes<FewShape<256, 32, E, X, U, R>, FewShape<256, 64, E, X, U, R>, FewShape<B96, 96, E, X, U, R>,
+                       FewShape<256, 128, E, X, U, R>, FewShape<B160, 160, E, X, U, R>, FewShape<192, 192, E, X, U, R>,
+                       FewShape<224, 224, E, X, U, R>, FewShape<256, 256, E, X, U, R>, FewShape<320, 320, E, X, U, R>,
+                       FewShape<384, 384, E, X, U, R>, FewShape<448, 448, E, X, U, R>, FewShape<512, 512, E, X, U, R>>;
+  FewBackward<T> p = of;
   const int row = p.cols * static_cast<int>(sizeof(T));
-  if (row < 512) return cudaErrorNotSupported;
-  // Of float so little work that less of it may be busy.
-  const double busy = p.rows * row <= 32 << 20 ? 0 : sizeof(T) == 2 ? 0.9 : 0.7;
+  const bool is_large = p.rows * row > 32 << 20;
+  if (row < 512 || (FUSED == ADDED && row > (sizeof(T) == 2 ? 14 << 10 : 12 << 10))) return cudaErrorNotSupported;
   return with_shape<N>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
-    constexpr int resident = S::RESIDENT / S::BLOCK * S::BLOCK;
-    if (static_cast<double>(p.cols) * resident < busy * S::WIDEST * S::RESIDENT) return cudaErrorNotSupported;
-    return launch_few<T, CENTERED, ALONE, S>(p, stream);
+    constexpr int resident = FUSED == ALONE ? R / S::BLOCK * S::BLOCK : R;
+    // Of float so little work that less of it may be busy; narrow rows with a residual are slow through the ring in any case.
+    const double busy = FUSED == ADDED ? (p.cols < 512 ? 0 : 0.8) : sizeof(T) == 2 ? 0.9 : 0.7;
+    if (is_large && static_cast<double>(p.cols) * resident < busy * S::WIDEST * R) return cudaErrorNotSupported;
+    return launch_few<T, CENTERED, FUSED, S>(p, stream);
   });
 }
 
