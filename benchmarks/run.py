@@ -43,7 +43,7 @@ class Case:
     rows: int
     cols: int
     backward: bool
-    threads: int
+    threads: int | None  # of the CPU; None: on a GPU
     sizes: str
 
     @property
@@ -62,7 +62,7 @@ class Case:
     def head(self) -> results.Row:
         """The row without its figures."""
         row = {"op": self.spec.name, "pass": self.step, "dtype": self.dtype, "rows": self.rows, "cols": self.cols}
-        return row | {"threads": self.threads, "sizes": self.sizes}
+        return row | ({} if self.threads is None else {"threads": self.threads}) | {"sizes": self.sizes}
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.step} {self.dtype} {self.rows} x {self.cols}"
@@ -106,6 +106,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
     options = parser.parse_args(arguments)
     check_options(parser, options)
+    if options.threads and options.device == "cuda":
+        parser.error("argument --threads: of the CPU, and the device is cuda")
     options.threads = options.threads or [torch.get_num_threads()]
     return options
 
@@ -127,7 +129,7 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    for threads in options.threads:
+    for threads in options.threads if options.device == "cpu" else [None]:
         for spec in timed_specs():
             if spec.name not in options.op:
                 continue
@@ -248,8 +250,9 @@ def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
 
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
-    torch.set_num_threads(case.threads)
-    torch._inductor.config.cpp.threads = case.threads  # else what was compiled for others is taken from the cache
+    if case.threads is not None:
+        torch.set_num_threads(case.threads)
+        torch._inductor.config.cpp.threads = case.threads  # else what was compiled for others is taken from the cache
     calls, failed = prepare(case, options, libraries)
     times = take_turns(calls, options.device, options.rounds)
     row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}

@@ -51,7 +51,7 @@ def overview(*paths: Path) -> str:
 def _ours_and_best(found: dict[str, Any], op: str, step: str) -> str:
     what = {"op": op, "pass": step, "dtype": "bfloat16", "cols": WIDTH}
     rows = [row for row in found["rows"] if what.items() <= row.items() and results.sizes(row) == "large"]
-    percents = dict(max(rows, key=lambda row: row["threads"])["percent_of_copy"])
+    percents = dict(max(rows, key=lambda row: row.get("threads", 0))["percent_of_copy"])
     ours = percents.pop("ours")
     best = max(percents, key=lambda name: percents[name])
     return f"**{ours:.0f}**, {best} {percents[best]:.0f}"
