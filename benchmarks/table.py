@@ -79,7 +79,7 @@ def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[st
     if len({row["threads"] for row in rows if "threads" in row}) > 1:
         at = len(head) - 1
         head = [*head[:at], "threads", *head[at:]]
-        body = [[*cells[:at], str(row["threads"]), *cells[at:]] for row, cells in zip(rows, body, strict=True)]
+        body = [[*cells[:at], str(row.get("threads", "")), *cells[at:]] for row, cells in zip(rows, body, strict=True)]
     lines = ["", f"| {' | '.join([*head, *names])} |", "|" + "---|" * (len(head) + len(names))]
     return lines + [f"| {' | '.join(cells)} |" for cells in body]
 

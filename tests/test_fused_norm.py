@@ -132,12 +132,17 @@ def test_without_dropout_equals_its_composition(name: str, dtype: torch.dtype, d
 
 @every_fused
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("cols", [512, 514])
-def test_float32_weights_under_half_inputs(name: str, cols: int, dtype: torch.dtype, device: str) -> None:
-    """Against float64; gradients have their leaves' dtypes."""
-    leaves = inputs(cols, dtype, device, weight_dtype=torch.float32)
+@pytest.mark.parametrize(
+    "rows, cols, weights, p",
+    [(37, 512, torch.float32, 0.25), (37, 514, torch.float32, 0.25), (2100, 1024, None, 0.0), (2100, 1000, None, 0.0)],
+)
+def test_half_inputs_against_float64(
+    name: str, rows: int, cols: int, weights: torch.dtype | None, p: float, dtype: torch.dtype, device: str
+) -> None:
+    """Gradients have their leaves' dtypes, of float32 weights, too."""
+    leaves = inputs(cols, dtype, device, rows, weights)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
-    ours, exact = fused(name, *leaves, 0.25, 3), composed(name, *doubles, 0.25, 3)
+    ours, exact = fused(name, *leaves, p, 3), composed(name, *doubles, p, 3)
     grads = [torch.randn_like(o) for o in ours]
     got = torch.autograd.grad(ours, used(name, leaves), grads)
     want = torch.autograd.grad(exact, used(name, doubles), [g.double() for g in grads])
@@ -147,7 +152,7 @@ def test_float32_weights_under_half_inputs(name: str, cols: int, dtype: torch.dt
         assert a.dtype == dtype and (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
     for a, b, leaf in zip(got, want, used(name, leaves), strict=True):
         assert a.dtype == leaf.dtype
-        # A weight's gradient sums 37 products of xhat, each off by half a unit of the rounded sum.
+        # A weight's gradient sums products of xhat, each off by half a unit of the rounded sum.
         assert (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
 
 

@@ -112,6 +112,32 @@ def test_a_row_does_not_depend_on_how_many_there_are(
 
 
 @every_norm
+@pytest.mark.parametrize(
+    "cols, mib",
+    [(768, 34), (1280, 34), (2304, 34), (3072, 34), (4608, 34), (6144, 34), (4096, 66), (8192, 66), (1024, 130)],
+)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_gradients_of_large_tensors(dtype: torch.dtype, cols: int, mib: int, name: str, device: str) -> None:
+    """Against float64; on a GPU smaller ones are for other kernels."""
+    rows = (mib << 20) // (2 * cols) // (1 if device == "cuda" else 64)
+    x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
+
+    def gradients(function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.requires_grad_() for t in tensors]
+        y = function(*arguments(name, *leaves))
+        return torch.autograd.grad(y, leaves if name == "layer_norm" else leaves[:2], grad_out.to(y.dtype))
+
+    got = gradients(getattr(extension_cpp, name), x, weight, bias)
+    want = gradients(getattr(reference, name), *(t.detach().double() for t in (x, weight, bias)))
+    eps = torch.finfo(dtype).eps
+    for a, b in zip(got, want, strict=True):
+        # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive.
+        sums = 4 * torch.finfo(torch.float32).eps * rows**0.5 if b.dim() == 1 else eps
+        assert ((a.double() - b).abs() <= eps * b.abs() + sums * b.abs().max()).all()
+
+
+@every_norm
 @pytest.mark.parametrize("cols", [20480, 20483])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wide_rows_without_weights(dtype: torch.dtype, cols: int, name: str, device: str) -> None:

@@ -13,8 +13,8 @@
  *   grad_x, grad_weight, grad_bias               each may be NULL: not computed
  * rows = 0 gives weight gradients of 0 and else writes nothing; cols = 0 gives mean and rstd of NaN. NaN propagates. Computes
  * in float (float64: double). The variance takes two passes over the row, or one over distances from a number that lies near the
- * mean: on the CPU where that loses no digits, on the GPU for half types. The rows are summed in an order that the shape and the
- * machine fix: bit for bit the same in every run, at any number of threads.
+ * mean: on the CPU where that loses no digits, on the GPU for half types. The rows are summed in an order that the shape, the
+ * machine and which gradients are wanted fix: bit for bit the same in every run, at any number of threads.
  * Fused forms, of which one call has at most one:
  *   residual   sum = residual + dropout_x(x), rounded to x's type, takes the place of x above and in backward, where grad_sum,
  *              the gradient of sum itself, is added to grad_x, and grad_dropped = dropout_x(grad_x) is the gradient of x

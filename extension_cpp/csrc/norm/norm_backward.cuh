@@ -1,4 +1,4 @@
-// What norm_backward_rows.cuh and norm_backward_few.cuh share: the parameters, and the arithmetic of one element.
+// What norm_backward_direct.cuh, norm_backward_few.cuh and norm_backward_rows.cuh share: the parameters, and the arithmetic of one element.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 

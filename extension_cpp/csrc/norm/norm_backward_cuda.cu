@@ -1,6 +1,5 @@
-// The gradients of layer_norm and rms_norm on the GPU: norm_backward_rows.cuh, or of smaller tensors norm_backward_direct.cuh, and then a
-// second kernel that adds the partial rows of the weight gradients in order; of few rows, and for grad_x alone,
-// norm_backward_few.cuh. Nothing is atomic.
+// The gradients of layer_norm and rms_norm on the GPU: norm_backward_direct.cuh or norm_backward_rows.cuh, and then a second kernel that adds
+// the partial rows of the weight gradients in order; of few rows, and for grad_x alone, norm_backward_few.cuh. Nothing is atomic.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -203,22 +202,22 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const FewBackward<T> few{p, args.grad_weight, args.grad_bias, 0};
   if (takes_few<T>(args)) return few_backward<T, CENTERED, FUSED>(few, stream);
-  bool launched = false;
   if constexpr (FUSED != DROPPED) {
     if (args.cols % VECTOR<T> == 0) {
       if (!p.wants_weight && !p.wants_bias) {
         error = rows_backward<T, CENTERED, FUSED>(few, stream);
         if (error != cudaErrorNotSupported) return error;
       }
-      launched =
-          p.weight.is_plain() && p.grad_dropped == nullptr && takes_direct<T, CENTERED, FUSED>(args.rows, args.cols);
-      if (launched) error = direct_backward<T, CENTERED, FUSED>(p, stream);
+      if (p.weight.is_plain() && p.grad_dropped == nullptr) {
+        error = direct_backward<T, CENTERED, FUSED>(p, stream);
+        if (error == cudaSuccess) return sum_partial<float>(args, p.chunks, stream);
+        if (error != cudaErrorNotSupported) return error;
+      }
     }
   }
-  if (!launched) {
-    error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
-                                       : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
-  }
+  bool launched = false;
+  error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
+                                     : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
   if (error != cudaSuccess) return error;
   if (!launched) return plain_backward<T>(args, stream);
   return sum_partial<float>(args, p.chunks, stream);

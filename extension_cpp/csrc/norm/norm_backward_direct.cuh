@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM,
     direct_backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int N = VECTOR<T>, K = DIRECT_ELEMENTS / N, TEAMS = DIRECT_MOST<T, CENTERED, FUSED> / TEAM;
   constexpr int BLOCK = TEAMS * TEAM, WARPS = TEAM / 32;
-  // Whether the weights stay in registers, packed; for layer_norm in float none are left, and the cache has them.
+  // Whether the weights stay in registers, packed; of float only rms_norm alone has any left, else the cache has them.
   constexpr bool STAY = sizeof(T) == 2 || (!CENTERED && FUSED == ALONE);
   __shared__ float2 shared[2][TEAMS][WARPS];  // for every other row
   const int team = threadIdx.x / TEAM;
@@ -136,25 +136,23 @@ __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM,
   if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p, p.grad_sum, p.grad_sum_stride);
 }
 
-// Whether rows of whole vectors, plain weights and no dropout are faster so than through the ring, as measured on an H200.
+// Whether these rows are faster so than through the ring, as measured on an H200. is_exact: all threads have all their vectors; is_full: and
+// the blocks have nearly all of 512 threads.
 template <typename T, bool CENTERED, Fused FUSED>
-bool takes_direct(int64_t rows, int64_t cols) {
-  if (cols < 256 || cols > 512 * DIRECT_ELEMENTS) return false;
-  const int team = static_cast<int>(cols / DIRECT_ELEMENTS);
+bool takes_direct(int64_t rows, int64_t cols, bool is_exact, bool is_full) {
   const int64_t mib = rows * cols * static_cast<int64_t>(sizeof(T)) >> 20;
-  // Whether all threads have all their vectors, and whether these are nearly all of 512.
-  const bool is_exact = cols % 512 == 0 && (team <= 192 || team == 256 || (team >= 384 && team % 64 == 0));
-  const bool is_full = is_exact && 512 / team * team >= 480;
+  if (cols < 256) return false;
   if (sizeof(T) == 4) {
     if (FUSED == ALONE) return mib <= 128 || (cols > 256 && !(CENTERED && cols > 6144));
     if (!CENTERED) return mib <= 128 || is_exact;
-    return cols <= 6144 && (mib <= 32 || (is_exact && cols <= 4096));
+    return mib <= 32 || (is_exact && cols <= 4096);
   }
   if (FUSED == ADDED) return mib <= 64 || cols < 512 || is_full;
   if (!is_full) return mib <= (cols > 4096 ? 16 : 32);
   return cols > 2560 ? mib <= 64 : !CENTERED || mib <= 128;
 }
 
+// Rows of whole vectors, with plain weights and without dropout. cudaErrorNotSupported, and nothing is launched: other kernels are faster.
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int E = DIRECT_ELEMENTS;
@@ -166,14 +164,17 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   return with_shape<VECTOR<T>>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
-    constexpr int teams = DIRECT_MOST<T, CENTERED, FUSED> / S::TEAM;
+    constexpr int teams = DIRECT_MOST<T, CENTERED, FUSED> / S::TEAM, threads = teams * S::TEAM;
+    const bool is_exact = p.cols == S::WIDEST;
     if constexpr (teams == 0) {
+      return cudaErrorNotSupported;
+    } else if (!takes_direct<T, CENTERED, FUSED>(p.rows, p.cols, is_exact, is_exact && threads >= 480)) {
       return cudaErrorNotSupported;
     } else {
       p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
-      const auto kernel = p.cols == S::WIDEST ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, true>
-                                              : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, false>;
-      kernel<<<static_cast<unsigned>(p.chunks), teams * S::TEAM, 0, stream>>>(p);
+      const auto kernel = is_exact ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, true>
+                                   : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, false>;
+      kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
       return cudaGetLastError();
     }
   });
