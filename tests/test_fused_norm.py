@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
 from extension_cpp.nn import AddLayerNorm, AddRMSNorm
-from tests.checks import as_tuple
+from tests.checks import NORM_WIDTHS, as_tuple
 from tests.opspec import DTYPES
 from tests.specs.dropout import seed_of
 
@@ -154,6 +154,25 @@ def test_half_inputs_against_float64(
         assert a.dtype == leaf.dtype
         # A weight's gradient sums products of xhat, each off by half a unit of the rounded sum.
         assert (a.double() - b).abs().max() <= 2 * eps * b.abs().max()
+
+
+@every_fused
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize(
+    "dtype, weights", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_forward_at_many_widths(
+    dtype: torch.dtype, weights: torch.dtype | None, p: float, name: str, device: str
+) -> None:
+    """On a GPU rows have a kernel a width. Fewer than these bytes would be for other kernels."""
+    for cols in NORM_WIDTHS:
+        rows = (5 << 19) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
+        leaves = inputs(cols, dtype, device, rows, weights)
+        exact = composed(name, *(t.detach().double() for t in leaves), p, 3)
+        for a, b in zip(fused(name, *leaves, p, 3), exact, strict=True):
+            # As above, and of a row's sums log2(cols) roundings.
+            bound = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
+            assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 
 
 @every_fused

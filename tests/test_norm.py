@@ -9,7 +9,7 @@ from torch import Tensor
 import extension_cpp
 from extension_cpp import reference
 from extension_cpp.nn import LayerNorm, RMSNorm
-from tests.checks import check, maker, random_grad, run
+from tests.checks import NORM_WIDTHS, check, maker, random_grad, run
 from tests.opspec import DTYPES, OpSpec, all_specs
 
 NORMS = ["layer_norm", "rms_norm"]
@@ -135,6 +135,30 @@ def test_gradients_of_large_tensors(dtype: torch.dtype, cols: int, mib: int, nam
         # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive.
         sums = 4 * torch.finfo(torch.float32).eps * rows**0.5 if b.dim() == 1 else eps
         assert ((a.double() - b).abs() <= eps * b.abs() + sums * b.abs().max()).all()
+
+
+@every_norm
+@pytest.mark.parametrize(
+    "dtype, weights",
+    [(dtype, kind) for dtype in (torch.float32, *HALF) for kind in ("own", "missing")] + [(d, "float32") for d in HALF],
+    ids=str,
+)
+def test_forward_at_many_widths(dtype: torch.dtype, weights: str, name: str, device: str) -> None:
+    """On a GPU rows have a kernel a width and kind of weights. Fewer than these bytes would be for other kernels."""
+    for cols in NORM_WIDTHS:
+        rows = (5 << 19) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
+        x = torch.randn(rows, cols, device=device).to(dtype)
+        weight, bias = (
+            torch.randn(cols, device=device).to(torch.float32 if weights == "float32" else dtype) for _ in "wb"
+        )
+        given = arguments(
+            name, x, *(weight, bias) if weights != "missing" else (None if name == "rms_norm" else weight, None)
+        )
+        y = getattr(extension_cpp, name)(*given)
+        exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
+        # As below, with log2(16384) roundings.
+        bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
+        assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
 
 
 @every_norm

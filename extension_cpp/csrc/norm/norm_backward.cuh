@@ -51,6 +51,33 @@ __device__ inline float combine(float xhat, float g, float along, float slope, f
   return fmaf(xhat, slope, CENTERED ? fmaf(g, s.rstd, shift * s.rstd) : g * s.rstd);
 }
 
+// This thread's part of a row of grad_x, and of grad_dropped if that is wanted, from its xhat and g = weighted() and the row's sums of
+// g * xhat and of g.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, int COUNT>
+__device__ inline void write_grad_x(const Backward<T> &p, int64_t row, const Columns<TEAM, K, N, false> &columns,
+                                    const float (&xhat)[K][N], const float (&g)[K][N], const float (&sums)[COUNT],
+                                    const Statistics &s, const Part<T, TEAM, K, N, false> &grad_sum,
+                                    const Mask<TEAM, K, N, false> &mask, bool wants_dropped) {
+  const float along = -sums[0] * p.per_col, shift = -sums[COUNT - 1] * p.per_col, slope = along * s.rstd;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float grad[N], more[N];
+    if (FUSED == ADDED) unpack<T, N>(more, grad_sum.bits[k]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      grad[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
+      if (FUSED == ADDED) grad[j] += more[j];
+    }
+    const int64_t first = row * p.cols + columns.column(k);
+    store<T, N>(p.grad_x + first, grad);
+    if (wants_dropped) {
+      drop(grad, p.dropout, mask.of(k));
+      store<T, N>(p.grad_dropped + first, grad);
+    }
+  }
+}
+
 }  // namespace norm_cuda
 
 #endif

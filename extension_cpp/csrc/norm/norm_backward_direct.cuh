@@ -47,10 +47,10 @@ template <typename T, bool CENTERED, Fused FUSED, int TEAM, bool EXACT>
 __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM, 1)
     direct_backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int N = VECTOR<T>, K = DIRECT_ELEMENTS / N, TEAMS = DIRECT_MOST<T, CENTERED, FUSED> / TEAM;
-  constexpr int BLOCK = TEAMS * TEAM, WARPS = TEAM / 32;
+  constexpr int BLOCK = TEAMS * TEAM, COUNT = CENTERED ? 2 : 1;
   // Whether the weights stay in registers, packed; of float only rms_norm alone has any left, else the cache has them.
   constexpr bool STAY = sizeof(T) == 2 || (!CENTERED && FUSED == ALONE);
-  __shared__ float2 shared[2][TEAMS][WARPS];  // for every other row
+  __shared__ float shared[2][BLOCK / 32][COUNT];  // for every other row
   const int team = threadIdx.x / TEAM;
   const int64_t step = static_cast<int64_t>(gridDim.x) * TEAMS;
   const Columns<TEAM, K, N, false> columns(p, 0, threadIdx.x % TEAM, 0);
@@ -70,12 +70,9 @@ __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM,
   if (STAY) load_weight();
   for (int turn = 0; row < p.rows; row += step, ++turn) {
     if (!STAY) load_weight();
-    if (FUSED == ADDED && p.grad_sum != nullptr) {
-      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
-    }
+    if (FUSED == ADDED) grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
     const Statistics s = next;
-    float xhat[K][N], g[K][N];
-    float2 sum = {};  // of g * xhat, and of g
+    float xhat[K][N], g[K][N], sums[COUNT] = {};  // of g * xhat, and of g
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float w[N];
@@ -88,39 +85,14 @@ __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM,
         grad_weight[k][j] = fmaf(g[k][j], xhat[k][j], grad_weight[k][j]);
         if (CENTERED) grad_bias[CENTERED ? k : 0][j] += g[k][j];
         g[k][j] = weighted<T>(g[k][j], w[j], s);
-        sum.x = fmaf(g[k][j], xhat[k][j], sum.x);
-        if (CENTERED) sum.y += g[k][j];
+        sums[0] = fmaf(g[k][j], xhat[k][j], sums[0]);
+        if (CENTERED) sums[COUNT - 1] += g[k][j];
       }
     }
     load(row + step);
-    sum = warp_sum<CENTERED>(sum);
-    if constexpr (WARPS > 1) {
-      float2(&of_warps)[WARPS] = shared[turn % 2][team];
-      if (threadIdx.x % 32 == 0) of_warps[threadIdx.x % TEAM / 32] = sum;
-      if constexpr (TEAMS == 1) {
-        __syncthreads();
-      } else {
-        sync_group(1 + team, TEAM);
-      }
-      const int warp = threadIdx.x % LANES<TEAM>;
-      const float2 part = warp < WARPS ? of_warps[warp] : float2{};
-      float both[2] = {part.x, part.y};
-      group_sum(both, LANES<TEAM>);
-      sum = {both[0], both[1]};
-    }
-    if (p.grad_x == nullptr) continue;
-    const float along = -sum.x * p.per_col, shift = -sum.y * p.per_col, slope = along * s.rstd;
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (!columns.has(k)) continue;
-      float grad[N], more[N];
-      if (FUSED == ADDED) unpack<T, N>(more, grad_sum.bits[k]);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        grad[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
-        if (FUSED == ADDED) grad[j] += more[j];
-      }
-      store<T, N>(p.grad_x + row * p.cols + columns.column(k), grad);
+    team_sum<TEAM>(sums, shared[turn % 2]);
+    if (p.grad_x != nullptr) {
+      write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, sums, s, grad_sum, {}, false);
     }
   }
   float *partial = p.partial + static_cast<int64_t>(blockIdx.x) * p.cols;
@@ -133,7 +105,7 @@ __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM,
   }
   let_go(p, p.x, p.x_stride);
   let_go(p, p.grad_out, p.grad_out_stride);
-  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p, p.grad_sum, p.grad_sum_stride);
+  if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
 }
 
 // Whether these rows are faster so than through the ring, as measured on an H200. is_exact: all threads have all their vectors; is_full: and
@@ -152,7 +124,7 @@ bool takes_direct(int64_t rows, int64_t cols, bool is_exact, bool is_full) {
   return cols > 2560 ? mib <= 64 : !CENTERED || mib <= 128;
 }
 
-// Rows of whole vectors, with plain weights and without dropout. cudaErrorNotSupported, and nothing is launched: other kernels are faster.
+// Rows of whole vectors, with plain weights and without dropout; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched: other kernels are faster.
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int E = DIRECT_ELEMENTS;

@@ -38,7 +38,7 @@ template <typename T, bool CENTERED, Fused FUSED, typename S>
 __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
   constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, COUNT = CENTERED ? 2 : 1;
   __shared__ float shared[S::BLOCK / 32][COUNT];
-  const int64_t row = block * S::TEAMS + threadIdx.x / TEAM, first_element = row * p.cols;
+  const int64_t row = block * S::TEAMS + threadIdx.x / TEAM;
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
   const bool wants_dropped = FUSED == ADDED && p.grad_dropped != nullptr;
   const Columns<TEAM, K, N, false> columns(p, row, threadIdx.x % TEAM, 0);
@@ -54,7 +54,7 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
     grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
     if (is_plain) packed.load(static_cast<const T *>(p.weight.data), columns);
     if (FUSED == ADDED && p.grad_sum != nullptr) grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
-    if (FUSED == DROPPED || wants_dropped) mask.make(p.dropout, seed, first_element, columns);
+    if (FUSED == DROPPED || wants_dropped) mask.make(p.dropout, seed, row * p.cols, columns);
   }
   float xhat[K][N], g[K][N], w[K][N], none[1], v[COUNT] = {};
   if (!is_plain) load_weights<T>(w, none, p.weight, columns);
@@ -74,23 +74,7 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
   }
   team_sum<TEAM>(v, shared);
   if (!is_row) return;
-  const float along = -v[0] * p.per_col, shift = -v[COUNT - 1] * p.per_col, slope = along * s.rstd;
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if (!columns.has(k)) continue;
-    float grad[N], more[N];
-    if (FUSED == ADDED) unpack<T, N>(more, grad_sum.bits[k]);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      grad[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
-      if (FUSED == ADDED) grad[j] += more[j];
-    }
-    store<T, N>(p.grad_x + first_element + columns.column(k), grad);
-    if (wants_dropped) {
-      drop(grad, p.dropout, mask.of(k));
-      store<T, N>(p.grad_dropped + first_element + columns.column(k), grad);
-    }
-  }
+  write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, v, s, grad_sum, mask, wants_dropped);
   if (row < p.let_go) return;
   let_go(p.x + row * p.x_stride, columns);
   let_go(p.grad_out + row * p.grad_out_stride, columns);

@@ -149,17 +149,17 @@ __device__ inline Moments join(const Moments *parts, int size, float per_col) {
 }
 
 // Of ROWS whole rows of a team, from those of its warps.
-template <bool CENTERED, int TEAM, int ROWS>
+template <bool CENTERED, int TEAM, int BLOCK = THREADS<TEAM>, int ROWS>
 __device__ inline void join_team(Moments (&moments)[ROWS], float per_col) {
   if constexpr (TEAM > 32) {
     constexpr int WARPS = TEAM / 32;
-    __shared__ Moments shared[THREADS<TEAM> / TEAM][ROWS][WARPS];
+    __shared__ Moments shared[BLOCK / TEAM][ROWS][WARPS];
     Moments(&of_warps)[ROWS][WARPS] = shared[threadIdx.x / TEAM];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       if (threadIdx.x % 32 == 0) of_warps[i][threadIdx.x % TEAM / 32] = moments[i];
     }
-    sync_team<TEAM>();
+    sync_team<TEAM, BLOCK>();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, per_col);
   }
@@ -167,11 +167,11 @@ __device__ inline void join_team(Moments (&moments)[ROWS], float per_col) {
 
 // Of layer_norm's whole row of a team, the mean first. x becomes each element's distance from it as it was first, and of float `shift`
 // how far that is off; half types cannot hold a mean so large that it would show.
-template <typename T, int TEAM, int K, int N>
+template <typename T, int TEAM, int BLOCK, int K, int N>
 __device__ inline Moments moments_twice(float (&x)[K][N], float &shift, const Part<T, TEAM, K, N, false> &part,
                                         const Columns<TEAM, K, N, false> &columns, const Geometry &g) {
   constexpr int COUNT = sizeof(T) == 4 ? 2 : 1;
-  __shared__ float sums[THREADS<TEAM> / 32][1], squares[THREADS<TEAM> / 32][COUNT];
+  __shared__ float sums[BLOCK / 32][1], squares[BLOCK / 32][COUNT];
   float sum[1] = {}, v[COUNT] = {};
 #pragma unroll
   for (int k = 0; k < K; ++k) {

@@ -1,6 +1,6 @@
 // layer_norm and rms_norm on the GPU, in one pass over x (norm_rows.cuh says how rows meet threads).
 //
-// Rows that fit into a block's registers: a team a row, and as many blocks as there are rows for, of 256 threads or more. Odd rows:
+// Rows that fit into a block's registers: a team a row, most often the block's only one, and as many blocks as there are rows for. Odd rows:
 // norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_ring.cuh; which shape takes which width:
 // norm_forward_shapes.cuh. What is read of large tensors outlasts in the L2 what is written (cuda_cache.cuh).
 #include "norm/norm_forward_odd.cuh"
@@ -11,8 +11,7 @@
 namespace norm_cuda {
 
 // Bytes of x up to which its rows are few.
-template <typename T>
-constexpr int64_t FEW = sizeof(T) == 2 ? 4 << 20 : 8 << 20;
+constexpr int64_t FEW = 2 << 20;
 
 // Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. layer_norm_dropout may spill a few bytes
 // by it, and is faster all the same.
@@ -23,36 +22,46 @@ constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                       
                          : E > (sizeof(T) == 2 && FUSED == ALONE ? 40 : 32) || (FUSED == ADDED && E <= 16) ? 768
                                                                                                            : 1024;
 
-// Whether the weights are asked for before the row, so that they are there when its sums are: where registers are left for them.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
-constexpr bool EARLY = K <= 2 ||
-                       (FUSED == ALONE && K <= 4 && (sizeof(T) == 4 ? TEAM <= 256 : !CENTERED || (K == 4 && !EXACT)));
+// When the weights are asked for: where registers are left for them before the row, or behind it; else when its sums are there. As
+// measured.
+enum When { BEFORE, BEHIND, LAST };
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+__host__ __device__ constexpr When weights_come() {
+  constexpr bool HALF = sizeof(T) == 2;
+  if (K <= 2) return BEFORE;
+  if (K > 4) return LAST;
+  if (FUSED == DROPPED) return K == 3 ? BEFORE : LAST;
+  if (FUSED == ADDED && HALF) return K == 4 ? LAST : TEAM <= 192 ? BEHIND : BEFORE;
+  if (FUSED == ADDED) return TEAM <= 128 || TEAM == 256 ? BEFORE : LAST;
+  if ((TEAM > 256 && (CENTERED || HALF)) || (CENTERED && HALF && K == 3)) return LAST;
+  return !CENTERED && HALF && K == 4 && TEAM > 32 ? BEHIND : BEFORE;
+}
 
 // Whether the mean's sum comes before that of squared deviations, as float needs it where the mean is large; with dropout or a residual
 // that is also fewer instructions, of which they have enough.
 template <typename T, bool CENTERED, Fused FUSED>
 constexpr bool TWICE = CENTERED && (sizeof(T) == 4 || FUSED != ALONE);
 
-// EXACT: the row is as wide as the shape, and all threads have all vectors.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool EXACT>
-__global__ void __launch_bounds__(THREADS<TEAM>,
-                                  resident(THREADS<TEAM>,
-                                           RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / THREADS<TEAM>))
+// Weights of any type, or not there.
+struct Any {};
+
+// EXACT: the row is as wide as the shape, and all threads have all vectors. W: the type of the weights, which are there, or Any: then the
+// compiler loads them one by one, with branches in the way, and of few rows the time to fetch these branches' code shows.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, typename W>
+__global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / BLOCK))
     forward_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr int TEAMS = THREADS<TEAM> / TEAM, N = VECTOR<T>;
+  constexpr int TEAMS = BLOCK / TEAM, N = VECTOR<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
   const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
   const Columns<TEAM, K, N, false> columns(p, row, threadIdx.x % TEAM, 0);
   if (EXACT) __builtin_assume(columns.left > (K - 1) * TEAM * N);
   Part<T, TEAM, K, N, false> part{};
   Mask<TEAM, K, N, false> mask{};
-  // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one.
-  constexpr bool CAN_BE_EARLY = EARLY<T, CENTERED, FUSED, TEAM, K, EXACT>;
-  const bool are_early = CAN_BE_EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain());
+  constexpr When WHEN = std::is_same_v<W, T> ? weights_come<T, CENTERED, FUSED, TEAM, K>() : LAST;
   Part<T, TEAM, K, N, false> weight, bias;
-  if (are_early) {
-    weight.load(static_cast<const T *>(p.weight.data), columns);
-    if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns);
+  if (WHEN == BEFORE) {
+    weight.load(static_cast<const T *>(p.weight.data), columns, USUAL);
+    if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns, USUAL);
   }
   if (is_row) {
     part.load(p.x + row * p.x_stride, columns, p.policy);
@@ -61,49 +70,50 @@ __global__ void __launch_bounds__(THREADS<TEAM>,
     if (FUSED != ALONE && p.dropout.seed != nullptr) mask.make(p.dropout, *p.dropout.seed, row * p.cols, columns);
     if constexpr (FUSED == ADDED) add_residual(part, residual, p, row, mask, columns);
   }
+  if (WHEN == BEHIND) {
+    weight.load(static_cast<const T *>(p.weight.data), columns);
+    if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns);
+  }
   float x[K][N], shift = 0;  // TWICE: x becomes its distance from a mean that is `shift` off
   Moments moments[1];
   if constexpr (TWICE<T, CENTERED, FUSED>) {
-    moments[0] = moments_twice<T, TEAM>(x, shift, part, columns, p);
+    moments[0] = moments_twice<T, TEAM, BLOCK>(x, shift, part, columns, p);
   } else {
     constexpr bool FILLS = sizeof(T) == 2;
     moments[0] = moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32));
-    join_team<CENTERED, TEAM>(moments, p.per_col);
+    join_team<CENTERED, TEAM, BLOCK>(moments, p.per_col);
   }
   const float mean = moments[0].mean, rstd = rsqrtf(fmaf(moments[0].squares, p.per_col, p.eps));
   if (!is_row) return;
   if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
-  const auto finish = [&](auto load_weight, auto load_bias) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (!columns.has(k)) continue;
-      float w[N], b[N];
-      load_weight(w, k);
-      if (CENTERED) load_bias(b, k);
-      if constexpr (TWICE<T, CENTERED, FUSED>) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const float xhat = sizeof(T) == 4 ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
-          x[k][j] = fmaf(xhat, w[j], b[j]);
-        }
-      } else {
-        unpack<T, N>(x[k], part.bits[k]);
-        normalize<CENTERED>(x[k], mean, rstd, w, b);
-      }
-      if (FUSED == DROPPED) drop(x[k], p.dropout, mask.of(k));
-      store<T, N>(y + columns.column(k), x[k]);
+  const auto load_weights = [&](float(&w)[N], const Weights &weights, const Part<T, TEAM, K, N, false> &early, int k) {
+    if constexpr (WHEN != LAST) {
+      unpack<T, N>(w, early.bits[k]);
+    } else if constexpr (std::is_same_v<W, Any>) {
+      weights.template load<T>(w, columns.column(k));
+    } else {
+      weights.template load_as<W, N, true>(w, columns.column(k));
     }
   };
-  if (are_early) {
-    finish([&](float(&w)[N], int k) { unpack<T, N>(w, weight.bits[k]); },
-           [&](float(&b)[N], int k) { unpack<T, N>(b, bias.bits[k]); });
-  } else if (!CAN_BE_EARLY && p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
-    finish([&](float(&w)[N], int k) { load<T, N>(w, static_cast<const T *>(p.weight.data) + columns.column(k)); },
-           [&](float(&b)[N], int k) { load<T, N>(b, static_cast<const T *>(p.bias.data) + columns.column(k)); });
-  } else {
-    finish([&](float(&w)[N], int k) { p.weight.template load<T>(w, columns.column(k)); },
-           [&](float(&b)[N], int k) { p.bias.template load<T>(b, columns.column(k)); });
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!columns.has(k)) continue;
+    float w[N], b[N];
+    load_weights(w, p.weight, weight, k);
+    if (CENTERED) load_weights(b, p.bias, bias, k);
+    if constexpr (TWICE<T, CENTERED, FUSED>) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float xhat = sizeof(T) == 4 ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
+        x[k][j] = fmaf(xhat, w[j], b[j]);
+      }
+    } else {
+      unpack<T, N>(x[k], part.bits[k]);
+      normalize<CENTERED>(x[k], mean, rstd, w, b);
+    }
+    if (FUSED == DROPPED) drop(x[k], p.dropout, mask.of(k));
+    store<T, N>(y + columns.column(k), x[k]);
   }
   if (row < p.let_go) return;
   let_go(p.x + row * p.x_stride, columns);
@@ -121,13 +131,14 @@ cudaError_t launch_odd(const Forward<T> &p, cudaStream_t stream, bool &launched)
   return cudaGetLastError();
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool EXACT>
+template <typename T, bool CENTERED, Fused FUSED, typename S, bool EXACT, typename W>
 cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launched) {
-  const int64_t blocks = ceil_div(p.rows, THREADS<TEAM> / TEAM);
+  constexpr int K = S::ELEMENTS / VECTOR<T>;
+  const int64_t blocks = ceil_div(p.rows, S::BLOCK / S::TEAM);
   if (blocks > INT32_MAX) return cudaErrorNotSupported;
   launched = true;
-  forward_kernel<T, CENTERED, FUSED, TEAM, ELEMENTS / VECTOR<T>, EXACT>
-      <<<static_cast<unsigned>(blocks), THREADS<TEAM>, 0, stream>>>(p);
+  forward_kernel<T, CENTERED, FUSED, S::TEAM, K, S::BLOCK, EXACT, W>
+      <<<static_cast<unsigned>(blocks), S::BLOCK, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -195,25 +206,24 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   return error;
 }
 
-// By the first of the shapes that takes rows of this width. MAY_BE_EXACT: by the kernel for rows as wide as the shape, if they are.
-template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool MAY_BE_EXACT, typename... S>
+// By the first of the shapes that takes rows of this width.
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename... S>
 cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...> shapes) {
   constexpr int N = VECTOR<T>;
   const cudaError_t error = with_shape<N>(p.cols, shapes, [&](auto shape) {
     using Each = decltype(shape);
-    constexpr int TEAM = Each::TEAM, ELEMENTS = Each::ELEMENTS;
     if constexpr (ODD) {
-      return launch_odd<T, CENTERED, FUSED, TEAM, ELEMENTS>(p, stream, launched);
+      return launch_odd<T, CENTERED, FUSED, Each::TEAM, Each::ELEMENTS>(p, stream, launched);
     } else {
       // The shapes that do not spill for it, and gain by it.
-      constexpr int K = ELEMENTS / N;
-      constexpr bool GAINS = K == 1 || (K <= 4 && N == 4) || (K == 4 && CENTERED);
-      if constexpr (MAY_BE_EXACT && !TWICE<T, CENTERED, FUSED> && GAINS) {
-        if (p.cols == TEAM * ELEMENTS) {
-          return launch_aligned<T, CENTERED, FUSED, TEAM, ELEMENTS, true>(p, stream, launched);
+      constexpr int K = Each::ELEMENTS / N;
+      constexpr bool GAINS = !CENTERED && (FUSED == ALONE ? N == 8 && K == 4 && Each::TEAM > 32 : N == 4 && K <= 4);
+      if constexpr (GAINS && std::is_same_v<W, T>) {
+        if (p.cols == Each::TEAM * Each::ELEMENTS) {
+          return launch_aligned<T, CENTERED, FUSED, Each, true, W>(p, stream, launched);
         }
       }
-      return launch_aligned<T, CENTERED, FUSED, TEAM, ELEMENTS, false>(p, stream, launched);
+      return launch_aligned<T, CENTERED, FUSED, Each, false, W>(p, stream, launched);
     }
   });
   return error == cudaErrorNotSupported ? cudaSuccess : error;
@@ -224,27 +234,39 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr int N = VECTOR<T>;
   constexpr bool HALF = N == 8;
   cudaError_t error = cudaSuccess;
-  if constexpr (!ODD) {
-    if (p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW<T>) {
-      error = launch_block<T, CENTERED, FUSED, ODD, false>(p, stream, launched, FewShapes<N>{});
+  const auto launch = [&](auto weights, auto shapes) {
+    if (error != cudaSuccess || launched) return;
+    error = launch_block<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, launched, shapes);
+  };
+  const auto shapes = block_shapes<HALF, CENTERED, FUSED, ODD>();
+  const bool are_there = p.weight.data != nullptr && (!CENTERED || p.bias.data != nullptr);
+  const bool are_plain = are_there && !p.weight.is_float;
+  if constexpr (ODD) {
+    launch(Any{}, shapes);
+  } else {
+    const bool are_few = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW;
+    if (are_few && are_plain) launch(T{}, FewShapes<N>{});
+    if constexpr (HALF && CENTERED && FUSED == ALONE) {
+      // The widest rows of a block are faster by two smaller ones, where the chip runs those.
+      if (!launched && are_plain && p.cols == 16384) {
+        error = launch_cluster<T, CENTERED, FUSED, ODD, true, ExactShape<128, 64, 2, 5>>(p, stream, launched);
+      }
     }
-  }
-  if constexpr (HALF && CENTERED && FUSED == ALONE && !ODD) {
-    // The widest rows of a block are faster by two smaller ones, where the chip runs those.
-    if (error == cudaSuccess && p.cols == 16384 && p.weight.is_plain() && p.bias.is_plain()) {
-      error = launch_cluster<T, CENTERED, FUSED, ODD, true, ExactShape<128, 64, 2, 5>>(p, stream, launched);
+    if constexpr (HALF && FUSED == ALONE) {
+      if (are_few && are_there && !are_plain) launch(float{}, FewShapes<N>{});
+      if (are_there && !are_plain) launch(float{}, shapes);
     }
-  }
-  if (error == cudaSuccess && !launched) {
-    error = launch_block<T, CENTERED, FUSED, ODD, true>(p, stream, launched, block_shapes<HALF, FUSED, ODD>());
+    if (are_plain) {
+      launch(T{}, shapes);
+    } else {
+      launch(Any{}, OtherShapes<N>{});
+    }
   }
   if (error == cudaSuccess && !launched) error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
   // Chips without clusters: layer_norm's odd rows would need too many registers, other shapes are among those above.
-  if constexpr (ODD ? !CENTERED : !HALF && FUSED != DROPPED) {
-    using Widest = Shapes<Shape<512, (ODD ? 16 : 24)>, Shape<512, 32>>;
-    if (error == cudaSuccess && !launched) {
-      error = launch_block<T, CENTERED, FUSED, ODD, true>(p, stream, launched, Widest{});
-    }
+  if constexpr (ODD && !CENTERED) launch(Any{}, Shapes<Shape<512, 16>, Shape<512, 32>>{});
+  if constexpr (!ODD && !HALF && FUSED != DROPPED) {
+    if (are_plain) launch(T{}, Shapes<Shape<512, 24>, Shape<512, 32>>{});
   }
   return error;
 }

@@ -8,35 +8,54 @@
 
 namespace norm_cuda {
 
+// A row a block.
+template <int TEAM, int ELEMENTS>
+using RowShape = Shape<TEAM, ELEMENTS, TEAM * ELEMENTS, TEAM>;
+
 // Shapes of the teams of a block, in turn.
-template <bool HALF, Fused FUSED, bool ODD>
+template <bool HALF, bool CENTERED, Fused FUSED, bool ODD>
 constexpr auto block_shapes() {
   if constexpr (ODD) {  // threads for all edges, and registers for two rows of layer_norm
     constexpr int E = HALF && FUSED != ADDED ? 32 : 16;
     return Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>,
                   Shape<256, E>>{};
+  } else if constexpr (FUSED == ALONE && HALF && CENTERED) {
+    return Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24, 768, 128>,
+                  Shape<32, 32>, Shape<32, 40>, RowShape<64, 24>, RowShape<64, 32>, RowShape<64, 40>, RowShape<96, 32>,
+                  RowShape<128, 32>, RowShape<160, 32>, RowShape<192, 32>, RowShape<224, 32>, RowShape<256, 32>,
+                  RowShape<256, 40>, RowShape<256, 48>, RowShape<448, 32>, RowShape<512, 32>>{};
   } else if constexpr (FUSED == ALONE && HALF) {
     return Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
-                  Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<64, 40>, Shape<128, 24>, Shape<128, 32>,
-                  Shape<128, 40>, Shape<128, 48>, Shape<224, 32>, Shape<256, 32>, Shape<256, 40>, Shape<256, 48>,
-                  Shape<512, 32>>{};
+                  RowShape<64, 24>, RowShape<64, 32>, RowShape<96, 32>, RowShape<128, 32>, RowShape<160, 32>,
+                  RowShape<192, 32>, RowShape<224, 32>, RowShape<256, 32>, RowShape<320, 32>, RowShape<384, 32>,
+                  RowShape<448, 32>, RowShape<512, 32>>{};
   } else if constexpr (FUSED == ALONE) {
-    return Shapes<Shape<8, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, 20>, Shape<64, 12>, Shape<64, 16>, Shape<64, 20>,
-                  Shape<128, 12>, Shape<128, 16>, Shape<160, 16>, Shape<256, 12>, Shape<256, 16>, Shape<512, 12>,
-                  Shape<512, 16>>{};
-  } else if constexpr (FUSED == ADDED && !HALF) {
-    return Shapes<Shape<32, 8>, Shape<32, 16>, Shape<64, 12>, Shape<128, 8>, Shape<128, 12>, Shape<128, 16>,
-                  Shape<128, 24>, Shape<256, 16>, Shape<256, 32>>{};
+    return Shapes<Shape<8, 8>, Shape<32, 8, 256, 128>, Shape<32, 16>, Shape<32, 20>, RowShape<64, 12>, Shape<64, 16>,
+                  RowShape<96, 16>, Shape<128, 16>, RowShape<160, 16>, RowShape<192, 16>, RowShape<256, 16>,
+                  RowShape<320, 16>, RowShape<384, 16>, RowShape<512, 16>>{};
+  } else if constexpr (FUSED == ADDED && HALF) {
+    return Shapes<Shape<32, 8>, RowShape<32, 16>, Shape<32, 24>, RowShape<64, 16>, RowShape<96, 16>, RowShape<128, 16>,
+                  RowShape<128, 24>, RowShape<192, 24>, RowShape<256, 24>, RowShape<384, 24>, RowShape<512, 24>,
+                  RowShape<512, 32>>{};
+  } else if constexpr (FUSED == ADDED) {
+    return Shapes<Shape<32, 8>, RowShape<64, 8>, RowShape<64, 12>, RowShape<128, 8>, RowShape<96, 16>, Shape<128, 16>,
+                  RowShape<192, 16>, RowShape<256, 16>, RowShape<320, 16>, RowShape<256, 32>>{};
   } else {
-    return Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>,
-                  Shape<256, 32>, Shape<512, 32>>{};
+    return Shapes<Shape<32, 8>, Shape<32, 16>, RowShape<32, 24>, RowShape<32, 32>, RowShape<64, 24>, RowShape<64, 32>,
+                  RowShape<96, 32>, RowShape<128, 32>, RowShape<160, 32>, RowShape<192, 32>, RowShape<224, 32>,
+                  RowShape<256, 32>, RowShape<320, 32>, RowShape<384, 32>, RowShape<512, 32>>{};
   }
 }
 
 // Of few rows: more threads for each, so that they are spread over the chip.
 template <int N>
 using FewShapes = Shapes<Shape<32, 2 * N>, Shape<64, 2 * N>, Shape<128, 2 * N>, Shape<256, 2 * N>, Shape<512, 2 * N>,
-                         Shape<512, 4 * N>>;
+                         Shape<1024, 2 * N>>;
+
+// For weights that are not there, or beside a residual or dropout in float and x is not.
+template <int N>
+using OtherShapes =
+    Shapes<Shape<8, N>, Shape<32, 4 * N>, Shape<64, 4 * N>, Shape<128, 4 * N>, Shape<256, 4 * N>, Shape<512, 4 * N>>;
 
 // Of rows wider than the others take, ROWS a cluster.
 template <bool HALF, int ROWS>

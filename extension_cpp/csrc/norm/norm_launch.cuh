@@ -95,10 +95,10 @@ bool is_in_step(const Geometry &g, const void *data, int64_t stride) {
   return data == nullptr || (is_aligned(data) && (g.rows == 1 || (stride - g.cols) % N == 0));
 }
 
-// A kernel's shape: threads a row, elements a thread, and the widest row it is for.
-template <int TEAM_, int ELEMENTS_, int WIDEST_ = TEAM_ *ELEMENTS_>
+// A kernel's shape: threads a row, elements a thread, the widest row it is for, and threads a block.
+template <int TEAM_, int ELEMENTS_, int WIDEST_ = TEAM_ *ELEMENTS_, int BLOCK_ = THREADS<TEAM_>>
 struct Shape {
-  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, WIDEST = WIDEST_;
+  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, WIDEST = WIDEST_, BLOCK = BLOCK_;
 };
 template <typename...>
 struct Shapes {};

@@ -34,9 +34,9 @@ constexpr int MOST_RESIDENT = 1536;
 #else
 constexpr int MOST_RESIDENT = 2048;
 #endif
-// Of `blocks`, those that it has room for.
+// Of `blocks`, those that it has room for, or one.
 constexpr int resident(int threads, int blocks) {
-  return blocks * threads > MOST_RESIDENT ? MOST_RESIDENT / threads : blocks;
+  return blocks == 0 ? 1 : blocks * threads > MOST_RESIDENT ? MOST_RESIDENT / threads : blocks;
 }
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);  // elements
@@ -348,12 +348,12 @@ __device__ inline void warp_sums(float2 &a, float2 &b) {
 
 // Waits for the other warps of the team. A kernel that works out a barrier's number takes all 16, and a multiprocessor has those for four
 // blocks (docs/performance.md): only where a block may have several teams.
-template <int TEAM>
+template <int TEAM, int BLOCK = THREADS<TEAM>>
 __device__ inline void sync_team() {
-  if constexpr (THREADS<TEAM> == TEAM) {
+  if constexpr (BLOCK == TEAM) {
     __syncthreads();
   } else {
-    static_assert(THREADS<TEAM> / TEAM < 16);  // barriers, beside that of the block
+    static_assert(BLOCK / TEAM < 16);  // barriers, beside that of the block
     sync_group(1 + threadIdx.x / TEAM, TEAM);
   }
 }
@@ -374,7 +374,7 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[BLOCK_WARPS][
 #pragma unroll
       for (int n = 0; n < COUNT; ++n) shared[threadIdx.x / 32][n] = v[n];
     }
-    sync_team<TEAM>();
+    sync_team<TEAM, BLOCK_WARPS * 32>();
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) v[n] = warp < WARPS ? shared[threadIdx.x / TEAM * WARPS + warp][n] : 0;
     group_sum(v, LANES<TEAM>);
