@@ -7,22 +7,26 @@
 namespace norm_cuda {
 
 template <typename T>
-struct Backward : Geometry {
-  const T *grad_out;
+struct BackwardTensors : Geometry {
   const T *x;
+  int64_t x_stride;
+  const T *grad_out;
+  int64_t grad_out_stride;
   const float *mean;  // NULL: rms_norm
   const float *rstd;
   Weights weight;
-  bool wants_weight;
-  bool wants_bias;
-  T *grad_x;       // may be NULL
-  float *partial;  // (wants_weight + wants_bias, chunks, cols)
-  int64_t x_stride;
-  int64_t grad_out_stride;
+  T *grad_x;          // may be NULL
   const T *grad_sum;  // ADDED: may be NULL
   int64_t grad_sum_stride;
   T *grad_dropped;    // ADDED: may be NULL
   dropout_t dropout;  // ADDED: of grad_dropped; DROPPED: of grad_out
+};
+
+template <typename T>
+struct Backward : BackwardTensors<T>, Sharing {
+  bool wants_weight;
+  bool wants_bias;
+  float *partial;  // (wants_weight + wants_bias, chunks, cols)
 };
 
 struct Statistics {
@@ -54,7 +58,7 @@ __device__ inline float combine(float xhat, float g, float along, float slope, f
 // This thread's part of a row of grad_x, and of grad_dropped if that is wanted, from its xhat and g = weighted() and the row's sums of
 // g * xhat and of g.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, int COUNT>
-__device__ inline void write_grad_x(const Backward<T> &p, int64_t row, const Columns<TEAM, K, N, false> &columns,
+__device__ inline void write_grad_x(const BackwardTensors<T> &p, int64_t row, const Columns<TEAM, K, N, false> &columns,
                                     const float (&xhat)[K][N], const float (&g)[K][N], const float (&sums)[COUNT],
                                     const Statistics &s, const Part<T, TEAM, K, N, false> &grad_sum,
                                     const Mask<TEAM, K, N, false> &mask, bool wants_dropped) {

@@ -70,7 +70,10 @@ __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM,
   if (STAY) load_weight();
   for (int turn = 0; row < p.rows; row += step, ++turn) {
     if (!STAY) load_weight();
-    if (FUSED == ADDED) grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
+    // It is there; but without a branch the compiler asks for it sooner, and spills.
+    if (FUSED == ADDED && p.grad_sum != nullptr) {
+      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
+    }
     const Statistics s = next;
     float xhat[K][N], g[K][N], sums[COUNT] = {};  // of g * xhat, and of g
 #pragma unroll

@@ -27,7 +27,7 @@ struct FewShape {
 };
 
 template <typename T>
-struct FewBackward : Backward<T> {
+struct FewBackward : BackwardTensors<T> {
   void *grad_weight;  // of float if weight.is_float, else of x's type; NULL: not wanted
   void *grad_bias;    // likewise
   int column_blocks;

@@ -8,20 +8,22 @@
 namespace norm_cuda {
 
 template <typename T>
-struct Forward : Geometry {
+struct ForwardTensors : Geometry {
   const T *x;
+  int64_t x_stride;
   Weights weight;
   Weights bias;
   T *y;
   float *mean;  // of layer_norm; NULL as rstd
   float *rstd;  // may be NULL
-  float eps;
-  int64_t x_stride;
   const T *residual;
   int64_t residual_stride;
   T *sum;
   dropout_t dropout;  // ADDED: of x, perhaps none; DROPPED: of y
 };
+
+template <typename T>
+struct Forward : ForwardTensors<T>, Sharing {};
 
 // x becomes residual + dropout(x), which is also written.
 template <typename T, int TEAM, int K, int N, bool ODD>

@@ -62,7 +62,6 @@ inline bool set_shape(Geometry &g, int64_t rows, int64_t cols) {
   g.rows = rows;
   g.cols = static_cast<int>(cols);
   g.per_col = 1 / static_cast<float>(cols);
-  g.cluster = 1;
   g.slice = g.cols;
   return true;
 }

@@ -49,20 +49,26 @@ constexpr int MAX_STAGES = 6;
 // What stands beside the norm (norm.h): nothing, a residual before it, or dropout behind it.
 enum Fused { ALONE, ADDED, DROPPED };
 
-// What the walk over the rows depends on, besides the template's TEAM, K and N.
+// What the walk over the rows depends on, besides the template's TEAM, K and N. A kernel's parameters come to it in pieces of 64 bytes,
+// each with a latency that shows where rows are few: so these are the first, and what other kernels need alone comes last.
 struct Geometry {
   int64_t rows;
-  int cols;
-  float per_col;    // 1 / cols
-  int stages;       // rows of a team in the ring
-  int cluster;      // blocks that share a row
-  int slice;        // columns of a row that one block takes, in vectors
-  int slot;         // vectors that they take in the ring
-  int64_t chunks;   // shares of the rows: one a block or cluster
-  int apart;        // ODD blocks: vectors from a row of a team to its next in x, modulo 8
-  Shares shares;    // ODD clusters: those
   uint64_t policy;  // of what is read in passing (cuda_cache.cuh)
   int64_t let_go;   // the first of the rows whose lines are let go again; g.rows: none
+  int cols;
+  float per_col;  // 1 / cols
+  int slice;      // columns of a row that one block takes, in vectors
+  float eps;      // of forward
+};
+
+// Besides that, of kernels whose blocks stay for many rows, or share one.
+struct Sharing {
+  int stages;      // rows of a team in the ring
+  int cluster;     // blocks that share a row
+  int slot;        // vectors that they take in the ring
+  int apart;       // ODD blocks: vectors from a row of a team to its next in x, modulo 8
+  int64_t chunks;  // shares of the rows: one a block or cluster
+  Shares shares;   // ODD clusters: those
 };
 
 // The columns of one thread.
