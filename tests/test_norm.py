@@ -138,22 +138,22 @@ def test_gradients_of_large_tensors(dtype: torch.dtype, cols: int, mib: int, nam
 
 
 @every_norm
+@pytest.mark.parametrize("bytes_of_x", [1 << 17, 5 << 19])
 @pytest.mark.parametrize(
     "dtype, weights",
-    [(dtype, kind) for dtype in (torch.float32, *HALF) for kind in ("own", "missing")] + [(d, "float32") for d in HALF],
+    [(dtype, kind) for dtype in (torch.float32, *HALF) for kind in ("own", "no bias", "no weight")]
+    + [(dtype, "float32") for dtype in HALF],
     ids=str,
 )
-def test_forward_at_many_widths(dtype: torch.dtype, weights: str, name: str, device: str) -> None:
-    """On a GPU rows have a kernel a width and kind of weights. Fewer than these bytes would be for other kernels."""
+def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
+    """On a GPU rows have a kernel a width and kind of weights, and another where they are few."""
     for cols in NORM_WIDTHS:
-        rows = (5 << 19) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
+        rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         x = torch.randn(rows, cols, device=device).to(dtype)
         weight, bias = (
             torch.randn(cols, device=device).to(torch.float32 if weights == "float32" else dtype) for _ in "wb"
         )
-        given = arguments(
-            name, x, *(weight, bias) if weights != "missing" else (None if name == "rms_norm" else weight, None)
-        )
+        given = arguments(name, x, None if weights == "no weight" else weight, None if weights == "no bias" else bias)
         y = getattr(extension_cpp, name)(*given)
         exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
         # As below, with log2(16384) roundings.

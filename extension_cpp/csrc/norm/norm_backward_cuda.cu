@@ -178,7 +178,7 @@ bool are_in_step(const Geometry &g, const norm_backward_args &args) {
 
 // One column: the gradient is exactly 0, which needs the plain kernel's order of operations.
 template <typename T>
-bool are_plain(Geometry &g, const norm_backward_args &args) {
+bool takes_plain(Geometry &g, const norm_backward_args &args) {
   return args.rows == 0 || args.cols == 1 || !set_shape(g, args.rows, args.cols) || !are_in_step<T>(g, args);
 }
 
@@ -191,13 +191,13 @@ inline bool is_added(const norm_backward_args &args) {
 template <typename T>
 bool takes_few(const norm_backward_args &args) {
   Geometry g;
-  return are_few<T>(args.rows, args.cols, is_added(args)) && !are_plain<T>(g, args);
+  return are_few<T>(args.rows, args.cols, is_added(args)) && !takes_plain<T>(g, args);
 }
 
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   Backward<T> p = fast_parameters<T>(args);
-  if (are_plain<T>(p, args)) return plain_backward<T>(args, stream);
+  if (takes_plain<T>(p, args)) return plain_backward<T>(args, stream);
   cudaError_t error = set_policy<T>(p, 2 + (p.grad_sum != nullptr), p.cols * sizeof(T) > WIDE ? NORMAL : OUTLASTS);
   if (error != cudaSuccess) return error;
   const FewBackward<T> few{p, args.grad_weight, args.grad_bias, 0};

@@ -127,7 +127,8 @@ bool takes_direct(int64_t rows, int64_t cols, bool is_exact, bool is_full) {
   return cols > 2560 ? mib <= 64 : !CENTERED || mib <= 128;
 }
 
-// Rows of whole vectors, with plain weights and without dropout; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched: other kernels are faster.
+// Rows of whole vectors, with plain weights and without dropout; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched:
+// other kernels are faster.
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int E = DIRECT_ELEMENTS;

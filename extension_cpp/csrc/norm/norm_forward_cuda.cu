@@ -13,8 +13,7 @@ namespace norm_cuda {
 // Bytes of x up to which its rows are few.
 constexpr int64_t FEW = 2 << 20;
 
-// Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. layer_norm_dropout may spill a few bytes
-// by it, and is faster all the same.
+// Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. A few shapes of add_layer_norm spill by it.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int E>
 constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                                                  ? 512
                          : CENTERED &&FUSED == ALONE && sizeof(T) == 4 && TEAM > 256 && E <= 16            ? 1536
@@ -87,9 +86,10 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
   if (!is_row) return;
   if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
-  const auto load_weights = [&](float(&w)[N], const Weights &weights, const Part<T, TEAM, K, N, false> &early, int k) {
+  const auto widen_weights = [&](float(&w)[N], const Weights &weights, const Part<T, TEAM, K, N, false> &loaded,
+                                 int k) {
     if constexpr (WHEN != LAST) {
-      unpack<T, N>(w, early.bits[k]);
+      unpack<T, N>(w, loaded.bits[k]);
     } else if constexpr (std::is_same_v<W, Any>) {
       weights.template load<T>(w, columns.column(k));
     } else {
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
   for (int k = 0; k < K; ++k) {
     if (!columns.has(k)) continue;
     float w[N], b[N];
-    load_weights(w, p.weight, weight, k);
-    if (CENTERED) load_weights(b, p.bias, bias, k);
+    widen_weights(w, p.weight, weight, k);
+    if (CENTERED) widen_weights(b, p.bias, bias, k);
     if constexpr (TWICE<T, CENTERED, FUSED>) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -215,7 +215,7 @@ cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, bool &launche
     if constexpr (ODD) {
       return launch_odd<T, CENTERED, FUSED, Each::TEAM, Each::ELEMENTS>(p, stream, launched);
     } else {
-      // The shapes that do not spill for it, and gain by it.
+      // The shapes that do not spill for it and gain by it where rows are many.
       constexpr int K = Each::ELEMENTS / N;
       constexpr bool GAINS = !CENTERED && (FUSED == ALONE ? N == 8 && K == 4 && Each::TEAM > 32 : N == 4 && K <= 4);
       if constexpr (GAINS && std::is_same_v<W, T>) {
@@ -265,8 +265,12 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   if (error == cudaSuccess && !launched) error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
   // Chips without clusters: layer_norm's odd rows would need too many registers, other shapes are among those above.
   if constexpr (ODD && !CENTERED) launch(Any{}, Shapes<Shape<512, 16>, Shape<512, 32>>{});
-  if constexpr (!ODD && !HALF && FUSED != DROPPED) {
-    if (are_plain) launch(T{}, Shapes<Shape<512, 24>, Shape<512, 32>>{});
+  if constexpr (!ODD && !HALF) {
+    using Widest = Shapes<Shape<512, 24>, Shape<512, 32>>;
+    if (!are_plain) launch(Any{}, Widest{});
+    if constexpr (FUSED != DROPPED) {
+      if (are_plain) launch(T{}, Widest{});
+    }
   }
   return error;
 }

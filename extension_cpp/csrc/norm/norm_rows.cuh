@@ -1,7 +1,7 @@
 // What the kernels of norm_forward_cuda.cu and norm_backward_cuda.cu share: how rows meet threads.
 //
-// A team of TEAM threads takes a row: part of a warp, a warp, several, or a whole block. A block has THREADS threads, that is
-// one team or several. Thread t of the team owns the columns t * N, (t + TEAM) * N, ... and the N - 1 behind each, at most K
+// A team of TEAM threads takes a row: part of a warp, a warp, several, or a whole block. A block is one team or several, most often
+// THREADS threads. Thread t of the team owns the columns t * N, (t + TEAM) * N, ... and the N - 1 behind each, at most K
 // times N, where N is a 16-byte vector.
 //
 // ODD: the width is no multiple of N, so that most rows begin between two multiples of 16 bytes, those of all tensors alike. The
@@ -26,17 +26,18 @@ namespace norm_cuda {
 
 template <int TEAM>
 constexpr int THREADS = TEAM >= 192 ? TEAM : (255 / TEAM + 1) * TEAM;
-// Threads that a multiprocessor of the chip compiled for holds at most.
+// Threads and blocks that a multiprocessor of the chip compiled for holds at most (some of the others hold 24 blocks).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int MOST_RESIDENT = 1024;
+constexpr int MOST_RESIDENT = 1024, MOST_BLOCKS = 16;
 #elif defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
-constexpr int MOST_RESIDENT = 1536;
+constexpr int MOST_RESIDENT = 1536, MOST_BLOCKS = 16;
 #else
-constexpr int MOST_RESIDENT = 2048;
+constexpr int MOST_RESIDENT = 2048, MOST_BLOCKS = 32;
 #endif
 // Of `blocks`, those that it has room for, or one.
 constexpr int resident(int threads, int blocks) {
-  return blocks == 0 ? 1 : blocks * threads > MOST_RESIDENT ? MOST_RESIDENT / threads : blocks;
+  const int most = MOST_RESIDENT / threads < MOST_BLOCKS ? MOST_RESIDENT / threads : MOST_BLOCKS;
+  return blocks > most ? most : blocks == 0 ? 1 : blocks;
 }
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);  // elements
