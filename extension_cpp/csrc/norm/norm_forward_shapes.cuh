@@ -52,7 +52,7 @@ template <int N>
 using FewShapes = Shapes<Shape<32, 2 * N>, Shape<64, 2 * N>, Shape<128, 2 * N>, Shape<256, 2 * N>, Shape<512, 2 * N>,
                          Shape<1024, 2 * N>>;
 
-// For weights that are not there, or beside a residual or dropout in float and x is not.
+// For weights that are not there, or are float beside half types with a residual or dropout.
 template <int N>
 using OtherShapes =
     Shapes<Shape<8, N>, Shape<32, 4 * N>, Shape<64, 4 * N>, Shape<128, 4 * N>, Shape<256, 4 * N>, Shape<512, 4 * N>>;
