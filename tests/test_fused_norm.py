@@ -175,6 +175,28 @@ def test_forward_at_many_widths(
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 
 
+@every_add
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_at_many_widths(dtype: torch.dtype, name: str, device: str) -> None:
+    """On a GPU rows of half types have a kernel a width. Fewer than these bytes would be for another."""
+    for cols in NORM_WIDTHS:
+        rows = (17 << 20) // (2 * cols) // (1 if device == "cuda" else 128) + 1
+        x, residual, grad_y, grad_s = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(4))
+        weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
+        leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
+        y, s = fused(name, *leaves, 0.0, 3)
+        grad_x, grad_residual, *grad_weights = torch.autograd.grad((y, s), used(name, leaves), (grad_y, grad_s))
+        assert torch.equal(grad_x, grad_residual), cols
+        doubles = [t.detach().double().requires_grad_() for t in (s, weight, bias)]
+        exact = norm_of(name, *doubles)
+        want = torch.autograd.grad(exact, doubles[: len(grad_weights) + 1], grad_y.double())
+        eps = torch.finfo(dtype).eps
+        for a, b in zip((grad_x, *grad_weights), (want[0] + grad_s, *want[1:]), strict=True):
+            # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive.
+            sums = 4 * torch.finfo(torch.float32).eps * rows**0.5 if b.dim() == 1 else eps
+            assert ((a.double() - b).abs() <= eps * b.abs() + sums * b.abs().max()).all(), cols
+
+
 @every_fused
 def test_strided_rows_are_read_where_they_lie(name: str, device: str) -> None:
     packed = torch.randn(5, 7, 3 * 64, device=device)

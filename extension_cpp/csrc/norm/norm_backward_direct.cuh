@@ -10,11 +10,11 @@
 
 namespace norm_cuda {
 
-constexpr int DIRECT_ELEMENTS = 16;  // a thread
-
-// Threads of a multiprocessor, which one block has; add_layer_norm in float would spill with more.
-template <typename T, bool CENTERED, Fused FUSED>
-constexpr int DIRECT_MOST = sizeof(T) == 4 && CENTERED &&FUSED == ADDED ? 384 : 512;
+// Threads of a multiprocessor, which one block has, by their elements: more would spill.
+template <typename T, bool CENTERED, Fused FUSED, int ELEMENTS>
+constexpr int DIRECT_MOST = ELEMENTS > 24                                                     ? 256
+                            : ELEMENTS > 16 || (sizeof(T) == 4 && CENTERED && FUSED == ADDED) ? 384
+                                                                                              : 512;
 
 // One of the sums over the rows to its partial row: the teams' together.
 template <int THREADS, int TEAM, int K, int N>
@@ -43,13 +43,11 @@ __device__ inline void write_partial(const float (&sums)[K][N], const Columns<TE
 }
 
 // EXACT: every thread has all its vectors.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, bool EXACT>
-__global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM, 1)
-    direct_backward_kernel(const __grid_constant__ Backward<T> p) {
-  constexpr int N = VECTOR<T>, K = DIRECT_ELEMENTS / N, TEAMS = DIRECT_MOST<T, CENTERED, FUSED> / TEAM;
-  constexpr int BLOCK = TEAMS * TEAM, COUNT = CENTERED ? 2 : 1;
-  // Whether the weights stay in registers, packed; of float only rms_norm alone has any left, else the cache has them.
-  constexpr bool STAY = sizeof(T) == 2 || (!CENTERED && FUSED == ALONE);
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT>
+__global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_constant__ Backward<T> p) {
+  constexpr int N = VECTOR<T>, TEAMS = BLOCK / TEAM, COUNT = CENTERED ? 2 : 1;
+  // Whether the weights stay in registers, packed; where few of these are left the cache has them.
+  constexpr bool STAY = (sizeof(T) == 2 && K == 2) || (!CENTERED && FUSED == ALONE);
   __shared__ float shared[2][BLOCK / 32][COUNT];  // for every other row
   const int team = threadIdx.x / TEAM;
   const int64_t step = static_cast<int64_t>(gridDim.x) * TEAMS;
@@ -111,11 +109,31 @@ __global__ void __launch_bounds__(DIRECT_MOST<T, CENTERED, FUSED> / TEAM * TEAM,
   if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
 }
 
-// Whether these rows are faster so than through the ring, as measured on an H200. is_exact: all threads have all their vectors; is_full: and
-// the blocks have nearly all of 512 threads.
+// Rows that fill a shape, and no thread of a multiprocessor idles: of half types a thread then has more elements, which share a row's
+// other work. No such rows: float.
+template <typename T>
+using FilledShapes =
+    std::conditional_t<sizeof(T) == 2,
+                       Shapes<Shape<32, 24>, Shape<32, 40>, Shape<64, 24>, Shape<96, 24>, Shape<64, 40>, Shape<128, 24>,
+                              Shape<192, 24>, Shape<128, 40>, Shape<384, 24>, Shape<256, 40>>,
+                       Shapes<>>;
+// Other rows.
+using DirectShapes = Shapes<Shape<32, 16>, Shape<64, 16>, Shape<96, 16>, Shape<128, 16>, Shape<160, 16>, Shape<192, 16>,
+                            Shape<256, 16>, Shape<384, 16>, Shape<448, 16>, Shape<512, 16>>;
+
+// Whether rows of `mib` MiB that fill a shape are faster so than through the ring, or with 16 elements a thread, as measured on an H200.
+template <bool CENTERED, Fused FUSED>
+bool takes_filled(int64_t mib, int cols) {
+  if (cols == 2560) return !CENTERED && FUSED == ALONE;  // which by 480 threads of 16 elements are as fast
+  if (FUSED == ADDED) return true;
+  if (!CENTERED) return cols == 768 ? mib <= 32 : cols < 9216 || mib <= 128;
+  return cols <= 1280 || cols == 5120 || mib <= (cols < 9216 ? 128 : 64);
+}
+
+// Whether other rows are faster so than through the ring. is_exact: all threads have all their vectors; is_full: and the blocks have nearly
+// all of 512 threads.
 template <typename T, bool CENTERED, Fused FUSED>
-bool takes_direct(int64_t rows, int64_t cols, bool is_exact, bool is_full) {
-  const int64_t mib = rows * cols * static_cast<int64_t>(sizeof(T)) >> 20;
+bool takes_direct(int64_t mib, int cols, bool is_exact, bool is_full) {
   if (cols < 256) return false;
   if (sizeof(T) == 4) {
     if (FUSED == ALONE) return mib <= 128 || (cols > 256 && !(CENTERED && cols > 6144));
@@ -131,29 +149,33 @@ bool takes_direct(int64_t rows, int64_t cols, bool is_exact, bool is_full) {
 // other kernels are faster.
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
-  constexpr int E = DIRECT_ELEMENTS;
-  using Known = Shapes<Shape<32, E>, Shape<64, E>, Shape<96, E>, Shape<128, E>, Shape<160, E>, Shape<192, E>,
-                       Shape<256, E>, Shape<384, E>, Shape<448, E>, Shape<512, E>>;
+  constexpr int N = VECTOR<T>;
+  const int64_t mib = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) >> 20;
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  return with_shape<VECTOR<T>>(p.cols, Known{}, [&](auto shape) {
+  const auto launch = [&](auto shape, auto filled) {
     using S = decltype(shape);
-    constexpr int teams = DIRECT_MOST<T, CENTERED, FUSED> / S::TEAM, threads = teams * S::TEAM;
+    constexpr bool FILLED = decltype(filled)::value;
+    constexpr int K = S::ELEMENTS / N, teams = DIRECT_MOST<T, CENTERED, FUSED, S::ELEMENTS> / S::TEAM;
+    constexpr int threads = teams * S::TEAM;
     const bool is_exact = p.cols == S::WIDEST;
-    if constexpr (teams == 0) {
-      return cudaErrorNotSupported;
-    } else if (!takes_direct<T, CENTERED, FUSED>(p.rows, p.cols, is_exact, is_exact && threads >= 480)) {
-      return cudaErrorNotSupported;
-    } else {
-      p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
-      const auto kernel = is_exact ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, true>
-                                   : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, false>;
-      kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
-      return cudaGetLastError();
+    if constexpr (teams > 0) {
+      if (FILLED ? is_exact && takes_filled<CENTERED, FUSED>(mib, p.cols)
+                 : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, is_exact && threads >= 480)) {
+        p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
+        const auto kernel = is_exact ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true>
+                                     : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, FILLED>;
+        kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
+        return cudaGetLastError();
+      }
     }
-  });
+    return cudaErrorNotSupported;
+  };
+  error = with_shape<N>(p.cols, FilledShapes<T>{}, [&](auto shape) { return launch(shape, std::true_type{}); });
+  if (error != cudaErrorNotSupported) return error;
+  return with_shape<N>(p.cols, DirectShapes{}, [&](auto shape) { return launch(shape, std::false_type{}); });
 }
 
 }  // namespace norm_cuda

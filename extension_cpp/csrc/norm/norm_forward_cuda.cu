@@ -246,11 +246,8 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   } else {
     const bool are_few = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW;
     if (are_few && are_plain) launch(T{}, FewShapes<N>{});
-    if constexpr (HALF && CENTERED && FUSED == ALONE) {
-      // The widest rows of a block are faster by two smaller ones, where the chip runs those.
-      if (!launched && are_plain && p.cols == 16384) {
-        error = launch_cluster<T, CENTERED, FUSED, ODD, true, ExactShape<128, 64, 2, 5>>(p, stream, launched);
-      }
+    if (!launched && error == cudaSuccess && p.cols > widest_block<HALF, CENTERED, FUSED>(are_plain)) {
+      error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
     }
     if constexpr (HALF && FUSED == ALONE) {
       if (are_few && are_there && !are_plain) launch(float{}, FewShapes<N>{});

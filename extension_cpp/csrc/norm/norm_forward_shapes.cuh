@@ -3,6 +3,8 @@
 #ifndef EXTENSION_CPP_NORM_FORWARD_SHAPES_CUH
 #define EXTENSION_CPP_NORM_FORWARD_SHAPES_CUH
 
+#include <climits>
+
 #include "norm/norm_forward_cluster.cuh"
 #include "norm/norm_launch.cuh"
 
@@ -23,12 +25,12 @@ constexpr auto block_shapes() {
     return Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24, 768, 128>,
                   Shape<32, 32>, Shape<32, 40>, RowShape<64, 24>, RowShape<64, 32>, RowShape<64, 40>, RowShape<96, 32>,
                   RowShape<128, 32>, RowShape<160, 32>, RowShape<192, 32>, RowShape<224, 32>, RowShape<256, 32>,
-                  RowShape<256, 40>, RowShape<256, 48>, RowShape<448, 32>, RowShape<512, 32>>{};
+                  RowShape<256, 40>, RowShape<256, 48>, RowShape<512, 32>>{};
   } else if constexpr (FUSED == ALONE && HALF) {
     return Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
                   RowShape<64, 24>, RowShape<64, 32>, RowShape<96, 32>, RowShape<128, 32>, RowShape<160, 32>,
                   RowShape<192, 32>, RowShape<224, 32>, RowShape<256, 32>, RowShape<320, 32>, RowShape<384, 32>,
-                  RowShape<448, 32>, RowShape<512, 32>>{};
+                  RowShape<512, 32>>{};
   } else if constexpr (FUSED == ALONE) {
     return Shapes<Shape<8, 8>, Shape<32, 8, 256, 128>, Shape<32, 16>, Shape<32, 20>, RowShape<64, 12>, Shape<64, 16>,
                   RowShape<96, 16>, Shape<128, 16>, RowShape<160, 16>, RowShape<192, 16>, RowShape<256, 16>,
@@ -55,7 +57,16 @@ using FewShapes = Shapes<Shape<32, 2 * N>, Shape<64, 2 * N>, Shape<128, 2 * N>, 
 // For weights that are not there, or are float beside half types with a residual or dropout.
 template <int N>
 using OtherShapes =
-    Shapes<Shape<8, N>, Shape<32, 4 * N>, Shape<64, 4 * N>, Shape<128, 4 * N>, Shape<256, 4 * N>, Shape<512, 4 * N>>;
+    Shapes<Shape<8, N>, Shape<32, 3 * N>, Shape<32, 4 * N>, Shape<32, 5 * N>, RowShape<64, 3 * N>, RowShape<64, 4 * N>,
+           RowShape<64, 5 * N>, RowShape<96, 4 * N>, RowShape<128, 4 * N>, RowShape<160, 4 * N>, RowShape<192, 4 * N>,
+           RowShape<256, 4 * N>, RowShape<320, 4 * N>, RowShape<384, 4 * N>, RowShape<512, 4 * N>>;
+
+// Columns of the widest rows that one block takes sooner than a cluster does, where the chip runs those.
+template <bool HALF, bool CENTERED, Fused FUSED>
+constexpr int widest_block(bool are_plain) {
+  if (!HALF || FUSED != ALONE) return INT_MAX;
+  return !are_plain ? 12288 : CENTERED ? 8192 : 10240;
+}
 
 // Of rows wider than the others take, ROWS a cluster.
 template <bool HALF, int ROWS>
@@ -82,7 +93,8 @@ constexpr auto wide_shapes() {
     return Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 24, 4, 4>>{};
   } else if constexpr (HALF && CENTERED) {
     return Shapes<ExactShape<128, 40, 2, 7>, ExactShape<128, 48, 2, 6>, ExactShape<128, 56, 2, 5>,
-                  ExactShape<128, 64, 2, 5>, ClusterShape<128, 40, 2, 7>, ClusterShape<256, 40, 2, 4>>{};
+                  ExactShape<128, 64, 2, 5>, ClusterShape<128, 40, 2, 7, 10240>, ClusterShape<128, 48, 2, 6, 12288>,
+                  ClusterShape<128, 56, 2, 5, 14336>, ClusterShape<128, 40, 2, 7>, ClusterShape<256, 40, 2, 4>>{};
   } else if constexpr (HALF && ODD) {
     return Shapes<ClusterShape<128, 48, 2, 6>>{};
   } else if constexpr (HALF) {
