@@ -185,8 +185,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, name: str, device: str) ->
         weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
         y, s = fused(name, *leaves, 0.0, 3)
-        grad_x, grad_residual, *grad_weights = torch.autograd.grad((y, s), used(name, leaves), (grad_y, grad_s))
-        assert torch.equal(grad_x, grad_residual), cols
+        grad_x, _, *grad_weights = torch.autograd.grad((y, s), used(name, leaves), (grad_y, grad_s))
         doubles = [t.detach().double().requires_grad_() for t in (s, weight, bias)]
         exact = norm_of(name, *doubles)
         want = torch.autograd.grad(exact, doubles[: len(grad_weights) + 1], grad_y.double())

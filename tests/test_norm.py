@@ -115,7 +115,8 @@ def test_a_row_does_not_depend_on_how_many_there_are(
 @pytest.mark.parametrize(
     "cols, mib",
     [(cols, 34) for cols in (768, 1280, 1536, 2304, 2560, 3072, 4608, 5120, 6144, 9216, 10240)]
-    + [(4096, 66), (8192, 66), (9216, 66), (10240, 66), (1024, 130), (1536, 130), (3072, 130), (4608, 130)],
+    + [(4096, 66), (8192, 66), (9216, 66), (10240, 66), (768, 20)]
+    + [(cols, 130) for cols in (1024, 2304, 3072, 4608, 9216, 10240)],
 )
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_gradients_of_large_tensors(dtype: torch.dtype, cols: int, mib: int, name: str, device: str) -> None:

@@ -124,10 +124,10 @@ using DirectShapes = Shapes<Shape<32, 16>, Shape<64, 16>, Shape<96, 16>, Shape<1
 // Whether rows of `mib` MiB that fill a shape are faster so than through the ring, or with 16 elements a thread, as measured on an H200.
 template <bool CENTERED, Fused FUSED>
 bool takes_filled(int64_t mib, int cols) {
-  if (cols == 2560) return !CENTERED && FUSED == ALONE;  // which by 480 threads of 16 elements are as fast
+  if (cols == 2560) return !CENTERED && FUSED == ALONE;  // 480 threads of 16 elements are as fast for the others
   if (FUSED == ADDED) return true;
   if (!CENTERED) return cols == 768 ? mib <= 32 : cols < 9216 || mib <= 128;
-  return cols <= 1280 || cols == 5120 || mib <= (cols < 9216 ? 128 : 64);
+  return cols <= 1536 || cols == 5120 || mib <= (cols == 2304 || cols >= 9216 ? 64 : 128);
 }
 
 // Whether other rows are faster so than through the ring. is_exact: all threads have all their vectors; is_full: and the blocks have nearly

@@ -1,4 +1,4 @@
-// layer_norm and rms_norm of rows wider than a block: the blocks of a cluster share a row, or a few, and end with them.
+// layer_norm and rms_norm of wide rows: the blocks of a cluster share a row, or a few, and end with them.
 //
 // A thread copies its vectors to shared memory, asynchronously, and is the only one to read them there, for the moments and again
 // for y. So what is on its way takes no registers, and a multiprocessor has room for many blocks, which load while others wait. (Where

@@ -1,8 +1,8 @@
 // layer_norm and rms_norm on the GPU, in one pass over x (norm_rows.cuh says how rows meet threads).
 //
-// Rows that fit into a block's registers: a team a row, most often the block's only one, and as many blocks as there are rows for. Odd rows:
-// norm_forward_odd.cuh; rows wider than a block: norm_forward_cluster.cuh and norm_forward_ring.cuh; which shape takes which width:
-// norm_forward_shapes.cuh. What is read of large tensors outlasts in the L2 what is written (cuda_cache.cuh).
+// Rows that fit into a block's registers: a team a row, most often the block's only one, and as many blocks as there are rows for. Odd
+// rows: norm_forward_odd.cuh; wide rows, which several blocks share: norm_forward_cluster.cuh and norm_forward_ring.cuh; which shape
+// takes which width: norm_forward_shapes.cuh. What is read of large tensors outlasts in the L2 what is written (cuda_cache.cuh).
 #include "norm/norm_forward_odd.cuh"
 #include "norm/norm_forward_ring.cuh"
 #include "norm/norm_forward_shapes.cuh"
@@ -179,7 +179,7 @@ cudaError_t launch_first_cluster(Forward<T> &p, cudaStream_t stream, bool &launc
   return error;
 }
 
-// Rows wider than a block.
+// By clusters.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr bool HALF = sizeof(T) == 2, LAYER_NORM = CENTERED && FUSED == ALONE;
@@ -246,7 +246,7 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   } else {
     const bool are_few = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW;
     if (are_few && are_plain) launch(T{}, FewShapes<N>{});
-    if (!launched && error == cudaSuccess && p.cols > widest_block<HALF, CENTERED, FUSED>(are_plain)) {
+    if (!launched && error == cudaSuccess && !are_few && p.cols > widest_block<HALF, CENTERED, FUSED>(are_plain)) {
       error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
     }
     if constexpr (HALF && FUSED == ALONE) {

@@ -14,7 +14,7 @@ namespace norm_cuda {
 template <int TEAM, int ELEMENTS>
 using RowShape = Shape<TEAM, ELEMENTS, TEAM * ELEMENTS, TEAM>;
 
-// Shapes of the teams of a block, in turn.
+// Shapes of the teams of a block, in turn. Beyond widest_block() only for chips without clusters, and with a residual or dropout.
 template <bool HALF, bool CENTERED, Fused FUSED, bool ODD>
 constexpr auto block_shapes() {
   if constexpr (ODD) {  // threads for all edges, and registers for two rows of layer_norm
@@ -61,7 +61,7 @@ using OtherShapes =
            RowShape<64, 5 * N>, RowShape<96, 4 * N>, RowShape<128, 4 * N>, RowShape<160, 4 * N>, RowShape<192, 4 * N>,
            RowShape<256, 4 * N>, RowShape<320, 4 * N>, RowShape<384, 4 * N>, RowShape<512, 4 * N>>;
 
-// Columns of the widest rows that one block takes sooner than a cluster does, where the chip runs those.
+// Columns of the widest rows that one block takes sooner than a cluster, where the chip runs those and rows are not few.
 template <bool HALF, bool CENTERED, Fused FUSED>
 constexpr int widest_block(bool are_plain) {
   if (!HALF || FUSED != ALONE) return INT_MAX;
@@ -76,7 +76,7 @@ using WidestShape = std::conditional_t<HALF, ClusterShape<256, 64, ROWS, 2>, Clu
 template <bool HALF, bool CENTERED, Fused FUSED>
 using UsualShape = ClusterShape<256, 32, (HALF && CENTERED && FUSED == ALONE ? 4 : 2), 2>;
 
-// Shapes of clusters for rows wider than a block, in turn. DROPS: whether ADDED has dropout.
+// Shapes of clusters for wide rows, in turn. DROPS: whether ADDED has dropout.
 template <bool HALF, bool CENTERED, Fused FUSED, bool ODD, bool DROPS>
 constexpr auto wide_shapes() {
   if constexpr (HALF && FUSED == ADDED && ODD) {
