@@ -175,22 +175,28 @@ def test_forward_at_many_widths(
             assert (a.double() - b).abs().max() <= bound * b.abs().max(), cols
 
 
-@every_add
+@every_fused
+@pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_at_many_widths(dtype: torch.dtype, name: str, device: str) -> None:
+def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, device: str) -> None:
     """On a GPU rows of half types have a kernel a width. Fewer than these bytes would be for another."""
+    drop = (lambda t: ops.dropout(t, p, seed_of(t.device, 3))) if p else (lambda t: t)
+    eps = torch.finfo(dtype).eps
     for cols in NORM_WIDTHS:
         rows = (17 << 20) // (2 * cols) // (1 if device == "cuda" else 128) + 1
-        x, residual, grad_y, grad_s = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(4))
+        x, residual, *grads = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(4))
         weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
-        y, s = fused(name, *leaves, 0.0, 3)
-        grad_x, _, *grad_weights = torch.autograd.grad((y, s), used(name, leaves), (grad_y, grad_s))
-        doubles = [t.detach().double().requires_grad_() for t in (s, weight, bias)]
+        outputs = fused(name, *leaves, p, 3)
+        got = torch.autograd.grad(outputs, used(name, leaves), grads[: len(outputs)])
+        # From s as it was rounded.
+        doubles = [t.detach().double().requires_grad_() for t in (x if len(outputs) == 1 else outputs[1], weight, bias)]
+        grad_y, grad_s = (g.double() for g in grads)
+        grad_y = drop(grad_y) if name == "layer_norm_dropout" else grad_y
         exact = norm_of(name, *doubles)
-        want = torch.autograd.grad(exact, doubles[: len(grad_weights) + 1], grad_y.double())
-        eps = torch.finfo(dtype).eps
-        for a, b in zip((grad_x, *grad_weights), (want[0] + grad_s, *want[1:]), strict=True):
+        of_s, *of_weights = torch.autograd.grad(exact, doubles[:2] if name == "add_rms_norm" else doubles, grad_y)
+        of_rows = [of_s] if name == "layer_norm_dropout" else [drop(of_s + grad_s), of_s + grad_s]
+        for a, b in zip(got, [*of_rows, *of_weights], strict=True):
             # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive.
             sums = 4 * torch.finfo(torch.float32).eps * rows**0.5 if b.dim() == 1 else eps
             assert ((a.double() - b).abs() <= eps * b.abs() + sums * b.abs().max()).all(), cols

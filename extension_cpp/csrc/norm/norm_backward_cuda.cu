@@ -202,18 +202,22 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const FewBackward<T> few{p, args.grad_weight, args.grad_bias, 0};
   if (takes_few<T>(args)) return few_backward<T, CENTERED, FUSED>(few, stream);
-  if constexpr (FUSED != DROPPED) {
-    if (args.cols % VECTOR<T> == 0) {
-      if (!p.wants_weight && !p.wants_bias) {
-        error = rows_backward<T, CENTERED, FUSED>(few, stream);
-        if (error != cudaErrorNotSupported) return error;
-      }
+  if (args.cols % VECTOR<T> == 0) {
+    error = cudaErrorNotSupported;
+    if constexpr (FUSED != DROPPED) {
+      if (!p.wants_weight && !p.wants_bias) error = rows_backward<T, CENTERED, FUSED>(few, stream);
+      if (error != cudaErrorNotSupported) return error;
       if (p.weight.is_plain() && p.grad_dropped == nullptr) {
-        error = direct_backward<T, CENTERED, FUSED>(p, stream);
-        if (error == cudaSuccess) return sum_partial<float>(args, p.chunks, stream);
-        if (error != cudaErrorNotSupported) return error;
+        error = direct_backward<T, CENTERED, FUSED, false>(p, stream);
       }
     }
+    if constexpr (FUSED != ALONE && sizeof(T) == 2) {
+      if (p.weight.is_plain() && (FUSED == DROPPED || p.grad_dropped != nullptr)) {
+        error = direct_backward<T, CENTERED, FUSED, true>(p, stream);
+      }
+    }
+    if (error == cudaSuccess) return sum_partial<float>(args, p.chunks, stream);
+    if (error != cudaErrorNotSupported) return error;
   }
   bool launched = false;
   error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)

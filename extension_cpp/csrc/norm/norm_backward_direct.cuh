@@ -42,8 +42,8 @@ __device__ inline void write_partial(const float (&sums)[K][N], const Columns<TE
   }
 }
 
-// EXACT: every thread has all its vectors.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT>
+// EXACT: every thread has all its vectors. DROPS: with dropout, of grad_out or ADDED's of grad_dropped.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, bool DROPS>
 __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int N = VECTOR<T>, TEAMS = BLOCK / TEAM, COUNT = CENTERED ? 2 : 1;
   // Whether the weights stay in registers, packed; where few of these are left the cache has them.
@@ -61,10 +61,15 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
     grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
     next = {CENTERED ? p.mean[row] : 0, p.rstd[row]};
   };
+  // Made while the next row is on its way: ADDED's of the row at hand, whose grad_dropped is still to come, else of the next one.
+  Mask<TEAM, K, N, false> mask{};
+  const int64_t seed = DROPS ? seed_of(p.dropout) : 0;
+  const auto make_mask = [&](int64_t row) { mask.make(p.dropout, seed, row * p.cols, columns); };
   const auto load_weight = [&] { weight.load(static_cast<const T *>(p.weight.data), columns); };
   float grad_weight[K][N] = {}, grad_bias[CENTERED ? K : 1][N] = {};
   int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + team;
   load(row);
+  if (FUSED == DROPPED && row < p.rows) make_mask(row);
   if (STAY) load_weight();
   for (int turn = 0; row < p.rows; row += step, ++turn) {
     if (!STAY) load_weight();
@@ -79,6 +84,7 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
       float w[N];
       unpack<T, N>(xhat[k], x.bits[k]);
       unpack<T, N>(g[k], grad_out.bits[k]);
+      if (FUSED == DROPPED) drop(g[k], p.dropout, mask.of(k));
       unpack<T, N>(w, STAY ? anew(weight.bits[k]) : weight.bits[k]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -91,9 +97,11 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
       }
     }
     load(row + step);
+    if (FUSED == ADDED && DROPS) make_mask(row);
+    if (FUSED == DROPPED && row + step < p.rows) make_mask(row + step);
     team_sum<TEAM>(sums, shared[turn % 2]);
     if (p.grad_x != nullptr) {
-      write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, sums, s, grad_sum, {}, false);
+      write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, sums, s, grad_sum, mask, FUSED == ADDED && DROPS);
     }
   }
   float *partial = p.partial + static_cast<int64_t>(blockIdx.x) * p.cols;
@@ -145,9 +153,18 @@ bool takes_direct(int64_t mib, int cols, bool is_exact, bool is_full) {
   return cols > 2560 ? mib <= 64 : !CENTERED || mib <= 128;
 }
 
-// Rows of whole vectors, with plain weights and without dropout; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched:
-// other kernels are faster.
-template <typename T, bool CENTERED, Fused FUSED>
+// Whether rows of half types that fill this shape are faster so with dropout, as measured; others spill, or are for other shapes.
+template <bool CENTERED, Fused FUSED>
+constexpr bool drops_directly(int cols, int elements) {
+  const bool is_power = (cols & (cols - 1)) == 0;
+  if (FUSED == DROPPED) return elements > 16 || is_power;
+  if (elements > 16) return !CENTERED && cols != 1536 && cols != 2560 && cols != 3072 && cols != 5120;
+  return cols <= 5120 || (!CENTERED && is_power);
+}
+
+// Rows of whole vectors, with plain weights; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched: other kernels are
+// faster.
+template <typename T, bool CENTERED, Fused FUSED, bool DROPS>
 cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
   const int64_t mib = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) >> 20;
@@ -160,13 +177,17 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
     constexpr bool FILLED = decltype(filled)::value;
     constexpr int K = S::ELEMENTS / N, teams = DIRECT_MOST<T, CENTERED, FUSED, S::ELEMENTS> / S::TEAM;
     constexpr int threads = teams * S::TEAM;
+    constexpr bool is_shape = teams > 0 && (!DROPS || drops_directly<CENTERED, FUSED>(S::WIDEST, S::ELEMENTS));
     const bool is_exact = p.cols == S::WIDEST;
-    if constexpr (teams > 0) {
-      if (FILLED ? is_exact && takes_filled<CENTERED, FUSED>(mib, p.cols)
-                 : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, is_exact && threads >= 480)) {
+    if constexpr (is_shape) {
+      const bool takes = DROPS    ? is_exact && (FUSED == DROPPED || p.cols != 5120 || mib <= 64)
+                         : FILLED ? is_exact && takes_filled<CENTERED, FUSED>(mib, p.cols)
+                                  : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, is_exact && threads >= 480);
+      if (takes) {
         p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
-        const auto kernel = is_exact ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true>
-                                     : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, FILLED>;
+        const auto kernel = is_exact ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true, DROPS>
+                                     : direct_backward_kernel < T,
+                   CENTERED, FUSED, S::TEAM, K, threads, FILLED || DROPS, DROPS > ;
         kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
         return cudaGetLastError();
       }
