@@ -159,7 +159,7 @@ constexpr bool drops_directly(int cols, int elements) {
   const bool is_power = (cols & (cols - 1)) == 0;
   if (FUSED == DROPPED) return elements > 16 || is_power;
   if (elements > 16) return !CENTERED && cols != 1536 && cols != 2560 && cols != 3072 && cols != 5120;
-  return cols <= 5120 || (!CENTERED && is_power);
+  return cols <= 4096 || (!CENTERED && is_power);
 }
 
 // Rows of whole vectors, with plain weights; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched: other kernels are
@@ -180,7 +180,7 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
     constexpr bool is_shape = teams > 0 && (!DROPS || drops_directly<CENTERED, FUSED>(S::WIDEST, S::ELEMENTS));
     const bool is_exact = p.cols == S::WIDEST;
     if constexpr (is_shape) {
-      const bool takes = DROPS    ? is_exact && (FUSED == DROPPED || p.cols != 5120 || mib <= 64)
+      const bool takes = DROPS    ? is_exact
                          : FILLED ? is_exact && takes_filled<CENTERED, FUSED>(mib, p.cols)
                                   : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, is_exact && threads >= 480);
       if (takes) {
