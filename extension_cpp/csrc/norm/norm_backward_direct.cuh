@@ -185,9 +185,10 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
                                   : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, is_exact && threads >= 480);
       if (takes) {
         p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
-        const auto kernel = is_exact ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true, DROPS>
-                                     : direct_backward_kernel < T,
-                   CENTERED, FUSED, S::TEAM, K, threads, FILLED || DROPS, DROPS > ;
+        constexpr bool ONLY_EXACT = FILLED || DROPS;
+        const auto kernel = is_exact
+                                ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true, DROPS>
+                                : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, ONLY_EXACT, DROPS>;
         kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
         return cudaGetLastError();
       }
