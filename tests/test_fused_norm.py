@@ -176,6 +176,18 @@ def test_forward_at_many_widths(
 
 
 @every_fused
+@pytest.mark.parametrize("cols", [20480, 20483, 65544])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
+    """On a GPU a cluster has several rows, or fewer, if they are the last."""
+    x, residual, weight, bias = inputs(cols, dtype, device, 33)
+    whole = fused(name, x, residual, weight, bias, 0.25, 3)
+    for rows in (1, 2, 3, 5, 9, 17, 31):
+        for a, b in zip(fused(name, x[:rows], residual[:rows], weight, bias, 0.25, 3), whole, strict=True):
+            assert torch.equal(a, b[:rows]), rows
+
+
+@every_fused
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, device: str) -> None:

@@ -178,6 +178,18 @@ def test_wide_rows_without_weights(dtype: torch.dtype, cols: int, name: str, dev
 
 
 @every_norm
+@pytest.mark.parametrize("cols", [20480, 20483, 50257, 65544])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
+    """On a GPU a cluster has several rows, or fewer, if they are the last."""
+    x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in [(33, cols), (cols,), (cols,)])
+    whole = getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
+    for rows in (1, 2, 3, 5, 9, 17, 31):
+        some = getattr(extension_cpp, name)(*arguments(name, x[:rows], weight, bias))
+        assert torch.equal(some, whole[:rows]), rows
+
+
+@every_norm
 @pytest.mark.parametrize("rows", [1, 7, 20, 37])
 def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
     """Scratch for the partial rows of the weight gradients is no larger than the rows: nothing beside it is written."""

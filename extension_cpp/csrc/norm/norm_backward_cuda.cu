@@ -49,8 +49,10 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
                        : FUSED == ADDED ? 144
                                         : 128;
   constexpr auto kernel = backward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
+  // With dropout more rows are slower, as measured.
+  const int most = CLUSTER && FUSED == ADDED && sizeof(T) == 2 && p.grad_dropped != nullptr ? 4 : MAX_STAGES;
   return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD, FULL>(
-      p, (ring << 10) / blocks, Rows::REREAD ? 3 : 2, max_parts(p.cols), stream, launched);
+      p, (ring << 10) / blocks, Rows::REREAD ? 3 : 2, most, max_parts(p.cols), stream, launched);
 }
 
 // Clusters of this shape: by the kernel whose threads have all vectors but one, if they do.

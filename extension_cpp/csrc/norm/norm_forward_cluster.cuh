@@ -34,6 +34,9 @@ struct ClusterRows {
   static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
+  // Whether a row behind the last is left out, by a branch around each of its vectors. Else the cluster takes its first row again in its
+  // place, which every thread then writes twice: without branches vectors mix. These alone are slower so, as measured.
+  static constexpr bool LEAVES_OUT = FUSED == ALONE && ODD && CENTERED != (N == 8);
   static constexpr bool STAGED = S::STAGED;
   // Whether the weights are asked for at once, or when the moments are on their way. (If nothing is staged, before the rows.)
   static constexpr bool EARLY = MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
@@ -58,27 +61,31 @@ struct ClusterRows {
   Vector<T, N> weight[K], bias[CENTERED ? K : 1];
   float edge_weight[1], edge_bias[1];
 
-  __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
+  __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int first, int rank)
       : p(p),
         slots(own(shared_address(shared + threadIdx.x))),
         rank(rank),
-        first(cluster / STEP * (STEP * ROWS) + cluster % STEP),
+        first(first),
         columns(p, first, threadIdx.x, rank) {}
+
+  __device__ static int first_of(int cluster) { return cluster / STEP * (STEP * ROWS) + cluster % STEP; }
 
   // The same number, in a register of each thread: of addresses that have a part in common ptxas (of CUDA 13.0) makes copies that do
   // not run where they have a policy, too.
   __device__ static uint32_t own(uint32_t address) { return __shfl_sync(0xffffffffu, address, threadIdx.x % 32); }
 
-  __device__ int64_t row(int i) const { return first + i * STEP; }
-  __device__ bool is_row(int i) const { return row(i) < p.rows; }
+  __device__ int64_t row(int i) const { return LEAVES_OUT || first + i * STEP < p.rows ? first + i * STEP : first; }
+  __device__ bool is_row(int i) const { return !LEAVES_OUT || row(i) < p.rows; }
   __device__ uint32_t slot(int number, int k) const { return slots + 16 * (number * K + k) * TEAM; }
 
   // Asks for this thread's part of `row`, zeros where it has none.
   __device__ void copy(int number, const T *row, bool is_row) {
+    const T *mine = row + columns.first;
+    if (!LEAVES_OUT) asm("" : "+l"(mine));  // or the compiler would work it out for each vector anew
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const bool has = columns.has(k) && is_row;
-      copy_async(slot(number, k), has ? row + columns.column(k) : p.x, has, p.policy);
+      copy_async(slot(number, k), has ? mine + k * TEAM * N : p.x, has, p.policy);
     }
   }
 
@@ -239,13 +246,15 @@ __global__ void __launch_bounds__(S::TEAM, resident(S::TEAM, S::BLOCKS))
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ typename Rows::Exchange exchange;
+  const int first = Rows::first_of(cluster_number());
+  if (!Rows::LEAVES_OUT && first >= p.rows) return;  // all blocks of the cluster
   if (threadIdx.x == 0) {
     init_mbarrier(&exchange.arrived, 1);
     fence_mbarrier_init();
     expect_bytes(&exchange.arrived, sizeof exchange.of_blocks[0][0] * Rows::ROWS * p.cluster);
   }
   arrive_at_cluster();
-  Rows(p, shared, cluster_number(), cluster_rank()).run(exchange);
+  Rows(p, shared, first, cluster_rank()).run(exchange);
 #endif
 }
 

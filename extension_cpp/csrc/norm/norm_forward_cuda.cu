@@ -164,7 +164,7 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Sha
     // Those of an odd row's ends have places of their own.
     if (places_taken(p.cols / N * N, TEAM * K * N, BLOCKS) < Each::TAKEN) return;
     error = launch_ring<ring_forward_kernel<T, CENTERED, TEAM, K, BLOCKS>, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(
-        p, 0, Each::STAGES, INT32_MAX, stream, launched);
+        p, 0, Each::STAGES, MAX_STAGES, INT32_MAX, stream, launched);
   };
   ((error == cudaSuccess && !launched ? one(S{}) : void()), ...);
   return error;

@@ -192,9 +192,10 @@ struct Facts {
 };
 
 // Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for `least` rows of a team, or threads
-// would have fewer than FULL vectors, nothing is launched.
+// would have fewer than FULL vectors, nothing is launched. Of the rows that ring_bytes have room for it takes `most`.
 template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, int FULL, typename P>
-cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cudaStream_t stream, bool &launched) {
+cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_blocks, cudaStream_t stream,
+                        bool &launched) {
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
   static_assert(!CLUSTER || teams == 1);  // whose barriers and exchange are the block's
   thread_local Facts facts;
@@ -202,15 +203,15 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   if (device != facts.device) {
-    int most, most_a_block;
+    int room, room_a_block;
     cudaFuncAttributes attributes;
     error = cudaFuncGetAttributes(&attributes, KERNEL);
     if (error != cudaSuccess) return error;
     cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    cudaDeviceGetAttribute(&most_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    cudaDeviceGetAttribute(&room_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     const int own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
-    facts.room = std::min(most / BLOCKS - 1024, most_a_block) - own;
+    facts.room = std::min(room / BLOCKS - 1024, room_a_block) - own;
     facts.for_sm_90 = attributes.ptxVersion >= 90;
     error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room);
     if (error != cudaSuccess) return error;
@@ -241,7 +242,7 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int64_t max_blocks, cud
   if (FULL > 0 && vectors - ODD - (p.cluster - 1) * p.slot < FULL * TEAM) return cudaSuccess;
   if (ODD) p.slot = static_cast<int>(ceil_div(p.slot + 2 + 7, 8)) * 8;  // the vectors at the ends, and what Ring shifts
   const int stage = teams * TENSORS * p.slot * 16;
-  p.stages = facts.for_sm_90 ? std::min({MAX_STAGES, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
+  p.stages = facts.for_sm_90 ? std::min({most, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
   // The blocks' sums, a float a column and team, go through the same place.
   const int sums = teams > 1 ? teams * p.cols : ODD ? p.slot * N : 0;
   const int bytes = std::max(p.stages * stage, sums * static_cast<int>(sizeof(float)));
