@@ -36,7 +36,8 @@ struct ClusterRows {
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   // Whether a row behind the last is left out, by a branch around each of its vectors. Else the cluster takes its first row again in its
   // place, which every thread then writes twice: without branches vectors mix. These alone are slower so, as measured.
-  static constexpr bool LEAVES_OUT = FUSED == ALONE && ODD && CENTERED != (N == 8);
+  static constexpr bool LEAVES_OUT = CENTERED && N == 8 && !PLAIN ? FUSED == ALONE || (FUSED == ADDED && !ODD)
+                                                                  : FUSED == ALONE && ODD && CENTERED != (N == 8);
   static constexpr bool STAGED = S::STAGED;
   // Whether the weights are asked for at once, or when the moments are on their way. (If nothing is staged, before the rows.)
   static constexpr bool EARLY = MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
@@ -61,11 +62,11 @@ struct ClusterRows {
   Vector<T, N> weight[K], bias[CENTERED ? K : 1];
   float edge_weight[1], edge_bias[1];
 
-  __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int first, int rank)
+  __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
       : p(p),
         slots(own(shared_address(shared + threadIdx.x))),
         rank(rank),
-        first(first),
+        first(first_of(cluster)),
         columns(p, first, threadIdx.x, rank) {}
 
   __device__ static int first_of(int cluster) { return cluster / STEP * (STEP * ROWS) + cluster % STEP; }
@@ -85,7 +86,11 @@ struct ClusterRows {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const bool has = columns.has(k) && is_row;
-      copy_async(slot(number, k), has ? mine + k * TEAM * N : p.x, has, p.policy);
+      copy_async(slot(number, k),
+                 !has         ? p.x
+                 : LEAVES_OUT ? row + columns.column(k)
+                              : mine + k * TEAM * N,
+                 has, p.policy);
     }
   }
 
@@ -246,15 +251,14 @@ __global__ void __launch_bounds__(S::TEAM, resident(S::TEAM, S::BLOCKS))
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ typename Rows::Exchange exchange;
-  const int first = Rows::first_of(cluster_number());
-  if (!Rows::LEAVES_OUT && first >= p.rows) return;  // all blocks of the cluster
+  if (!Rows::LEAVES_OUT && Rows::first_of(cluster_number()) >= p.rows) return;  // all blocks of the cluster
   if (threadIdx.x == 0) {
     init_mbarrier(&exchange.arrived, 1);
     fence_mbarrier_init();
     expect_bytes(&exchange.arrived, sizeof exchange.of_blocks[0][0] * Rows::ROWS * p.cluster);
   }
   arrive_at_cluster();
-  Rows(p, shared, first, cluster_rank()).run(exchange);
+  Rows(p, shared, cluster_number(), cluster_rank()).run(exchange);
 #endif
 }
 
