@@ -179,7 +179,7 @@ def test_forward_at_many_widths(
 @pytest.mark.parametrize("cols", [20480, 20483, 65544])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
-    """On a GPU a cluster has several rows, or fewer, if they are the last."""
+    """On a GPU a cluster has several rows, or the last fewer; a write behind them compute-sanitizer sees."""
     x, residual, weight, bias = inputs(cols, dtype, device, 33)
     whole = fused(name, x, residual, weight, bias, 0.25, 3)
     for rows in (1, 2, 3, 5, 9, 17, 31):

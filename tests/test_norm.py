@@ -181,7 +181,7 @@ def test_wide_rows_without_weights(dtype: torch.dtype, cols: int, name: str, dev
 @pytest.mark.parametrize("cols", [20480, 20483, 50257, 65544])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
-    """On a GPU a cluster has several rows, or fewer, if they are the last."""
+    """On a GPU a cluster has several rows, or the last fewer; a write behind them compute-sanitizer sees."""
     x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in [(33, cols), (cols,), (cols,)])
     whole = getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
     for rows in (1, 2, 3, 5, 9, 17, 31):

@@ -192,7 +192,7 @@ struct Facts {
 };
 
 // Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for `least` rows of a team, or threads
-// would have fewer than FULL vectors, nothing is launched. Of the rows that ring_bytes have room for it takes `most`.
+// would have fewer than FULL vectors, nothing is launched. The ring gets the rows that ring_bytes have room for, `most` at most.
 template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, int FULL, typename P>
 cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_blocks, cudaStream_t stream,
                         bool &launched) {
