@@ -130,6 +130,12 @@ __device__ inline void copy_bulk(uint4 *shared, const void *global, uint32_t byt
       : "memory");
 }
 
+// Asks for bytes to be brought to the L2, as copy_bulk's: by one thread, which keeps no registers for them.
+__device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
 // Writes 8 or 16 bytes to where `slot` is in block `rank` of the cluster, and tells `barrier` there.
 template <typename V>
 __device__ inline void send(V *slot, uint64_t *barrier, int rank, const V &value) {

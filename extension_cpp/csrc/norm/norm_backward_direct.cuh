@@ -61,6 +61,18 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
     grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
     next = {CENTERED ? p.mean[row] : 0, p.rstd[row]};
   };
+  // Where registers have too few bytes on their way to keep memory busy, the L2 is asked for the row behind the next one, too. Two rows
+  // would be too many, as one is with float's registers full, or with all of them where nothing is written; with dropout the memory waits.
+  constexpr bool FETCHES = sizeof(T) == 4 ? CENTERED && FUSED == ADDED && !EXACT
+                                          : !DROPS || (FUSED == ADDED && BLOCK * K < 900),
+                 ALWAYS = BLOCK * K < 900;
+  const auto fetch = [&](int64_t row) {
+#if HAS_CLUSTERS
+    if (!FETCHES || threadIdx.x % TEAM > 0 || row >= p.rows || !(ALWAYS || p.grad_x != nullptr)) return;
+    prefetch_bulk(p.x + row * p.x_stride, p.cols * sizeof(T), p.policy);
+    prefetch_bulk(p.grad_out + row * p.grad_out_stride, p.cols * sizeof(T), p.policy);
+#endif
+  };
   // Made while the next row is on its way: ADDED's of the row at hand, whose grad_dropped is still to come, else of the next one.
   Mask<TEAM, K, N, false> mask{};
   const int64_t seed = DROPS ? seed_of(p.dropout) : 0;
@@ -69,6 +81,7 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
   float grad_weight[K][N] = {}, grad_bias[CENTERED ? K : 1][N] = {};
   int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + team;
   load(row);
+  fetch(row + step);
   if (FUSED == DROPPED && row < p.rows) make_mask(row);
   if (STAY) load_weight();
   for (int turn = 0; row < p.rows; row += step, ++turn) {
@@ -97,6 +110,7 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
       }
     }
     load(row + step);
+    fetch(row + 2 * step);
     if (FUSED == ADDED && DROPS) make_mask(row);
     if (FUSED == DROPPED && row + step < p.rows) make_mask(row + step);
     team_sum<TEAM>(sums, shared[turn % 2]);
@@ -117,40 +131,38 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
   if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
 }
 
-// Rows that fill a shape, and no thread of a multiprocessor idles: of half types a thread then has more elements, which share a row's
-// other work. No such rows: float.
-template <typename T>
-using FilledShapes =
-    std::conditional_t<sizeof(T) == 2,
+// Rows of half types that fill a shape: a thread then has more elements, which share a row's other work. Without dropout where 512 threads
+// of 16 elements would leave many idle.
+template <typename T, bool DROPS>
+using FilledShapes = std::conditional_t<
+    sizeof(T) == 4, Shapes<>,
+    std::conditional_t<DROPS,
                        Shapes<Shape<32, 24>, Shape<32, 40>, Shape<64, 24>, Shape<96, 24>, Shape<64, 40>, Shape<128, 24>,
                               Shape<192, 24>, Shape<128, 40>, Shape<384, 24>, Shape<256, 40>>,
-                       Shapes<>>;
+                       Shapes<Shape<32, 24>, Shape<192, 24>, Shape<128, 40>, Shape<384, 24>, Shape<256, 40>>>>;
 // Other rows.
 using DirectShapes = Shapes<Shape<32, 16>, Shape<64, 16>, Shape<96, 16>, Shape<128, 16>, Shape<160, 16>, Shape<192, 16>,
                             Shape<256, 16>, Shape<384, 16>, Shape<448, 16>, Shape<512, 16>>;
 
-// Whether rows of `mib` MiB that fill a shape are faster so than through the ring, or with 16 elements a thread, as measured on an H200.
-template <bool CENTERED, Fused FUSED>
-bool takes_filled(int64_t mib, int cols) {
-  if (cols == 2560) return !CENTERED && FUSED == ALONE;  // 480 threads of 16 elements are as fast for the others
-  if (FUSED == ADDED) return true;
-  if (!CENTERED) return cols == 768 ? mib <= 32 : cols < 9216 || mib <= 128;
-  return cols <= 1536 || cols == 5120 || mib <= (cols == 2304 || cols >= 9216 ? 64 : 128);
-}
-
-// Whether other rows are faster so than through the ring. is_exact: all threads have all their vectors; is_full: and the blocks have nearly
-// all of 512 threads.
+// Whether other rows are faster so than through the ring, as measured on an H200. is_exact: all threads have all their vectors; busy: the
+// share of 512 threads with 16 elements that has columns.
 template <typename T, bool CENTERED, Fused FUSED>
-bool takes_direct(int64_t mib, int cols, bool is_exact, bool is_full) {
+bool takes_direct(int64_t mib, int cols, bool is_exact, double busy) {
   if (cols < 256) return false;
   if (sizeof(T) == 4) {
     if (FUSED == ALONE) return mib <= 128 || (cols > 256 && !(CENTERED && cols > 6144));
-    if (!CENTERED) return mib <= 128 || is_exact;
-    return mib <= 32 || (is_exact && cols <= 4096);
+    if (!CENTERED) return mib <= 128 || is_exact || busy >= 0.75;
+    return mib <= 32 || (cols <= 4096 && (is_exact || cols <= 512 || cols > 768));
   }
-  if (FUSED == ADDED) return mib <= 64 || cols < 512 || is_full;
-  if (!is_full) return mib <= (cols > 4096 ? 16 : 32);
-  return cols > 2560 ? mib <= 64 : !CENTERED || mib <= 128;
+  if (mib <= (FUSED == ADDED || cols > 4096 ? 64 : 32) || (FUSED == ADDED && cols < 512)) return true;
+  return busy >= 0.73;
+}
+
+// Whether rows of half types without dropout, for which there is a shape, are nevertheless faster through the ring, as measured.
+template <bool CENTERED, Fused FUSED>
+bool leaves_to_ring(int64_t mib, int cols) {
+  if (FUSED == ADDED) return mib > 64 && cols > 5632 && cols <= 6144;
+  return mib > 128 && (cols % 896 == 0 || (cols > 5632 && cols < 8192) || (CENTERED && cols == 384));
 }
 
 // Whether rows of half types that fill this shape are faster so with dropout, as measured; others spill, or are for other shapes.
@@ -159,7 +171,7 @@ constexpr bool drops_directly(int cols, int elements) {
   const bool is_power = (cols & (cols - 1)) == 0;
   if (FUSED == DROPPED) return elements > 16 || is_power;
   if (elements > 16) return !CENTERED && cols != 1536 && cols != 2560 && cols != 3072 && cols != 5120;
-  return cols <= 4096 || (!CENTERED && is_power);
+  return cols <= 4096 || cols == 6144 || (!CENTERED && is_power);
 }
 
 // Rows of whole vectors, with plain weights; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched: other kernels are
@@ -172,6 +184,7 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
+  if (sizeof(T) == 2 && !DROPS && leaves_to_ring<CENTERED, FUSED>(mib, p.cols)) return cudaErrorNotSupported;
   const auto launch = [&](auto shape, auto filled) {
     using S = decltype(shape);
     constexpr bool FILLED = decltype(filled)::value;
@@ -180,9 +193,8 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
     constexpr bool is_shape = teams > 0 && (!DROPS || drops_directly<CENTERED, FUSED>(S::WIDEST, S::ELEMENTS));
     const bool is_exact = p.cols == S::WIDEST;
     if constexpr (is_shape) {
-      const bool takes = DROPS    ? is_exact
-                         : FILLED ? is_exact && takes_filled<CENTERED, FUSED>(mib, p.cols)
-                                  : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, is_exact && threads >= 480);
+      const double busy = static_cast<double>(p.cols) * teams / (512 * 16);
+      const bool takes = DROPS || FILLED ? is_exact : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, busy);
       if (takes) {
         p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
         constexpr bool ONLY_EXACT = FILLED || DROPS;
@@ -195,7 +207,7 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
     }
     return cudaErrorNotSupported;
   };
-  error = with_shape<N>(p.cols, FilledShapes<T>{}, [&](auto shape) { return launch(shape, std::true_type{}); });
+  error = with_shape<N>(p.cols, FilledShapes<T, DROPS>{}, [&](auto shape) { return launch(shape, std::true_type{}); });
   if (error != cudaErrorNotSupported) return error;
   return with_shape<N>(p.cols, DirectShapes{}, [&](auto shape) { return launch(shape, std::false_type{}); });
 }
