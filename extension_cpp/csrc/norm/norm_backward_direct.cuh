@@ -61,14 +61,14 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
     grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
     next = {CENTERED ? p.mean[row] : 0, p.rstd[row]};
   };
-  // Where registers have too few bytes on their way to keep memory busy, the L2 is asked for the row behind the next one, too. Two rows
-  // would be too many, as one is with float's registers full, or with all of them where nothing is written; with dropout the memory waits.
-  constexpr bool FETCHES = sizeof(T) == 4 ? CENTERED && FUSED == ADDED && !EXACT
-                                          : !DROPS || (FUSED == ADDED && BLOCK * K < 900),
-                 ALWAYS = BLOCK * K < 900;
+  // Memory wants 48 to 64 KB on their way to a multiprocessor, and no more. Where the registers have fewer, the L2 is asked for the row
+  // behind the next one, too: of half types, whose next row is 32 KB or, where threads idle, less. (With dropout they wait for
+  // instructions. Without grad_x 32 KB are enough. Why it also pays for these rows of float was not found.)
+  constexpr bool IDLES = BLOCK * K < 900, HAS_ROOM = sizeof(T) == 2 && (!DROPS || (FUSED == ADDED && IDLES)),
+                 FETCHES = HAS_ROOM || (sizeof(T) == 4 && CENTERED && FUSED == ADDED && !EXACT);
   const auto fetch = [&](int64_t row) {
 #if HAS_CLUSTERS
-    if (!FETCHES || threadIdx.x % TEAM > 0 || row >= p.rows || !(ALWAYS || p.grad_x != nullptr)) return;
+    if (!FETCHES || threadIdx.x % TEAM > 0 || row >= p.rows || !(IDLES || p.grad_x != nullptr)) return;
     prefetch_bulk(p.x + row * p.x_stride, p.cols * sizeof(T), p.policy);
     prefetch_bulk(p.grad_out + row * p.grad_out_stride, p.cols * sizeof(T), p.policy);
 #endif
