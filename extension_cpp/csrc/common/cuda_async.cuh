@@ -53,6 +53,15 @@ __device__ inline void wait_copies() {
 #endif
 }
 
+// Asks for bytes to be brought to the L2, by one thread, which keeps no registers for them; before sm_90 nothing. The address and the
+// size are multiples of 16. policy: cuda_cache.cuh.
+__device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t policy) {
+#if HAS_CLUSTERS
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+#endif
+}
+
 // Over `threads` threads of the block (a multiple of 32) that name the same barrier, 1 to 15.
 __device__ inline void sync_group(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -128,12 +137,6 @@ __device__ inline void copy_bulk(uint4 *shared, const void *global, uint32_t byt
           "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
-}
-
-// Asks for bytes to be brought to the L2, as copy_bulk's: by one thread, which keeps no registers for them.
-__device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy)
-               : "memory");
 }
 
 // Writes 8 or 16 bytes to where `slot` is in block `rank` of the cluster, and tells `barrier` there.

@@ -67,11 +67,9 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
   constexpr bool IDLES = BLOCK * K < 900, HAS_ROOM = sizeof(T) == 2 && (!DROPS || (FUSED == ADDED && IDLES)),
                  FETCHES = HAS_ROOM || (sizeof(T) == 4 && CENTERED && FUSED == ADDED && !EXACT);
   const auto fetch = [&](int64_t row) {
-#if HAS_CLUSTERS
     if (!FETCHES || threadIdx.x % TEAM > 0 || row >= p.rows || !(IDLES || p.grad_x != nullptr)) return;
     prefetch_bulk(p.x + row * p.x_stride, p.cols * sizeof(T), p.policy);
     prefetch_bulk(p.grad_out + row * p.grad_out_stride, p.cols * sizeof(T), p.policy);
-#endif
   };
   // Made while the next row is on its way: ADDED's of the row at hand, whose grad_dropped is still to come, else of the next one.
   Mask<TEAM, K, N, false> mask{};
