@@ -165,15 +165,21 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
 
 
 @every_norm
-@pytest.mark.parametrize("cols", [20480, 20483])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_wide_rows_without_weights(dtype: torch.dtype, cols: int, name: str, device: str) -> None:
+@pytest.mark.parametrize("cols", [9217, 20480, 20483])
+@pytest.mark.parametrize(
+    "dtype, weights", [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "float32")], ids=str
+)
+def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: int, name: str, device: str) -> None:
     """Other kernels on a GPU than with weights of x's type."""
-    x = torch.randn((130 << 20) // (cols * dtype.itemsize), cols, device=device).to(dtype)
-    exact = getattr(reference, name)(x.double(), (cols,))
-    y = getattr(extension_cpp, name)(x, (cols,))
-    # y is rounded once; its row's sums are trees of log2(20480) roundings, of which rstd and the mean bring half each.
-    bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
+    rows = (130 << 20) // (cols * dtype.itemsize) // (1 if device == "cuda" else 16)
+    x = torch.randn(rows, cols, device=device).to(dtype)
+    pair = (None, None) if weights == "none" else torch.randn(2, cols, device=device).unbind()
+    given = arguments(name, x, *pair)
+    exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
+    y = getattr(extension_cpp, name)(*given)
+    # y is rounded once; its row's sums are trees of log2(20480) roundings, of which rstd and the mean bring half each;
+    # weight and bias bring two.
+    bound = torch.finfo(dtype).eps + 18 * torch.finfo(torch.float32).eps
     assert (y - exact).abs().max() <= bound * exact.abs().max()
 
 

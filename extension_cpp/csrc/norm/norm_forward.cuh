@@ -20,10 +20,19 @@ struct ForwardTensors : Geometry {
   int64_t residual_stride;
   T *sum;
   dropout_t dropout;  // ADDED: of x, perhaps none; DROPPED: of y
+
+  // Whether weight, and of layer_norm bias, are there.
+  template <bool CENTERED>
+  __host__ __device__ bool has_weights() const {
+    return weight.data != nullptr && (!CENTERED || bias.data != nullptr);
+  }
 };
 
 template <typename T>
 struct Forward : ForwardTensors<T>, Sharing {};
+
+// In place of the weights' type: any, or they are not there.
+struct Any {};
 
 // x becomes residual + dropout(x), which is also written.
 template <typename T, int TEAM, int K, int N, bool ODD>

@@ -28,11 +28,12 @@ struct ClusterShape {
 template <int TEAM, int ELEMENTS, int ROWS, int BLOCKS>
 using ExactShape = ClusterShape<TEAM, ELEMENTS, ROWS, BLOCKS, MAX_CLUSTER * TEAM * ELEMENTS, true, true>;
 
-// PLAIN: weight and bias are there, in x's type; else they are read where they are needed.
-template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
+// W: as of forward_kernel. Weights in x's type wait in registers; others are read where they are needed.
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename S>
 struct ClusterRows {
   static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
+  static constexpr bool PLAIN = std::is_same_v<W, T>;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   // Whether a row behind the last is left out, by a branch around each of its vectors. Else the cluster takes its first row again in its
   // place, which every thread then writes twice: without branches vectors mix. These alone are slower so, as measured.
@@ -161,6 +162,9 @@ struct ClusterRows {
     if constexpr (PLAIN) {
       unpack<T, N>(w, weight[k]);
       if constexpr (CENTERED) unpack<T, N>(b, bias[k]);
+    } else if constexpr (!std::is_same_v<W, Any>) {
+      p.weight.template load_as<W, N, !ODD>(w, columns.clamped(k));
+      if (CENTERED) p.bias.template load_as<W, N, !ODD>(b, columns.clamped(k));
     } else {
       p.weight.template load<T, N, !ODD>(w, columns.clamped(k));
       if (CENTERED) p.bias.template load<T, N, !ODD>(b, columns.clamped(k));
@@ -244,11 +248,11 @@ struct ClusterRows {
   }
 };
 
-template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename S>
 __global__ void __launch_bounds__(S::TEAM, resident(S::TEAM, S::BLOCKS))
     cluster_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
-  using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
+  using Rows = ClusterRows<T, CENTERED, FUSED, ODD, W, S>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ typename Rows::Exchange exchange;
   if (!Rows::LEAVES_OUT && Rows::first_of(cluster_number()) >= p.rows) return;  // all blocks of the cluster

@@ -41,9 +41,6 @@ __host__ __device__ constexpr When weights_come() {
 template <typename T, bool CENTERED, Fused FUSED>
 constexpr bool TWICE = CENTERED && (sizeof(T) == 4 || FUSED != ALONE);
 
-// Weights of any type, or not there.
-struct Any {};
-
 // EXACT: the row is as wide as the shape, and all threads have all vectors. W: the type of the weights, which are there, or Any: then the
 // compiler loads them one by one, with branches in the way, and of few rows the time to fetch these branches' code shows.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, typename W>
@@ -143,13 +140,13 @@ cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launc
 }
 
 // By a shape of clusters that end with their rows, where it takes rows of this width, and the chip runs such clusters.
-template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename S>
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename S>
 cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
-  using Rows = ClusterRows<T, CENTERED, FUSED, ODD, PLAIN, S>;
+  using Rows = ClusterRows<T, CENTERED, FUSED, ODD, W, S>;
   if (S::EXACT && p.cols % (S::TEAM * S::ELEMENTS) > 0) return cudaSuccess;
   if (launched || p.cols / Rows::N * Rows::N > S::WIDEST) return cudaSuccess;
   const int64_t clusters = S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
-  return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, PLAIN, S>, S::TEAM, Rows::K, Rows::N>(
+  return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, W, S>, S::TEAM, Rows::K, Rows::N>(
       p, clusters, Rows::SHARED, stream, launched);
 }
 
@@ -170,11 +167,11 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Sha
   return error;
 }
 
-template <typename T, bool CENTERED, Fused FUSED, bool ODD, bool PLAIN, typename... S>
+template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename... S>
 cudaError_t launch_first_cluster(Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...>) {
   cudaError_t error = cudaSuccess;
   (void)((!launched && error == cudaSuccess &&
-          (error = launch_cluster<T, CENTERED, FUSED, ODD, PLAIN, S>(p, stream, launched)) == cudaSuccess) &&
+          (error = launch_cluster<T, CENTERED, FUSED, ODD, W, S>(p, stream, launched)) == cudaSuccess) &&
          ...);
   return error;
 }
@@ -184,12 +181,15 @@ template <typename T, bool CENTERED, Fused FUSED, bool ODD>
 cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   constexpr bool HALF = sizeof(T) == 2, LAYER_NORM = CENTERED && FUSED == ALONE;
   cudaError_t error = cudaSuccess;
-  const auto launch = [&](auto plain, auto shapes) {
+  const auto launch = [&](auto weights, auto shapes) {
     if (error != cudaSuccess) return;
-    error = launch_first_cluster<T, CENTERED, FUSED, ODD, decltype(plain)::value>(p, stream, launched, shapes);
+    error = launch_first_cluster<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, launched, shapes);
   };
   if (!p.weight.is_plain() || (CENTERED && !p.bias.is_plain())) {
-    launch(std::false_type{}, Shapes<UsualShape<HALF, CENTERED, FUSED>, WidestShape<HALF, 1>>{});
+    if constexpr (HALF && FUSED == ALONE && ODD) {
+      if (p.template has_weights<CENTERED>()) launch(float{}, OddFloatShapes{});
+    }
+    launch(Any{}, Shapes<UsualShape<HALF, CENTERED, FUSED>, WidestShape<HALF, 1>>{});
     return error;
   }
   if constexpr (FUSED == ALONE && (LAYER_NORM || (HALF && ODD))) {
@@ -197,12 +197,12 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
       error = launch_stays<T, CENTERED>(p, stream, launched, ring_shapes<HALF>());
   }
   if constexpr (FUSED == ADDED) {
-    if (p.dropout.seed != nullptr) launch(std::true_type{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());
+    if (p.dropout.seed != nullptr) launch(T{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());
   }
-  launch(std::true_type{}, wide_shapes<HALF, CENTERED, FUSED, ODD, false>());
+  launch(T{}, wide_shapes<HALF, CENTERED, FUSED, ODD, false>());
   // Two rows need more shared memory than some chips have.
-  if constexpr (LAYER_NORM) launch(std::true_type{}, Shapes<WidestShape<HALF, 2>>{});
-  launch(std::true_type{}, Shapes<WidestShape<HALF, 1>>{});
+  if constexpr (LAYER_NORM) launch(T{}, Shapes<WidestShape<HALF, 2>>{});
+  launch(T{}, Shapes<WidestShape<HALF, 1>>{});
   return error;
 }
 
@@ -239,7 +239,7 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
     error = launch_block<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, launched, shapes);
   };
   const auto shapes = block_shapes<HALF, CENTERED, FUSED, ODD>();
-  const bool are_there = p.weight.data != nullptr && (!CENTERED || p.bias.data != nullptr);
+  const bool are_there = p.template has_weights<CENTERED>();
   const bool are_plain = are_there && !p.weight.is_float;
   if constexpr (ODD) {
     launch(Any{}, shapes);

@@ -89,10 +89,14 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
       }
     }
   };
-  // The usual weights apart: with the branches of the others in its way the compiler loads them one by one.
+  // Each type of weights apart: with the branches of the others in its way the compiler loads them one by one.
   if (p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
     finish([](float(&w)[N], const Weights &weights, int c) {
       unpack<T, N>(w, load_shifted<T, N>(static_cast<const T *>(weights.data), c));
+    });
+  } else if (sizeof(T) == 2 && FUSED == ALONE && p.weight.is_float && p.template has_weights<CENTERED>()) {
+    finish([](float(&w)[N], const Weights &weights, int c) {
+      load_pairs(w, static_cast<const float *>(weights.data), c);
     });
   } else {
     finish([](float(&w)[N], const Weights &weights, int c) { weights.template load<T, N, false>(w, c); });

@@ -76,6 +76,9 @@ using WidestShape = std::conditional_t<HALF, ClusterShape<256, 64, ROWS, 2>, Clu
 template <bool HALF, bool CENTERED, Fused FUSED>
 using UsualShape = ClusterShape<256, 32, (HALF && CENTERED && FUSED == ALONE ? 4 : 2), 2>;
 
+// For weights in float beside odd rows of half types.
+using OddFloatShapes = Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 32, 4, 2>>;
+
 // Shapes of clusters for wide rows, in turn. DROPS: whether ADDED has dropout.
 template <bool HALF, bool CENTERED, Fused FUSED, bool ODD, bool DROPS>
 constexpr auto wide_shapes() {

@@ -243,6 +243,22 @@ __device__ inline Vector<T, N> load_shifted(const T *row, int c) {
   }
 }
 
+// The same of a row of float: the pairs that hold them, and where these begin one column early, the last column.
+template <int N>
+__device__ inline void load_pairs(float (&w)[N], const float *row, int c) {
+  const int odd = c % 2;
+  const float2 *const pairs = reinterpret_cast<const float2 *>(row + c - odd);
+  float all[N + 1];
+#pragma unroll
+  for (int j = 0; j < N; j += 2) {
+    const float2 pair = pairs[j / 2];
+    all[j] = pair.x, all[j + 1] = pair.y;
+  }
+  all[N] = row[c + N - 1];
+#pragma unroll
+  for (int j = 0; j < N; ++j) w[j] = odd ? all[j + 1] : all[j];
+}
+
 // This thread's part of a row of weights, 0 where it has no columns.
 template <typename T, int TEAM, int K, int N, bool ODD>
 __device__ inline void load_weights(float (&w)[K][N], float (&edge)[1], const Weights &weights,
