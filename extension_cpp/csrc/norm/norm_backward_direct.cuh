@@ -42,6 +42,32 @@ __device__ inline void write_partial(const float (&sums)[K][N], const Columns<TE
   }
 }
 
+// The block's partial rows.
+template <bool CENTERED, int THREADS, typename T, int TEAM, int K, int N, int BIASES>
+__device__ inline void write_partials(const Backward<T> &p, const float (&grad_weight)[K][N],
+                                      const float (&grad_bias)[BIASES][N], const Columns<TEAM, K, N, false> &columns) {
+  float *partial = p.partial + static_cast<int64_t>(blockIdx.x) * p.cols;
+  if (p.wants_weight) {
+    write_partial<THREADS>(grad_weight, columns, p.cols, partial);
+    partial += p.chunks * p.cols;
+  }
+  if constexpr (CENTERED) {
+    if (p.wants_bias) write_partial<THREADS>(grad_bias, columns, p.cols, partial);
+  }
+}
+
+// Asks the L2 for the row behind the next one, too, by one thread of a team. Memory wants 48 to 64 KB on their way to a multiprocessor,
+// and no more; the registers have fewer of half types, whose next row is 32 KB or, where threads idle, less. (With dropout they wait
+// for instructions. Without grad_x 32 KB are enough. Why it also pays for these rows of float was not found.)
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, bool DROPS>
+__device__ inline void ask_ahead(const Backward<T> &p, int64_t row) {
+  constexpr bool IDLES = BLOCK * K < 900, HAS_ROOM = sizeof(T) == 2 && (!DROPS || (FUSED == ADDED && IDLES)),
+                 FETCHES = HAS_ROOM || (sizeof(T) == 4 && CENTERED && FUSED == ADDED && !EXACT);
+  if (!FETCHES || threadIdx.x % TEAM > 0 || row >= p.rows || !(IDLES || p.grad_x != nullptr)) return;
+  prefetch_bulk(p.x + row * p.x_stride, p.cols * sizeof(T), p.policy);
+  prefetch_bulk(p.grad_out + row * p.grad_out_stride, p.cols * sizeof(T), p.policy);
+}
+
 // EXACT: every thread has all its vectors. DROPS: with dropout, of grad_out or ADDED's of grad_dropped.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, bool DROPS>
 __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_constant__ Backward<T> p) {
@@ -61,16 +87,7 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
     grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
     next = {CENTERED ? p.mean[row] : 0, p.rstd[row]};
   };
-  // Memory wants 48 to 64 KB on their way to a multiprocessor, and no more. Where the registers have fewer, the L2 is asked for the row
-  // behind the next one, too: of half types, whose next row is 32 KB or, where threads idle, less. (With dropout they wait for
-  // instructions. Without grad_x 32 KB are enough. Why it also pays for these rows of float was not found.)
-  constexpr bool IDLES = BLOCK * K < 900, HAS_ROOM = sizeof(T) == 2 && (!DROPS || (FUSED == ADDED && IDLES)),
-                 FETCHES = HAS_ROOM || (sizeof(T) == 4 && CENTERED && FUSED == ADDED && !EXACT);
-  const auto fetch = [&](int64_t row) {
-    if (!FETCHES || threadIdx.x % TEAM > 0 || row >= p.rows || !(IDLES || p.grad_x != nullptr)) return;
-    prefetch_bulk(p.x + row * p.x_stride, p.cols * sizeof(T), p.policy);
-    prefetch_bulk(p.grad_out + row * p.grad_out_stride, p.cols * sizeof(T), p.policy);
-  };
+  const auto fetch = [&](int64_t row) { ask_ahead<T, CENTERED, FUSED, TEAM, K, BLOCK, EXACT, DROPS>(p, row); };
   // Made while the next row is on its way: ADDED's of the row at hand, whose grad_dropped is still to come, else of the next one.
   Mask<TEAM, K, N, false> mask{};
   const int64_t seed = DROPS ? seed_of(p.dropout) : 0;
@@ -116,14 +133,7 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
       write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, sums, s, grad_sum, mask, FUSED == ADDED && DROPS);
     }
   }
-  float *partial = p.partial + static_cast<int64_t>(blockIdx.x) * p.cols;
-  if (p.wants_weight) {
-    write_partial<BLOCK>(grad_weight, columns, p.cols, partial);
-    partial += p.chunks * p.cols;
-  }
-  if constexpr (CENTERED) {
-    if (p.wants_bias) write_partial<BLOCK>(grad_bias, columns, p.cols, partial);
-  }
+  write_partials<CENTERED, BLOCK>(p, grad_weight, grad_bias, columns);
   let_go(p, p.x, p.x_stride);
   let_go(p, p.grad_out, p.grad_out_stride);
   if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
