@@ -151,7 +151,7 @@ cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
 }
 
 // By the first shape of clusters that stay whose blocks are nearly full and leave few places empty.
-template <typename T, bool CENTERED, typename... S>
+template <typename T, bool CENTERED, bool PLAIN, typename... S>
 cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...>) {
   constexpr int N = VECTOR<T>;
   cudaError_t error = cudaSuccess;
@@ -160,8 +160,9 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Sha
     constexpr int TEAM = Each::TEAM, K = Each::K, BLOCKS = Each::BLOCKS;
     // Those of an odd row's ends have places of their own.
     if (places_taken(p.cols / N * N, TEAM * K * N, BLOCKS) < Each::TAKEN) return;
-    error = launch_ring<ring_forward_kernel<T, CENTERED, TEAM, K, BLOCKS>, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(
-        p, 0, Each::STAGES, MAX_STAGES, INT32_MAX, stream, launched);
+    constexpr auto KERNEL = ring_forward_kernel<T, CENTERED, PLAIN, TEAM, K, BLOCKS>;
+    error = launch_ring<KERNEL, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(p, 0, Each::STAGES, MAX_STAGES, INT32_MAX,
+                                                                          stream, launched);
   };
   ((error == cudaSuccess && !launched ? one(S{}) : void()), ...);
   return error;
@@ -186,15 +187,21 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
     error = launch_first_cluster<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, launched, shapes);
   };
   if (!p.weight.is_plain() || (CENTERED && !p.bias.is_plain())) {
-    if constexpr (HALF && FUSED == ALONE && ODD) {
-      if (p.template has_weights<CENTERED>()) launch(float{}, OddFloatShapes{});
+    if constexpr (HALF && FUSED == ALONE) {
+      const bool are_there = p.template has_weights<CENTERED>();
+      if (others_may_stay<CENTERED, ODD>(p.rows, p.cols, are_there)) {
+        error = launch_stays<T, CENTERED, false>(p, stream, launched, OtherRingShapes{});
+      }
+      if constexpr (ODD) {
+        if (are_there) launch(float{}, Shapes<OddFloatShape>{});
+      }
     }
     launch(Any{}, Shapes<UsualShape<HALF, CENTERED, FUSED>, WidestShape<HALF, 1>>{});
     return error;
   }
   if constexpr (FUSED == ALONE && (LAYER_NORM || (HALF && ODD))) {
     if (may_stay<HALF, CENTERED, ODD>(p.cols))
-      error = launch_stays<T, CENTERED>(p, stream, launched, ring_shapes<HALF>());
+      error = launch_stays<T, CENTERED, true>(p, stream, launched, ring_shapes<HALF>());
   }
   if constexpr (FUSED == ADDED) {
     if (p.dropout.seed != nullptr) launch(T{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());

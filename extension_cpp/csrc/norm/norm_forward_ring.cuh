@@ -1,6 +1,6 @@
 // layer_norm and rms_norm of wide rows by clusters that stay for many of them, where those that end with their rows
-// (norm_forward_cluster.cuh) are slower: the weights of ODD rows have to be moved into place, and layer_norm's two come for every row. Here
-// they wait in registers, in x's type.
+// (norm_forward_cluster.cuh) are slower: the weights of ODD rows have to be moved into place, layer_norm's two come for every row, and
+// float ones beside half types are twice as long. Here they wait in registers.
 //
 // A cluster shares a row (norm_ring.cuh): every warp takes the moments of its part, and all warps join them. The rows are dealt out
 // (norm_shares.cuh), for those of a cluster have to begin alike.
@@ -12,8 +12,8 @@
 
 namespace norm_cuda {
 
-// weight and bias are there, in x's type. Threads have K vectors, but for the last perhaps.
-template <typename T, bool CENTERED, int TEAM, int K>
+// PLAIN: weight and bias are there, in x's type, and wait in it; else in float. Threads have K vectors, but for the last perhaps.
+template <typename T, bool CENTERED, bool PLAIN, int TEAM, int K>
 struct RingRows {
   static constexpr int N = VECTOR<T>, WARPS = TEAM / 32;
   using Exchange = norm_cuda::Exchange<TEAM, true, Moments>;
@@ -25,7 +25,7 @@ struct RingRows {
   const Share share;
   const Columns<TEAM, K, N, true> columns;
   const float count;  // columns of this warp
-  Vector<T, N> weight[K], bias[CENTERED ? K : 1];
+  std::conditional_t<PLAIN, Vector<T, N>, float[N]> weight[K], bias[CENTERED ? K : 1];
   float edge_weight[1], edge_bias[1];
 
   __device__ RingRows(const Forward<T> &p, uint4 *slots, Exchange &exchange, int chunk, int rank)
@@ -62,11 +62,16 @@ struct RingRows {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!columns.has(k)) continue;
-      float x[N], w[N], b[N];
+      float x[N];
       unpack<T, N>(x, part.bits[k]);
-      unpack<T, N>(w, anew(weight[k]));
-      if (CENTERED) unpack<T, N>(b, anew(bias[k]));
-      normalize<CENTERED>(x, mean, rstd, w, b);
+      if constexpr (PLAIN) {
+        float w[N], b[N];
+        unpack<T, N>(w, anew(weight[k]));
+        if (CENTERED) unpack<T, N>(b, anew(bias[k]));
+        normalize<CENTERED>(x, mean, rstd, w, b);
+      } else {
+        normalize<CENTERED>(x, mean, rstd, weight[k], bias[CENTERED ? k : 0]);
+      }
       store(y + columns.column(k), x);
     }
     if (!columns.has_edge()) return;
@@ -78,11 +83,16 @@ struct RingRows {
   __device__ void run() {
     __builtin_assume(columns.left > (K - 2) * TEAM * N);
     for (int i = 0; i < p.stages; ++i) fetch(i);
-    load_packed<T>(weight, p.weight, columns);
-    if constexpr (CENTERED) load_packed<T>(bias, p.bias, columns);
-    if (columns.has_edge()) {
-      p.weight.template load<T>(edge_weight, columns.edge);
-      if (CENTERED) p.bias.template load<T>(edge_bias, columns.edge);
+    if constexpr (PLAIN) {
+      load_packed<T>(weight, p.weight, columns);
+      if constexpr (CENTERED) load_packed<T>(bias, p.bias, columns);
+      if (columns.has_edge()) {
+        p.weight.template load<T>(edge_weight, columns.edge);
+        if (CENTERED) p.bias.template load<T>(edge_bias, columns.edge);
+      }
+    } else {
+      load_weights<T>(weight, edge_weight, p.weight, columns);
+      if constexpr (CENTERED) load_weights<T>(bias, edge_bias, p.bias, columns);
     }
     Mine part{}, following;
     if (share.rows > 0) read(part, 0);
@@ -98,10 +108,10 @@ struct RingRows {
   }
 };
 
-template <typename T, bool CENTERED, int TEAM, int K, int BLOCKS>
+template <typename T, bool CENTERED, bool PLAIN, int TEAM, int K, int BLOCKS>
 __global__ void __launch_bounds__(TEAM, BLOCKS) ring_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
-  using Rows = RingRows<T, CENTERED, TEAM, K>;
+  using Rows = RingRows<T, CENTERED, PLAIN, TEAM, K>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ typename Rows::Exchange exchange;
   exchange.open(threadIdx.x);

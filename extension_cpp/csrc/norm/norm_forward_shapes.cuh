@@ -76,8 +76,8 @@ using WidestShape = std::conditional_t<HALF, ClusterShape<256, 64, ROWS, 2>, Clu
 template <bool HALF, bool CENTERED, Fused FUSED>
 using UsualShape = ClusterShape<256, 32, (HALF && CENTERED && FUSED == ALONE ? 4 : 2), 2>;
 
-// For weights in float beside odd rows of half types.
-using OddFloatShapes = Shapes<ClusterShape<128, 40, 4, 5, 10240>, ClusterShape<256, 32, 4, 2>>;
+// For weights in float beside odd rows of half types, where clusters that stay do not take them.
+using OddFloatShape = ClusterShape<128, 40, 4, 5, 10240>;
 
 // Shapes of clusters for wide rows, in turn. DROPS: whether ADDED has dropout.
 template <bool HALF, bool CENTERED, Fused FUSED, bool ODD, bool DROPS>
@@ -140,6 +140,21 @@ constexpr auto ring_shapes() {
   } else {
     return Shapes<RingShape<320, 8, 1, 3, 32>, RingShape<512, 4, 1, 4, 30>, RingShape<320, 6, 1, 4, 28>>{};
   }
+}
+
+// For half types with weights in float, or that are not there: clusters of a power of two fill their places, so there is one for each
+// width up to 131072 columns. The last three are for wider rows, which take nearly all multiprocessors of a group.
+using OtherRingShapes = Shapes<RingShape<256, 8, 1, 3, 32>, RingShape<256, 6, 1, 4, 32>, RingShape<256, 5, 1, 4, 32>,
+                               RingShape<320, 5, 1, 4, 32>, RingShape<256, 7, 1, 3, 32>, RingShape<192, 4, 2, 3, 32>,
+                               RingShape<224, 4, 2, 3, 32>, RingShape<256, 4, 2, 3, 32>, RingShape<256, 5, 1, 4>,
+                               RingShape<256, 6, 1, 4>, RingShape<256, 7, 1, 3>>;
+
+// Whether such rows, wider than a block, are for those: aligned ones not if they are few, for which the weights' way is too long.
+// `are_there`: weight, and of layer_norm bias.
+template <bool CENTERED, bool ODD>
+constexpr bool others_may_stay(int64_t rows, int cols, bool are_there) {
+  if (!are_there && (!CENTERED || cols > 131072)) return false;
+  return ODD || (cols > (CENTERED && are_there ? 16384 : 81920) && rows * cols >= 16 << 20);
 }
 
 // Whether rows wider than a block are for them: of rms_norm ODD ones in half types alone. layer_norm's rows of whole vectors then go as
