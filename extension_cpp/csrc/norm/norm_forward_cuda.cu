@@ -158,8 +158,8 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Sha
   const auto one = [&](auto shape) {
     using Each = decltype(shape);
     constexpr int TEAM = Each::TEAM, K = Each::K, BLOCKS = Each::BLOCKS;
-    // Those of an odd row's ends have places of their own.
-    if (places_taken(p.cols / N * N, TEAM * K * N, BLOCKS) < Each::TAKEN) return;
+    const int cols = p.cols / N * N;  // those of an odd row's ends have places of their own
+    if (cols > Each::WIDEST || places_taken(cols, TEAM * K * N, BLOCKS) < Each::TAKEN) return;
     constexpr auto KERNEL = ring_forward_kernel<T, CENTERED, PLAIN, TEAM, K, BLOCKS>;
     error = launch_ring<KERNEL, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(p, 0, Each::STAGES, MAX_STAGES, INT32_MAX,
                                                                           stream, launched);
@@ -201,7 +201,7 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   }
   if constexpr (FUSED == ALONE && (LAYER_NORM || (HALF && ODD))) {
     if (may_stay<HALF, CENTERED, ODD>(p.cols))
-      error = launch_stays<T, CENTERED, true>(p, stream, launched, ring_shapes<HALF>());
+      error = launch_stays<T, CENTERED, true>(p, stream, launched, ring_shapes<HALF, CENTERED>());
   }
   if constexpr (FUSED == ADDED) {
     if (p.dropout.seed != nullptr) launch(T{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());

@@ -124,19 +124,27 @@ constexpr auto wide_shapes() {
   }
 }
 
-// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, rows in a block's ring, and how many places
-// its clusters have to take.
-template <int TEAM_, int K_, int BLOCKS_, int STAGES_, int TAKEN_ = 0>
+// A shape of clusters that stay: threads a block, vectors a thread, blocks a multiprocessor, rows in a block's ring, how many places
+// its clusters have to take, and the widest row it is for.
+template <int TEAM_, int K_, int BLOCKS_, int STAGES_, int TAKEN_ = 0, int WIDEST_ = INT_MAX>
 struct RingShape {
-  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, STAGES = STAGES_, TAKEN = TAKEN_;
+  static constexpr int TEAM = TEAM_, K = K_, BLOCKS = BLOCKS_, STAGES = STAGES_, TAKEN = TAKEN_, WIDEST = WIDEST_;
 };
 
 // Those, in turn.
-template <bool HALF>
+template <bool HALF, bool CENTERED>
 constexpr auto ring_shapes() {
-  if constexpr (HALF) {
-    return Shapes<RingShape<256, 8, 1, 3, 32>, RingShape<192, 6, 2, 3, 30>, RingShape<384, 7, 1, 3>,
-                  RingShape<192, 5, 2, 3, 28>>{};
+  if constexpr (HALF && CENTERED) {
+    return Shapes<RingShape<192, 3, 4, 3, 0, 9216>, RingShape<224, 3, 3, 3, 0, 10752>,
+                  RingShape<192, 4, 2, 3, 0, 12288>, RingShape<192, 6, 2, 3, 28, 73728>,
+                  RingShape<256, 5, 1, 4, 0, 20480>, RingShape<256, 6, 1, 4, 0, 24576>,
+                  RingShape<256, 7, 1, 3, 0, 28672>, RingShape<256, 8, 1, 3, 32>, RingShape<384, 7, 1, 3, 28, 172032>,
+                  RingShape<192, 6, 2, 3, 30>, RingShape<256, 6, 1, 4, 30>, RingShape<256, 7, 1, 3, 28>,
+                  RingShape<192, 5, 2, 3, 28>, RingShape<384, 7, 1, 3>>{};
+  } else if constexpr (HALF) {
+    return Shapes<RingShape<192, 5, 2, 3, 28, 53760>, RingShape<192, 6, 2, 3, 28, 73728>, RingShape<256, 8, 1, 3, 32>,
+                  RingShape<256, 6, 1, 4, 30>, RingShape<384, 7, 1, 3, 28, 172032>, RingShape<256, 7, 1, 3, 28>,
+                  RingShape<384, 7, 1, 3>>{};
   } else {
     return Shapes<RingShape<320, 8, 1, 3, 32>, RingShape<512, 4, 1, 4, 30>, RingShape<320, 6, 1, 4, 28>>{};
   }
@@ -161,7 +169,7 @@ constexpr bool others_may_stay(int64_t rows, int cols, bool are_there) {
 // ODD ones: in half types those that begin between two lines of memory, in float the widest that fill their threads.
 template <bool HALF, bool CENTERED, bool ODD>
 constexpr bool may_stay(int cols) {
-  if (!CENTERED) return cols > 65536;
+  if (!CENTERED) return cols > 49152;
   if (ODD) return HALF || cols > 16640;
   return HALF ? cols > 40960 && cols % 64 > 0 : cols == 131072;
 }
