@@ -24,7 +24,7 @@ def table(path: Path) -> str:
     lines = [
         f"{about['device']}, {about['threads']} CPU threads, torch {about['torch']}, tensors of {about['mib']} MiB:"
     ]
-    large = [row for row in found["rows"] if results.sizes(row) == "large"]
+    large = _in_order([row for row in found["rows"] if results.sizes(row) == "large"])
     if large:
         lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
     small = [row for row in found["rows"] if results.sizes(row) == "small"]  # sweeps are for pictures
@@ -70,6 +70,17 @@ def _models(found: dict[str, Any]) -> str:
         name = f"{row['model']}, {row['batch']} x {row['tokens']}"
         lines.append(f"| {' | '.join([name, row['mode'], *times, *peaks])} |")
     return "\n".join(lines) + "\n"
+
+
+def _in_order(rows: list[results.Row]) -> list[results.Row]:
+    """By op and dtype as they first appear, then threads, the most first, width and pass."""
+    ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
+
+    def place(row: results.Row) -> tuple[int, ...]:
+        forward_first = row["pass"] != "forward"
+        return ops.index(row["op"]), dtypes.index(row["dtype"]), -row.get("threads", 0), row["cols"], forward_first
+
+    return sorted(rows, key=place)
 
 
 def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:

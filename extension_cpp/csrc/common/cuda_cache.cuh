@@ -1,7 +1,7 @@
 // How long the lines of memory that a kernel reads stay in the L2.
 //
 // Kernels that read and write tensors larger than the L2 are 3 to 4 % faster where the lines that they read outlast those that they write
-// (docs/performance.md): these are then written back sooner, it is thought, and more of them at a time. Behind such a kernel its lines
+// (docs/tuning.md): these are then written back sooner, it is thought, and more of them at a time. Behind such a kernel its lines
 // would keep others out, for as long as those are few; so it lets the last ones go again.
 #ifndef EXTENSION_CPP_CUDA_CACHE_CUH
 #define EXTENSION_CPP_CUDA_CACHE_CUH

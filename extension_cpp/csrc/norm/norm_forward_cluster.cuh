@@ -8,7 +8,7 @@
 // first thing, and looks whether the others have only before it sends. And each may end alone: it has got all that it is sent.
 //
 // The weights come from the caches for every cluster: the more rows it takes, the less of that. The blocks' slices begin at multiples of
-// 32 vectors, or all their warps would touch a line more (docs/performance.md).
+// 32 vectors, or all their warps would touch a line more (docs/tuning.md).
 #ifndef EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CLUSTER_CUH
 

@@ -1,5 +1,5 @@
 // Which rows the forward kernels of layer_norm and rms_norm take, by threads and elements a thread: the numbers of the sweeps
-// (docs/performance.md) for an H200.
+// (docs/tuning.md) for an H200.
 #ifndef EXTENSION_CPP_NORM_FORWARD_SHAPES_CUH
 #define EXTENSION_CPP_NORM_FORWARD_SHAPES_CUH
 

@@ -2,7 +2,7 @@
 //
 // The ring. Persistent blocks read ahead: one thread of a team asks for a row several turns before its time, by one bulk copy
 // into shared memory (from sm_90 on; before, a row is read when its turn comes). Too many bytes on their way are slower than
-// too few: reads then crowd out the writes (docs/performance.md). ODD rows lie in shared memory as they do in lines of 128 bytes of
+// too few: reads then crowd out the writes (docs/tuning.md). ODD rows lie in shared memory as they do in lines of 128 bytes of
 // memory: copies that have to shift are slow.
 //
 // Clusters. A row wider than a block's registers is shared by the blocks of a cluster, a slice each. The row's sums go to all

@@ -370,7 +370,7 @@ __device__ inline void warp_sums(float2 &a, float2 &b) {
 }
 
 // Waits for the other warps of the team. A kernel that works out a barrier's number takes all 16, and a multiprocessor has those for four
-// blocks (docs/performance.md): only where a block may have several teams.
+// blocks (docs/tuning.md): only where a block may have several teams.
 template <int TEAM, int BLOCK = THREADS<TEAM>>
 __device__ inline void sync_team() {
   if constexpr (BLOCK == TEAM) {

@@ -2,7 +2,7 @@
 //
 // Of odd rows (norm_rows.cuh) only those that are a multiple of `period` apart begin alike: `period` classes, and a cluster's rows
 // have to be of one. Cluster number i has class i % period, and the clusters of a class take its rows by turns: so neighbours are
-// read at about the same time, which is faster (docs/performance.md).
+// read at about the same time, which is faster (docs/tuning.md).
 //
 // If the clusters that run at once are no multiple of the period, some classes have one cluster more than the others. These others
 // keep as many rows as their clusters get done in the common time; the last ones become pieces, shares of their own, which start
