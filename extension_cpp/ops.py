@@ -378,7 +378,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     dtype, layout and number of threads; backward makes the mask again. So torch.manual_seed rules, checkpointing makes
     the same mask again, and a CUDA graph draws a fresh one at every replay. Under torch.compile Inductor draws the
     seed: eager's, where torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: that
-    both are dropped has a probability within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-10 of
+    both are dropped has a probability within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7 of
     Salmon et al. 2011.
     """
     _check_probability("dropout", p)

@@ -29,12 +29,12 @@ def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool 
 
 
 def philox(seed: Tensor, numel: int) -> Tensor:
-    """The 32 random bits of elements 0 to numel - 1, as int64: the words of Philox 4x32-10 of Salmon et al. 2011, each
+    """The 32 random bits of elements 0 to numel - 1, as int64: the words of Philox 4x32-7 of Salmon et al. 2011, each
     for two elements, its halves exchanged for the second."""
     group, zero, low = torch.arange((numel + 7) // 8, device=seed.device), seed.new_zeros(()), 0xFFFFFFFF
     word = [group & low, group >> 32, zero, zero]
     key = [seed & low, seed >> 32 & low]
-    for _ in range(10):
+    for _ in range(7):
         product = [word[0] * 0xD2511F53, word[2] * 0xCD9E8D57]  # modulo 2^64, which is all that is needed
         word = [
             product[1] >> 32 & low ^ word[1] ^ key[0],

@@ -17,12 +17,12 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def philox_bits(seed: int, first: int, count: int) -> numpy.ndarray:
-    """The words of Philox 4x32-10 (the paper's definition, in numpy), each followed by itself with its halves
+    """The words of Philox 4x32-7 (the paper's definition, in numpy), each followed by itself with its halves
     exchanged: number first and count - 1 more."""
     groups = numpy.arange(first // 8, (first + count + 7) // 8, dtype=numpy.uint64)
     low, half = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
     words = [groups & low, groups >> half, numpy.zeros_like(groups), numpy.zeros_like(groups)]
-    for i in range(10):
+    for i in range(7):
         key = [
             numpy.uint64(seed + i * 0x9E3779B9 & 0xFFFFFFFF),
             numpy.uint64((seed >> 32) + i * 0xBB67AE85 & 0xFFFFFFFF),
@@ -44,9 +44,9 @@ def op(x: Tensor, p: float, seed: int) -> Tensor:
 
 def test_philox_known_answers() -> None:
     """The test's own Philox, and reference.py's, against a vector that the authors publish; tests/c has all three."""
-    zeros = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    zeros = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     assert philox_bits(0, 0, 8)[::2].tolist() == zeros
-    assert philox_bits(0, 0, 8)[1::2].tolist() == [0xE8D56627, 0xC58DE169, 0xAC4CBC57, 0xDBD89B00]
+    assert philox_bits(0, 0, 8)[1::2].tolist() == [0xB7095F6F, 0x3F640D89, 0x1F814F12, 0x0A484F73]
     assert extension_cpp.reference.philox(torch.tensor([0]), 8).tolist() == philox_bits(0, 0, 8).tolist()
     seed = 0x299F_31D0_A409_3822
     ours = extension_cpp.reference.philox(torch.tensor([seed]), 1027)

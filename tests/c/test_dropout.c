@@ -4,20 +4,20 @@
 #include "dropout/dropout.h"
 #include "probe.h"
 
-/* Of the file kat_vectors of Random123, the authors' library: philox4x32 with 10 rounds. */
+/* Of the file kat_vectors of Random123, the authors' library: philox4x32 with 7 rounds. */
 static void check_vectors(void) {
   static const struct {
     philox_t counter;
     uint32_t key[2];
     philox_t want;
   } vectors[] = {
-      {{{0, 0, 0, 0}}, {0, 0}, {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}},
+      {{{0, 0, 0, 0}}, {0, 0}, {{0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}}},
       {{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}},
        {0xffffffff, 0xffffffff},
-       {{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}},
+       {{0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662}}},
       {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
        {0xa4093822, 0x299f31d0},
-       {{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}},
+       {{0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a}}},
   };
   for (int i = 0; i < 3; ++i) {
     const philox_t got = philox(vectors[i].counter, vectors[i].key[0], vectors[i].key[1]);

@@ -103,7 +103,7 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
     const uint64_t counter = (uint64_t)state->end / 8;
     lanes_t word[4] = {counter + steps};
     word[1] += counter >> 32; /* of all of them, since counters come in eights */
-#pragma GCC unroll 10
+#pragma GCC unroll 7
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {
       const lanes_t product_0 = multiply(word[0], PHILOX_MULTIPLIER_0),
                     product_1 = multiply(word[2], PHILOX_MULTIPLIER_1);

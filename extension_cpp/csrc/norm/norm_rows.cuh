@@ -169,7 +169,7 @@ __device__ inline void let_go(const Geometry &g, const T *tensor, int64_t stride
                blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
-// Which of a thread's elements dropout keeps, a bit each. Made while the row is on its way: ten rounds of Philox a vector would
+// Which of a thread's elements dropout keeps, a bit each. Made while the row is on its way: seven rounds of Philox a vector would
 // be long to wait for behind it, and backward needs them twice.
 template <int TEAM, int K, int N, bool ODD>
 struct Mask {
