@@ -243,6 +243,22 @@ def test_each_result_alone(name: str, p: float, device: str) -> None:
             torch.testing.assert_close(a, b)
 
 
+@every_add
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_y_alone_of_large_tensors(name: str, p: float, device: str) -> None:
+    """No gradient of the sum is the same as one of zeros. On a GPU x is large beside the L2, whose lines are let go again."""
+    size = 2 * torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 20
+    x, residual, grad_y = (torch.randn(size // 2048 + 8, 1024, device=device).bfloat16() for _ in range(3))
+    leaves = [x, residual, *(torch.randn(1024, device=device).bfloat16() for _ in range(2))]
+    for t in leaves:
+        t.requires_grad_()
+    y, total = fused(name, *leaves, p, 9)
+    alone = torch.autograd.grad(y, used(name, leaves), grad_y, retain_graph=True)
+    with_zeros = torch.autograd.grad((y, total), used(name, leaves), (grad_y, torch.zeros_like(total)))
+    for a, b in zip(alone, with_zeros, strict=True):
+        assert torch.equal(a, b)
+
+
 @every_fused
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("rows, cols", [(37, 64), (37, 66), (2100, 1024), (2100, 1040), (700, 6144)])

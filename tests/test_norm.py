@@ -22,28 +22,58 @@ def arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
     return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
 
 
-@every_norm
-@pytest.mark.parametrize("cols", [1024, 1025, 50257])
+@pytest.mark.parametrize(
+    "name, given", [("layer_norm", "both"), ("layer_norm", "weight"), ("layer_norm", "bias"), ("rms_norm", "weight")]
+)
+@pytest.mark.parametrize("rows, cols", [(70, 1024), (70, 1025), (70, 50257), (2100, 1024), (2100, 1025)])
+@pytest.mark.parametrize("weights", ["float32", "x's"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_float32_weights_under_half_inputs(name: str, dtype: torch.dtype, cols: int, device: str) -> None:
-    """The result has x's dtype, the weights' gradients theirs; against float64."""
-    x = torch.randn(70, cols, device=device).to(dtype).requires_grad_()
-    weight, bias = (torch.randn(cols, device=device, requires_grad=True) for _ in range(2))
-    grad_out = torch.randn(70, cols, device=device).to(dtype)
-    inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
+def test_weights_of_half_inputs(
+    dtype: torch.dtype, weights: str, rows: int, cols: int, name: str, given: str, device: str
+) -> None:
+    """Weights of float32 or of x's type, or one of them alone: the result has x's dtype, the weights' gradients
+    theirs; against float64."""
+    x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
+    weight_dtype = torch.float32 if weights == "float32" else dtype
+    weight, bias = (
+        torch.randn(cols, device=device).to(weight_dtype) if given in ("both", kind) else None
+        for kind in ("weight", "bias")
+    )
+    inputs = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
     y = getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
     gradients = torch.autograd.grad(y, inputs, grad_out)
-    doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    doubles = [t if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
     exact = getattr(reference, name)(*arguments(name, *doubles))
-    exact_gradients = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
+    exact_gradients = torch.autograd.grad(exact, [t for t in doubles if t is not None], grad_out.double())
     assert y.dtype == dtype
     eps = torch.finfo(dtype).eps
     assert (y.double() - exact).abs().max() <= 2 * eps * exact.abs().max()
     for got, want, of in zip(gradients, exact_gradients, inputs, strict=True):
         assert got.dtype == of.dtype
-        # Weight gradients are sums of 70 float32 products; grad_x is rounded to half.
-        bound = 2 * eps if of is x else 70 * torch.finfo(torch.float32).eps
+        # grad_x is rounded to half; weight gradients are sums of as many float32 products as rows, then of their type.
+        bound = 2 * eps if of is x else rows * torch.finfo(torch.float32).eps + torch.finfo(of.dtype).eps
         assert (got.double() - want).abs().max() <= bound * want.abs().max()
+
+
+@every_norm
+def test_third_order(name: str, device: str) -> None:
+    def first_order(*leaves: Tensor) -> tuple[Tensor, ...]:
+        y = getattr(extension_cpp, name)(*arguments(name, *leaves, *[None] * (3 - len(leaves))))
+        return torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
+
+    x, *weights = (torch.randn(*s, dtype=torch.float64, device=device, requires_grad=True) for s in [(2, 3), (3,), (3,)])
+    torch.autograd.gradgradcheck(first_order, (x, *(weights if name == "layer_norm" else weights[:1])))
+
+
+@every_norm
+def test_backward_saves_x_itself_and_numbers_a_row(name: str, device: str) -> None:
+    x, weight, bias = (torch.randn(*s, device=device, requires_grad=True) for s in [(64, 48), (48,), (48,)])
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
+    large = [t for t in saved if t.numel() > 64]
+    assert [t.data_ptr() for t in large] == [x.data_ptr()]
+    assert sum(t.numel() == 64 for t in saved) == (2 if name == "layer_norm" else 1)
 
 
 def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
@@ -159,7 +189,7 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
         given = arguments(name, x, None if weights == "no weight" else weight, None if weights == "no bias" else bias)
         y = getattr(extension_cpp, name)(*given)
         exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-        # As below, with log2(16384) roundings.
+        # As below, with log2(16384) roundings, and two of weight and bias.
         bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
         assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
 
@@ -207,11 +237,11 @@ def test_wide_rows_do_not_depend_on_those_behind_them(
 @every_norm
 @pytest.mark.parametrize("rows", [1, 7, 20, 37])
 def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
-    """Scratch for the partial rows of the weight gradients is no larger than the rows: nothing beside it is written."""
+    """Scratch for the partial rows of the weight gradients is no larger than the rows; a write behind it
+    compute-sanitizer sees."""
     x, grad_out = (torch.randn(rows, 50257, device=device).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(50257, device=device, requires_grad=True) for _ in range(2))
     inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
-    before = [t.detach().clone() for t in (*inputs, grad_out)]
     function = getattr(extension_cpp, name)
     gradients = torch.autograd.grad(function(*arguments(name, x, weight, bias)), inputs, grad_out)
     doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
@@ -219,8 +249,6 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
     for got, right in zip(gradients, want, strict=True):  # a row's sums are trees of log2(50257) roundings
         assert (got - right).abs().max() <= 16 * torch.finfo(torch.float32).eps * right.abs().max()
-    for t, as_it_was in zip((*inputs, grad_out), before, strict=True):
-        assert torch.equal(t, as_it_was)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "offset"])
@@ -381,7 +409,7 @@ def test_modules_are_torchs(ours: torch.nn.Module, theirs: torch.nn.Module) -> N
 
 
 @every_norm
-@pytest.mark.parametrize("shape, normalized", [((0, 5), (5,)), ((3, 0), (0,)), ((2, 0, 4), (0, 4)), ((0, 0), (0,))])
+@pytest.mark.parametrize("shape, normalized", [((2, 0, 4), (0, 4)), ((0, 2, 3), (2, 3)), ((3, 0), (0,))])
 def test_empty_as_pytorch(name: str, shape: tuple, normalized: tuple, device: str) -> None:
     results = []
     for function in (getattr(extension_cpp, name), getattr(reference, name)):

@@ -8,7 +8,8 @@ def sample_inputs(make, shape):
     if len(shape) > 0:
         yield Sample((make(shape), shape[-1:], make(shape[-1:]), make(shape[-1:])))
         if 0 not in shape:
-            yield Sample((make(shape), shape[-2:], None, None, 1e-3))
+            weight, bias = (make(shape[-2:]), make(shape[-2:])) if len(shape) > 1 else (None, None)
+            yield Sample((make(shape), shape[-2:], weight, bias, 1e-3))
 
 
 def terms(sample):

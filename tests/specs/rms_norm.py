@@ -10,7 +10,7 @@ def sample_inputs(make, shape):
     if len(shape) > 0:
         yield Sample((make(shape), shape[-1:], make(shape[-1:]), EPS))
         if 0 not in shape:
-            yield Sample((make(shape), shape[-2:], None, EPS))
+            yield Sample((make(shape), shape[-2:], make(shape[-2:]) if len(shape) > 1 else None, EPS))
 
 
 def terms(sample):

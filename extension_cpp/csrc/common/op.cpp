@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
+#include <vector>
 
 #ifdef WITH_CUDA
 #include "common/cuda_error.h"

@@ -236,16 +236,18 @@ cudaError_t rows_backward(const FewBackward<T> &of, cudaStream_t stream) {
                        FewShape<224, 224, E, X, U, R>, FewShape<256, 256, E, X, U, R>, FewShape<320, 320, E, X, U, R>,
                        FewShape<384, 384, E, X, U, R>, FewShape<448, 448, E, X, U, R>, FewShape<512, 512, E, X, U, R>>;
   FewBackward<T> p = of;
+  constexpr int MOST = FUSED != ADDED ? 16 << 10 : sizeof(T) == 2 ? 14 << 10 : 12 << 10;  // bytes
   const int row = p.cols * static_cast<int>(sizeof(T));
   const bool is_large = p.rows * row > 32 << 20;
-  if (row < 512 || (FUSED == ADDED && row > (sizeof(T) == 2 ? 14 << 10 : 12 << 10))) return cudaErrorNotSupported;
+  if (row < 512 || row > MOST) return cudaErrorNotSupported;
   return with_shape<N>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
     constexpr int resident = FUSED == ALONE ? R / S::BLOCK * S::BLOCK : R;
     // Of float so little work that less of it may be busy; narrow rows with a residual are slow through the ring in any case.
     const double busy = FUSED == ADDED ? (p.cols < 512 ? 0 : 0.8) : sizeof(T) == 2 ? 0.9 : 0.7;
     if (is_large && static_cast<double>(p.cols) * resident < busy * S::WIDEST * R) return cudaErrorNotSupported;
-    return launch_few<T, CENTERED, FUSED, S>(p, stream);
+    if constexpr (S::WIDEST * static_cast<int>(sizeof(T)) <= MOST) return launch_few<T, CENTERED, FUSED, S>(p, stream);
+    return cudaErrorNotSupported;
   });
 }
 

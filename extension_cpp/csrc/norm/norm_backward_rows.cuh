@@ -397,7 +397,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K
   rows.run(chunk, reinterpret_cast<float *>(shared));
   let_go(p, p.x, p.x_stride);
   let_go(p, p.grad_out, p.grad_out_stride);
-  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p, p.grad_sum, p.grad_sum_stride);
+  if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
 #if HAS_CLUSTERS
   if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
 #endif

@@ -141,7 +141,8 @@ ALWAYS_INLINE void NAME(grad_columns)(const norm_backward_args *args, const NAME
   if (c > 0 && rows == 2) NAME(grad_part)(args, sums, fused_in, b_in, 0, (int)c, want);
   const wide_place_t place = NAME(wide_place)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
-  if (stream && (uintptr_t)(a->grad_x + c) % 64 == 0 && (!fused || (uintptr_t)(a->grad_dropped + c) % 64 == 0)) {
+  const int are_in_step = !fused || !a->grad_dropped || (uintptr_t)(a->grad_dropped + c) % 64 == 0;
+  if (stream && are_in_step && (uintptr_t)(a->grad_x + c) % 64 == 0) {
     for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 1);
   } else {
     for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 0);

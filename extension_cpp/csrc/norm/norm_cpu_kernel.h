@@ -90,25 +90,6 @@ ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift,
   return (NAME(moments_t)){total / (double)cols, total_squares / (double)cols};
 }
 
-ALWAYS_INLINE double NAME(row_mean)(const T *x, int64_t cols) {
-  double total = 0;
-  for (int64_t c = 0; c < cols;) {
-    const int64_t end = cols - c < FLUSH_COLS ? cols : c + FLUSH_COLS;
-    ACC sum[BLOCK] = {0}, v[BLOCK];
-    for (; c + BLOCK <= end; c += BLOCK) {
-      NAME(load_block)(v, x + c, BLOCK);
-      for (int k = 0; k < BLOCK; ++k) sum[k] += v[k];
-    }
-    if (c < end) {
-      NAME(load_block)(v, x + c, (int)(end - c));
-      for (int k = 0; k < BLOCK; ++k) sum[k] += v[k];
-    }
-    total += FOLD(sum);
-    c = end;
-  }
-  return total / (double)cols;
-}
-
 /* What turns a row of x into xhat: (x - mean) * rstd + offset, where `offset` makes up for the rounding of `mean`. */
 typedef struct {
   ACC mean, rstd, offset;
@@ -145,11 +126,11 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
   const double reach = sizeof(T) == 2 ? 16 : 1;
   double mean = 0, variance;
   if (centered) {
-    ACC shift = (ACC)NAME(row_mean)(x, cols < BLOCK ? cols : BLOCK);
+    ACC shift = (ACC)NAME(moments)(x, cols < BLOCK ? cols : BLOCK, 0, 1).first;
     NAME(moments_t) m = NAME(moments)(x, cols, shift, 1);
     variance = m.second - m.first * m.first;
     if (!(m.first * m.first <= reach * variance)) {
-      shift = (ACC)NAME(row_mean)(x, cols);
+      shift = (ACC)NAME(moments)(x, cols, 0, 1).first;
       m = NAME(moments)(x, cols, shift, 1);
       variance = m.second - m.first * m.first;
     }

@@ -67,6 +67,10 @@ struct alignas(16) Moments {
   float count;
 };
 
+__device__ inline float rstd_of(const Moments &moments, float per_col, float eps) {
+  return rsqrtf(fmaf(moments.squares, per_col, eps));
+}
+
 // Of numbers whose distances from some number add up to v.x and their squares to v.y. The difference may be a rounding error below 0,
 // of which rstd would be NaN; NaN itself passes. v.x may be so large that its square is beyond float, though v.y is not.
 __device__ inline float squares_around_mean(float2 v, float per_count) {

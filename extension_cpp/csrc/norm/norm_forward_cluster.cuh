@@ -37,8 +37,9 @@ struct ClusterRows {
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   // Whether a row behind the last is left out, by a branch around each of its vectors. Else the cluster takes its first row again in its
   // place, which every thread then writes twice: without branches vectors mix. These alone are slower so, as measured.
-  static constexpr bool LEAVES_OUT = CENTERED && N == 8 && !PLAIN ? FUSED == ALONE || (FUSED == ADDED && !ODD)
-                                                                  : FUSED == ALONE && ODD && CENTERED != (N == 8);
+  static constexpr bool HALF = N == 8, OTHER_WEIGHTS = HALF && CENTERED && !PLAIN;
+  static constexpr bool LEAVES_OUT = OTHER_WEIGHTS ? FUSED == ALONE || (FUSED == ADDED && !ODD)
+                                                   : FUSED == ALONE && ODD && (HALF ? !CENTERED : CENTERED);
   static constexpr bool STAGED = S::STAGED;
   // Whether the weights are asked for at once, or when the moments are on their way. (If nothing is staged, before the rows.)
   static constexpr bool EARLY = MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
@@ -176,7 +177,7 @@ struct ClusterRows {
     float mean[ROWS], rstd[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      mean[i] = all[i].mean, rstd[i] = rsqrtf(fmaf(all[i].squares, p.per_col, p.eps));
+      mean[i] = all[i].mean, rstd[i] = rstd_of(all[i], p.per_col, p.eps);
       if (threadIdx.x == 0 && rank == 0 && is_row(i)) write_statistics<CENTERED>(p, row(i), mean[i], rstd[i]);
     }
     const auto write = [&](auto &x, int i, const auto &w, const auto &b, uint32_t kept, int c) {

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
     moments[0] = moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32));
     join_team<CENTERED, TEAM, BLOCK>(moments, p.per_col);
   }
-  const float mean = moments[0].mean, rstd = rsqrtf(fmaf(moments[0].squares, p.per_col, p.eps));
+  const float mean = moments[0].mean, rstd = rstd_of(moments[0], p.per_col, p.eps);
   if (!is_row) return;
   if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
@@ -144,7 +144,7 @@ template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename
 cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, W, S>;
   if (S::EXACT && p.cols % (S::TEAM * S::ELEMENTS) > 0) return cudaSuccess;
-  if (launched || p.cols / Rows::N * Rows::N > S::WIDEST) return cudaSuccess;
+  if (p.cols / Rows::N * Rows::N > S::WIDEST) return cudaSuccess;
   const int64_t clusters = S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
   return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, W, S>, S::TEAM, Rows::K, Rows::N>(
       p, clusters, Rows::SHARED, stream, launched);

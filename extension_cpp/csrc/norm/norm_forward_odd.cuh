@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     mean[i] = moments[i].mean;
-    rstd[i] = rsqrtf(fmaf(moments[i].squares, p.per_col, p.eps));
+    rstd[i] = rstd_of(moments[i], p.per_col, p.eps);
     if (threadIdx.x % TEAM > 0 || !is_row(i)) continue;
     write_statistics<CENTERED>(p, row(i), mean[i], rstd[i]);
   }

@@ -56,7 +56,7 @@ struct RingRows {
   }
 
   __device__ void finish(int i, const Mine &part, const Moments &moments) const {
-    const float mean = moments.mean, rstd = rsqrtf(fmaf(moments.squares, p.per_col, p.eps));
+    const float mean = moments.mean, rstd = rstd_of(moments, p.per_col, p.eps);
     if (threadIdx.x == 0 && rank == 0) write_statistics<CENTERED>(p, row(i), mean, rstd);
     T *const y = p.y + row(i) * p.cols;
 #pragma unroll

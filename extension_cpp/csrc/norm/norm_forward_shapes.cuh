@@ -151,7 +151,7 @@ constexpr auto ring_shapes() {
 }
 
 // For half types with weights in float, or that are not there: clusters of a power of two fill their places, so there is one for each
-// width up to 131072 columns. The last three are for wider rows, which take nearly all multiprocessors of a group.
+// width from 9233 to 131072 columns. The last three are for wider rows, which take nearly all multiprocessors of a group.
 using OtherRingShapes = Shapes<RingShape<256, 8, 1, 3, 32>, RingShape<256, 6, 1, 4, 32>, RingShape<256, 5, 1, 4, 32>,
                                RingShape<320, 5, 1, 4, 32>, RingShape<256, 7, 1, 3, 32>, RingShape<192, 4, 2, 3, 32>,
                                RingShape<224, 4, 2, 3, 32>, RingShape<256, 4, 2, 3, 32>, RingShape<256, 5, 1, 4>,

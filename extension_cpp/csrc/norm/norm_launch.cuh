@@ -142,7 +142,8 @@ cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t str
     error = cudaFuncGetAttributes(&attributes, KERNEL);
     if (error != cudaSuccess) return error;
     int most;
-    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error != cudaSuccess) return error;
     std::fill(std::begin(at_once), std::end(at_once), 0);
     if (static_cast<int>(attributes.sharedSizeBytes) + shared <= most) {
       error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -162,8 +163,8 @@ cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t str
   return cudaLaunchKernelEx(&launch.config, KERNEL, p);
 }
 
-// Multiprocessors come in groups of 16, or a few more, and a cluster has to fit into one. Of 32 places that a group has for
-// blocks of `columns` columns, `blocks` a multiprocessor, those that clusters for a row leave not empty.
+// Multiprocessors come in groups of 16, or a few more, and a cluster has to fit into one: how much of a group clusters of as many blocks of
+// `columns` columns as a row takes fill, `blocks` a multiprocessor, in 32nds. 0: a row takes more than MAX_CLUSTER.
 inline int places_taken(int cols, int columns, int blocks) {
   const int size = std::max(2, static_cast<int>(ceil_div(cols, columns)));
   return size > MAX_CLUSTER ? 0 : 16 * blocks / size * size * 2 / blocks;
@@ -206,10 +207,13 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_b
     int room, room_a_block;
     cudaFuncAttributes attributes;
     error = cudaFuncGetAttributes(&attributes, KERNEL);
+    const auto get = [&](int &value, cudaDeviceAttr attribute) {
+      if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+    };
+    get(facts.processors, cudaDevAttrMultiProcessorCount);
+    get(room, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    get(room_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     if (error != cudaSuccess) return error;
-    cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    cudaDeviceGetAttribute(&room_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     const int own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
     facts.room = std::min(room / BLOCKS - 1024, room_a_block) - own;
     facts.for_sm_90 = attributes.ptxVersion >= 90;

@@ -192,13 +192,16 @@ struct PlainFacts {
 template <auto KERNEL>
 cudaError_t ask(PlainFacts &facts, int device, cudaStream_t stream) {
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
-  if (error != cudaSuccess) return error;
   facts = {};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, KERNEL);
+  const auto get = [&](int &value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  get(facts.processors, cudaDevAttrMultiProcessorCount);
+  get(facts.cache, cudaDevAttrL2CacheSize);
+  get(facts.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  if (error != cudaSuccess) return error;
   facts.own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
-  cudaDeviceGetAttribute(&facts.processors, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&facts.cache, cudaDevAttrL2CacheSize, device);
-  cudaDeviceGetAttribute(&facts.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room(1));
   if (error == cudaSuccess && attributes.ptxVersion >= 90) {
     error = count_clusters<KERNEL>(facts.clusters[0], PLAIN_THREADS, facts.room(PLAIN_BLOCKS), stream);

@@ -7,12 +7,10 @@
 // ODD: the width is no multiple of N, so that most rows begin between two multiples of 16 bytes, those of all tensors alike. The
 // vectors are then those of memory, but for the two at the ends of the row, which hold elements of the rows beside it: the up to
 // 2 (N - 1) columns in them are shared out one a thread, its `edge`. The rows of a thread are a multiple of N apart: all begin
-// alike, its columns never change, and weights and their gradients may stay in its registers (norm_shares.cuh). Backward's
-// clusters also take aligned rows so that begin between two lines of 128 bytes. norm_ring.cuh: how rows come to those who stay for many.
+// alike, its columns never change, and weights and their gradients may stay in its registers (norm_shares.cuh). Clusters that
+// stay also take aligned rows so, where these begin between two lines of 128 bytes. norm_ring.cuh: how rows come to those who stay.
 #ifndef EXTENSION_CPP_NORM_ROWS_CUH
 #define EXTENSION_CPP_NORM_ROWS_CUH
-
-#include <type_traits>
 
 #include "common/cuda_async.cuh"
 #include "common/cuda_cache.cuh"
@@ -24,6 +22,7 @@
 
 namespace norm_cuda {
 
+// Threads of a block: a wide team's own, else of as many teams as give 256 or the next more.
 template <int TEAM>
 constexpr int THREADS = TEAM >= 192 ? TEAM : (255 / TEAM + 1) * TEAM;
 // Threads and blocks that a multiprocessor of the chip compiled for holds at most (some of the others hold 24 blocks).
@@ -160,11 +159,11 @@ __device__ inline void let_go(const T *row, const Columns<TEAM, K, N, ODD> &colu
   let_lines_go(row + columns.begin, row + columns.end, threadIdx.x % TEAM, TEAM);
 }
 
-// Rows from g.let_go on, by all threads of all blocks, each when it has no rows left. Not if most of what lies between them is
-// not theirs.
+// Rows from g.let_go on, by all threads of all blocks, each when it has no rows left. Not if there is no such tensor, nor if most of what
+// lies between the rows is not theirs.
 template <typename T>
 __device__ inline void let_go(const Geometry &g, const T *tensor, int64_t stride) {
-  if (g.let_go >= g.rows || stride > 2 * g.cols) return;
+  if (tensor == nullptr || g.let_go >= g.rows || stride > 2 * g.cols) return;
   let_lines_go(tensor + g.let_go * stride, tensor + (g.rows - 1) * stride + g.cols,
                blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
