@@ -446,9 +446,9 @@ def layer_norm(
 
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and a mean and a reciprocal
     standard deviation a row, in float32 (float64: float64). The variance is summed around a number near the mean, in as
-    many passes as lose no digits; the rows of the weight gradients are summed in a fixed order. Under autocast on CUDA half inputs are cast to float32 and so
-    is the result, as PyTorch's own; on the CPU, and for rms_norm, PyTorch casts nothing, and nor does this. Source: Ba,
-    Kiros and Hinton 2016, arXiv:1607.06450.
+    many passes as lose no digits; the rows of the weight gradients are summed in a fixed order. Under autocast on CUDA
+    half inputs are cast to float32 and so is the result, as PyTorch's own; on the CPU, and for rms_norm, PyTorch casts
+    nothing, and nor does this. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
     return _ops.layer_norm(x, normalized_shape, weight, bias, eps)
 

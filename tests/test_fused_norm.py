@@ -246,7 +246,8 @@ def test_each_result_alone(name: str, p: float, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_y_alone_of_large_tensors(name: str, p: float, device: str) -> None:
-    """No gradient of the sum is the same as one of zeros. On a GPU x is large beside the L2, whose lines are let go again."""
+    """No gradient of the sum is the same as one of zeros. On a GPU x is large beside the L2, whose lines backward lets
+    go again."""
     size = 2 * torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 20
     x, residual, grad_y = (torch.randn(size // 2048 + 8, 1024, device=device).bfloat16() for _ in range(3))
     leaves = [x, residual, *(torch.randn(1024, device=device).bfloat16() for _ in range(2))]

@@ -61,7 +61,8 @@ def test_third_order(name: str, device: str) -> None:
         y = getattr(extension_cpp, name)(*arguments(name, *leaves, *[None] * (3 - len(leaves))))
         return torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
 
-    x, *weights = (torch.randn(*s, dtype=torch.float64, device=device, requires_grad=True) for s in [(2, 3), (3,), (3,)])
+    shapes = [(2, 3), (3,), (3,)]
+    x, *weights = (torch.randn(*s, dtype=torch.float64, device=device, requires_grad=True) for s in shapes)
     torch.autograd.gradgradcheck(first_order, (x, *(weights if name == "layer_norm" else weights[:1])))
 
 
