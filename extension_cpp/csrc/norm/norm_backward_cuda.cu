@@ -213,7 +213,7 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
         error = direct_backward<T, CENTERED, FUSED, false>(p, stream);
       }
     }
-    if constexpr (FUSED != ALONE && sizeof(T) == 2) {
+    if constexpr (FUSED == DROPPED || (FUSED == ADDED && sizeof(T) == 2)) {
       if (p.weight.is_plain() && (FUSED == DROPPED || p.grad_dropped != nullptr)) {
         error = direct_backward<T, CENTERED, FUSED, true>(p, stream);
       }

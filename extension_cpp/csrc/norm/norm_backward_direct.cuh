@@ -173,9 +173,11 @@ bool leaves_to_ring(int64_t mib, int cols) {
   return mib > 128 && (cols % 896 == 0 || (cols > 5632 && cols < 8192) || (CENTERED && cols == 384));
 }
 
-// Whether rows of half types that fill this shape are faster so with dropout, as measured; others spill, or are for other shapes.
-template <bool CENTERED, Fused FUSED>
+// Whether rows that fill this shape are faster so with dropout, as measured; of half types others spill, or are for other shapes, and of float
+// the ring has shapes that fit.
+template <typename T, bool CENTERED, Fused FUSED>
 constexpr bool drops_directly(int cols, int elements) {
+  if (sizeof(T) == 4) return cols == 512 || cols == 1536 || cols == 2560 || cols == 3072 || cols == 6144;
   const bool is_power = (cols & (cols - 1)) == 0;
   if (FUSED == DROPPED) return elements > 16 || is_power;
   if (elements > 16) return !CENTERED && cols != 1536 && cols != 2560 && cols != 3072 && cols != 5120;
@@ -198,7 +200,7 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
     constexpr bool FILLED = decltype(filled)::value;
     constexpr int K = S::ELEMENTS / N, teams = DIRECT_MOST<T, CENTERED, FUSED, S::ELEMENTS> / S::TEAM;
     constexpr int threads = teams * S::TEAM;
-    constexpr bool is_shape = teams > 0 && (!DROPS || drops_directly<CENTERED, FUSED>(S::WIDEST, S::ELEMENTS));
+    constexpr bool is_shape = teams > 0 && (!DROPS || drops_directly<T, CENTERED, FUSED>(S::WIDEST, S::ELEMENTS));
     const bool is_exact = p.cols == S::WIDEST;
     if constexpr (is_shape) {
       const double busy = static_cast<double>(p.cols) * teams / (512 * 16);
