@@ -66,7 +66,8 @@ def library_objects() -> Path | None:
     folder = build_folder()
     if folder is None or not folder.name.startswith("release-"):
         return None
-    ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n"]
+    # Even a dry run takes away the lists of headers of what is being compiled meanwhile, unless told to keep them.
+    ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n", "-d", "keepdepfile"]
     return folder if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout else None
 
 

@@ -189,13 +189,13 @@ def test_wide_rows_do_not_depend_on_those_behind_them(dtype: torch.dtype, cols: 
 
 @every_fused
 @pytest.mark.parametrize("p", [0.0, 0.25])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_at_many_widths(dtype: torch.dtype, p: float, name: str, device: str) -> None:
-    """On a GPU rows of half types have a kernel a width. Fewer than these bytes would be for another."""
+    """On a GPU rows have a kernel a width, above all half types. Fewer than these bytes would be for another."""
     drop = (lambda t: ops.dropout(t, p, seed_of(t.device, 3))) if p else (lambda t: t)
     eps = torch.finfo(dtype).eps
     for cols in NORM_WIDTHS:
-        rows = (17 << 20) // (2 * cols) // (1 if device == "cuda" else 128) + 1
+        rows = (17 << 20) // (dtype.itemsize * cols) // (1 if device == "cuda" else 128) + 1
         x, residual, *grads = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(4))
         weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
