@@ -559,7 +559,7 @@ def _norm_second_order(
         gw = g if w is None else g * w
         h = rstd * project(v)
         grad_grad_out = h if w is None else h * w
-        grad_weight = None if w is None else (g * h).sum(tuple(range(g.dim() - len(dims))))
+        grad_weight = None if w is None else (g * h).sum_to_size(w.shape)
         along = mean(v * gw) - (mean(v) * mean(gw) if centered else 0) - mean(xhat * v) * mean(xhat * gw)
         grad_x = -rstd.square() * (xhat * along + mean(xhat * gw) * project(v) + mean(xhat * v) * project(gw))
     if grad_grad_weight is not None:
