@@ -73,12 +73,12 @@ def _models(found: dict[str, Any]) -> str:
 
 
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
-    """By op and dtype as they first appear, then threads, the most first, width and pass."""
+    """By op and dtype as they first appear, then threads, the most first, width, and forward before backward."""
     ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
 
     def place(row: results.Row) -> tuple[int, ...]:
-        forward_first = row["pass"] != "forward"
-        return ops.index(row["op"]), dtypes.index(row["dtype"]), -row.get("threads", 0), row["cols"], forward_first
+        is_backward = row["pass"] != "forward"
+        return ops.index(row["op"]), dtypes.index(row["dtype"]), -row.get("threads", 0), row["cols"], is_backward
 
     return sorted(rows, key=place)
 

@@ -100,8 +100,8 @@ void norm_widen_cpu(int64_t begin, int64_t end, void *args); /* columns [begin, 
  * NORM_TILE columns. args points to the struct. */
 enum { NORM_TILE = 2048 };
 
-/* At most 256 parts, and 8 or as many as 16 MiB of scratch hold (in float64 a third more). A part's sums cost as much as some rows, so it has 64 rows or more, but
- * of wide rows, which may be few, as many as have 2^18 elements, and 8 at least. */
+/* At most 256 parts, and 8 or as many as 16 MiB of scratch hold (in float64 a third more). A part's sums cost as much as some rows,
+ * so it has 64 rows or more, but of wide rows, which may be few, as many as have 2^18 elements, and 8 at least. */
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   int64_t parts = (16 << 20) / (24 * norm_wide_cols(cols));
   parts = parts < 8 ? 8 : parts > 256 ? 256 : parts;
