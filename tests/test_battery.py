@@ -540,10 +540,18 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
 @every_op
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
-    for shape in [(33, 1025), (300, 16384)]:
-        for sample in spec.sample_inputs(maker("cuda:1", torch.float32), shape):
-            result = check(spec, sample)
-            assert {x.device.index for _, x in result.tensors()} == {1} and torch.cuda.current_device() == 0
+    """On a stream of its own, where a launch without a guard fails: on a default one the first GPU may do the work."""
+    default = torch.cuda.current_stream(1)
+    torch.cuda.set_stream(torch.cuda.Stream(1))  # makes the second GPU current
+    try:
+        torch.cuda.set_device(0)
+        for shape in [(33, 1025), (300, 16384)]:
+            for sample in spec.sample_inputs(maker("cuda:1", torch.float32), shape):
+                result = check(spec, sample)
+                assert {x.device.index for _, x in result.tensors()} == {1} and torch.cuda.current_device() == 0
+    finally:
+        torch.cuda.set_stream(default)
+        torch.cuda.set_device(0)
 
 
 @every_op

@@ -197,7 +197,11 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
 
 @every_norm
 @pytest.mark.parametrize(
-    "cols", [9217, 12289, 14337, 16383, 20480, 20483, 24576, 25001, 28001, 32769, 49160, 98304, 131081]
+    "cols",
+    [
+        *(6000, 9217, 12289, 14337, 16383, 17408, 18432, 20480, 20483, 24576, 25001, 28001, 32769, 36864, 49160, 65536),
+        *(98304, 131081),
+    ],
 )
 @pytest.mark.parametrize(
     "dtype, weights",

@@ -25,20 +25,21 @@ struct ClusterShape {
   static constexpr bool STAGED = STAGED_, EXACT = EXACT_;
 };
 // For rows that leave no thread with fewer vectors: without conditions the compiler has less to keep.
-template <int TEAM, int ELEMENTS, int ROWS, int BLOCKS>
-using ExactShape = ClusterShape<TEAM, ELEMENTS, ROWS, BLOCKS, MAX_CLUSTER * TEAM * ELEMENTS, true, true>;
+template <int TEAM, int ELEMENTS, int ROWS, int BLOCKS, int WIDEST = MAX_CLUSTER *TEAM *ELEMENTS>
+using ExactShape = ClusterShape<TEAM, ELEMENTS, ROWS, BLOCKS, WIDEST, true, true>;
 
-// W: as of forward_kernel. Weights in x's type wait in registers; others are read where they are needed.
+// W: as of forward_kernel. Weights in x's type, and float ones of aligned half rows, wait in registers; others are read where they are
+// needed.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename S>
 struct ClusterRows {
   static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
-  static constexpr bool PLAIN = std::is_same_v<W, T>;
+  static constexpr bool PLAIN = std::is_same_v<W, T>, FLOATS = !PLAIN && std::is_same_v<W, float> && !ODD;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   // Whether a row behind the last is left out, by a branch around each of its vectors. Else the cluster takes its first row again in its
   // place, which every thread then writes twice: without branches vectors mix. These alone are slower so, as measured.
   static constexpr bool HALF = N == 8, OTHER_WEIGHTS = HALF && CENTERED && !PLAIN;
-  static constexpr bool LEAVES_OUT = OTHER_WEIGHTS ? FUSED == ALONE || (FUSED == ADDED && !ODD)
+  static constexpr bool LEAVES_OUT = OTHER_WEIGHTS ? (FUSED == ALONE && !FLOATS) || (FUSED == ADDED && !ODD)
                                                    : FUSED == ALONE && ODD && (HALF ? !CENTERED : CENTERED);
   static constexpr bool STAGED = S::STAGED;
   // Whether the weights are asked for at once, or when the moments are on their way. (If nothing is staged, before the rows.)
@@ -61,7 +62,7 @@ struct ClusterRows {
   Mine parts[STAGED ? 1 : ROWS]{};
   T edges[ROWS][TENSORS];
   Mask<TEAM, K, N, ODD> masks[ROWS];
-  Vector<T, N> weight[K], bias[CENTERED ? K : 1];
+  std::conditional_t<FLOATS, float[N], Vector<T, N>> weight[K], bias[CENTERED ? K : 1];
   float edge_weight[1], edge_bias[1];
 
   __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
@@ -112,12 +113,29 @@ struct ClusterRows {
     }
   }
 
+  // Of vectors that are not there zeros. By load_cached, for other loads nvcc puts off until the weights are needed.
+  __device__ void load_floats(float (&w)[K][N], const Weights &weights) const {
+    const float *mine = static_cast<const float *>(weights.data) + columns.first;
+    asm("" : "+l"(mine));  // as in copy()
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int j = 0; j < N; j += 4) {
+        const uint4 four = load_cached(mine + k * TEAM * N + j, columns.has(k), USUAL);
+        memcpy(w[k] + j, &four, sizeof four);
+      }
+    }
+  }
+
   __device__ void load_weights() {
     if (columns.has_edge()) {
       p.weight.template load<T>(edge_weight, columns.edge);
       if (CENTERED) p.bias.template load<T>(edge_bias, columns.edge);
     }
-    if constexpr (PLAIN && MOVED) {
+    if constexpr (FLOATS) {
+      load_floats(weight, p.weight);
+      if constexpr (CENTERED) load_floats(bias, p.bias);
+    } else if constexpr (PLAIN && MOVED) {
       load_moved<T, 0>(weight, static_cast<const T *>(p.weight.data), columns, p.cols);
     } else if constexpr (PLAIN) {
       load_packed<T>(weight, p.weight, columns);
@@ -160,7 +178,10 @@ struct ClusterRows {
 
   // Of vector k.
   __device__ void weights_of(float (&w)[N], float (&b)[N], int k) const {
-    if constexpr (PLAIN) {
+    if constexpr (FLOATS) {
+      memcpy(w, weight[k], sizeof w);
+      if constexpr (CENTERED) memcpy(b, bias[k], sizeof b);
+    } else if constexpr (PLAIN) {
       unpack<T, N>(w, weight[k]);
       if constexpr (CENTERED) unpack<T, N>(b, bias[k]);
     } else if constexpr (!std::is_same_v<W, Any>) {

@@ -143,7 +143,8 @@ cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launc
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename S>
 cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, W, S>;
-  if (S::EXACT && p.cols % (S::TEAM * S::ELEMENTS) > 0) return cudaSuccess;
+  constexpr int COLUMNS = S::TEAM * S::ELEMENTS;  // of a block, of which a cluster has two or more
+  if (S::EXACT && (p.cols % COLUMNS > 0 || p.cols == COLUMNS)) return cudaSuccess;
   if (p.cols / Rows::N * Rows::N > S::WIDEST) return cudaSuccess;
   const int64_t clusters = S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
   return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, W, S>, S::TEAM, Rows::K, Rows::N>(
@@ -189,7 +190,10 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   if (!p.weight.is_plain() || (CENTERED && !p.bias.is_plain())) {
     if constexpr (HALF && FUSED == ALONE) {
       const bool are_there = p.template has_weights<CENTERED>();
-      if (others_may_stay<CENTERED, ODD>(p.rows, p.cols, are_there)) {
+      if constexpr (!ODD) {
+        if (are_there) launch(float{}, float_shapes<CENTERED>());
+      }
+      if (error == cudaSuccess && !launched && others_may_stay<CENTERED, ODD>(p.rows, p.cols, are_there)) {
         error = launch_stays<T, CENTERED, false>(p, stream, launched, OtherRingShapes{});
       }
       if constexpr (ODD) {
@@ -253,7 +257,8 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
   } else {
     const bool are_few = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW;
     if (are_few && are_plain) launch(T{}, FewShapes<N>{});
-    if (!launched && error == cudaSuccess && !are_few && p.cols > widest_block<HALF, CENTERED, FUSED>(are_plain)) {
+    if (!launched && error == cudaSuccess && !are_few &&
+        p.cols > widest_block<HALF, CENTERED, FUSED>(are_there, are_plain)) {
       error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
     }
     if constexpr (HALF && FUSED == ALONE) {

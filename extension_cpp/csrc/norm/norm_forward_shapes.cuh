@@ -63,9 +63,10 @@ using OtherShapes =
 
 // Columns of the widest rows that one block takes sooner than a cluster, where the chip runs those and rows are not few.
 template <bool HALF, bool CENTERED, Fused FUSED>
-constexpr int widest_block(bool are_plain) {
+constexpr int widest_block(bool are_there, bool are_plain) {
   if (!HALF || FUSED != ALONE) return INT_MAX;
-  return !are_plain ? 12288 : CENTERED ? 8192 : 10240;
+  if (are_plain) return CENTERED ? 8192 : 10240;
+  return are_there ? 5120 : 12288;
 }
 
 // Of rows wider than the others take, ROWS a cluster.
@@ -75,6 +76,22 @@ using WidestShape = std::conditional_t<HALF, ClusterShape<256, 64, ROWS, 2>, Clu
 // For weights that are not there, or in float beside half types.
 template <bool HALF, bool CENTERED, Fused FUSED>
 using UsualShape = ClusterShape<256, 32, (HALF && CENTERED && FUSED == ALONE ? 4 : 2), 2>;
+
+// For weights in float beside aligned rows of half types, four of which share what is read of them. layer_norm's two are as long as these
+// rows, and idle threads and conditions show: hence so many shapes.
+template <bool CENTERED>
+constexpr auto float_shapes() {
+  if constexpr (CENTERED) {
+    return Shapes<ExactShape<128, 32, 4, 4, 32768>, ExactShape<128, 24, 4, 5, 24576>, ExactShape<256, 24, 4, 3, 73728>,
+                  ExactShape<128, 32, 4, 4>, ExactShape<128, 16, 4, 8, 18432>, ClusterShape<192, 16, 4, 5, 6144>,
+                  ClusterShape<224, 16, 4, 4, 7168>, ClusterShape<256, 16, 4, 4, 8192>,
+                  ClusterShape<288, 16, 4, 3, 9216>, ClusterShape<256, 24, 4, 3, 12288>,
+                  ClusterShape<448, 16, 4, 2, 14336>, ClusterShape<256, 32, 4, 2, 16384>,
+                  ClusterShape<384, 24, 4, 2, 18432>>{};
+  } else {
+    return Shapes<ClusterShape<128, 16, 4, 8>, ClusterShape<256, 16, 4, 4>, ClusterShape<256, 24, 4, 3>>{};
+  }
+}
 
 // For weights in float beside odd rows of half types, where clusters that stay do not take them.
 using OddFloatShape = ClusterShape<128, 40, 4, 5, 10240>;
