@@ -36,7 +36,7 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD, int FULL = 0,
           bool PACKED = false>
-cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>, K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, K, N, CLUSTER, ODD>;
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
   // KB; a row that is read again holds its place for a turn more. Odd rows want a third row a team in the shapes of THIRD (by the sweeps).
@@ -52,25 +52,25 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
   // With dropout more rows are slower, as measured.
   const int most = CLUSTER && FUSED == ADDED && sizeof(T) == 2 && p.grad_dropped != nullptr ? 4 : MAX_STAGES;
   return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD, FULL>(
-      p, (ring << 10) / blocks, Rows::REREAD ? 3 : 2, most, max_parts(p.cols), stream, launched);
+      p, (ring << 10) / blocks, Rows::REREAD ? 3 : 2, most, max_parts(p.cols), stream);
 }
 
 // Clusters of this shape: by the kernel whose threads have all vectors but one, if they do.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool ODD>
-cudaError_t launch_shape(Backward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_shape(Backward<T> &p, cudaStream_t stream) {
   constexpr int K = ELEMENTS / VECTOR<T>, FULL = K - 1;
   if constexpr (ODD && CENTERED && FUSED == ALONE && sizeof(T) == 2 && (K == 5 || TEAM > 256)) {
-    if (p.weight.is_plain()) {
-      return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL, true>(p, stream, launched);
+    if (p.weight.is_own()) {
+      return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL, true>(p, stream);
     }
   }
-  return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL>(p, stream, launched);
+  return launch_backward<T, CENTERED, FUSED, TEAM, ELEMENTS, true, ODD, FULL>(p, stream);
 }
 
-// Calls f(shape) with the shapes, in turn the one with the most rows a time: a row takes a thread its vectors' time, and
+// first_to_take() of f(shape), the shapes in the order of how many rows they take a time: a row takes a thread its vectors' time, and
 // about that of `more` vectors; with many of them one more, with many threads half a one.
 template <int N, typename F, typename... S>
-void by_rate(int cols, int more, Shapes<S...>, F &&f) {
+cudaError_t by_rate(int cols, int more, Shapes<S...>, F &&f) {
   const auto rate = [&](auto shape) {
     using Each = decltype(shape);
     constexpr int columns = Each::TEAM * Each::ELEMENTS;
@@ -82,15 +82,17 @@ void by_rate(int cols, int more, Shapes<S...>, F &&f) {
   std::array<size_t, sizeof...(S)> order;
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rates[a] > rates[b]; });
+  cudaError_t error = NOT_TAKEN;
   for (const size_t next : order) {
     size_t i = 0;
-    ((i++ == next ? f(S{}) : void()), ...);
+    ((i++ == next && error == NOT_TAKEN ? void(error = f(S{})) : void()), ...);
   }
+  return error;
 }
 
 // Rows wider than a block.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
-cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
   using Halves = Shapes<Shape<256, 5 * N>, Shape<256, 3 * N>, Shape<256, 4 * N>, Shape<384, 4 * N>>;
   using Floats = Shapes<Shape<256, 4 * N>, Shape<256, 7 * N>, Shape<320, 4 * N>, Shape<384, 4 * N>>;
@@ -98,32 +100,27 @@ cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream, bool &launched) 
   using Alone = std::conditional_t<N == 8, Halves, Floats>;
   using Others = std::conditional_t<N == 8, FusedHalves, Shapes<Shape<256, 4 * N>>>;
   const int cols = p.cols / N * N;  // those of an odd row's ends have places of their own
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = NOT_TAKEN;
   if constexpr (N == 4) {
     if (places_taken(cols, 256 * 4 * N, 1) >= 28) {
-      error = launch_shape<T, CENTERED, FUSED, 256, 4 * N, ODD>(p, stream, launched);
+      error = launch_shape<T, CENTERED, FUSED, 256, 4 * N, ODD>(p, stream);
+      if (error != NOT_TAKEN) return error;
     }
   }
-  by_rate<N>(cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
+  error = by_rate<N>(cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
     using S = decltype(shape);
-    if (error == cudaSuccess && !launched) {
-      error = launch_shape<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream, launched);
-    }
+    return launch_shape<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream);
   });
   // Where some threads have fewer vectors than that, or the chip does not run clusters of these sizes.
-  if (error == cudaSuccess && !launched) {
-    error = launch_backward<T, CENTERED, FUSED, 256, 4 * N, true, ODD>(p, stream, launched);
-  }
+  if (error == NOT_TAKEN) error = launch_backward<T, CENTERED, FUSED, 256, 4 * N, true, ODD>(p, stream);
   if constexpr (N == 4) {
-    if (error == cudaSuccess && !launched) {
-      error = launch_backward<T, CENTERED, FUSED, 512, 4 * N, true, ODD>(p, stream, launched);
-    }
+    if (error == NOT_TAKEN) error = launch_backward<T, CENTERED, FUSED, 512, 4 * N, true, ODD>(p, stream);
   }
   return error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
-cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
   constexpr bool HALF = N == 8;
   constexpr int WIDEST = CENTERED ? 24 : 32;
@@ -153,18 +150,15 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream, bool &launched)
       std::conditional_t<HALF, std::conditional_t<ODD, OddHalves, Halves>, std::conditional_t<ODD, OddFloats, Floats>>;
   using Others = std::conditional_t<HALF, FusedHalves, FusedFloats>;
   using Known = std::conditional_t<FUSED == ALONE, Alone, Others>;
-  const auto launch = [&](auto shape) {
+  const cudaError_t error = with_shape<N>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
-    const cudaError_t error =
-        launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream, launched);
-    return error == cudaSuccess && !launched ? cudaErrorNotSupported : error;  // the chip has no room for its ring
-  };
-  const cudaError_t error = with_shape<N>(p.cols, Known{}, launch);
-  if (error != cudaErrorNotSupported) return error;
+    return launch_backward<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, false, ODD>(p, stream);
+  });
+  if (error != NOT_TAKEN) return error;
   if constexpr (!ODD) {  // rows that begin between two lines
-    if (p.cols * sizeof(T) % 128 > 0) return launch_cluster<T, CENTERED, FUSED, true>(p, stream, launched);
+    if (p.cols * sizeof(T) % 128 > 0) return launch_cluster<T, CENTERED, FUSED, true>(p, stream);
   }
-  return launch_cluster<T, CENTERED, FUSED, ODD>(p, stream, launched);
+  return launch_cluster<T, CENTERED, FUSED, ODD>(p, stream);
 }
 
 // Rows of more bytes are faster if what is read does not outlast what is written.
@@ -204,29 +198,26 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const FewBackward<T> few{p, args.grad_weight, args.grad_bias, 0};
   if (takes_few<T>(args)) return few_backward<T, CENTERED, FUSED>(few, stream);
+  error = NOT_TAKEN;
   if (args.cols % VECTOR<T> == 0) {
-    error = cudaErrorNotSupported;
     if constexpr (FUSED != DROPPED) {
       if (!p.wants_weight && !p.wants_bias) error = rows_backward<T, CENTERED, FUSED>(few, stream);
-      if (error != cudaErrorNotSupported) return error;
-      if (p.weight.is_plain() && p.grad_dropped == nullptr) {
+      if (error != NOT_TAKEN) return error;
+      if (p.weight.is_own() && p.grad_dropped == nullptr) {
         error = direct_backward<T, CENTERED, FUSED, false>(p, stream);
       }
     }
     if constexpr (FUSED == DROPPED || (FUSED == ADDED && sizeof(T) == 2)) {
-      if (p.weight.is_plain() && (FUSED == DROPPED || p.grad_dropped != nullptr)) {
+      if (p.weight.is_own() && (FUSED == DROPPED || p.grad_dropped != nullptr)) {
         error = direct_backward<T, CENTERED, FUSED, true>(p, stream);
       }
     }
-    if (error == cudaSuccess) return sum_partial<float>(args, p.chunks, stream);
-    if (error != cudaErrorNotSupported) return error;
+    if (error == NOT_TAKEN) error = launch_backward<T, CENTERED, FUSED, false>(p, stream);
+  } else {
+    error = launch_backward<T, CENTERED, FUSED, true>(p, stream);
   }
-  bool launched = false;
-  error = args.cols % VECTOR<T> == 0 ? launch_backward<T, CENTERED, FUSED, false>(p, stream, launched)
-                                     : launch_backward<T, CENTERED, FUSED, true>(p, stream, launched);
-  if (error != cudaSuccess) return error;
-  if (!launched) return plain_backward<T>(args, stream);
-  return sum_partial<float>(args, p.chunks, stream);
+  if (error == NOT_TAKEN) return plain_backward<T>(args, stream);
+  return error != cudaSuccess ? error : sum_partial<float>(args, p.chunks, stream);
 }
 
 }  // namespace norm_cuda

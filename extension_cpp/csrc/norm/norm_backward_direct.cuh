@@ -184,8 +184,7 @@ constexpr bool drops_directly(int cols, int elements) {
   return cols <= 4096 || cols == 6144 || (!CENTERED && is_power);
 }
 
-// Rows of whole vectors, with plain weights; ADDED: with grad_sum. cudaErrorNotSupported, and nothing is launched: other kernels are
-// faster.
+// Rows of whole vectors, with own weights; ADDED: with grad_sum. NOT_TAKEN where other kernels are faster.
 template <typename T, bool CENTERED, Fused FUSED, bool DROPS>
 cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
@@ -194,7 +193,7 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  if (sizeof(T) == 2 && !DROPS && leaves_to_ring<CENTERED, FUSED>(mib, p.cols)) return cudaErrorNotSupported;
+  if (sizeof(T) == 2 && !DROPS && leaves_to_ring<CENTERED, FUSED>(mib, p.cols)) return NOT_TAKEN;
   const auto launch = [&](auto shape, auto filled) {
     using S = decltype(shape);
     constexpr bool FILLED = decltype(filled)::value;
@@ -215,10 +214,10 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
         return cudaGetLastError();
       }
     }
-    return cudaErrorNotSupported;
+    return NOT_TAKEN;
   };
   error = with_shape<N>(p.cols, FilledShapes<T, DROPS>{}, [&](auto shape) { return launch(shape, std::true_type{}); });
-  if (error != cudaErrorNotSupported) return error;
+  if (error != NOT_TAKEN) return error;
   return with_shape<N>(p.cols, DirectShapes{}, [&](auto shape) { return launch(shape, std::false_type{}); });
 }
 

@@ -47,22 +47,22 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
   Statistics s{};
   const int64_t seed = FUSED == DROPPED || wants_dropped ? seed_of(p.dropout) : 0;
   // The usual weights apart, for with the branches of the others in its way the compiler loads them one by one.
-  const bool is_plain = p.weight.is_plain();
+  const bool is_own = p.weight.is_own();
   if (is_row) {
     s = {CENTERED ? p.mean[row] : 0, p.rstd[row]};
     x.load(p.x + row * p.x_stride, columns, p.policy);
     grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
-    if (is_plain) packed.load(static_cast<const T *>(p.weight.data), columns);
+    if (is_own) packed.load(static_cast<const T *>(p.weight.data), columns);
     if (FUSED == ADDED && p.grad_sum != nullptr) grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
     if (FUSED == DROPPED || wants_dropped) mask.make(p.dropout, seed, row * p.cols, columns);
   }
   float xhat[K][N], g[K][N], w[K][N], none[1], v[COUNT] = {};
-  if (!is_plain) load_weights<T>(w, none, p.weight, columns);
+  if (!is_own) load_weights<T>(w, none, p.weight, columns);
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     unpack<T, N>(xhat[k], x.bits[k]);
     unpack<T, N>(g[k], grad_out.bits[k]);
-    if (is_plain) unpack<T, N>(w[k], packed.bits[k]);
+    if (is_own) unpack<T, N>(w[k], packed.bits[k]);
     if (FUSED == DROPPED) drop(g[k], p.dropout, mask.of(k));
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -225,8 +225,8 @@ cudaError_t few_backward(FewBackward<T> p, cudaStream_t stream) {
   return p.rows <= 132 ? with_shape<N>(cols, Tens{}, launch) : with_shape<N>(cols, Hundreds{}, launch);
 }
 
-// grad_x alone, of any number of rows: blocks that come and go are faster than blocks that stay. cudaErrorNotSupported, and nothing is
-// launched: where a large tensor would leave too much of a multiprocessor idle, and rows for which there is no shape.
+// grad_x alone, of any number of rows: blocks that come and go are faster than blocks that stay. NOT_TAKEN where a large tensor would leave
+// too much of a multiprocessor idle, and of rows for which there is no shape.
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t rows_backward(const FewBackward<T> &of, cudaStream_t stream) {
   constexpr int N = VECTOR<T>, E = 2 * N, X = 4, U = 2, R = FUSED == ALONE ? 1024 : 512;
@@ -239,15 +239,15 @@ cudaError_t rows_backward(const FewBackward<T> &of, cudaStream_t stream) {
   constexpr int MOST = FUSED != ADDED ? 16 << 10 : sizeof(T) == 2 ? 14 << 10 : 12 << 10;  // bytes
   const int row = p.cols * static_cast<int>(sizeof(T));
   const bool is_large = p.rows * row > 32 << 20;
-  if (row < 512 || row > MOST) return cudaErrorNotSupported;
+  if (row < 512 || row > MOST) return NOT_TAKEN;
   return with_shape<N>(p.cols, Known{}, [&](auto shape) {
     using S = decltype(shape);
     constexpr int resident = FUSED == ALONE ? R / S::BLOCK * S::BLOCK : R;
     // Of float so little work that less of it may be busy; narrow rows with a residual are slow through the ring in any case.
     const double busy = FUSED == ADDED ? (p.cols < 512 ? 0 : 0.8) : sizeof(T) == 2 ? 0.9 : 0.7;
-    if (is_large && static_cast<double>(p.cols) * resident < busy * S::WIDEST * R) return cudaErrorNotSupported;
+    if (is_large && static_cast<double>(p.cols) * resident < busy * S::WIDEST * R) return NOT_TAKEN;
     if constexpr (S::WIDEST * static_cast<int>(sizeof(T)) <= MOST) return launch_few<T, CENTERED, FUSED, S>(p, stream);
-    return cudaErrorNotSupported;
+    return NOT_TAKEN;
   });
 }
 

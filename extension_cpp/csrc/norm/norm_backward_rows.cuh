@@ -34,7 +34,7 @@ constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || (CENTERED && (K > 
 constexpr int EARLY_SUM_ROWS = 512;
 
 // One team's rows. FULL: vectors that every thread has, so that they need no condition. PACKED: weights stay in x's type, which takes
-// fewer registers; they are plain.
+// fewer registers; they are own.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL, bool PACKED>
 struct BackwardRows {
   static constexpr int N = VECTOR<T>;

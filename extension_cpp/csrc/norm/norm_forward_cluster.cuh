@@ -34,11 +34,11 @@ template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename
 struct ClusterRows {
   static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
-  static constexpr bool PLAIN = std::is_same_v<W, T>, FLOATS = !PLAIN && std::is_same_v<W, float> && !ODD;
+  static constexpr bool OWN = std::is_same_v<W, T>, FLOATS = !OWN && std::is_same_v<W, float> && !ODD;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   // Whether a row behind the last is left out, by a branch around each of its vectors. Else the cluster takes its first row again in its
   // place, which every thread then writes twice: without branches vectors mix. These alone are slower so, as measured.
-  static constexpr bool HALF = N == 8, OTHER_WEIGHTS = HALF && CENTERED && !PLAIN;
+  static constexpr bool HALF = N == 8, OTHER_WEIGHTS = HALF && CENTERED && !OWN;
   static constexpr bool LEAVES_OUT = OTHER_WEIGHTS ? (FUSED == ALONE && !FLOATS) || (FUSED == ADDED && !ODD)
                                                    : FUSED == ALONE && ODD && (HALF ? !CENTERED : CENTERED);
   static constexpr bool STAGED = S::STAGED;
@@ -135,9 +135,9 @@ struct ClusterRows {
     if constexpr (FLOATS) {
       load_floats(weight, p.weight);
       if constexpr (CENTERED) load_floats(bias, p.bias);
-    } else if constexpr (PLAIN && MOVED) {
+    } else if constexpr (OWN && MOVED) {
       load_moved<T, 0>(weight, static_cast<const T *>(p.weight.data), columns, p.cols);
-    } else if constexpr (PLAIN) {
+    } else if constexpr (OWN) {
       load_packed<T>(weight, p.weight, columns);
       if constexpr (CENTERED) load_packed<T>(bias, p.bias, columns);
     }
@@ -181,7 +181,7 @@ struct ClusterRows {
     if constexpr (FLOATS) {
       memcpy(w, weight[k], sizeof w);
       if constexpr (CENTERED) memcpy(b, bias[k], sizeof b);
-    } else if constexpr (PLAIN) {
+    } else if constexpr (OWN) {
       unpack<T, N>(w, weight[k]);
       if constexpr (CENTERED) unpack<T, N>(b, bias[k]);
     } else if constexpr (!std::is_same_v<W, Any>) {

@@ -118,22 +118,20 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
 }
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS>
-cudaError_t launch_odd(const Forward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_odd(const Forward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>, ROWS = ODD_ROWS<CENTERED>, TEAMS = THREADS<TEAM> / TEAM;
   const int64_t teams = ROWS == 1 ? p.rows : ceil_div(p.rows, N * ROWS) * N, blocks = ceil_div(teams, TEAMS);
-  if (blocks > INT32_MAX) return cudaErrorNotSupported;
-  launched = true;
+  if (blocks > INT32_MAX) return NOT_TAKEN;
   odd_forward_kernel<T, CENTERED, FUSED, TEAM, ELEMENTS / N>
       <<<static_cast<unsigned>(blocks), THREADS<TEAM>, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <typename T, bool CENTERED, Fused FUSED, typename S, bool EXACT, typename W>
-cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream) {
   constexpr int K = S::ELEMENTS / VECTOR<T>;
   const int64_t blocks = ceil_div(p.rows, S::BLOCK / S::TEAM);
-  if (blocks > INT32_MAX) return cudaErrorNotSupported;
-  launched = true;
+  if (blocks > INT32_MAX) return NOT_TAKEN;
   forward_kernel<T, CENTERED, FUSED, S::TEAM, K, S::BLOCK, EXACT, W>
       <<<static_cast<unsigned>(blocks), S::BLOCK, 0, stream>>>(p);
   return cudaGetLastError();
@@ -141,60 +139,54 @@ cudaError_t launch_aligned(const Forward<T> &p, cudaStream_t stream, bool &launc
 
 // By a shape of clusters that end with their rows, where it takes rows of this width, and the chip runs such clusters.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename S>
-cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream) {
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, W, S>;
   constexpr int COLUMNS = S::TEAM * S::ELEMENTS;  // of a block, of which a cluster has two or more
-  if (S::EXACT && (p.cols % COLUMNS > 0 || p.cols == COLUMNS)) return cudaSuccess;
-  if (p.cols / Rows::N * Rows::N > S::WIDEST) return cudaSuccess;
+  if (S::EXACT && (p.cols % COLUMNS > 0 || p.cols == COLUMNS)) return NOT_TAKEN;
+  if (p.cols / Rows::N * Rows::N > S::WIDEST) return NOT_TAKEN;
   const int64_t clusters = S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
   return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, W, S>, S::TEAM, Rows::K, Rows::N>(
-      p, clusters, Rows::SHARED, stream, launched);
+      p, clusters, Rows::SHARED, stream);
 }
 
 // By the first shape of clusters that stay whose blocks are nearly full and leave few places empty.
-template <typename T, bool CENTERED, bool PLAIN, typename... S>
-cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...>) {
+template <typename T, bool CENTERED, bool OWN, typename... S>
+cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, Shapes<S...>) {
   constexpr int N = VECTOR<T>;
-  cudaError_t error = cudaSuccess;
   const auto one = [&](auto shape) {
     using Each = decltype(shape);
     constexpr int TEAM = Each::TEAM, K = Each::K, BLOCKS = Each::BLOCKS;
     const int cols = p.cols / N * N;  // those of an odd row's ends have places of their own
-    if (cols > Each::WIDEST || places_taken(cols, TEAM * K * N, BLOCKS) < Each::TAKEN) return;
-    constexpr auto KERNEL = ring_forward_kernel<T, CENTERED, PLAIN, TEAM, K, BLOCKS>;
-    error = launch_ring<KERNEL, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(p, 0, Each::STAGES, MAX_STAGES, INT32_MAX,
-                                                                          stream, launched);
+    if (cols > Each::WIDEST || places_taken(cols, TEAM * K * N, BLOCKS) < Each::TAKEN) return NOT_TAKEN;
+    constexpr auto KERNEL = ring_forward_kernel<T, CENTERED, OWN, TEAM, K, BLOCKS>;
+    return launch_ring<KERNEL, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(p, 0, Each::STAGES, MAX_STAGES, INT32_MAX,
+                                                                         stream);
   };
-  ((error == cudaSuccess && !launched ? one(S{}) : void()), ...);
-  return error;
+  return first_to_take([&] { return one(S{}); }...);
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename... S>
-cudaError_t launch_first_cluster(Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...>) {
-  cudaError_t error = cudaSuccess;
-  (void)((!launched && error == cudaSuccess &&
-          (error = launch_cluster<T, CENTERED, FUSED, ODD, W, S>(p, stream, launched)) == cudaSuccess) &&
-         ...);
-  return error;
+cudaError_t launch_first_cluster(Forward<T> &p, cudaStream_t stream, Shapes<S...>) {
+  return first_to_take([&] { return launch_cluster<T, CENTERED, FUSED, ODD, W, S>(p, stream); }...);
 }
 
 // By clusters.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
-cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream) {
   constexpr bool HALF = sizeof(T) == 2, LAYER_NORM = CENTERED && FUSED == ALONE;
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = NOT_TAKEN;
   const auto launch = [&](auto weights, auto shapes) {
-    if (error != cudaSuccess) return;
-    error = launch_first_cluster<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, launched, shapes);
+    if (error != NOT_TAKEN) return;
+    error = launch_first_cluster<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, shapes);
   };
-  if (!p.weight.is_plain() || (CENTERED && !p.bias.is_plain())) {
+  if (!p.weight.is_own() || (CENTERED && !p.bias.is_own())) {
     if constexpr (HALF && FUSED == ALONE) {
       const bool are_there = p.template has_weights<CENTERED>();
       if constexpr (!ODD) {
         if (are_there) launch(float{}, float_shapes<CENTERED>());
       }
-      if (error == cudaSuccess && !launched && others_may_stay<CENTERED, ODD>(p.rows, p.cols, are_there)) {
-        error = launch_stays<T, CENTERED, false>(p, stream, launched, OtherRingShapes{});
+      if (error == NOT_TAKEN && others_may_stay<CENTERED, ODD>(p.rows, p.cols, are_there)) {
+        error = launch_stays<T, CENTERED, false>(p, stream, OtherRingShapes{});
       }
       if constexpr (ODD) {
         if (are_there) launch(float{}, Shapes<OddFloatShape>{});
@@ -205,7 +197,7 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
   }
   if constexpr (FUSED == ALONE && (LAYER_NORM || (HALF && ODD))) {
     if (may_stay<HALF, CENTERED, ODD>(p.cols))
-      error = launch_stays<T, CENTERED, true>(p, stream, launched, ring_shapes<HALF, CENTERED>());
+      error = launch_stays<T, CENTERED, true>(p, stream, ring_shapes<HALF, CENTERED>());
   }
   if constexpr (FUSED == ADDED) {
     if (p.dropout.seed != nullptr) launch(T{}, wide_shapes<HALF, CENTERED, FUSED, ODD, true>());
@@ -219,66 +211,64 @@ cudaError_t launch_wide(Forward<T> &p, cudaStream_t stream, bool &launched) {
 
 // By the first of the shapes that takes rows of this width.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename... S>
-cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, bool &launched, Shapes<S...> shapes) {
+cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, Shapes<S...> shapes) {
   constexpr int N = VECTOR<T>;
-  const cudaError_t error = with_shape<N>(p.cols, shapes, [&](auto shape) {
+  return with_shape<N>(p.cols, shapes, [&](auto shape) {
     using Each = decltype(shape);
     if constexpr (ODD) {
-      return launch_odd<T, CENTERED, FUSED, Each::TEAM, Each::ELEMENTS>(p, stream, launched);
+      return launch_odd<T, CENTERED, FUSED, Each::TEAM, Each::ELEMENTS>(p, stream);
     } else {
       // The shapes that do not spill for it and gain by it where rows are many.
       constexpr int K = Each::ELEMENTS / N;
       constexpr bool GAINS = !CENTERED && (FUSED == ALONE ? N == 8 && K == 4 && Each::TEAM > 32 : N == 4 && K <= 4);
       if constexpr (GAINS && std::is_same_v<W, T>) {
         if (p.cols == Each::TEAM * Each::ELEMENTS) {
-          return launch_aligned<T, CENTERED, FUSED, Each, true, W>(p, stream, launched);
+          return launch_aligned<T, CENTERED, FUSED, Each, true, W>(p, stream);
         }
       }
-      return launch_aligned<T, CENTERED, FUSED, Each, false, W>(p, stream, launched);
+      return launch_aligned<T, CENTERED, FUSED, Each, false, W>(p, stream);
     }
   });
-  return error == cudaErrorNotSupported ? cudaSuccess : error;
 }
 
 template <typename T, bool CENTERED, Fused FUSED, bool ODD>
-cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream, bool &launched) {
+cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
   constexpr bool HALF = N == 8;
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = NOT_TAKEN;
   const auto launch = [&](auto weights, auto shapes) {
-    if (error != cudaSuccess || launched) return;
-    error = launch_block<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, launched, shapes);
+    if (error != NOT_TAKEN) return;
+    error = launch_block<T, CENTERED, FUSED, ODD, decltype(weights)>(p, stream, shapes);
   };
   const auto shapes = block_shapes<HALF, CENTERED, FUSED, ODD>();
   const bool are_there = p.template has_weights<CENTERED>();
-  const bool are_plain = are_there && !p.weight.is_float;
+  const bool are_own = are_there && !p.weight.is_float;
   if constexpr (ODD) {
     launch(Any{}, shapes);
   } else {
     const bool are_few = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW;
-    if (are_few && are_plain) launch(T{}, FewShapes<N>{});
-    if (!launched && error == cudaSuccess && !are_few &&
-        p.cols > widest_block<HALF, CENTERED, FUSED>(are_there, are_plain)) {
-      error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
+    if (are_few && are_own) launch(T{}, FewShapes<N>{});
+    if (error == NOT_TAKEN && !are_few && p.cols > widest_block<HALF, CENTERED, FUSED>(are_there, are_own)) {
+      error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream);
     }
     if constexpr (HALF && FUSED == ALONE) {
-      if (are_few && are_there && !are_plain) launch(float{}, FewShapes<N>{});
-      if (are_there && !are_plain) launch(float{}, shapes);
+      if (are_few && are_there && !are_own) launch(float{}, FewShapes<N>{});
+      if (are_there && !are_own) launch(float{}, shapes);
     }
-    if (are_plain) {
+    if (are_own) {
       launch(T{}, shapes);
     } else {
       launch(Any{}, OtherShapes<N>{});
     }
   }
-  if (error == cudaSuccess && !launched) error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream, launched);
+  if (error == NOT_TAKEN) error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream);
   // Chips without clusters: layer_norm's odd rows would need too many registers, other shapes are among those above.
   if constexpr (ODD && !CENTERED) launch(Any{}, Shapes<Shape<512, 16>, Shape<512, 32>>{});
   if constexpr (!ODD && !HALF) {
     using Widest = Shapes<Shape<512, 24>, Shape<512, 32>>;
-    if (!are_plain) launch(Any{}, Widest{});
+    if (!are_own) launch(Any{}, Widest{});
     if constexpr (FUSED != DROPPED) {
-      if (are_plain) launch(T{}, Widest{});
+      if (are_own) launch(T{}, Widest{});
     }
   }
   return error;
@@ -306,10 +296,9 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
   if (!in_step) return plain_forward<T>(args, stream);
   cudaError_t error = set_policy<T>(p, FUSED == ADDED ? 2 : 1, OUTLASTS);
   if (error != cudaSuccess) return error;
-  bool launched = false;
-  error = args.cols % VECTOR<T> == 0 ? launch_forward<T, CENTERED, FUSED, false>(p, stream, launched)
-                                     : launch_forward<T, CENTERED, FUSED, true>(p, stream, launched);
-  return error != cudaSuccess || launched ? error : plain_forward<T>(args, stream);
+  error = args.cols % VECTOR<T> == 0 ? launch_forward<T, CENTERED, FUSED, false>(p, stream)
+                                     : launch_forward<T, CENTERED, FUSED, true>(p, stream);
+  return error == NOT_TAKEN ? plain_forward<T>(args, stream) : error;
 }
 
 }  // namespace norm_cuda

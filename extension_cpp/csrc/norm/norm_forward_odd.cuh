@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED
     }
   };
   // Each type of weights apart: with the branches of the others in its way the compiler loads them one by one.
-  if (p.weight.is_plain() && (!CENTERED || p.bias.is_plain())) {
+  if (p.weight.is_own() && (!CENTERED || p.bias.is_own())) {
     finish([](float(&w)[N], const Weights &weights, int c) {
       unpack<T, N>(w, load_shifted<T, N>(static_cast<const T *>(weights.data), c));
     });

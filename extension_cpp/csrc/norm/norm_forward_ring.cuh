@@ -12,8 +12,8 @@
 
 namespace norm_cuda {
 
-// PLAIN: weight and bias are there, in x's type, and wait in it; else in float. Threads have K vectors, but for the last perhaps.
-template <typename T, bool CENTERED, bool PLAIN, int TEAM, int K>
+// OWN: weight and bias are own, and wait in x's type; else in float. Threads have K vectors, but for the last perhaps.
+template <typename T, bool CENTERED, bool OWN, int TEAM, int K>
 struct RingRows {
   static constexpr int N = VECTOR<T>, WARPS = TEAM / 32;
   using Exchange = norm_cuda::Exchange<TEAM, true, Moments>;
@@ -25,7 +25,7 @@ struct RingRows {
   const Share share;
   const Columns<TEAM, K, N, true> columns;
   const float count;  // columns of this warp
-  std::conditional_t<PLAIN, Vector<T, N>, float[N]> weight[K], bias[CENTERED ? K : 1];
+  std::conditional_t<OWN, Vector<T, N>, float[N]> weight[K], bias[CENTERED ? K : 1];
   float edge_weight[1], edge_bias[1];
 
   __device__ RingRows(const Forward<T> &p, uint4 *slots, Exchange &exchange, int chunk, int rank)
@@ -64,7 +64,7 @@ struct RingRows {
       if (!columns.has(k)) continue;
       float x[N];
       unpack<T, N>(x, part.bits[k]);
-      if constexpr (PLAIN) {
+      if constexpr (OWN) {
         float w[N], b[N];
         unpack<T, N>(w, anew(weight[k]));
         if (CENTERED) unpack<T, N>(b, anew(bias[k]));
@@ -83,7 +83,7 @@ struct RingRows {
   __device__ void run() {
     __builtin_assume(columns.left > (K - 2) * TEAM * N);
     for (int i = 0; i < p.stages; ++i) fetch(i);
-    if constexpr (PLAIN) {
+    if constexpr (OWN) {
       load_packed<T>(weight, p.weight, columns);
       if constexpr (CENTERED) load_packed<T>(bias, p.bias, columns);
       if (columns.has_edge()) {
@@ -108,10 +108,10 @@ struct RingRows {
   }
 };
 
-template <typename T, bool CENTERED, bool PLAIN, int TEAM, int K, int BLOCKS>
+template <typename T, bool CENTERED, bool OWN, int TEAM, int K, int BLOCKS>
 __global__ void __launch_bounds__(TEAM, BLOCKS) ring_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
-  using Rows = RingRows<T, CENTERED, PLAIN, TEAM, K>;
+  using Rows = RingRows<T, CENTERED, OWN, TEAM, K>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ typename Rows::Exchange exchange;
   exchange.open(threadIdx.x);

@@ -63,9 +63,9 @@ using OtherShapes =
 
 // Columns of the widest rows that one block takes sooner than a cluster, where the chip runs those and rows are not few.
 template <bool HALF, bool CENTERED, Fused FUSED>
-constexpr int widest_block(bool are_there, bool are_plain) {
+constexpr int widest_block(bool are_there, bool are_own) {
   if (!HALF || FUSED != ALONE) return INT_MAX;
-  if (are_plain) return CENTERED ? 8192 : 10240;
+  if (are_own) return CENTERED ? 8192 : 10240;
   return are_there ? 5120 : 12288;
 }
 

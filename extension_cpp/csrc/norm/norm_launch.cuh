@@ -18,6 +18,18 @@ inline int64_t max_parts(int64_t cols) {
   return std::clamp<int64_t>(160 * 10240 / cols, 64, 160);
 }
 
+// What a launch answers where its kernel is not for these rows, or the chip has no room for it: nothing was launched, and another kernel
+// takes them.
+constexpr cudaError_t NOT_TAKEN = cudaErrorNotSupported;
+
+// Calls the attempts in turn, until one does not answer NOT_TAKEN; that, if all do.
+template <typename... F>
+cudaError_t first_to_take(F &&...attempts) {
+  cudaError_t error = NOT_TAKEN;
+  (void)(((error = attempts()) != NOT_TAKEN) || ...);
+  return error;
+}
+
 // A launch and its attributes.
 struct Launch {
   cudaLaunchConfig_t config{};
@@ -102,13 +114,10 @@ struct Shape {
 template <typename...>
 struct Shapes {};
 
-// Calls f(shape) with those of the shapes that have room for a row's vectors, in turn, until one does not answer
-// cudaErrorNotSupported; that, if all do.
+// first_to_take() of f(shape), of those of the shapes that have room for a row's vectors.
 template <int N, typename F, typename... S>
 cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
-  cudaError_t error = cudaErrorNotSupported;
-  (void)((cols / N * N <= S::WIDEST && (error = f(S{})) != cudaErrorNotSupported) || ...);
-  return error;
+  return first_to_take([&] { return cols / N * N <= S::WIDEST ? f(S{}) : NOT_TAKEN; }...);
 }
 
 // How many clusters of each size run at once: 0 is not one.
@@ -130,13 +139,14 @@ cudaError_t count_clusters(int (&clusters)[MAX_CLUSTER + 1], int threads, int sh
 }
 
 // Launches a kernel whose clusters take a number of rows each and end, and are as small as a row allows; `shared`: bytes a block.
-// Where a chip does not run such clusters, nothing is launched.
+// NOT_TAKEN where a chip does not run such clusters.
 template <auto KERNEL, int TEAM, int K, int N, typename P>
-cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t stream, bool &launched) {
+cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t stream) {
   thread_local int known = -1, at_once[MAX_CLUSTER + 1];
   int device;
   cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess || !is_for_sm_90<KERNEL>(device)) return error;
+  if (error != cudaSuccess) return error;
+  if (!is_for_sm_90<KERNEL>(device)) return NOT_TAKEN;
   if (device != known) {
     cudaFuncAttributes attributes;
     error = cudaFuncGetAttributes(&attributes, KERNEL);
@@ -154,12 +164,11 @@ cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t str
   }
   const int vectors = p.cols / N;
   p.cluster = std::max(2, static_cast<int>(ceil_div(vectors, TEAM * K)));
-  if (p.cluster > MAX_CLUSTER || at_once[p.cluster] == 0 || clusters * p.cluster > INT32_MAX) return cudaSuccess;
+  if (p.cluster > MAX_CLUSTER || at_once[p.cluster] == 0 || clusters * p.cluster > INT32_MAX) return NOT_TAKEN;
   // Multiples of a warp's vectors, so that no block begins within a line of memory where its row does not.
   p.slice = static_cast<int>(ceil_div(vectors, p.cluster * 32)) * 32 * N;
   Launch launch(static_cast<unsigned>(clusters * p.cluster), TEAM, shared, stream);
   launch.cluster(p.cluster);
-  launched = true;
   return cudaLaunchKernelEx(&launch.config, KERNEL, p);
 }
 
@@ -192,11 +201,10 @@ struct Facts {
   int clusters[MAX_CLUSTER + 1];  // that run at once, by their size
 };
 
-// Launches a kernel on as many blocks (or clusters) as run at once. Where the chip has no room for `least` rows of a team, or threads
-// would have fewer than FULL vectors, nothing is launched. The ring gets the rows that ring_bytes have room for, `most` at most.
+// Launches a kernel on as many blocks (or clusters) as run at once. NOT_TAKEN where the chip has no room for `least` rows of a team, or
+// threads would have fewer than FULL vectors. The ring gets the rows that ring_bytes have room for, `most` at most.
 template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, int FULL, typename P>
-cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_blocks, cudaStream_t stream,
-                        bool &launched) {
+cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_blocks, cudaStream_t stream) {
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
   static_assert(!CLUSTER || teams == 1);  // whose barriers and exchange are the block's
   thread_local Facts facts;
@@ -225,7 +233,7 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_b
     }
     facts.device = device;
   }
-  if (CLUSTER && !facts.for_sm_90) return cudaSuccess;
+  if (CLUSTER && !facts.for_sm_90) return NOT_TAKEN;
   p.chunks = std::min<int64_t>(ceil_div(p.rows, teams), facts.processors * BLOCKS);
   const int vectors = p.cols / N;
   p.cluster = 1;
@@ -237,20 +245,20 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_b
       const double rate = facts.clusters[size] / (static_cast<double>(vectors) / (size * TEAM) + 2);
       if (rate > best) best = rate, p.cluster = size;
     }
-    if (best == 0) return cudaSuccess;
+    if (best == 0) return NOT_TAKEN;
     p.chunks = std::min<int64_t>(p.rows, facts.clusters[p.cluster]);
   }
   p.slot = static_cast<int>(ceil_div(vectors, p.cluster));
   p.slice = p.slot * N;
   // The last block has the fewest; of an odd row one more may lie half in another row.
-  if (FULL > 0 && vectors - ODD - (p.cluster - 1) * p.slot < FULL * TEAM) return cudaSuccess;
+  if (FULL > 0 && vectors - ODD - (p.cluster - 1) * p.slot < FULL * TEAM) return NOT_TAKEN;
   if (ODD) p.slot = static_cast<int>(ceil_div(p.slot + 2 + 7, 8)) * 8;  // the vectors at the ends, and what Ring shifts
   const int stage = teams * TENSORS * p.slot * 16;
   p.stages = facts.for_sm_90 ? std::min({most, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
   // The blocks' sums, a float a column and team, go through the same place.
   const int sums = teams > 1 ? teams * p.cols : ODD ? p.slot * N : 0;
   const int bytes = std::max(p.stages * stage, sums * static_cast<int>(sizeof(float)));
-  if ((facts.for_sm_90 && p.stages < least) || bytes > facts.room) return cudaSuccess;
+  if ((facts.for_sm_90 && p.stages < least) || bytes > facts.room) return NOT_TAKEN;
   p.chunks = std::min(p.chunks, max_blocks);
   if (ODD && CLUSTER) {
     const int64_t at_once = std::min(p.chunks, max_blocks - MAX_PERIOD);
@@ -259,11 +267,10 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_b
     // No more than there are rows for: the scratch has no partial rows for others.
     p.chunks = alike(p.chunks, std::max(1, N / teams), std::min(max_blocks, p.rows / teams));
   }
-  if (p.chunks == 0) return cudaSuccess;
+  if (p.chunks == 0) return NOT_TAKEN;
   p.apart = static_cast<int>(p.chunks * teams * p.x_stride / N % 8);
   Launch launch(static_cast<unsigned>(p.chunks * p.cluster), threads, bytes, stream);
   if (CLUSTER) launch.cluster(p.cluster);
-  launched = true;
   return cudaLaunchKernelEx(&launch.config, KERNEL, p);
 }
 

@@ -199,8 +199,8 @@ struct Weights {
   float missing;
   bool is_float;
 
-  // Whether they are there, and of x's type.
-  __host__ __device__ bool is_plain() const { return data != nullptr && !is_float; }
+  // Whether they are there, and of x's own type.
+  __host__ __device__ bool is_own() const { return data != nullptr && !is_float; }
 
   // N of them from column c on; ALIGNED: vectors begin at multiples of 16 bytes.
   template <typename T, int N, bool ALIGNED = true>
