@@ -192,7 +192,7 @@ inline int64_t alike(int64_t at_once, int64_t step, int64_t most) {
   return best;
 }
 
-// What launch_ring asks the driver about a kernel and its device: once for the device that a thread uses.
+// What launch_ring asks the driver about a kernel and its device.
 struct Facts {
   int device = -1;
   int processors;
@@ -201,6 +201,45 @@ struct Facts {
   int clusters[MAX_CLUSTER + 1];  // that run at once, by their size
 };
 
+// Asks, once for the device that a thread uses, and lets the kernel have that room.
+template <auto KERNEL, int BLOCK, int BLOCKS, bool CLUSTER>
+cudaError_t ask_driver(Facts &facts, cudaStream_t stream) {
+  int device, room, room_a_block;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || device == facts.device) return error;
+  facts.device = -1;
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, KERNEL);
+  const auto get = [&](int &value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  get(facts.processors, cudaDevAttrMultiProcessorCount);
+  get(room, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  get(room_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (error != cudaSuccess) return error;
+  const int own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
+  facts.room = std::min(room / BLOCKS - 1024, room_a_block) - own;
+  facts.for_sm_90 = attributes.ptxVersion >= 90;
+  error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room);
+  if (CLUSTER && facts.for_sm_90 && error == cudaSuccess) {
+    error = count_clusters<KERNEL>(facts.clusters, BLOCK, facts.room, stream);
+  }
+  if (error == cudaSuccess) facts.device = device;
+  return error;
+}
+
+// The size of clusters, from `smallest` to `largest`, with the most rows a time: a thread's work is its vectors, and for each row about as
+// much as two more. 0: the chip runs none of them.
+inline int best_cluster(const Facts &facts, int smallest, int largest, int vectors, int team) {
+  double best = 0;
+  int found = 0;
+  for (int size = smallest; size <= std::min(largest, MAX_CLUSTER); ++size) {
+    const double rate = facts.clusters[size] / (static_cast<double>(vectors) / (size * team) + 2);
+    if (rate > best) best = rate, found = size;
+  }
+  return found;
+}
+
 // Launches a kernel on as many blocks (or clusters) as run at once. NOT_TAKEN where the chip has no room for `least` rows of a team, or
 // threads would have fewer than FULL vectors. The ring gets the rows that ring_bytes have room for, `most` at most.
 template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, int FULL, typename P>
@@ -208,44 +247,16 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_b
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
   static_assert(!CLUSTER || teams == 1);  // whose barriers and exchange are the block's
   thread_local Facts facts;
-  int device;
-  cudaError_t error = cudaGetDevice(&device);
+  const cudaError_t error = ask_driver<KERNEL, threads, BLOCKS, CLUSTER>(facts, stream);
   if (error != cudaSuccess) return error;
-  if (device != facts.device) {
-    int room, room_a_block;
-    cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, KERNEL);
-    const auto get = [&](int &value, cudaDeviceAttr attribute) {
-      if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
-    };
-    get(facts.processors, cudaDevAttrMultiProcessorCount);
-    get(room, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    get(room_a_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    if (error != cudaSuccess) return error;
-    const int own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
-    facts.room = std::min(room / BLOCKS - 1024, room_a_block) - own;
-    facts.for_sm_90 = attributes.ptxVersion >= 90;
-    error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room);
-    if (error != cudaSuccess) return error;
-    if (CLUSTER && facts.for_sm_90) {
-      error = count_clusters<KERNEL>(facts.clusters, threads, facts.room, stream);
-      if (error != cudaSuccess) return error;
-    }
-    facts.device = device;
-  }
   if (CLUSTER && !facts.for_sm_90) return NOT_TAKEN;
   p.chunks = std::min<int64_t>(ceil_div(p.rows, teams), facts.processors * BLOCKS);
   const int vectors = p.cols / N;
   p.cluster = 1;
   if (CLUSTER) {
-    // The size with the most rows a time: a thread's work is its vectors, and for each row about as much as two more.
-    double best = 0;
     const int smallest = std::max<int>(2, ceil_div(vectors, TEAM * K));
-    for (int size = smallest; size <= (FULL > 0 ? std::min(smallest, MAX_CLUSTER) : MAX_CLUSTER); ++size) {
-      const double rate = facts.clusters[size] / (static_cast<double>(vectors) / (size * TEAM) + 2);
-      if (rate > best) best = rate, p.cluster = size;
-    }
-    if (best == 0) return NOT_TAKEN;
+    p.cluster = best_cluster(facts, smallest, FULL > 0 ? smallest : MAX_CLUSTER, vectors, TEAM);
+    if (p.cluster == 0) return NOT_TAKEN;
     p.chunks = std::min<int64_t>(p.rows, facts.clusters[p.cluster]);
   }
   p.slot = static_cast<int>(ceil_div(vectors, p.cluster));

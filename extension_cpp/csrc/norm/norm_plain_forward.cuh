@@ -6,23 +6,25 @@
 
 namespace norm_cuda {
 
+// A block's part of a row.
 template <typename T, typename W, int N>
-__global__ void __launch_bounds__(MOST_PLAIN_THREADS)
-    plain_forward_kernel(const __grid_constant__ norm_forward_args p, const PlainShape shape) {
+struct PlainForwardRow {
   using A = acc_t<T>;
-  constexpr int U = N == 1 ? SINGLES<T> : 4, U_WEIGHTED = N == 1 ? U : 2;
-  extern __shared__ uint4 shared[];
-  __shared__ typename PlainTeam<A>::Slots slots;
-  PlainTeam<A> team(slots, shape.cluster);
-  T *const kept = reinterpret_cast<T *>(shared) + threadIdx.y * shape.kept;
-  const int64_t begin = team.rank * shape.slice, size = min(shape.slice, p.cols - begin);
-  const A cols = static_cast<A>(p.cols);
-  for (int64_t row = team.first_row(); row < p.rows; row = team.next_row(row)) {
-    const int64_t first = row * p.cols + begin;
-    const T *x = static_cast<const T *>(p.x) + row * p.x_stride + begin;
-    const T *const residual = static_cast<const T *>(p.residual) + row * p.residual_stride + begin;
+  static constexpr int U = N == 1 ? SINGLES<T> : 4, U_WEIGHTED = N == 1 ? U : 2;
+
+  const norm_forward_args &p;
+  T *const kept;  // in shared memory, the first `keeps` columns
+  const int64_t keeps;
+  const int64_t row;
+  const int64_t column;  // the part's first
+  const int64_t size;    // columns
+  const T *x = static_cast<const T *>(p.x) + row * p.x_stride + column;
+  const int64_t first = row * p.cols + column;  // element of contiguous tensors
+
+  // Adds x to v[0] and its square to v[1]. With a residual x becomes the sum, which is written.
+  __device__ void read(A (&v)[2]) {
+    const T *const residual = static_cast<const T *>(p.residual) + row * p.residual_stride + column;
     T *const sum = static_cast<T *>(p.sum) + first;
-    A v[2] = {};
     struct Pair {
       Vector<T, N> x, residual;
     };
@@ -44,24 +46,71 @@ __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
         bits = pack<T, N>(e);
         unpack<T, N>(e, bits);
       }
-      if (c < shape.kept) keep_vector<T, N>(kept + c + d, bits);
+      if (c < keeps) keep_vector<T, N>(kept + c + d, bits);
 #pragma unroll
       for (int j = 0; j < N; ++j) v[0] += e[j], v[1] += e[j] * e[j];
     });
     if (p.residual != nullptr) x = sum;
-    // Each thread reads what it wrote.
-    const auto load_again = [&](int64_t c, int d) { return load_vector<T, N>((c < shape.kept ? kept : x) + c + d); };
+  }
+
+  // Each thread reads what it wrote.
+  __device__ Vector<T, N> again(int64_t c, int d) const { return load_vector<T, N>((c < keeps ? kept : x) + c + d); }
+
+  // Adds the distance from the mean to v[0] and its square to v[1].
+  __device__ void read_around(A mean, A (&v)[2]) const {
+    const auto load = [&](int64_t c, int d) { return again(c, d); };
+    walk_row<N, U, U>(size, load, [&](int64_t, int, const Vector<T, N> &bits) {
+      A e[N];
+      unpack<T, N>(e, bits);
+#pragma unroll
+      for (int j = 0; j < N; ++j) e[j] -= mean, v[0] += e[j], v[1] += e[j] * e[j];
+    });
+  }
+
+  // y; shift: how far the mean is off, being rounded.
+  __device__ void write(A mean, A shift, A rstd) const {
+    struct Weighted {
+      Vector<T, N> x;
+      A weight[N], bias[N];
+    };
+    const auto load_weighted = [&](int64_t c, int d) {
+      Weighted raw;
+      raw.x = again(c, d);
+      load_weights<W>(raw.weight, p.weight, A(1), column + c + d);
+      load_weights<W>(raw.bias, p.bias, A(0), column + c + d);
+      return raw;
+    };
+    walk_row<N, U, U_WEIGHTED>(size, load_weighted, [&](int64_t c, int d, const Weighted &raw) {
+      A y[N];
+      unpack<T, N>(y, raw.x);
+#pragma unroll
+      for (int j = 0; j < N; ++j) y[j] = (y[j] - mean - shift) * rstd * raw.weight[j] + raw.bias[j];
+      drop_from(y, p.dropout_y, first + c + d);
+      store<T, N>(static_cast<T *>(p.y) + first + c + d, y);
+    });
+  }
+};
+
+template <typename T, typename W, int N>
+__global__ void __launch_bounds__(MOST_PLAIN_THREADS)
+    plain_forward_kernel(const __grid_constant__ norm_forward_args p, const PlainShape shape) {
+  using A = acc_t<T>;
+  extern __shared__ uint4 shared[];
+  __shared__ typename PlainTeam<A>::Slots slots;
+  PlainTeam<A> team(slots, shape.cluster);
+  T *const kept = reinterpret_cast<T *>(shared) + threadIdx.y * shape.kept;
+  const int64_t begin = team.rank * shape.slice, size = min(shape.slice, p.cols - begin);
+  const A cols = static_cast<A>(p.cols);
+  for (int64_t row = team.first_row(); row < p.rows; row = team.next_row(row)) {
+    PlainForwardRow<T, W, N> part{p, kept, shape.kept, row, begin, size};
+    A v[2] = {};
+    part.read(v);
     team.sum(v);
-    A mean = 0, shift = 0;  // how far the mean is off, being rounded
+    A mean = 0, shift = 0;
     if (p.centered) {
       mean = v[0] / cols;
       v[0] = v[1] = 0;
-      walk_row<N, U, U>(size, load_again, [&](int64_t, int, const Vector<T, N> &bits) {
-        A e[N];
-        unpack<T, N>(e, bits);
-#pragma unroll
-        for (int j = 0; j < N; ++j) e[j] -= mean, v[0] += e[j], v[1] += e[j] * e[j];
-      });
+      part.read_around(mean, v);
       team.sum(v);
       shift = v[0] / cols;
       // Half types cannot hold a mean so large that its rounding would show; and rows of one value are then exactly their bias.
@@ -73,25 +122,7 @@ __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
       if (p.centered) static_cast<A *>(p.mean)[row] = mean + shift;
       static_cast<A *>(p.rstd)[row] = rstd;
     }
-    struct Weighted {
-      Vector<T, N> x;
-      A weight[N], bias[N];
-    };
-    const auto load_weighted = [&](int64_t c, int d) {
-      Weighted raw;
-      raw.x = load_again(c, d);
-      load_weights<W>(raw.weight, p.weight, A(1), begin + c + d);
-      load_weights<W>(raw.bias, p.bias, A(0), begin + c + d);
-      return raw;
-    };
-    walk_row<N, U, U_WEIGHTED>(size, load_weighted, [&](int64_t c, int d, const Weighted &raw) {
-      A y[N];
-      unpack<T, N>(y, raw.x);
-#pragma unroll
-      for (int j = 0; j < N; ++j) y[j] = (y[j] - mean - shift) * rstd * raw.weight[j] + raw.bias[j];
-      drop_from(y, p.dropout_y, first + c + d);
-      store<T, N>(static_cast<T *>(p.y) + first + c + d, y);
-    });
+    part.write(mean, shift, rstd);
   }
 }
 
