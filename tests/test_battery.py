@@ -540,7 +540,7 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
 @every_op
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
-    """On a stream of its own, where a launch without a guard fails: on a default one the first GPU may do the work."""
+    """On a stream of its own: there most launches without a guard fail; on a default one the first GPU works."""
     default = torch.cuda.current_stream(1)
     torch.cuda.set_stream(torch.cuda.Stream(1))  # makes the second GPU current
     try:

@@ -67,7 +67,7 @@ struct ClusterRows {
 
   __device__ ClusterRows(const Forward<T> &p, const uint4 *shared, int cluster, int rank)
       : p(p),
-        slots(own(shared_address(shared + threadIdx.x))),
+        slots(in_each_thread(shared_address(shared + threadIdx.x))),
         rank(rank),
         first(first_of(cluster)),
         columns(p, first, threadIdx.x, rank) {}
@@ -76,7 +76,9 @@ struct ClusterRows {
 
   // The same number, in a register of each thread: of addresses that have a part in common ptxas (of CUDA 13.0) makes copies that do
   // not run where they have a policy, too.
-  __device__ static uint32_t own(uint32_t address) { return __shfl_sync(0xffffffffu, address, threadIdx.x % 32); }
+  __device__ static uint32_t in_each_thread(uint32_t address) {
+    return __shfl_sync(0xffffffffu, address, threadIdx.x % 32);
+  }
 
   __device__ int64_t row(int i) const { return LEAVES_OUT || first + i * STEP < p.rows ? first + i * STEP : first; }
   __device__ bool is_row(int i) const { return !LEAVES_OUT || row(i) < p.rows; }
