@@ -1,6 +1,7 @@
 """What only the norms promise: mixed dtypes, strided rows, many rows, frozen weights, the modules, two GPUs."""
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -269,6 +270,25 @@ def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layou
         ours, again = check(spec, sample), run(spec.function, sample, random_grad())
         for (name, a), (_, b) in zip(ours.tensors(), again.tensors(), strict=True):
             assert torch.equal(a, b), f"{spec.name} {shape}: {name}"
+
+
+@pytest.mark.parametrize("elements", [1, 2, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
+def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, elements: int, device: str) -> None:
+    """What is read begins so many elements behind a multiple of 16 bytes, or the gradient one, but not the weights; on
+    a GPU also rows that shared memory holds in part."""
+    make = maker(device, dtype)
+
+    def make_off(shape: Sequence[int]) -> Tensor:
+        x = make(shape)
+        if x.dim() == 1:
+            return x
+        return torch.cat([x.new_zeros(elements), x.detach().flatten()])[elements:].view(shape).requires_grad_()
+
+    for shape in [(37, 64), (5, 4096), *([(2, 1 << 20)] if device == "cuda" else [])]:
+        check(spec, next(iter(spec.sample_inputs(make_off, shape))))
+        check(spec, next(iter(spec.sample_inputs(make, shape))), grad_layout="offset")
 
 
 @every_norm

@@ -2,7 +2,8 @@
 //
 // Kernels that read and write tensors larger than the L2 are 3 to 4 % faster where the lines that they read outlast those that they write
 // (docs/tuning.md): these are then written back sooner, it is thought, and more of them at a time. Behind such a kernel its lines
-// would keep others out, for as long as those are few; so it lets the last ones go again.
+// would keep others out, for as long as those are few; so it lets the last ones go again. Of tensors that are not much larger than the
+// L2 some kernels are faster where the lines that they read go first: those that they write then stay, also for who reads them next.
 #ifndef EXTENSION_CPP_CUDA_CACHE_CUH
 #define EXTENSION_CPP_CUDA_CACHE_CUH
 
@@ -11,9 +12,10 @@
 // What loads and copies take for it, on the host so that a kernel finds it among its parameters: the words that createpolicy.fractional
 // makes on every architecture from sm_80 on.
 enum CachePolicy : uint64_t {
-  USUAL = 0x10f0'0000'0000'0000,     // evict_unchanged: as without
-  OUTLASTS = 0x14f0'0000'0000'0000,  // evict_last
-  NORMAL = 0x16f0'0000'0000'0000,    // evict_normal: also where it was to outlast others before
+  USUAL = 0x10f0'0000'0000'0000,       // evict_unchanged: as without
+  GOES_FIRST = 0x12f0'0000'0000'0000,  // evict_first
+  OUTLASTS = 0x14f0'0000'0000'0000,    // evict_last
+  NORMAL = 0x16f0'0000'0000'0000,      // evict_normal: also where it was to outlast others before
 };
 
 // 16 bytes, or zeros if they are not there.

@@ -2,7 +2,7 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 
-#include "norm/norm_rows.cuh"
+#include "norm/norm_weights.cuh"
 
 namespace norm_cuda {
 

@@ -190,26 +190,39 @@ bool takes_few(const norm_backward_args &args) {
   return are_few<T>(args.rows, args.cols, is_added(args)) && !takes_plain<T>(g, args);
 }
 
+// How long what is read stays in the L2: as measured, alone and with a kernel behind it that reads grad_x.
+template <typename T>
+CachePolicy policy_of(const Backward<T> &p, int64_t cache) {
+  const int64_t bytes = bytes_of<T>(p), row = p.cols * static_cast<int64_t>(sizeof(T));
+  if (cache == 0) return USUAL;
+  if (bytes >= 2 * cache) return row > WIDE ? NORMAL : OUTLASTS;
+  if (p.grad_dropped != nullptr) return bytes >= cache && row <= WIDE ? OUTLASTS : USUAL;
+  return bytes <= (sizeof(T) == 2 ? 32 : 16) << 20 ? GOES_FIRST : USUAL;
+}
+
 template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   Backward<T> p = fast_parameters<T>(args);
   if (takes_plain<T>(p, args)) return plain_backward<T>(args, stream);
-  cudaError_t error = set_policy<T>(p, 2 + (p.grad_sum != nullptr), p.cols * sizeof(T) > WIDE ? NORMAL : OUTLASTS);
+  const auto few = [&] { return FewBackward<T>{p, args.grad_weight, args.grad_bias, 0}; };
+  if (takes_few<T>(args)) return few_backward<T, CENTERED, FUSED>(few(), stream);
+  const int tensors = 2 + (p.grad_sum != nullptr);
+  int cache;
+  cudaError_t error = hopper_cache(cache, tensors * bytes_of<T>(p));
   if (error != cudaSuccess) return error;
-  const FewBackward<T> few{p, args.grad_weight, args.grad_bias, 0};
-  if (takes_few<T>(args)) return few_backward<T, CENTERED, FUSED>(few, stream);
+  set_policy<T>(p, policy_of(p, cache), tensors, cache);
   error = NOT_TAKEN;
   if (args.cols % VECTOR<T> == 0) {
     if constexpr (FUSED != DROPPED) {
-      if (!p.wants_weight && !p.wants_bias) error = rows_backward<T, CENTERED, FUSED>(few, stream);
+      if (!p.wants_weight && !p.wants_bias) error = rows_backward<T, CENTERED, FUSED>(few(), stream);
       if (error != NOT_TAKEN) return error;
       if (p.weight.is_own() && p.grad_dropped == nullptr) {
-        error = direct_backward<T, CENTERED, FUSED, false>(p, stream);
+        error = direct_backward<T, CENTERED, FUSED, false>(p, tensors, cache, stream);
       }
     }
     if constexpr (FUSED == DROPPED || (FUSED == ADDED && sizeof(T) == 2)) {
       if (p.weight.is_own() && (FUSED == DROPPED || p.grad_dropped != nullptr)) {
-        error = direct_backward<T, CENTERED, FUSED, true>(p, stream);
+        error = direct_backward<T, CENTERED, FUSED, true>(p, tensors, cache, stream);
       }
     }
     if (error == NOT_TAKEN) error = launch_backward<T, CENTERED, FUSED, false>(p, stream);

@@ -16,6 +16,10 @@ constexpr int DIRECT_MOST = ELEMENTS > 24                                       
                             : ELEMENTS > 16 || (sizeof(T) == 4 && CENTERED && FUSED == ADDED) ? 384
                                                                                               : 512;
 
+// Whether what is read outlasts what is written also of tensors that are not large.
+template <typename T, bool DROPS>
+constexpr bool OUTLASTS_MEDIUM = sizeof(T) == 4 && !DROPS;
+
 // One of the sums over the rows to its partial row: the teams' together.
 template <int THREADS, int TEAM, int K, int N>
 __device__ inline void write_partial(const float (&sums)[K][N], const Columns<TEAM, K, N, false> &columns, int cols,
@@ -74,6 +78,8 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
   constexpr int N = VECTOR<T>, TEAMS = BLOCK / TEAM, COUNT = CENTERED ? 2 : 1;
   // Whether the weights stay in registers, packed; where few of these are left the cache has them.
   constexpr bool STAY = (sizeof(T) == 2 && K == 2) || (!CENTERED && FUSED == ALONE);
+  // Lines that outlast others are let go with their row, in time that shows where tensors are not large; half types' would cost registers.
+  constexpr bool ROW_BY_ROW = OUTLASTS_MEDIUM<T, DROPS>;
   __shared__ float shared[2][BLOCK / 32][COUNT];  // for every other row
   const int team = threadIdx.x / TEAM;
   const int64_t step = static_cast<int64_t>(gridDim.x) * TEAMS;
@@ -129,11 +135,17 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
     if (FUSED == ADDED && DROPS) make_mask(row);
     if (FUSED == DROPPED && row + step < p.rows) make_mask(row + step);
     team_sum<TEAM>(sums, shared[turn % 2]);
+    if (ROW_BY_ROW && row >= p.let_go) {  // all of the team have read it
+      let_go(p.x + row * p.x_stride, columns);
+      let_go(p.grad_out + row * p.grad_out_stride, columns);
+      if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p.grad_sum + row * p.grad_sum_stride, columns);
+    }
     if (p.grad_x != nullptr) {
       write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, sums, s, grad_sum, mask, FUSED == ADDED && DROPS);
     }
   }
   write_partials<CENTERED, BLOCK>(p, grad_weight, grad_bias, columns);
+  if (ROW_BY_ROW) return;
   let_go(p, p.x, p.x_stride);
   let_go(p, p.grad_out, p.grad_out_stride);
   if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
@@ -184,11 +196,12 @@ constexpr bool drops_directly(int cols, int elements) {
   return cols <= 4096 || cols == 6144 || (!CENTERED && is_power);
 }
 
-// Rows of whole vectors, with own weights; ADDED: with grad_sum. NOT_TAKEN where other kernels are faster.
+// Rows of whole vectors, with own weights; ADDED: with grad_sum. It reads `tensors`, past an L2 of `cache` bytes (hopper_cache). NOT_TAKEN
+// where other kernels are faster.
 template <typename T, bool CENTERED, Fused FUSED, bool DROPS>
-cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
+cudaError_t direct_backward(Backward<T> &p, int tensors, int cache, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
-  const int64_t mib = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) >> 20;
+  const int64_t mib = bytes_of<T>(p) >> 20;
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
@@ -205,7 +218,12 @@ cudaError_t direct_backward(Backward<T> &p, cudaStream_t stream) {
       const double busy = static_cast<double>(p.cols) * teams / (512 * 16);
       const bool takes = DROPS || FILLED ? is_exact : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, busy);
       if (takes) {
-        p.chunks = std::min({ceil_div(p.rows, teams), static_cast<int64_t>(processors), max_parts(p.cols)});
+        const int64_t most = std::min<int64_t>(processors, max_parts(p.cols));
+        p.chunks = std::min(ceil_div(p.rows, teams), most);
+        const int64_t turns = ceil_div(p.rows, teams * p.chunks);
+        // As few blocks as take no more turns; where instructions are the limit all, if turns are many.
+        if (sizeof(T) == 4 || (turns <= 16 && !(DROPS && FUSED == ADDED))) p.chunks = ceil_div(p.rows, turns * teams);
+        if (OUTLASTS_MEDIUM<T, DROPS> && cache > 0 && p.policy == USUAL) set_policy<T>(p, OUTLASTS, tensors, cache);
         constexpr bool ONLY_EXACT = FILLED || DROPS;
         const auto kernel = is_exact
                                 ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true, DROPS>

@@ -205,8 +205,9 @@ cudaError_t launch_few(FewBackward<T> &p, cudaStream_t stream) {
 template <typename T>
 bool are_few(int64_t rows, int64_t cols, bool is_added) {
   const int64_t row = cols * static_cast<int64_t>(sizeof(T));
-  const int64_t mib = row > 8 << 10 ? (is_added ? 4 : 8) : sizeof(T) == 2 ? 12 : 8;
-  return row % 16 == 0 && row <= 32 << 10 && rows <= (sizeof(T) == 2 ? 2048 : 1792) && rows * row <= mib << 20;
+  const bool is_half = sizeof(T) == 2;
+  const int64_t mib = row <= 8 << 10 ? (is_half ? 12 : 8) : is_added ? 4 : is_half || row <= 12 << 10 ? 8 : 6;
+  return row % 16 == 0 && row <= 32 << 10 && rows <= 1792 && rows * row <= mib << 20;
 }
 
 template <typename T, bool CENTERED, Fused FUSED>

@@ -3,7 +3,7 @@
 #ifndef EXTENSION_CPP_NORM_FORWARD_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CUH
 
-#include "norm/norm_rows.cuh"
+#include "norm/norm_weights.cuh"
 
 namespace norm_cuda {
 

@@ -294,8 +294,12 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
                        is_in_step<T>(p, args.residual, args.residual_stride) && is_in_step<T>(p, args.sum, args.cols) &&
                        is_aligned(args.weight) && is_aligned(args.bias);
   if (!in_step) return plain_forward<T>(args, stream);
-  cudaError_t error = set_policy<T>(p, FUSED == ADDED ? 2 : 1, OUTLASTS);
+  constexpr int tensors = FUSED == ADDED ? 2 : 1;
+  const int64_t read = tensors * bytes_of<T>(p);
+  int cache;
+  cudaError_t error = hopper_cache(cache, read);
   if (error != cudaSuccess) return error;
+  if (cache > 0 && read >= cache / 4 * 3) set_policy<T>(p, OUTLASTS, tensors, cache);
   error = args.cols % VECTOR<T> == 0 ? launch_forward<T, CENTERED, FUSED, false>(p, stream)
                                      : launch_forward<T, CENTERED, FUSED, true>(p, stream);
   return error == NOT_TAKEN ? plain_forward<T>(args, stream) : error;

@@ -75,26 +75,36 @@ inline bool set_shape(Geometry &g, int64_t rows, int64_t cols) {
   g.cols = static_cast<int>(cols);
   g.per_col = 1 / static_cast<float>(cols);
   g.slice = g.cols;
+  g.policy = USUAL;
+  g.let_go = rows;
   return true;
 }
 
-// How long what a kernel reads of its `tensors` stays in the L2. They are large if each is as large as two of these or more: then the
-// L2 holds no large part of them for who comes next in any case. On other chips than Hopper it was not measured.
+// A tensor of the kernel's shape, in bytes.
 template <typename T>
-cudaError_t set_policy(Geometry &g, int tensors, CachePolicy of_large) {
-  const int64_t row = g.cols * static_cast<int64_t>(sizeof(T)), bytes = g.rows * row;
-  g.policy = USUAL;
-  g.let_go = g.rows;
-  if (bytes < 32 << 20) return cudaSuccess;
-  int device, cache, major;
+int64_t bytes_of(const Geometry &g) {
+  return g.rows * g.cols * static_cast<int64_t>(sizeof(T));
+}
+
+// The bytes of a Hopper's L2, where so many are read that it matters how long lines stay in it; of other chips, where that was not
+// measured, 0.
+inline cudaError_t hopper_cache(int &cache, int64_t read) {
+  cache = 0;
+  if (read < 16 << 20) return cudaSuccess;  // nor is the driver asked for each small call
+  int device, major;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess || major != 9 || bytes < 2 * static_cast<int64_t>(cache)) return error;
-  g.policy = of_large;
+  if (error != cudaSuccess || major != 9) return error;
+  return cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
+}
+
+// How long what a kernel reads of its `tensors` stays in an L2 of so many bytes.
+template <typename T>
+void set_policy(Geometry &g, CachePolicy policy, int tensors, int cache) {
+  g.policy = policy;
   // Lines that outlast others take half of it or less (on an H200).
-  if (of_large == OUTLASTS) g.let_go = std::max<int64_t>(0, g.rows - ceil_div(cache / 2, tensors * row));
-  return cudaSuccess;
+  const int64_t row = g.cols * static_cast<int64_t>(sizeof(T));
+  if (policy == OUTLASTS) g.let_go = std::max<int64_t>(0, g.rows - ceil_div(cache / 2, tensors * row));
 }
 
 inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }

@@ -6,13 +6,14 @@
 // a warp each. The first pass over a row keeps in shared memory what there is room for beside other blocks, which copy while this
 // one waits for its sums; what is not kept is read again, from the cache.
 //
-// N elements are a vector: 16 bytes where everything is aligned to them, else one element.
+// N elements are a vector: 16 bytes, else one element. SHIFTED: what is read begins anywhere, so that a vector of it comes in words.
 #ifndef EXTENSION_CPP_NORM_PLAIN_CUH
 #define EXTENSION_CPP_NORM_PLAIN_CUH
 
 #include <climits>
 
 #include "norm/norm_launch.cuh"
+#include "norm/norm_weights.cuh"
 
 namespace norm_cuda {
 
@@ -58,6 +59,17 @@ template <int N, int U, int K, typename L, typename F>
 __device__ inline void walk_row(int64_t size, const L &load, const F &use) {
   const int begin = (threadIdx.x / 32 * U * 32 + threadIdx.x % 32) * N;
   walk<U, K>(begin, size, 32 * N, blockDim.x * U * N, load, use);
+}
+
+// N elements from p on.
+template <typename T, int N, bool SHIFTED>
+__device__ inline Vector<T, N> load_from(const T *p) {
+  if constexpr (SHIFTED) {
+    const int half = sizeof(T) == 2 ? reinterpret_cast<uintptr_t>(p) / 2 % 2 : 0;  // of a word, which begins before p
+    return load_shifted<T, N>(p - half, half);
+  } else {
+    return load_vector<T, N>(p);
+  }
 }
 
 // N weights from column c on; `missing` where there are none.
@@ -169,16 +181,21 @@ bool are_aligned(const void *data, int64_t rows, int64_t stride) {
   return is_aligned(data) && (data == nullptr || rows == 1 || stride % VECTOR<T> == 0);
 }
 
-// Calls f(weight, n) with zeros of the weights' type and of the vectors' length.
+// Calls f(n, shifted) with the vectors' length, where what is not only read is `whole`, in aligned vectors, and what is read `aligned`.
 template <typename T, typename F>
-cudaError_t with_plain(dtype_t weight_dtype, bool aligned, F &&f) {
-  const auto with_weight = [&](auto weight) {
-    return aligned ? f(weight, std::integral_constant<int, VECTOR<T>>{}) : f(weight, std::integral_constant<int, 1>{});
-  };
+cudaError_t with_vectors(bool whole, bool aligned, F &&f) {
+  if (!whole) return f(std::integral_constant<int, 1>{}, std::false_type{});
+  constexpr std::integral_constant<int, VECTOR<T>> n;
+  return aligned ? f(n, std::false_type{}) : f(n, std::true_type{});
+}
+
+// Calls f(weight) with a zero of the weights' type.
+template <typename T, typename F>
+cudaError_t with_weight(dtype_t weight_dtype, F &&f) {
   if constexpr (sizeof(T) == 2) {
-    if (weight_dtype == DTYPE_FLOAT32) return with_weight(float{});
+    if (weight_dtype == DTYPE_FLOAT32) return f(float{});
   }
-  return with_weight(T{});
+  return f(T{});
 }
 
 // What launch_plain asks the driver about a kernel and its device: once for the device that a thread uses.

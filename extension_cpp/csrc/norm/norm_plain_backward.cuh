@@ -11,7 +11,7 @@
 namespace norm_cuda {
 
 // grad_x and grad_dropped.
-template <typename T, typename W, int N>
+template <typename T, typename W, int N, bool SHIFTED>
 __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
     plain_rows_kernel(const __grid_constant__ norm_backward_args p, const PlainShape shape) {
   using A = acc_t<T>;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
     };
     A v[2] = {};
     const auto load_first = [&](int64_t c, int d) {
-      Raw raw{load_vector<T, N>(x + c + d), load_vector<T, N>(grad_out + c + d)};
+      Raw raw{load_from<T, N, SHIFTED>(x + c + d), load_from<T, N, SHIFTED>(grad_out + c + d)};
       load_weights<W>(raw.weight, p.weight, A(1), begin + c + d);
       return raw;
     };
@@ -65,9 +65,9 @@ __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
     const A along = v[0] / cols * rstd * rstd, shift = p.mean == nullptr ? A(0) : v[1] / cols;
     const auto load_again = [&](int64_t c, int d) {
       const bool is_kept = c < shape.kept;
-      Raw raw{load_vector<T, N>((is_kept ? kept_x : x) + c + d),
-              load_vector<T, N>((is_kept ? kept_grad : grad_out) + c + d)};
-      if (p.grad_sum != nullptr) raw.grad_sum = load_vector<T, N>(grad_sum + c + d);
+      Raw raw{load_from<T, N, SHIFTED>((is_kept ? kept_x : x) + c + d),
+              load_from<T, N, SHIFTED>((is_kept ? kept_grad : grad_out) + c + d)};
+      if (p.grad_sum != nullptr) raw.grad_sum = load_from<T, N, SHIFTED>(grad_sum + c + d);
       load_weights<W>(raw.weight, p.weight, A(1), begin + c + d);
       return raw;
     };
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
 }
 
 // Partial rows of grad_weight and grad_bias: block (i, j) takes `tile` vectors of columns of `chunk` rows.
-template <typename T, int N>
+template <typename T, int N, bool SHIFTED>
 __global__ void __launch_bounds__(PLAIN_THREADS, PLAIN_BLOCKS)
     plain_columns_kernel(const __grid_constant__ norm_backward_args p, int tile, int64_t chunk) {
   using A = acc_t<T>;
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(PLAIN_THREADS, PLAIN_BLOCKS)
   };
   const auto load_row = [&](int64_t chunk_row, int d) {
     const int64_t r = chunk_row + d;
-    return Raw{load_vector<T, N>(static_cast<const T *>(p.x) + r * p.x_stride + c),
-               load_vector<T, N>(static_cast<const T *>(p.grad_out) + r * p.grad_out_stride + c),
+    return Raw{load_from<T, N, SHIFTED>(static_cast<const T *>(p.x) + r * p.x_stride + c),
+               load_from<T, N, SHIFTED>(static_cast<const T *>(p.grad_out) + r * p.grad_out_stride + c),
                p.mean == nullptr ? A(0) : static_cast<const A *>(p.mean)[r], static_cast<const A *>(p.rstd)[r]};
   };
   const int64_t end = c < p.cols ? min(row + chunk, p.rows) : 0;
@@ -186,15 +186,15 @@ cudaError_t sum_partial(const norm_backward_args &args, int64_t parts, cudaStrea
   });
 }
 
-// The weights' gradients; `aligned`: in vectors.
-template <typename T>
-cudaError_t plain_columns(const norm_backward_args &args, bool aligned, cudaStream_t stream) {
+// The weights' gradients.
+template <typename T, int N, bool SHIFTED>
+cudaError_t plain_columns(const norm_backward_args &args, cudaStream_t stream) {
   if (args.rows == 0) return sum_partial<acc_t<T>>(args, 0, stream);
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const int64_t vectors = ceil_div(args.cols, aligned ? VECTOR<T> : 1);
+  const int64_t vectors = ceil_div(args.cols, N);
   int tile = 32;
   while (tile < PLAIN_THREADS && tile < vectors) tile *= 2;
   const int64_t tiles = ceil_div(vectors, tile);
@@ -203,27 +203,30 @@ cudaError_t plain_columns(const norm_backward_args &args, bool aligned, cudaStre
   const int64_t chunk = ceil_div(args.rows, std::clamp<int64_t>(3 * PLAIN_BLOCKS * processors / tiles, 1, most));
   const int64_t parts = ceil_div(args.rows, chunk);
   const dim3 blocks(static_cast<unsigned>(tiles), static_cast<unsigned>(parts));
-  const auto kernel = aligned ? plain_columns_kernel<T, VECTOR<T>> : plain_columns_kernel<T, 1>;
-  kernel<<<blocks, PLAIN_THREADS, 0, stream>>>(args, tile, chunk);
+  plain_columns_kernel<T, N, SHIFTED><<<blocks, PLAIN_THREADS, 0, stream>>>(args, tile, chunk);
   error = cudaGetLastError();
   return error != cudaSuccess ? error : sum_partial<acc_t<T>>(args, parts, stream);
 }
 
 template <typename T>
 cudaError_t plain_backward(const norm_backward_args &args, cudaStream_t stream) {
-  const bool aligned = args.cols % VECTOR<T> == 0 && are_aligned<T>(args.x, args.rows, args.x_stride) &&
+  const bool whole =
+      args.cols % VECTOR<T> == 0 && is_aligned(args.grad_x) && is_aligned(args.grad_dropped) && is_aligned(args.weight);
+  const bool aligned = are_aligned<T>(args.x, args.rows, args.x_stride) &&
                        are_aligned<T>(args.grad_out, args.rows, args.grad_out_stride) &&
-                       are_aligned<T>(args.grad_sum, args.rows, args.grad_sum_stride) && is_aligned(args.grad_x) &&
-                       is_aligned(args.grad_dropped) && is_aligned(args.weight);
-  cudaError_t error = cudaSuccess;
-  if (args.rows > 0 && args.grad_x != nullptr) {
-    error = with_plain<T>(args.weight_dtype, aligned, [&](auto weight, auto n) {
-      constexpr int N = decltype(n)::value;
-      return launch_plain<plain_rows_kernel<T, decltype(weight), N>, N>(args, 2 * sizeof(T), stream);
-    });
-  }
-  const bool wants_columns = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  return error == cudaSuccess && wants_columns ? plain_columns<T>(args, aligned, stream) : error;
+                       are_aligned<T>(args.grad_sum, args.rows, args.grad_sum_stride);
+  return with_vectors<T>(whole, aligned, [&](auto n, auto shifted) {
+    constexpr int N = decltype(n)::value;
+    constexpr bool SHIFTED = decltype(shifted)::value;
+    cudaError_t error = cudaSuccess;
+    if (args.rows > 0 && args.grad_x != nullptr) {
+      error = with_weight<T>(args.weight_dtype, [&](auto weight) {
+        return launch_plain<plain_rows_kernel<T, decltype(weight), N, SHIFTED>, N>(args, 2 * sizeof(T), stream);
+      });
+    }
+    const bool wants_columns = args.grad_weight != nullptr || args.grad_bias != nullptr;
+    return error == cudaSuccess && wants_columns ? plain_columns<T, N, SHIFTED>(args, stream) : error;
+  });
 }
 
 }  // namespace norm_cuda

@@ -7,7 +7,7 @@
 namespace norm_cuda {
 
 // A block's part of a row.
-template <typename T, typename W, int N>
+template <typename T, typename W, int N, bool SHIFTED>
 struct PlainForwardRow {
   using A = acc_t<T>;
   static constexpr int U = N == 1 ? SINGLES<T> : 4, U_WEIGHTED = N == 1 ? U : 2;
@@ -29,8 +29,8 @@ struct PlainForwardRow {
       Vector<T, N> x, residual;
     };
     const auto load_both = [&](int64_t c, int d) {
-      Pair raw{load_vector<T, N>(x + c + d), {}};
-      if (p.residual != nullptr) raw.residual = load_vector<T, N>(residual + c + d);
+      Pair raw{load_from<T, N, SHIFTED>(x + c + d), {}};
+      if (p.residual != nullptr) raw.residual = load_from<T, N, SHIFTED>(residual + c + d);
       return raw;
     };
     walk_row<N, U, U>(size, load_both, [&](int64_t c, int d, const Pair &raw) {
@@ -54,7 +54,9 @@ struct PlainForwardRow {
   }
 
   // Each thread reads what it wrote.
-  __device__ Vector<T, N> again(int64_t c, int d) const { return load_vector<T, N>((c < keeps ? kept : x) + c + d); }
+  __device__ Vector<T, N> again(int64_t c, int d) const {
+    return load_from<T, N, SHIFTED>((c < keeps ? kept : x) + c + d);
+  }
 
   // Adds the distance from the mean to v[0] and its square to v[1].
   __device__ void read_around(A mean, A (&v)[2]) const {
@@ -91,7 +93,7 @@ struct PlainForwardRow {
   }
 };
 
-template <typename T, typename W, int N>
+template <typename T, typename W, int N, bool SHIFTED>
 __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
     plain_forward_kernel(const __grid_constant__ norm_forward_args p, const PlainShape shape) {
   using A = acc_t<T>;
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
   const int64_t begin = team.rank * shape.slice, size = min(shape.slice, p.cols - begin);
   const A cols = static_cast<A>(p.cols);
   for (int64_t row = team.first_row(); row < p.rows; row = team.next_row(row)) {
-    PlainForwardRow<T, W, N> part{p, kept, shape.kept, row, begin, size};
+    PlainForwardRow<T, W, N, SHIFTED> part{p, kept, shape.kept, row, begin, size};
     A v[2] = {};
     part.read(v);
     team.sum(v);
@@ -128,12 +130,15 @@ __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
 
 template <typename T>
 cudaError_t plain_forward(const norm_forward_args &args, cudaStream_t stream) {
-  const bool aligned = args.cols % VECTOR<T> == 0 && are_aligned<T>(args.x, args.rows, args.x_stride) &&
-                       are_aligned<T>(args.residual, args.rows, args.residual_stride) && is_aligned(args.y) &&
-                       is_aligned(args.sum) && is_aligned(args.weight) && is_aligned(args.bias);
-  return with_plain<T>(args.weight_dtype, aligned, [&](auto weight, auto n) {
-    constexpr int N = decltype(n)::value;
-    return launch_plain<plain_forward_kernel<T, decltype(weight), N>, N>(args, sizeof(T), stream);
+  const bool whole = args.cols % VECTOR<T> == 0 && is_aligned(args.y) && is_aligned(args.sum) &&
+                     is_aligned(args.weight) && is_aligned(args.bias);
+  const bool aligned = are_aligned<T>(args.x, args.rows, args.x_stride) &&
+                       are_aligned<T>(args.residual, args.rows, args.residual_stride);
+  return with_vectors<T>(whole, aligned, [&](auto n, auto shifted) {
+    return with_weight<T>(args.weight_dtype, [&](auto weight) {
+      constexpr auto kernel = plain_forward_kernel<T, decltype(weight), decltype(n)::value, decltype(shifted)::value>;
+      return launch_plain<kernel, decltype(n)::value>(args, sizeof(T), stream);
+    });
   });
 }
 
