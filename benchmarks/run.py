@@ -30,6 +30,8 @@ from tests.opspec import OpSpec, Sample, timed_specs
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
 SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Weights, the inputs of one dimension, in float32 beside half types.
+MIXED = ("bfloat16+float32", "float16+float32")
 # A result is judged on no more elements than this, at the full width: float64 and its intermediates are many times x.
 JUDGED = 2**20
 # glibc hands large blocks back to the kernel, and then every call pays for page faults; PyTorch's users meet that, too.
@@ -47,16 +49,22 @@ class Case:
     sizes: str
 
     @property
+    def types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of x, and of the weights."""
+        x, _, weights = self.dtype.partition("+")
+        return DTYPES[x], DTYPES[weights or x]
+
+    @property
     def step(self) -> str:
         return "backward" if self.backward else "forward"
 
     def floor_bytes(self) -> float:
         elements = self.spec.bench.backward if self.backward else self.spec.bench.forward
-        return elements * self.rows * self.cols * DTYPES[self.dtype].itemsize
+        return elements * self.rows * self.cols * self.types[0].itemsize
 
     def copied_bytes(self) -> float:
         """The copy's reads and writes: of large tensors one is copied, else as many bytes as the floor's."""
-        one = 2 * self.rows * self.cols * DTYPES[self.dtype].itemsize
+        one = 2 * self.rows * self.cols * self.types[0].itemsize
         return one if self.sizes == "large" else self.floor_bytes()
 
     def head(self) -> results.Row:
@@ -79,7 +87,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     steps = ["forward", "backward"]
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--op", nargs="+", choices=names, default=names, metavar="OP", help=f"of {', '.join(names)}")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=[*DTYPES, *MIXED],
+        default=["float32", "bfloat16"],
+        metavar="DTYPE",
+        help=f"of {', '.join([*DTYPES, *MIXED])}; behind the + that of a norm's weights (default: float32 bfloat16)",
+    )
     parser.add_argument(
         "--width", nargs="+", type=positive, default=list(WIDTHS), help="columns (default: %(default)s)"
     )
@@ -134,7 +149,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             if spec.name not in options.op:
                 continue
             for dtype in options.dtype:
-                for sizes, rows, cols in shapes(spec, DTYPES[dtype].itemsize, options):
+                if dtype in MIXED and not spec.float_weights:
+                    continue
+                for sizes, rows, cols in shapes(spec, DTYPES[dtype.partition("+")[0]].itemsize, options):
                     for step in options.passes:
                         if step == "forward" or spec.bench.backward:
                             yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
@@ -156,10 +173,10 @@ def backward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], 
 
 
 def make_sample(case: Case, device: str, rows: int) -> Sample:
-    return case.spec.bench.sample(
-        lambda shape: torch.randn(shape, dtype=DTYPES[case.dtype], device=device, requires_grad=True),
-        (rows, case.cols),
-    )
+    def make(shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(shape, dtype=case.types[len(shape) == 1], device=device, requires_grad=True)
+
+    return case.spec.bench.sample(make, (rows, case.cols))
 
 
 class Judge:
@@ -224,7 +241,7 @@ def prepare(
     own_masks = case.spec.positional and case.spec.bench.stock is not None
     judge = Judge(case, options.device, masks=False) if own_masks else judges["ours"]
     sample = make_sample(case, options.device, case.rows)
-    dtype = DTYPES[case.dtype]
+    dtype = case.types[0]
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
     target = torch.empty_like(source)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}

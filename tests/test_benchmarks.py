@@ -3,12 +3,14 @@
 import contextlib
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+import extension_cpp
 from benchmarks import __main__ as command
 from benchmarks import compare, host, peers, plot, report, results, run
 from benchmarks.table import table
@@ -54,6 +56,21 @@ def test_a_row_has_its_figures(bench, device) -> None:
     copied, floor = 2 * 255 * 1025 * 4, 3 * 255 * 1025 * 4
     share = floor / row["seconds"]["ours"]["median"] / (copied / row["seconds"]["copy"]["median"])
     assert row["percent_of_copy"]["ours"] == pytest.approx(100 * share)
+
+
+def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
+    """Of the norms; relu has no weights, and so no such row."""
+    seen = set()
+
+    def rms_norm(x, normalized_shape, weight, eps):
+        seen.add((x.dtype, weight.dtype))
+        return extension_cpp.rms_norm(x, normalized_shape, weight, eps)
+
+    norms = [replace(spec, function=rms_norm) if spec.name == "rms_norm" else spec for spec in run.timed_specs()]
+    monkeypatch.setattr(run, "timed_specs", lambda: norms)
+    (row,) = bench("--op", "rms_norm", "relu", "--dtype", "bfloat16+float32", "--pass", "forward")["rows"]
+    assert (row["op"], row["dtype"], row["floor_bytes"]) == ("rms_norm", "bfloat16+float32", 2 * 2 * 511 * 1025)
+    assert seen == {(torch.bfloat16, torch.float32)} and "failed" not in row
 
 
 def test_a_run_continues_the_file(bench, monkeypatch, capsys) -> None:

@@ -72,5 +72,6 @@ SPEC = OpSpec(
     positional=True,
     terms=terms,
     launches=(1, 2),
+    float_weights=True,
     variants={"p0": Bench(partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(5, 10))},
 )

@@ -68,4 +68,5 @@ SPEC = OpSpec(
     keeps_strides=False,
     terms=terms,
     launches=(1, 2),
+    float_weights=True,
 )

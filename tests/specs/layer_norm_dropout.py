@@ -58,4 +58,5 @@ SPEC = OpSpec(
     positional=True,
     terms=terms,
     launches=(1, 2),
+    float_weights=True,
 )
