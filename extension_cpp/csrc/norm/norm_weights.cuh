@@ -6,7 +6,6 @@
 
 namespace norm_cuda {
 
-// weight or bias, as the kernels read it.
 struct Weights {
   const void *data;  // NULL: `missing` everywhere
   float missing;
