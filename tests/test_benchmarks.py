@@ -62,15 +62,32 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
     """Of the norms; relu has no weights, and so no such row."""
     seen = set()
 
-    def rms_norm(x, normalized_shape, weight, eps):
-        seen.add((x.dtype, weight.dtype))
-        return extension_cpp.rms_norm(x, normalized_shape, weight, eps)
+    def layer_norm(x, normalized_shape, weight, bias):
+        seen.add((x.dtype, weight.dtype, bias.dtype))
+        return extension_cpp.layer_norm(x, normalized_shape, weight, bias)
 
-    norms = [replace(spec, function=rms_norm) if spec.name == "rms_norm" else spec for spec in run.timed_specs()]
+    norms = [replace(spec, function=layer_norm) if spec.name == "layer_norm" else spec for spec in run.timed_specs()]
     monkeypatch.setattr(run, "timed_specs", lambda: norms)
-    (row,) = bench("--op", "rms_norm", "relu", "--dtype", "bfloat16+float32", "--pass", "forward")["rows"]
-    assert (row["op"], row["dtype"], row["floor_bytes"]) == ("rms_norm", "bfloat16+float32", 2 * 2 * 511 * 1025)
-    assert seen == {(torch.bfloat16, torch.float32)} and "failed" not in row
+    (row,) = bench("--op", "layer_norm", "relu", "--dtype", "bfloat16+float32", "--pass", "forward")["rows"]
+    assert (row["op"], row["dtype"], row["floor_bytes"]) == ("layer_norm", "bfloat16+float32", 2 * 2 * 511 * 1025)
+    assert seen == {(torch.bfloat16, torch.float32, torch.float32)} and "failed" not in row
+
+
+def test_eager_takes_them_in_float32_on_a_gpu() -> None:
+    """PyTorch's layer_norm there refuses weights of a type of their own."""
+    (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
+    case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
+
+    def function(x, weight, p, *, residual):
+        assert {x.dtype, weight.dtype, residual.dtype} == {torch.float32} and p == 0.5
+        return x * weight + residual, x
+
+    x, weight = torch.tensor([1.0, 3.0]).bfloat16(), torch.tensor([1 + 2**-20, 1 / 3])
+    y, same = case.eager(function)(x, weight, 0.5, residual=x)
+    torch.testing.assert_close(y, (x * weight + x).bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(same, x, rtol=0, atol=0)
+    assert replace(case, threads=1).eager(function) is function
+    assert replace(case, dtype="bfloat16").eager(function) is function
 
 
 def test_a_run_continues_the_file(bench, monkeypatch, capsys) -> None:
