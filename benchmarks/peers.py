@@ -90,3 +90,17 @@ def versions() -> dict[str, str | None]:
         except Exception:  # a library made for another torch or GPU may fail at import with anything
             found[name] = None
     return found
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of tensors widened to float32; results in the first one's type."""
+
+    def widen(one: Any) -> Any:
+        return one.float() if isinstance(one, Tensor) and one.is_floating_point() else one
+
+    def call(x: Tensor, *others: Any, **named: Any) -> Any:
+        wide = {name: widen(one) for name, one in named.items()}
+        outputs = function(widen(x), *map(widen, others), **wide)
+        return tuple(y.to(x.dtype) for y in outputs) if isinstance(outputs, tuple) else outputs.to(x.dtype)
+
+    return call

@@ -38,20 +38,6 @@ JUDGED = 2**20
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
-def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of tensors widened to float32; results in the first one's type."""
-
-    def widen(one: Any) -> Any:
-        return one.float() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-
-    def call(x: torch.Tensor, *others: Any, **named: Any) -> Any:
-        wide = {name: widen(one) for name, one in named.items()}
-        outputs = function(widen(x), *map(widen, others), **wide)
-        return tuple(y.to(x.dtype) for y in outputs) if isinstance(outputs, tuple) else outputs.to(x.dtype)
-
-    return call
-
-
 @dataclass(frozen=True)
 class Case:
     spec: OpSpec
@@ -74,7 +60,7 @@ class Case:
 
     def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """As PyTorch's users call it: on a GPU its layer_norm takes no float32 weights beside half types."""
-        return in_float32(function) if self.dtype in MIXED and self.threads is None else function
+        return peers.in_float32(function) if self.dtype in MIXED and self.threads is None else function
 
     def floor_bytes(self) -> float:
         elements = self.spec.bench.backward if self.backward else self.spec.bench.forward
