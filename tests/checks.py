@@ -17,6 +17,8 @@ NORM_WIDTHS = (
     *(64, 256, 384, 512, 640, 768, 1000, 1024, 1280, 1536, 1800, 2048, 2304, 2560, 3072, 4096, 4608, 5120, 6144),
     *(7168, 8192, 9216, 10240, 11264, 12288, 13312, 14336, 15000, 16000, 16384),
 )
+# The same, of rows that begin between multiples of 16 bytes.
+ODD_WIDTHS = (33, 129, 257, 385, 513, 769, 1025, 1537, 2049, 3001, 4097, 5121, 8193, 10001, 16385)
 
 LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels_last")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import extension_cpp
 from extension_cpp import reference
 from extension_cpp.nn import LayerNorm, RMSNorm
-from tests.checks import NORM_WIDTHS, check, maker, random_grad, run
+from tests.checks import NORM_WIDTHS, ODD_WIDTHS, check, maker, random_grad, run
 from tests.opspec import DTYPES, OpSpec, all_specs
 
 NORMS = ["layer_norm", "rms_norm"]
@@ -21,6 +21,27 @@ HALF = [torch.bfloat16, torch.float16]
 def arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
     shape = (x.shape[-1],)
     return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
+
+
+def check_gradients(
+    name: str, rows: int, cols: int, dtype: torch.dtype, weights: torch.dtype, device: str
+) -> None:
+    """Against float64."""
+    x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(cols, device=device).to(weights) for _ in range(2))
+
+    def gradients(function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.requires_grad_() for t in tensors]
+        y = function(*arguments(name, *leaves))
+        return torch.autograd.grad(y, leaves if name == "layer_norm" else leaves[:2], grad_out.to(y.dtype))
+
+    got = gradients(getattr(extension_cpp, name), x, weight, bias)
+    want = gradients(getattr(reference, name), *(t.detach().double() for t in (x, weight, bias)))
+    for a, b in zip(got, want, strict=True):
+        # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive; others: trees of
+        # log2(cols) roundings.
+        sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
+        assert ((a.double() - b).abs() <= torch.finfo(a.dtype).eps * b.abs() + sums * b.abs().max()).all(), cols
 
 
 @pytest.mark.parametrize(
@@ -150,26 +171,25 @@ def test_a_row_does_not_depend_on_how_many_there_are(
     + [(4096, 66), (8192, 66), (9216, 66), (10240, 66), (768, 20)]
     + [(cols, 130) for cols in (1024, 2304, 3072, 4608, 9216, 10240)],
 )
+@pytest.mark.parametrize("weights", ["float32", "x's"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_gradients_of_large_tensors(dtype: torch.dtype, cols: int, mib: int, name: str, device: str) -> None:
-    """Against float64; on a GPU smaller ones are for other kernels."""
+def test_gradients_of_large_tensors(
+    dtype: torch.dtype, weights: str, cols: int, mib: int, name: str, device: str
+) -> None:
+    """On a GPU smaller ones are for other kernels."""
     rows = (mib << 20) // (2 * cols) // (1 if device == "cuda" else 64)
-    x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
-    weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
+    check_gradients(name, rows, cols, dtype, torch.float32 if weights == "float32" else dtype, device)
 
-    def gradients(function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        leaves = [t.requires_grad_() for t in tensors]
-        y = function(*arguments(name, *leaves))
-        return torch.autograd.grad(y, leaves if name == "layer_norm" else leaves[:2], grad_out.to(y.dtype))
 
-    got = gradients(getattr(extension_cpp, name), x, weight, bias)
-    want = gradients(getattr(reference, name), *(t.detach().double() for t in (x, weight, bias)))
-    eps = torch.finfo(dtype).eps
-    for a, b in zip(got, want, strict=True):
-        # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive; others: trees of
-        # log2(cols) roundings.
-        sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
-        assert ((a.double() - b).abs() <= eps * b.abs() + sums * b.abs().max()).all()
+@every_norm
+@pytest.mark.parametrize(
+    "dtype, weights", [(torch.float32, torch.float32), *((x, w) for x in HALF for w in (x, torch.float32))], ids=str
+)
+def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name: str, device: str) -> None:
+    """On a GPU rows have a kernel a width and kind of weights. Fewer than these bytes would be for another."""
+    for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
+        rows = (17 << 20) // (dtype.itemsize * cols) // (1 if device == "cuda" else 128) + 1
+        check_gradients(name, rows, cols, dtype, weights, device)
 
 
 @every_norm
@@ -182,7 +202,7 @@ def test_gradients_of_large_tensors(dtype: torch.dtype, cols: int, mib: int, nam
 )
 def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
     """On a GPU rows have a kernel a width and kind of weights, and another where they are few."""
-    for cols in NORM_WIDTHS:
+    for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         x = torch.randn(rows, cols, device=device).to(dtype)
         weight, bias = (

@@ -217,12 +217,17 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
       if (!p.wants_weight && !p.wants_bias) error = rows_backward<T, CENTERED, FUSED>(few(), stream);
       if (error != NOT_TAKEN) return error;
       if (p.weight.is_own() && p.grad_dropped == nullptr) {
-        error = direct_backward<T, CENTERED, FUSED, false>(p, tensors, cache, stream);
+        error = direct_backward<T, CENTERED, FUSED, false, T>(p, tensors, cache, stream);
+      }
+    }
+    if constexpr (FUSED == ALONE && sizeof(T) == 2) {
+      if (p.weight.data != nullptr && p.weight.is_float) {
+        error = direct_backward<T, CENTERED, FUSED, false, float>(p, tensors, cache, stream);
       }
     }
     if constexpr (FUSED == DROPPED || (FUSED == ADDED && sizeof(T) == 2)) {
       if (p.weight.is_own() && (FUSED == DROPPED || p.grad_dropped != nullptr)) {
-        error = direct_backward<T, CENTERED, FUSED, true>(p, tensors, cache, stream);
+        error = direct_backward<T, CENTERED, FUSED, true, T>(p, tensors, cache, stream);
       }
     }
     if (error == NOT_TAKEN) error = launch_backward<T, CENTERED, FUSED, false>(p, stream);

@@ -72,8 +72,8 @@ __device__ inline void ask_ahead(const Backward<T> &p, int64_t row) {
   prefetch_bulk(p.grad_out + row * p.grad_out_stride, p.cols * sizeof(T), p.policy);
 }
 
-// EXACT: every thread has all its vectors. DROPS: with dropout, of grad_out or ADDED's of grad_dropped.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, bool DROPS>
+// EXACT: every thread has all its vectors. DROPS: with dropout, of grad_out or ADDED's of grad_dropped. W: the type of the weights.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, bool DROPS, typename W>
 __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int N = VECTOR<T>, TEAMS = BLOCK / TEAM, COUNT = CENTERED ? 2 : 1;
   // Whether the weights stay in registers, packed; where few of these are left the cache has them.
@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
   const int64_t step = static_cast<int64_t>(gridDim.x) * TEAMS;
   const Columns<TEAM, K, N, false> columns(p, 0, threadIdx.x % TEAM, 0);
   if (EXACT) __builtin_assume(columns.left > (K - 1) * TEAM * N);
-  Part<T, TEAM, K, N, false> x, grad_out, weight, grad_sum{};
+  Part<T, TEAM, K, N, false> x, grad_out, grad_sum{};
+  Held<W, TEAM, K, N> weight;
   Statistics next;
   const auto load = [&](int64_t row) {
     if (row >= p.rows) return;
@@ -98,15 +99,14 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
   Mask<TEAM, K, N, false> mask{};
   const int64_t seed = DROPS ? seed_of(p.dropout) : 0;
   const auto make_mask = [&](int64_t row) { mask.make(p.dropout, seed, row * p.cols, columns); };
-  const auto load_weight = [&] { weight.load(static_cast<const T *>(p.weight.data), columns); };
   float grad_weight[K][N] = {}, grad_bias[CENTERED ? K : 1][N] = {};
   int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + team;
   load(row);
   fetch(row + step);
   if (FUSED == DROPPED && row < p.rows) make_mask(row);
-  if (STAY) load_weight();
+  if (STAY) weight.template load<false>(p.weight, columns);
   for (int turn = 0; row < p.rows; row += step, ++turn) {
-    if (!STAY) load_weight();
+    if (!STAY) weight.template load<false>(p.weight, columns);
     // It is there; but without a branch the compiler asks for it sooner, and spills.
     if (FUSED == ADDED && p.grad_sum != nullptr) {
       grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
       unpack<T, N>(xhat[k], x.bits[k]);
       unpack<T, N>(g[k], grad_out.bits[k]);
       if (FUSED == DROPPED) drop(g[k], p.dropout, mask.of(k));
-      unpack<T, N>(w, STAY ? anew(weight.bits[k]) : weight.bits[k]);
+      weight.template get<STAY>(w, k);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         xhat[k][j] = normalize<T, CENTERED>(xhat[k][j], s);
@@ -166,7 +166,7 @@ using DirectShapes = Shapes<Shape<32, 16>, Shape<64, 16>, Shape<96, 16>, Shape<1
 
 // Whether other rows are faster so than through the ring, as measured on an H200. is_exact: all threads have all their vectors; busy: the
 // share of 512 threads with 16 elements that has columns.
-template <typename T, bool CENTERED, Fused FUSED>
+template <typename T, bool CENTERED, Fused FUSED, typename W>
 bool takes_direct(int64_t mib, int cols, bool is_exact, double busy) {
   if (cols < 256) return false;
   if (sizeof(T) == 4) {
@@ -175,14 +175,16 @@ bool takes_direct(int64_t mib, int cols, bool is_exact, double busy) {
     return mib <= 32 || (cols <= 4096 && (is_exact || cols <= 512 || cols > 768));
   }
   if (mib <= (FUSED == ADDED || cols > 4096 ? 64 : 32) || (FUSED == ADDED && cols < 512)) return true;
-  return busy >= 0.73;
+  return busy >= (!CENTERED && !std::is_same_v<W, T> && cols > 1024 ? 0.55 : 0.73);
 }
 
 // Whether rows of half types without dropout, for which there is a shape, are nevertheless faster through the ring, as measured.
-template <bool CENTERED, Fused FUSED>
+template <bool CENTERED, Fused FUSED, bool OWN>
 bool leaves_to_ring(int64_t mib, int cols) {
   if (FUSED == ADDED) return mib > 64 && cols > 5632 && cols <= 6144;
-  return mib > 128 && (cols % 896 == 0 || (cols > 5632 && cols < 8192) || (CENTERED && cols == 384));
+  if (mib <= 128 || (!OWN && !CENTERED)) return false;
+  if (!OWN && cols % 4096 == 0) return true;
+  return cols % 896 == 0 || (cols > 5632 && cols < 8192) || (CENTERED && cols == 384);
 }
 
 // Whether rows that fill this shape are faster so with dropout, as measured; of half types others spill, or are for other shapes, and of float
@@ -196,9 +198,9 @@ constexpr bool drops_directly(int cols, int elements) {
   return cols <= 4096 || cols == 6144 || (!CENTERED && is_power);
 }
 
-// Rows of whole vectors, with own weights; ADDED: with grad_sum. It reads `tensors`, past an L2 of `cache` bytes (hopper_cache). NOT_TAKEN
+// Rows of whole vectors, with weights of type W; ADDED: with grad_sum. It reads `tensors`, past an L2 of `cache` bytes (hopper_cache). NOT_TAKEN
 // where other kernels are faster.
-template <typename T, bool CENTERED, Fused FUSED, bool DROPS>
+template <typename T, bool CENTERED, Fused FUSED, bool DROPS, typename W>
 cudaError_t direct_backward(Backward<T> &p, int tensors, int cache, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
   const int64_t mib = bytes_of<T>(p) >> 20;
@@ -206,7 +208,7 @@ cudaError_t direct_backward(Backward<T> &p, int tensors, int cache, cudaStream_t
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  if (sizeof(T) == 2 && !DROPS && leaves_to_ring<CENTERED, FUSED>(mib, p.cols)) return NOT_TAKEN;
+  if (sizeof(T) == 2 && !DROPS && leaves_to_ring<CENTERED, FUSED, std::is_same_v<W, T>>(mib, p.cols)) return NOT_TAKEN;
   const auto launch = [&](auto shape, auto filled) {
     using S = decltype(shape);
     constexpr bool FILLED = decltype(filled)::value;
@@ -216,7 +218,7 @@ cudaError_t direct_backward(Backward<T> &p, int tensors, int cache, cudaStream_t
     const bool is_exact = p.cols == S::WIDEST;
     if constexpr (is_shape) {
       const double busy = static_cast<double>(p.cols) * teams / (512 * 16);
-      const bool takes = DROPS || FILLED ? is_exact : takes_direct<T, CENTERED, FUSED>(mib, p.cols, is_exact, busy);
+      const bool takes = DROPS || FILLED ? is_exact : takes_direct<T, CENTERED, FUSED, W>(mib, p.cols, is_exact, busy);
       if (takes) {
         const int64_t most = std::min<int64_t>(processors, max_parts(p.cols));
         p.chunks = std::min(ceil_div(p.rows, teams), most);
@@ -226,8 +228,8 @@ cudaError_t direct_backward(Backward<T> &p, int tensors, int cache, cudaStream_t
         if (OUTLASTS_MEDIUM<T, DROPS> && cache > 0 && p.policy == USUAL) set_policy<T>(p, OUTLASTS, tensors, cache);
         constexpr bool ONLY_EXACT = FILLED || DROPS;
         const auto kernel = is_exact
-                                ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true, DROPS>
-                                : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, ONLY_EXACT, DROPS>;
+                                ? direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, true, DROPS, W>
+                                : direct_backward_kernel<T, CENTERED, FUSED, S::TEAM, K, threads, ONLY_EXACT, DROPS, W>;
         kernel<<<static_cast<unsigned>(p.chunks), threads, 0, stream>>>(p);
         return cudaGetLastError();
       }

@@ -10,8 +10,11 @@
 
 namespace norm_cuda {
 
-// Bytes of x up to which its rows are few.
-constexpr int64_t FEW = 2 << 20;
+// Bytes of x up to which its rows are few, as measured: more where float weights beside half types fill the threads of FewShapes.
+constexpr int64_t most_of_few(int cols, bool are_floats) {
+  const bool fill = cols >= 512 && (cols & (cols - 1)) == 0;
+  return (!are_floats || !fill ? 2 : cols > 4096 ? 4 : 8) << 20;
+}
 
 // Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. A few shapes of add_layer_norm spill by it.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int E>
@@ -24,10 +27,12 @@ constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                       
 // When the weights are asked for: where registers are left for them before the row, or behind it; else when its sums are there. As
 // measured.
 enum When { BEFORE, BEHIND, LAST };
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W>
 __host__ __device__ constexpr When weights_come() {
   constexpr bool HALF = sizeof(T) == 2;
+  if (std::is_same_v<W, Any>) return LAST;
   if (K <= 2) return BEFORE;
+  if (!std::is_same_v<W, T>) return LAST;
   if (K > 4) return LAST;
   if (FUSED == DROPPED) return K == 3 ? BEFORE : LAST;
   if (FUSED == ADDED && HALF) return K == 4 ? LAST : TEAM <= 192 ? BEHIND : BEFORE;
@@ -53,11 +58,12 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
   if (EXACT) __builtin_assume(columns.left > (K - 1) * TEAM * N);
   Part<T, TEAM, K, N, false> part{};
   Mask<TEAM, K, N, false> mask{};
-  constexpr When WHEN = std::is_same_v<W, T> ? weights_come<T, CENTERED, FUSED, TEAM, K>() : LAST;
-  Part<T, TEAM, K, N, false> weight, bias;
+  constexpr When WHEN = weights_come<T, CENTERED, FUSED, TEAM, K, W>();
+  using Mine = Held<std::conditional_t<std::is_same_v<W, Any>, T, W>, TEAM, K, N>;
+  Mine weight, bias;
   if (WHEN == BEFORE) {
-    weight.load(static_cast<const T *>(p.weight.data), columns, USUAL);
-    if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns, USUAL);
+    weight.template load<true>(p.weight, columns);
+    if (CENTERED) bias.template load<true>(p.bias, columns);
   }
   if (is_row) {
     part.load(p.x + row * p.x_stride, columns, p.policy);
@@ -67,8 +73,8 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
     if constexpr (FUSED == ADDED) add_residual(part, residual, p, row, mask, columns);
   }
   if (WHEN == BEHIND) {
-    weight.load(static_cast<const T *>(p.weight.data), columns);
-    if (CENTERED) bias.load(static_cast<const T *>(p.bias.data), columns);
+    weight.template load<false>(p.weight, columns);
+    if (CENTERED) bias.template load<false>(p.bias, columns);
   }
   float x[K][N], shift = 0;  // TWICE: x becomes its distance from a mean that is `shift` off
   Moments moments[1];
@@ -83,10 +89,9 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
   if (!is_row) return;
   if (threadIdx.x % TEAM == 0) write_statistics<CENTERED>(p, row, mean, rstd);
   T *const y = p.y + row * p.cols;
-  const auto widen_weights = [&](float(&w)[N], const Weights &weights, const Part<T, TEAM, K, N, false> &loaded,
-                                 int k) {
+  const auto widen_weights = [&](float(&w)[N], const Weights &weights, const Mine &held, int k) {
     if constexpr (WHEN != LAST) {
-      unpack<T, N>(w, loaded.bits[k]);
+      held.get(w, k);
     } else if constexpr (std::is_same_v<W, Any>) {
       weights.template load<T>(w, columns.column(k));
     } else {
@@ -117,12 +122,12 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
   if (FUSED == ADDED) let_go(p.residual + row * p.residual_stride, columns);
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W>
 cudaError_t launch_odd(const Forward<T> &p, cudaStream_t stream) {
-  constexpr int N = VECTOR<T>, ROWS = ODD_ROWS<CENTERED>, TEAMS = THREADS<TEAM> / TEAM;
+  constexpr int N = VECTOR<T>, ROWS = odd_rows<T, CENTERED, FUSED, TEAM, K, W>(), TEAMS = THREADS<TEAM> / TEAM;
   const int64_t teams = ROWS == 1 ? p.rows : ceil_div(p.rows, N * ROWS) * N, blocks = ceil_div(teams, TEAMS);
   if (blocks > INT32_MAX) return NOT_TAKEN;
-  odd_forward_kernel<T, CENTERED, FUSED, TEAM, ELEMENTS / N>
+  odd_forward_kernel<T, CENTERED, FUSED, TEAM, K, W, ROWS>
       <<<static_cast<unsigned>(blocks), THREADS<TEAM>, 0, stream>>>(p);
   return cudaGetLastError();
 }
@@ -215,11 +220,11 @@ cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, Shapes<S...> 
   constexpr int N = VECTOR<T>;
   return with_shape<N>(p.cols, shapes, [&](auto shape) {
     using Each = decltype(shape);
+    constexpr int K = Each::ELEMENTS / N;
     if constexpr (ODD) {
-      return launch_odd<T, CENTERED, FUSED, Each::TEAM, Each::ELEMENTS>(p, stream);
+      return launch_odd<T, CENTERED, FUSED, Each::TEAM, K, W>(p, stream);
     } else {
       // The shapes that do not spill for it and gain by it where rows are many.
-      constexpr int K = Each::ELEMENTS / N;
       constexpr bool GAINS = !CENTERED && (FUSED == ALONE ? N == 8 && K == 4 && Each::TEAM > 32 : N == 4 && K <= 4);
       if constexpr (GAINS && std::is_same_v<W, T>) {
         if (p.cols == Each::TEAM * Each::ELEMENTS) {
@@ -242,18 +247,21 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream) {
   };
   const auto shapes = block_shapes<HALF, CENTERED, FUSED, ODD>();
   const bool are_there = p.template has_weights<CENTERED>();
-  const bool are_own = are_there && !p.weight.is_float;
+  const bool are_own = are_there && !p.weight.is_float, are_floats = HALF && FUSED == ALONE && are_there && !are_own;
   if constexpr (ODD) {
+    if constexpr (HALF && FUSED == ALONE) {
+      if (are_floats) launch(float{}, shapes);
+    }
     launch(Any{}, shapes);
   } else {
-    const bool are_few = p.rows * p.cols * static_cast<int64_t>(sizeof(T)) <= FEW;
+    const bool are_few = bytes_of<T>(p) <= most_of_few(p.cols, are_floats);
     if (are_few && are_own) launch(T{}, FewShapes<N>{});
-    if (error == NOT_TAKEN && !are_few && p.cols > widest_block<HALF, CENTERED, FUSED>(are_there, are_own)) {
+    if (error == NOT_TAKEN && !are_few && !prefers_block<HALF, CENTERED, FUSED>(p.cols, are_there, are_own)) {
       error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream);
     }
     if constexpr (HALF && FUSED == ALONE) {
-      if (are_few && are_there && !are_own) launch(float{}, FewShapes<N>{});
-      if (are_there && !are_own) launch(float{}, shapes);
+      if (are_few && are_floats) launch(float{}, FewShapes<N>{});
+      if (are_floats) launch(float{}, shapes);
     }
     if (are_own) {
       launch(T{}, shapes);

@@ -1,7 +1,7 @@
 // layer_norm and rms_norm of rows that begin between two multiples of 16 bytes (ODD, norm_rows.cuh).
 //
-// The vectors of x are those of memory, so the weights that belong to them begin anywhere: they are moved into place. For
-// layer_norm, which has two of them, that is done for two rows at a time, which begin alike.
+// The vectors of x are those of memory, so the weights that belong to them begin anywhere: they are moved into place. That is done for
+// several rows at a time, which begin alike: as many as was fastest in registers that suffice.
 #ifndef EXTENSION_CPP_NORM_FORWARD_ODD_CUH
 #define EXTENSION_CPP_NORM_FORWARD_ODD_CUH
 
@@ -9,24 +9,28 @@
 
 namespace norm_cuda {
 
-// Rows of a team.
-template <bool CENTERED>
-constexpr int ODD_ROWS = CENTERED ? 2 : 1;
+// Rows of a team, of K vectors a thread. W: float, the type of weights beside half types, or Any.
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W>
+constexpr int odd_rows() {
+  if (sizeof(T) == 4 || FUSED != ALONE) return CENTERED ? 2 : 1;
+  if (K <= 2) return !CENTERED ? 2 : K == 2 ? 3 : 4;
+  return (CENTERED ? 2 : 1) * (std::is_same_v<W, float> && TEAM <= 128 ? 2 : 1);
+}
 
 // Threads that a multiprocessor holds.
-template <typename T, bool CENTERED, Fused FUSED>
-constexpr int ODD_RESIDENT = FUSED == ADDED && sizeof(T) == 4 ? 512
-                             : FUSED == ADDED || CENTERED     ? 768
-                                                              : 1024;
+template <typename T, bool CENTERED, Fused FUSED, int ROWS, int K>
+constexpr int ODD_RESIDENT = (FUSED == ADDED && sizeof(T) == 4) || (K > 2 && ROWS > (CENTERED ? 2 : 1)) ? 512
+                             : FUSED == ADDED || CENTERED                                               ? 768
+                                                                                                        : 1024;
 
 // Whether what is read may outlast what is written. Half types without a residual are slower by what that takes.
 template <typename T, Fused FUSED>
 constexpr bool HAS_POLICY = sizeof(T) == 4 || FUSED == ADDED;
 
 // A team's rows.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W, int ROWS>
 struct OddRows {
-  static constexpr int N = VECTOR<T>, ROWS = ODD_ROWS<CENTERED>;
+  static constexpr int N = VECTOR<T>;
   using Mine = Part<T, TEAM, K, N, true>;
 
   const Forward<T> &p;
@@ -109,13 +113,13 @@ struct OddRows {
 
   // Each type of weights apart: with the branches of the others in its way the compiler loads them one by one.
   __device__ void write_vectors() const {
-    if (p.weight.is_own() && (!CENTERED || p.bias.is_own())) {
-      write_vectors([](float(&w)[N], const Weights &weights, int c) {
-        unpack<T, N>(w, load_shifted<T, N>(static_cast<const T *>(weights.data), c));
-      });
-    } else if (sizeof(T) == 2 && FUSED == ALONE && p.weight.is_float && p.template has_weights<CENTERED>()) {
+    if constexpr (std::is_same_v<W, float>) {
       write_vectors([](float(&w)[N], const Weights &weights, int c) {
         load_pairs(w, static_cast<const float *>(weights.data), c);
+      });
+    } else if (p.weight.is_own() && (!CENTERED || p.bias.is_own())) {
+      write_vectors([](float(&w)[N], const Weights &weights, int c) {
+        unpack<T, N>(w, load_shifted<T, N>(static_cast<const T *>(weights.data), c));
       });
     } else {
       write_vectors([](float(&w)[N], const Weights &weights, int c) { weights.template load<T, N, false>(w, c); });
@@ -145,11 +149,11 @@ struct OddRows {
   }
 };
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
-__global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED> / THREADS<TEAM>)
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W, int ROWS>
+__global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED, ROWS, K> / THREADS<TEAM>)
     odd_forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int TEAMS = THREADS<TEAM> / TEAM;
-  OddRows<T, CENTERED, FUSED, TEAM, K> rows(p, static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM);
+  OddRows<T, CENTERED, FUSED, TEAM, K, W, ROWS> rows(p, static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM);
   rows.load();
   rows.make_statistics();
   rows.write_vectors();

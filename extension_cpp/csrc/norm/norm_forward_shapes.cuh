@@ -14,7 +14,7 @@ namespace norm_cuda {
 template <int TEAM, int ELEMENTS>
 using RowShape = Shape<TEAM, ELEMENTS, TEAM * ELEMENTS, TEAM>;
 
-// Shapes of the teams of a block, in turn. Beyond widest_block() only for chips without clusters, and with a residual or dropout.
+// Shapes of the teams of a block, in turn. Where prefers_block() is false only for chips without clusters, and with a residual or dropout.
 template <bool HALF, bool CENTERED, Fused FUSED, bool ODD>
 constexpr auto block_shapes() {
   if constexpr (ODD) {  // threads for all edges, and registers for two rows of layer_norm
@@ -61,12 +61,13 @@ using OtherShapes =
            RowShape<64, 5 * N>, RowShape<96, 4 * N>, RowShape<128, 4 * N>, RowShape<160, 4 * N>, RowShape<192, 4 * N>,
            RowShape<256, 4 * N>, RowShape<320, 4 * N>, RowShape<384, 4 * N>, RowShape<512, 4 * N>>;
 
-// Columns of the widest rows that one block takes sooner than a cluster, where the chip runs those and rows are not few.
+// Whether one block takes rows of this width sooner than a cluster, where the chip runs those and rows are not few. (Of float weights
+// there is a shape of clusters that 4096 columns fill.)
 template <bool HALF, bool CENTERED, Fused FUSED>
-constexpr int widest_block(bool are_there, bool are_own) {
-  if (!HALF || FUSED != ALONE) return INT_MAX;
-  if (are_own) return CENTERED ? 8192 : 10240;
-  return are_there ? 5120 : 12288;
+constexpr bool prefers_block(int cols, bool are_there, bool are_own) {
+  if (!HALF || FUSED != ALONE) return true;
+  if (are_own) return cols <= (CENTERED ? 8192 : 10240);
+  return are_there ? cols <= 5120 && cols != 4096 : cols <= 12288;
 }
 
 // Of rows wider than the others take, ROWS a cluster.

@@ -37,6 +37,45 @@ struct Weights {
   }
 };
 
+// The same vector, unknown to the compiler each time: what a loop over rows unpacks from it is then not unpacked once before the loop, to
+// be kept in twice as many registers.
+__device__ inline uint4 anew(uint4 v) {
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+  return v;
+}
+
+// This thread's part of weight or bias, which is there and of type W, as it lies in memory; zeros where it has no columns.
+template <typename W, int TEAM, int K, int N>
+struct Held {
+  static constexpr int VECTORS = N * sizeof(W) / 16, M = N / VECTORS;
+  uint4 bits[K][VECTORS];
+
+  // NOW: at once, for other loads nvcc may put off until the weights are needed.
+  template <bool NOW>
+  __device__ void load(const Weights &weights, const Columns<TEAM, K, N, false> &columns) {
+    const W *const data = static_cast<const W *>(weights.data);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        if constexpr (NOW) {
+          bits[k][i] = load_cached(data + columns.column(k) + i * M, columns.has(k), USUAL);
+        } else {
+          bits[k][i] = columns.has(k) ? load_vector<W, M>(data + columns.column(k) + i * M) : uint4{};
+        }
+      }
+    }
+  }
+  // Of vector k. ANEW: in a loop over rows.
+  template <bool ANEW = false>
+  __device__ void get(float (&w)[N], int k) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      unpack<W, M>(reinterpret_cast<float(&)[M]>(w[i * M]), ANEW ? anew(bits[k][i]) : bits[k][i]);
+    }
+  }
+};
+
 // Columns c to c + N - 1 of an aligned row, which begin anywhere.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_shifted(const T *row, int c) {
@@ -98,13 +137,6 @@ __device__ inline void load_packed(Vector<T, N> (&w)[K], const Weights &weights,
       if (columns.has(k)) w[k] = load_vector<T, N>(data + columns.column(k));
     }
   }
-}
-
-// The same vector, unknown to the compiler each time: what a loop over rows unpacks from it is then not unpacked once before the loop, to
-// be kept in twice as many registers.
-__device__ inline uint4 anew(uint4 v) {
-  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
-  return v;
 }
 
 // Elements SHIFT to SHIFT + N - 1 of two neighbouring vectors.
