@@ -23,9 +23,7 @@ def arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
     return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
 
 
-def check_gradients(
-    name: str, rows: int, cols: int, dtype: torch.dtype, weights: torch.dtype, device: str
-) -> None:
+def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights: torch.dtype, device: str) -> None:
     """Against float64."""
     x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(weights) for _ in range(2))
