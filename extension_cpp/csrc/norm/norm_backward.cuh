@@ -82,6 +82,22 @@ __device__ inline void write_grad_x(const BackwardTensors<T> &p, int64_t row, co
   }
 }
 
+// A row that all of the team have read.
+template <Fused FUSED, typename T, int TEAM, int K, int N>
+__device__ inline void let_row_go(const BackwardTensors<T> &p, int64_t row, const Columns<TEAM, K, N, false> &columns) {
+  let_go(p.x + row * p.x_stride, columns);
+  let_go(p.grad_out + row * p.grad_out_stride, columns);
+  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p.grad_sum + row * p.grad_sum_stride, columns);
+}
+
+// Rows from p.let_go on, by all threads when they have read theirs.
+template <Fused FUSED, typename T>
+__device__ inline void let_rows_go(const BackwardTensors<T> &p) {
+  let_go(p, p.x, p.x_stride);
+  let_go(p, p.grad_out, p.grad_out_stride);
+  if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
+}
+
 }  // namespace norm_cuda
 
 #endif

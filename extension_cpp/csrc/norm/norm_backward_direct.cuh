@@ -72,6 +72,21 @@ __device__ inline void ask_ahead(const Backward<T> &p, int64_t row) {
   prefetch_bulk(p.grad_out + row * p.grad_out_stride, p.cols * sizeof(T), p.policy);
 }
 
+// x becomes xhat, and g, which is grad_out, weighted(); their part in the sums over the rows, and in those of this row.
+template <typename T, bool CENTERED, int N, int COUNT>
+__device__ inline void add_vector(float (&x)[N], float (&g)[N], const float (&w)[N], const Statistics &s,
+                                  float (&grad_weight)[N], float (&grad_bias)[N], float (&sums)[COUNT]) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    x[j] = normalize<T, CENTERED>(x[j], s);
+    grad_weight[j] = fmaf(g[j], x[j], grad_weight[j]);
+    if (CENTERED) grad_bias[j] += g[j];
+    g[j] = weighted<T>(g[j], w[j], s);
+    sums[0] = fmaf(g[j], x[j], sums[0]);
+    if (CENTERED) sums[COUNT - 1] += g[j];
+  }
+}
+
 // EXACT: every thread has all its vectors. DROPS: with dropout, of grad_out or ADDED's of grad_dropped. W: the type of the weights.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, bool DROPS, typename W>
 __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_constant__ Backward<T> p) {
@@ -120,35 +135,20 @@ __global__ void __launch_bounds__(BLOCK, 1) direct_backward_kernel(const __grid_
       unpack<T, N>(g[k], grad_out.bits[k]);
       if (FUSED == DROPPED) drop(g[k], p.dropout, mask.of(k));
       weight.template get<STAY>(w, k);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        xhat[k][j] = normalize<T, CENTERED>(xhat[k][j], s);
-        grad_weight[k][j] = fmaf(g[k][j], xhat[k][j], grad_weight[k][j]);
-        if (CENTERED) grad_bias[CENTERED ? k : 0][j] += g[k][j];
-        g[k][j] = weighted<T>(g[k][j], w[j], s);
-        sums[0] = fmaf(g[k][j], xhat[k][j], sums[0]);
-        if (CENTERED) sums[COUNT - 1] += g[k][j];
-      }
+      add_vector<T, CENTERED>(xhat[k], g[k], w, s, grad_weight[k], grad_bias[CENTERED ? k : 0], sums);
     }
     load(row + step);
     fetch(row + 2 * step);
     if (FUSED == ADDED && DROPS) make_mask(row);
     if (FUSED == DROPPED && row + step < p.rows) make_mask(row + step);
     team_sum<TEAM>(sums, shared[turn % 2]);
-    if (ROW_BY_ROW && row >= p.let_go) {  // all of the team have read it
-      let_go(p.x + row * p.x_stride, columns);
-      let_go(p.grad_out + row * p.grad_out_stride, columns);
-      if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p.grad_sum + row * p.grad_sum_stride, columns);
-    }
+    if (ROW_BY_ROW && row >= p.let_go) let_row_go<FUSED>(p, row, columns);
     if (p.grad_x != nullptr) {
       write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, sums, s, grad_sum, mask, FUSED == ADDED && DROPS);
     }
   }
   write_partials<CENTERED, BLOCK>(p, grad_weight, grad_bias, columns);
-  if (ROW_BY_ROW) return;
-  let_go(p, p.x, p.x_stride);
-  let_go(p, p.grad_out, p.grad_out_stride);
-  if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
+  if (!ROW_BY_ROW) let_rows_go<FUSED>(p);
 }
 
 // Rows of half types that fill a shape: a thread then has more elements, which share a row's other work. Without dropout where 512 threads

@@ -75,10 +75,7 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
   team_sum<TEAM>(v, shared);
   if (!is_row) return;
   write_grad_x<T, CENTERED, FUSED>(p, row, columns, xhat, g, v, s, grad_sum, mask, wants_dropped);
-  if (row < p.let_go) return;
-  let_go(p.x + row * p.x_stride, columns);
-  let_go(p.grad_out + row * p.grad_out_stride, columns);
-  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p.grad_sum + row * p.grad_sum_stride, columns);
+  if (row >= p.let_go) let_row_go<FUSED>(p, row, columns);
 }
 
 // Adds grad_out * xhat of the rows row, row + step, ... to sums[0] to sums[N - 1], and grad_out to those behind them.

@@ -261,11 +261,8 @@ struct BackwardRows {
     write(x, grad_sum, mask.edge, columns.edge);
   }
 
-  // All rows, and this block's partial row of the weight gradients.
-  __device__ void run(int64_t chunk, float *shared) {
-    if (FULL > 0) __builtin_assume(columns.left > (FULL - 1) * TEAM * N);
-    for (int i = 0; i < p.stages; ++i) fetch(i);
-    Statistics now = statistics(0), next = statistics(1);
+  // The weights, and zeros for the sums of their gradients.
+  __device__ void begin_sums() {
     if constexpr (PACKED) {
       load_packed<T>(weight, p.weight, columns);
       if (columns.has_edge()) p.weight.template load<T>(edge_weight, columns.edge);
@@ -275,6 +272,14 @@ struct BackwardRows {
     memset(grad_weight, 0, sizeof grad_weight);
     memset(grad_bias, 0, sizeof grad_bias);
     edge_grad_weight[0] = edge_grad_bias[0] = 0;
+  }
+
+  // All rows, and this block's partial row of the weight gradients.
+  __device__ void run(int64_t chunk, float *shared) {
+    if (FULL > 0) __builtin_assume(columns.left > (FULL - 1) * TEAM * N);
+    for (int i = 0; i < p.stages; ++i) fetch(i);
+    Statistics now = statistics(0), next = statistics(1);
+    begin_sums();
     Loaded loaded;
     if (CLUSTER && share.rows > 0) {
       if (EARLY) make_mask(loaded.mask, 0);
@@ -335,6 +340,10 @@ struct BackwardRows {
       now = next;
       next = after;
     }
+    write_partials(chunk, shared);
+  }
+
+  __device__ void write_partials(int64_t chunk, float *shared) const {
     float *partial = p.partial + chunk * p.cols;
     if (p.wants_weight) write_partial(grad_weight, edge_grad_weight[0], shared, partial);
     if constexpr (CENTERED) {
@@ -395,9 +404,7 @@ __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K
 #endif
   Rows rows(p, shared + Rows::team() * p.stages * Rows::TENSORS * p.slot, exchange, chunk, rank);
   rows.run(chunk, reinterpret_cast<float *>(shared));
-  let_go(p, p.x, p.x_stride);
-  let_go(p, p.grad_out, p.grad_out_stride);
-  if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
+  let_rows_go<FUSED>(p);
 #if HAS_CLUSTERS
   if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
 #endif

@@ -223,6 +223,17 @@ __device__ inline void normalize(float (&x)[N], float mean, float rstd, const fl
   }
 }
 
+// The same, where x[j] is its distance from the mean but for `shift`, as moments_twice() leaves it.
+template <typename T, int N>
+__device__ inline void normalize_distance(float (&x)[N], float shift, float rstd, const float (&w)[N],
+                                          const float (&b)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float xhat = sizeof(T) == 4 ? fmaf(x[j], rstd, -shift * rstd) : x[j] * rstd;
+    x[j] = fmaf(xhat, w[j], b[j]);
+  }
+}
+
 // By one thread of those that share the row.
 template <bool CENTERED, typename T>
 __device__ inline void write_statistics(const Forward<T> &p, int64_t row, float mean, float rstd) {

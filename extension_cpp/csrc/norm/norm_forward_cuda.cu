@@ -105,11 +105,7 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
     widen_weights(w, p.weight, weight, k);
     if (CENTERED) widen_weights(b, p.bias, bias, k);
     if constexpr (TWICE<T, CENTERED, FUSED>) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float xhat = sizeof(T) == 4 ? fmaf(x[k][j], rstd, -shift * rstd) : x[k][j] * rstd;
-        x[k][j] = fmaf(xhat, w[j], b[j]);
-      }
+      normalize_distance<T>(x[k], shift, rstd, w, b);
     } else {
       unpack<T, N>(x[k], part.bits[k]);
       normalize<CENTERED>(x[k], mean, rstd, w, b);

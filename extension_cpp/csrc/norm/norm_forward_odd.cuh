@@ -17,7 +17,7 @@ constexpr int odd_rows() {
   return (CENTERED ? 2 : 1) * (std::is_same_v<W, float> && TEAM <= 128 ? 2 : 1);
 }
 
-// Threads that a multiprocessor holds.
+// Threads that a multiprocessor holds: fewer where float weights have more rows than others.
 template <typename T, bool CENTERED, Fused FUSED, int ROWS, int K>
 constexpr int ODD_RESIDENT = (FUSED == ADDED && sizeof(T) == 4) || (K > 2 && ROWS > (CENTERED ? 2 : 1)) ? 512
                              : FUSED == ADDED || CENTERED                                               ? 768
