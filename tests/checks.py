@@ -60,6 +60,12 @@ def maker(
     return make
 
 
+def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:
+    """Of layer_norm or rms_norm, over the last dimension."""
+    shape = (x.shape[-1],)
+    return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
+
+
 def convert(sample: Sample, dtype: torch.dtype) -> Sample:
     """The same call with leaves of another dtype; a seed stays what it is."""
 

@@ -60,7 +60,7 @@ def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str) ->
 @every_dtype
 def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     """Tensors that fill the GPU, at the widths of its kernels. Others take few rows and, in the norms, larger tensors
-    (test_norm.py)."""
+    (test_norm_kernels.py)."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     narrow = (8, 48, 200, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2304, 2560, 3072, 4096, 4608, 5120)

@@ -110,7 +110,8 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     (folder / "tests" / "specs").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    names = ["__init__.py", "conftest.py", "checks.py", "opspec.py", "test_battery.py", "test_norm.py"]
+    names = ["__init__.py", "conftest.py", "checks.py", "opspec.py", "test_battery.py"]
+    names += ["test_norm.py", "test_norm_kernels.py"]
     for name in [*names, "specs/__init__.py", f"specs/{mutant.op}.py"]:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     file = folder / mutant.file

@@ -1,7 +1,6 @@
-"""What only the norms promise: mixed dtypes, strided rows, many rows, frozen weights, the modules, two GPUs."""
+"""What only the norms promise: mixed dtypes, many rows, frozen weights, the modules, two GPUs."""
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,36 +9,11 @@ from torch import Tensor
 import extension_cpp
 from extension_cpp import reference
 from extension_cpp.nn import LayerNorm, RMSNorm
-from tests.checks import NORM_WIDTHS, ODD_WIDTHS, check, maker, random_grad, run
-from tests.opspec import DTYPES, OpSpec, all_specs
+from tests.checks import norm_arguments
 
 NORMS = ["layer_norm", "rms_norm"]
 every_norm = pytest.mark.parametrize("name", NORMS)
 HALF = [torch.bfloat16, torch.float16]
-
-
-def arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
-    shape = (x.shape[-1],)
-    return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
-
-
-def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights: torch.dtype, device: str) -> None:
-    """Against float64."""
-    x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
-    weight, bias = (torch.randn(cols, device=device).to(weights) for _ in range(2))
-
-    def gradients(function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        leaves = [t.requires_grad_() for t in tensors]
-        y = function(*arguments(name, *leaves))
-        return torch.autograd.grad(y, leaves if name == "layer_norm" else leaves[:2], grad_out.to(y.dtype))
-
-    got = gradients(getattr(extension_cpp, name), x, weight, bias)
-    want = gradients(getattr(reference, name), *(t.detach().double() for t in (x, weight, bias)))
-    for a, b in zip(got, want, strict=True):
-        # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive; others: trees of
-        # log2(cols) roundings.
-        sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
-        assert ((a.double() - b).abs() <= torch.finfo(a.dtype).eps * b.abs() + sums * b.abs().max()).all(), cols
 
 
 @pytest.mark.parametrize(
@@ -60,10 +34,10 @@ def test_weights_of_half_inputs(
         for kind in ("weight", "bias")
     )
     inputs = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
-    y = getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
+    y = getattr(extension_cpp, name)(*norm_arguments(name, x, weight, bias))
     gradients = torch.autograd.grad(y, inputs, grad_out)
     doubles = [t if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
-    exact = getattr(reference, name)(*arguments(name, *doubles))
+    exact = getattr(reference, name)(*norm_arguments(name, *doubles))
     exact_gradients = torch.autograd.grad(exact, [t for t in doubles if t is not None], grad_out.double())
     assert y.dtype == dtype
     eps = torch.finfo(dtype).eps
@@ -78,7 +52,7 @@ def test_weights_of_half_inputs(
 @every_norm
 def test_third_order(name: str, device: str) -> None:
     def first_order(*leaves: Tensor) -> tuple[Tensor, ...]:
-        y = getattr(extension_cpp, name)(*arguments(name, *leaves, *[None] * (3 - len(leaves))))
+        y = getattr(extension_cpp, name)(*norm_arguments(name, *leaves, *[None] * (3 - len(leaves))))
         return torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
 
     shapes = [(2, 3), (3,), (3,)]
@@ -91,7 +65,7 @@ def test_backward_saves_x_itself_and_numbers_a_row(name: str, device: str) -> No
     x, weight, bias = (torch.randn(*s, device=device, requires_grad=True) for s in [(64, 48), (48,), (48,)])
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
+        getattr(extension_cpp, name)(*norm_arguments(name, x, weight, bias))
     large = [t for t in saved if t.numel() > 64]
     assert [t.data_ptr() for t in large] == [x.data_ptr()]
     assert sum(t.numel() == 64 for t in saved) == (2 if name == "layer_norm" else 1)
@@ -138,221 +112,6 @@ def test_sums_whose_squares_are_beyond_float(dtype: torch.dtype, cols: int, devi
 
 
 @every_norm
-@pytest.mark.parametrize("cols", [768, 1025, 4096, 16384, 32768, 40000, 50257, 131072])
-@pytest.mark.parametrize("gap", [0, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_does_not_depend_on_how_many_there_are(
-    dtype: torch.dtype, gap: int, cols: int, name: str, device: str
-) -> None:
-    """On a GPU large tensors have a policy for the L2, and other clusters take a row: none differs."""
-    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # fewer bytes would be for other kernels
-    step = max(1, size // (cols * dtype.itemsize) // 8) * 8  # parts begin at multiples of 16 bytes
-    x, grad_out = (torch.randn(parts * step, cols + gap, device=device).to(dtype)[:, :cols] for _ in range(2))
-    weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
-
-    def results(begin: int, end: int) -> tuple[torch.Tensor, ...]:
-        part = x[begin:end].requires_grad_()
-        outputs = getattr(torch.ops.extension_cpp, name)(*arguments(name, part, weight, bias))
-        return *outputs, *torch.autograd.grad(outputs[0], part, grad_out[begin:end])
-
-    for _ in range(3 if device == "cuda" else 1):
-        whole = results(0, parts * step)
-        for i in range(0, parts * step, step):
-            for some, of_whole in zip(results(i, i + step), whole, strict=True):
-                assert torch.equal(some, of_whole[i : i + step])
-
-
-@every_norm
-@pytest.mark.parametrize(
-    "cols, mib",
-    [(cols, 34) for cols in (768, 1280, 1536, 2304, 2560, 3072, 4608, 5120, 6144, 9216, 10240)]
-    + [(4096, 66), (8192, 66), (9216, 66), (10240, 66), (768, 20)]
-    + [(cols, 130) for cols in (1024, 2304, 3072, 4608, 9216, 10240)],
-)
-@pytest.mark.parametrize("weights", ["float32", "x's"])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_gradients_of_large_tensors(
-    dtype: torch.dtype, weights: str, cols: int, mib: int, name: str, device: str
-) -> None:
-    """On a GPU smaller ones are for other kernels."""
-    rows = (mib << 20) // (2 * cols) // (1 if device == "cuda" else 64)
-    check_gradients(name, rows, cols, dtype, torch.float32 if weights == "float32" else dtype, device)
-
-
-@every_norm
-@pytest.mark.parametrize(
-    "dtype, weights", [(torch.float32, torch.float32), *((x, w) for x in HALF for w in (x, torch.float32))], ids=str
-)
-def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name: str, device: str) -> None:
-    """On a GPU rows have a kernel a width and kind of weights. Fewer than these bytes would be for another."""
-    for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
-        rows = (17 << 20) // (dtype.itemsize * cols) // (1 if device == "cuda" else 128) + 1
-        check_gradients(name, rows, cols, dtype, weights, device)
-
-
-@every_norm
-@pytest.mark.parametrize("bytes_of_x", [1 << 17, 5 << 19])
-@pytest.mark.parametrize(
-    "dtype, weights",
-    [(dtype, kind) for dtype in (torch.float32, *HALF) for kind in ("own", "no bias", "no weight")]
-    + [(dtype, "float32") for dtype in HALF],
-    ids=str,
-)
-def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
-    """On a GPU rows have a kernel a width and kind of weights, and another where they are few."""
-    for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
-        rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
-        x = torch.randn(rows, cols, device=device).to(dtype)
-        weight, bias = (
-            torch.randn(cols, device=device).to(torch.float32 if weights == "float32" else dtype) for _ in "wb"
-        )
-        given = arguments(name, x, None if weights == "no weight" else weight, None if weights == "no bias" else bias)
-        y = getattr(extension_cpp, name)(*given)
-        exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-        # As below, with log2(16384) roundings, and two of weight and bias.
-        bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
-        assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
-
-
-@every_norm
-@pytest.mark.parametrize(
-    "cols",
-    [
-        *(6000, 9217, 12289, 14337, 16383, 17408, 18432, 20480, 20483, 24576, 25001, 28001, 32769, 36864, 49160, 65536),
-        *(98304, 131081),
-    ],
-)
-@pytest.mark.parametrize(
-    "dtype, weights",
-    [(torch.float32, "none"), (torch.bfloat16, "none"), *((half, "float32") for half in HALF)],
-    ids=str,
-)
-def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: int, name: str, device: str) -> None:
-    """Other kernels on a GPU than with weights of x's type, a shape or two a width."""
-    rows = (130 << 20) // (cols * dtype.itemsize) // (1 if device == "cuda" else 64)
-    x = torch.randn(rows, cols, device=device).to(dtype)
-    pair = (None, None) if weights == "none" else [torch.randn(cols, device=device) for _ in "wb"]
-    given = arguments(name, x, *pair)
-    exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-    y = getattr(extension_cpp, name)(*given)
-    # y is rounded once; its row's sums are trees of log2(131081) roundings, of which rstd and the mean bring half each;
-    # weight and bias bring two.
-    bound = torch.finfo(dtype).eps + 20 * torch.finfo(torch.float32).eps
-    assert (y - exact).abs().max() <= bound * exact.abs().max()
-
-
-@every_norm
-@pytest.mark.parametrize("cols", [20480, 20483, 50257, 65544])
-@pytest.mark.parametrize(
-    "dtype, weights", [(torch.float32, torch.float32), *((x, w) for x in HALF for w in (x, torch.float32))], ids=str
-)
-def test_wide_rows_do_not_depend_on_those_behind_them(
-    dtype: torch.dtype, weights: torch.dtype, cols: int, name: str, device: str
-) -> None:
-    """On a GPU a cluster has several rows, or the last fewer; a write behind them compute-sanitizer sees."""
-    x = torch.randn(33, cols, device=device).to(dtype)
-    weight, bias = (torch.randn(cols, device=device).to(weights) for _ in "wb")
-    whole = getattr(extension_cpp, name)(*arguments(name, x, weight, bias))
-    for rows in (1, 2, 3, 5, 9, 17, 31):
-        some = getattr(extension_cpp, name)(*arguments(name, x[:rows], weight, bias))
-        assert torch.equal(some, whole[:rows]), rows
-
-
-@every_norm
-@pytest.mark.parametrize("rows", [1, 7, 20, 37])
-def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
-    """Scratch for the partial rows of the weight gradients is no larger than the rows; a write behind it
-    compute-sanitizer sees."""
-    x, grad_out = (torch.randn(rows, 50257, device=device).requires_grad_() for _ in range(2))
-    weight, bias = (torch.randn(50257, device=device, requires_grad=True) for _ in range(2))
-    inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
-    function = getattr(extension_cpp, name)
-    gradients = torch.autograd.grad(function(*arguments(name, x, weight, bias)), inputs, grad_out)
-    doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
-    exact = getattr(reference, name)(*arguments(name, *doubles))
-    want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
-    for got, right in zip(gradients, want, strict=True):  # a row's sums are trees of log2(50257) roundings
-        assert (got - right).abs().max() <= 16 * torch.finfo(torch.float32).eps * right.abs().max()
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "offset"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
-def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layout: str, device: str) -> None:
-    """On a GPU the widest clusters', or the plain kernels': rows that shared memory holds as a whole and in part, of
-    whole vectors and odd ones; the same bits in every run."""
-    if device != "cuda":
-        pytest.skip("the width decides only on the GPU which kernel takes a row")
-    for shape in [(40, 131081), (40, 163848), (9, 262144), (9, 270345), (3, 1 << 20)]:
-        sample = next(iter(spec.sample_inputs(maker(device, dtype, layout=layout), shape)))
-        ours, again = check(spec, sample), run(spec.function, sample, random_grad())
-        for (name, a), (_, b) in zip(ours.tensors(), again.tensors(), strict=True):
-            assert torch.equal(a, b), f"{spec.name} {shape}: {name}"
-
-
-@pytest.mark.parametrize("elements", [1, 2, 7])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
-def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, elements: int, device: str) -> None:
-    """What is read begins so many elements behind a multiple of 16 bytes, or the gradient one, but not the weights; on
-    a GPU also rows that shared memory holds in part."""
-    make = maker(device, dtype)
-
-    def make_off(shape: Sequence[int]) -> Tensor:
-        x = make(shape)
-        if x.dim() == 1:
-            return x
-        return torch.cat([x.new_zeros(elements), x.detach().flatten()])[elements:].view(shape).requires_grad_()
-
-    for shape in [(37, 64), (5, 4096), *([(2, 1 << 20)] if device == "cuda" else [])]:
-        check(spec, next(iter(spec.sample_inputs(make_off, shape))))
-        check(spec, next(iter(spec.sample_inputs(make, shape))), grad_layout="offset")
-
-
-@every_norm
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, device: str) -> None:
-    """A packed QKV: the result of its contiguous copy, bit for bit, and no copy is made."""
-    packed = torch.randn(5, 7, 3 * 64, device=device).to(dtype)
-    function = getattr(extension_cpp, name)
-    for part in packed.split(64, dim=-1):
-        with torch.profiler.profile() as profiler:
-            y = function(part, (64,))
-        names = {event.name for event in profiler.events()}
-        assert not names & {"aten::contiguous", "aten::clone", "aten::copy_"}
-        assert torch.equal(y, function(part.contiguous(), (64,)))
-        x = part.detach().requires_grad_()
-        twin = part.contiguous().requires_grad_()
-        grad_out = torch.randn(5, 7, 64, device=device).to(dtype)
-        (a,), (b,) = (torch.autograd.grad(function(t, (64,)), t, grad_out) for t in (x, twin))
-        assert torch.equal(a, b)
-
-
-@every_norm
-@pytest.mark.parametrize("rows, cols", [(40, 1024), (2100, 320), (2100, 1024), (2100, 1025), (40, 50257)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: int, device: str) -> None:
-    """x and grad_out are slices, or one of them: the gradients of their contiguous copies, on a GPU bit for bit."""
-    wide_x, wide_grad = (torch.randn(rows, cols + 8, device=device).to(dtype) for _ in range(2))
-    weight, bias = (torch.randn(cols, device=device).to(dtype).requires_grad_() for _ in range(2))
-
-    def gradients(x: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
-        x = x.detach().requires_grad_()
-        inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
-        return torch.autograd.grad(getattr(extension_cpp, name)(*arguments(name, x, weight, bias)), inputs, grad_out)
-
-    x, grad_out = wide_x[:, :cols], wide_grad[:, :cols]
-    compact_x, compact_grad = x.contiguous(), grad_out.contiguous()
-    wanted = gradients(compact_x, compact_grad)
-    for inputs in [(x, grad_out), (x, compact_grad), (compact_x, grad_out)]:
-        for got, want in zip(gradients(*inputs), wanted, strict=True):
-            if device == "cuda":
-                assert torch.equal(got, want)
-            else:  # sums begin at another place of the row, where it begins at another place in memory
-                torch.testing.assert_close(got, want)
-
-
-@every_norm
 @pytest.mark.parametrize("rows, cols", [(9, 33), (9, 64), (2100, 520), (2100, 1024), (2100, 1032), (500, 8192)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_only_what_needs_a_gradient_gets_one(dtype: torch.dtype, rows: int, cols: int, name: str, device: str) -> None:
@@ -363,7 +122,7 @@ def test_only_what_needs_a_gradient_gets_one(dtype: torch.dtype, rows: int, cols
     def gradients(needed: tuple[bool, ...]) -> list[Tensor | None]:
         leaves = [t.clone().requires_grad_(n) for t, n in zip((x, weight, bias), (*needed, False), strict=False)]
         leaves += [bias] * (3 - len(leaves))
-        function(*arguments(name, *leaves[:3])).square().sum().backward()
+        function(*norm_arguments(name, *leaves[:3])).square().sum().backward()
         return [leaf.grad for leaf in leaves[:count]]
 
     everything = gradients((True,) * count)
@@ -383,9 +142,9 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
     bias = torch.zeros(64, device=device, requires_grad=True)
     grad_out = torch.ones_like(x)
     inputs = [weight, bias] if name == "layer_norm" else [weight]
-    got = torch.autograd.grad(getattr(extension_cpp, name)(*arguments(name, x, weight, bias)), inputs, grad_out)
+    got = torch.autograd.grad(getattr(extension_cpp, name)(*norm_arguments(name, x, weight, bias)), inputs, grad_out)
     doubles = [t.detach().double().requires_grad_() for t in (weight, bias)]
-    exact = getattr(reference, name)(*arguments(name, x.double(), *doubles))
+    exact = getattr(reference, name)(*norm_arguments(name, x.double(), *doubles))
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
     for a, b in zip(got, want, strict=True):
         # Partial sums in float32 of terms near 1, of which sqrt(rows) survive, and their magnitudes add up to rows.
@@ -407,7 +166,7 @@ def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: s
     for function in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True), getattr(reference, name)):
         leaves = [t.clone().requires_grad_() for t in inputs[: 3 if name == "layer_norm" else 2]]
         with torch.autocast(device, torch.bfloat16):
-            y = function(*arguments(name, *leaves, *[None] * (3 - len(leaves))))
+            y = function(*norm_arguments(name, *leaves, *[None] * (3 - len(leaves))))
         y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves)])
     for a, compiled, b in zip(*results, strict=True):
@@ -472,7 +231,7 @@ def test_second_gpu_and_one_model_a_gpu_in_two_threads(name: str) -> None:
     for index in range(2):
         x = torch.randn(300, 16384, generator=torch.Generator().manual_seed(index)).to(f"cuda:{index}").requires_grad_()
         weight, bias = (torch.ones(16384, device=x.device, requires_grad=True) for _ in range(2))
-        cases[index] = arguments(name, x, weight, bias)
+        cases[index] = norm_arguments(name, x, weight, bias)
 
     def run(index: int) -> list[Tensor]:
         y = getattr(extension_cpp, name)(*cases[index])

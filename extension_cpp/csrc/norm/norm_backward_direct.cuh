@@ -198,8 +198,8 @@ constexpr bool drops_directly(int cols, int elements) {
   return cols <= 4096 || cols == 6144 || (!CENTERED && is_power);
 }
 
-// Rows of whole vectors, with weights of type W; ADDED: with grad_sum. It reads `tensors`, past an L2 of `cache` bytes (hopper_cache). NOT_TAKEN
-// where other kernels are faster.
+// Rows of whole vectors, with weights of type W; ADDED: with grad_sum. It reads `tensors`, past an L2 of `cache` bytes (hopper_cache).
+// NOT_TAKEN where other kernels are faster.
 template <typename T, bool CENTERED, Fused FUSED, bool DROPS, typename W>
 cudaError_t direct_backward(Backward<T> &p, int tensors, int cache, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;

@@ -30,9 +30,6 @@ constexpr bool KEEPS = sizeof(T) == 2 && CENTERED &&FUSED != ADDED &&E <= 32;
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K>
 constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || (CENTERED && (K > 4 || TEAM > 256)));
 
-// Rows of odd or great width that are few: the kernel that adds the partial rows comes early (of others: norm_backward_few.cuh).
-constexpr int EARLY_SUM_ROWS = 512;
-
 // One team's rows. FULL: vectors that every thread has, so that they need no condition. PACKED: weights stay in x's type, which takes
 // fewer registers; they are own.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL, bool PACKED>
@@ -383,32 +380,6 @@ struct BackwardRows {
     }
   }
 };
-
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL, bool PACKED>
-__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K, VECTOR<T>, CLUSTER, ODD>)
-    backward_kernel(const __grid_constant__ Backward<T> p) {
-  if constexpr (CLUSTER && !HAS_CLUSTERS) return;
-  using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
-  extern __shared__ __align__(128) uint4 shared[];
-  __shared__ Exchange<TEAM, CLUSTER> exchanges[Rows::TEAMS];
-  Exchange<TEAM, CLUSTER> &exchange = exchanges[Rows::team()];
-  const int64_t chunk = blockIdx.x / p.cluster;
-  int rank = 0;
-#if HAS_CLUSTERS
-  if (CLUSTER) rank = cluster_rank();
-#endif
-  exchange.open(Rows::lane());
-#if HAS_CLUSTERS
-  // The kernel that adds the partial rows may take its places now, and wait there. Of many rows it would be in the way.
-  if (p.rows <= EARLY_SUM_ROWS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-  Rows rows(p, shared + Rows::team() * p.stages * Rows::TENSORS * p.slot, exchange, chunk, rank);
-  rows.run(chunk, reinterpret_cast<float *>(shared));
-  let_rows_go<FUSED>(p);
-#if HAS_CLUSTERS
-  if (CLUSTER) sync_cluster();  // no block ends while another still sends to it
-#endif
-}
 
 }  // namespace norm_cuda
 

@@ -9,7 +9,7 @@
 
 namespace norm_cuda {
 
-// Rows of a team, of K vectors a thread. W: float, the type of weights beside half types, or Any.
+// Rows of a team with K vectors a thread, as measured. W: float if that is the type of weights beside half types, else Any.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W>
 constexpr int odd_rows() {
   if (sizeof(T) == 4 || FUSED != ALONE) return CENTERED ? 2 : 1;

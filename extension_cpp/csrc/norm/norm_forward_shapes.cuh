@@ -17,7 +17,7 @@ using RowShape = Shape<TEAM, ELEMENTS, TEAM * ELEMENTS, TEAM>;
 // Shapes of the teams of a block, in turn. Where prefers_block() is false only for chips without clusters, and with a residual or dropout.
 template <bool HALF, bool CENTERED, Fused FUSED, bool ODD>
 constexpr auto block_shapes() {
-  if constexpr (ODD) {  // threads for all edges, and registers for two rows of layer_norm
+  if constexpr (ODD) {  // threads for all edges, and registers for as many rows as odd_rows()
     constexpr int E = HALF && FUSED != ADDED ? 32 : 16;
     return Shapes<Shape<16, 8>, Shape<32, 8>, Shape<32, 16>, Shape<32, E>, Shape<64, E>, Shape<128, E>,
                   Shape<256, E>>{};
