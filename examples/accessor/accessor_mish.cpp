@@ -29,28 +29,32 @@ static float derivative(float x) {
 // ---- checks, for both devices ----
 
 void check_input(const char *name, const at::Tensor &x) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat, "expected ", name, " to be float32, but got ", x.scalar_type());
+  TORCH_CHECK(x.scalar_type() == at::kFloat, "expected ", name, " to be float32, but got ",
+              x.scalar_type());
   TORCH_CHECK(x.dim() == 2, "expected ", name, " of shape [B, D], but got ", x.sizes());
 }
 
 void check_contiguous(const char *name, const at::Tensor &x) {
-  TORCH_CHECK(x.is_contiguous(), "expected ", name, " to be contiguous, but got strides ", x.strides());
+  TORCH_CHECK(x.is_contiguous(), "expected ", name, " to be contiguous, but got strides ",
+              x.strides());
 }
 
 // The dispatcher picks a kernel if any argument is on its device, so that the others may be elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);
-  TORCH_CHECK(grad_out.device() == x.device(), "expected grad_out on ", x.device(), " like x, but got ",
-              grad_out.device());
-  TORCH_CHECK(grad_out.sizes() == x.sizes(), "expected grad_out of shape ", x.sizes(), " like x, but got ",
-              grad_out.sizes());
+  TORCH_CHECK(grad_out.device() == x.device(), "expected grad_out on ", x.device(),
+              " like x, but got ", grad_out.device());
+  TORCH_CHECK(grad_out.sizes() == x.sizes(), "expected grad_out of shape ", x.sizes(),
+              " like x, but got ", grad_out.sizes());
 }
 
 // ---- CPU: rows on PyTorch's threads ----
 
 // Rows worth a thread: 32768 elements. Rows of width 0 count as one element.
-static int64_t grain(int64_t cols) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols)); }
+static int64_t grain(int64_t cols) {
+  return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
+}
 
 static at::Tensor run_forward(const at::Tensor &x) {
   const at::Tensor y = at::empty(x.sizes(), x.options());
@@ -78,7 +82,8 @@ static at::Tensor forward_strided(const at::Tensor &x) {
 static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
   check_inputs(grad_out, x);
   const at::Tensor grad_x = at::empty(x.sizes(), x.options());
-  const at::TensorAccessor<const float, 2> g = grad_out.accessor<const float, 2>(), in = x.accessor<const float, 2>();
+  const at::TensorAccessor<const float, 2> g = grad_out.accessor<const float, 2>(),
+                                           in = x.accessor<const float, 2>();
   at::TensorAccessor<float, 2> out = grad_x.accessor<float, 2>();
   at::parallel_for(0, in.size(0), grain(in.size(1)), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {

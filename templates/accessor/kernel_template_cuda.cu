@@ -35,15 +35,17 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(In x, Out y) {
 
 __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Out grad_x) {
   for (int b = blockIdx.x; b < x.size(0); b += gridDim.x) {
-    for (int d = threadIdx.x; d < x.size(1); d += THREADS) grad_x[b][d] = grad_out[b][d] * derivative(x[b][d]);
+    for (int d = threadIdx.x; d < x.size(1); d += THREADS)
+      grad_x[b][d] = grad_out[b][d] * derivative(x[b][d]);
   }
 }
 
 // A PackedTensorAccessor32 multiplies indices with strides in 32 bits; the kernels' indices go one step past the sizes.
 void check_32_bits(const char *name, const at::Tensor &x) {
-  const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1), most = (int64_t{1} << 31) - 65536;
-  TORCH_CHECK(std::max(last, x.numel()) < most, "expected ", name, " to span fewer than ", most, " elements, but got ",
-              last + 1);
+  const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
+                most = (int64_t{1} << 31) - 65536;
+  TORCH_CHECK(std::max(last, x.numel()) < most, "expected ", name, " to span fewer than ", most,
+              " elements, but got ", last + 1);
 }
 
 // Enough blocks to fill every GPU; rows beyond that come in the kernels' loops.

@@ -27,7 +27,8 @@ uint16_t half_bits(dtype_t dtype, double x) {
   const unsigned sign = signbit(x) ? 0x8000 : 0, infinity = 0x8000 - (1u << fraction_bits);
   const double magnitude = fabs(x);
   if (isnan(x)) return (uint16_t)(sign | 0x7fff);
-  if (magnitude >= format->largest + unit_at(format, format->largest) / 2) return (uint16_t)(sign | infinity);
+  if (magnitude >= format->largest + unit_at(format, format->largest) / 2)
+    return (uint16_t)(sign | infinity);
   /* The addition leaves no bits below one: the processor rounds, to even. */
   const int exponent = unit_exponent(format, magnitude);
   const double units = magnitude * power_of_2(-exponent) + 0x1p52 - 0x1p52;
@@ -37,7 +38,8 @@ uint16_t half_bits(dtype_t dtype, double x) {
 
 static double decode_half(const format_t *format, unsigned bits) {
   const int fraction_bits = format->precision - 1;
-  const int exponent = (int)(bits & 0x7fff) >> fraction_bits, fraction = (int)bits & ((1 << fraction_bits) - 1);
+  const int exponent = (int)(bits & 0x7fff) >> fraction_bits,
+            fraction = (int)bits & ((1 << fraction_bits) - 1);
   const double sign = bits & 0x8000 ? -1 : 1;
   if (exponent == 0x7fff >> fraction_bits) return fraction ? (double)NAN : sign * (double)INFINITY;
   const int units = exponent ? fraction + (1 << fraction_bits) : fraction;
@@ -73,7 +75,8 @@ void set_element(dtype_t dtype, void *p, int64_t i, double value) {
 
 int close_to(dtype_t dtype, double got, double want, double slack) {
   if (isnan(want)) return isnan(got);
-  if (isfinite(got) && fabs(got - want) <= slack + unit_at(&formats[dtype], fabs(want) + slack) / 2) return 1;
+  if (isfinite(got) && fabs(got - want) <= slack + unit_at(&formats[dtype], fabs(want) + slack) / 2)
+    return 1;
   double nearest[1]; /* infinite for a want past the type's range */
   set_element(dtype, nearest, 0, want);
   return got == element(dtype, nearest, 0);
@@ -103,7 +106,8 @@ void *random_elements(dtype_t dtype, int64_t n, double range, int specials, uint
 
 void *random_exact(dtype_t dtype, int64_t n, uint64_t seed) {
   void *elements = doubles(n);
-  for (int64_t i = 0; i < n; ++i) set_element(dtype, elements, i, (double)(random_bits(&seed) % 255) / 64 - 127.0 / 64);
+  for (int64_t i = 0; i < n; ++i)
+    set_element(dtype, elements, i, (double)(random_bits(&seed) % 255) / 64 - 127.0 / 64);
   return elements;
 }
 
@@ -169,18 +173,22 @@ void buffer_check(const buffer_t *buffer, const void *expected, const char *what
   for (const unsigned char *p = buffer->base; p < buffer->data; ++p) {
     CHECK(*p == PATTERN, "%s: written %td bytes before it begins", what, buffer->data - p);
   }
-  for (const unsigned char *p = buffer->data + buffer->bytes; p < buffer->data + buffer->bytes + GUARD; ++p) {
-    CHECK(*p == PATTERN, "%s: written %td bytes past its end", what, p - buffer->data - (ptrdiff_t)buffer->bytes);
+  for (const unsigned char *p = buffer->data + buffer->bytes;
+       p < buffer->data + buffer->bytes + GUARD; ++p) {
+    CHECK(*p == PATTERN, "%s: written %td bytes past its end", what,
+          p - buffer->data - (ptrdiff_t)buffer->bytes);
   }
-  CHECK(!expected || memcmp(buffer->data, expected, buffer->bytes) == 0, "%s: not the bytes that it held before", what);
+  CHECK(!expected || memcmp(buffer->data, expected, buffer->bytes) == 0,
+        "%s: not the bytes that it held before", what);
 }
 
-void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end, const char *what) {
+void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end,
+                       const char *what) {
   const unsigned char *bytes = expected;
   for (size_t i = 0; i < buffer->bytes; ++i) {
     const int inside = begin <= i && i < end;
-    CHECK(buffer->data[i] == (inside ? bytes[i] : PATTERN), "%s: byte %zu is wrong; only [%zu, %zu) was asked for",
-          what, i, begin, end);
+    CHECK(buffer->data[i] == (inside ? bytes[i] : PATTERN),
+          "%s: byte %zu is wrong; only [%zu, %zu) was asked for", what, i, begin, end);
   }
 }
 

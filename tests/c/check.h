@@ -100,7 +100,8 @@ typedef struct {
 } worst_t;
 
 static inline void worst_add(worst_t *worst, double error, double at) {
-  if (isnan(worst->error) || error <= worst->error) return; /* a NaN error stays, and passes no bound */
+  if (isnan(worst->error) || error <= worst->error)
+    return; /* a NaN error stays, and passes no bound */
   *worst = (worst_t){error, at};
 }
 
@@ -119,7 +120,8 @@ buffer_t buffer_copy(const void *data, size_t bytes, size_t offset);
 /* Fails, naming `what`, unless the guards hold their pattern and, where `expected` is not NULL, the data is `expected`. */
 void buffer_check(const buffer_t *buffer, const void *expected, const char *what);
 /* Fails unless bytes [begin, end) are those of `expected` and all others still hold the pattern. */
-void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end, const char *what);
+void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end,
+                       const char *what);
 void buffer_free(buffer_t *buffer);
 
 /* ---- what the kernels are told about streaming ---- */

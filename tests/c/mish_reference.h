@@ -12,7 +12,8 @@ typedef struct {
 
 static inline mish_t mish_reference(double x) {
   if (x > 40) return (mish_t){x, 1, 0};
-  if (x == -(double)INFINITY) return (mish_t){(double)NAN, (double)NAN, (double)NAN}; /* as PyTorch's: -inf * 0 */
+  if (x == -(double)INFINITY)
+    return (mish_t){(double)NAN, (double)NAN, (double)NAN}; /* as PyTorch's: -inf * 0 */
   const double e = exp(x), d = e * (e + 2) + 2;
   const double w = e * (e + 2) / d;                   /* tanh(softplus(x)) */
   const double u = 4 * ((1 + e) / d) * ((1 + e) / d); /* 1 - w^2 */

@@ -30,8 +30,8 @@ int main() {
             }
             for (const int times : dealt) right = right && times == 1;
             if (right) continue;
-            std::printf("vector %d, cols %lld, rows %lld, at once %lld, most %lld\n", vector, (long long)cols,
-                        (long long)rows, (long long)at_once, (long long)most);
+            std::printf("vector %d, cols %lld, rows %lld, at once %lld, most %lld\n", vector,
+                        (long long)cols, (long long)rows, (long long)at_once, (long long)most);
             return 1;
           }
         }

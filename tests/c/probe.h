@@ -40,7 +40,8 @@ void store_all_cpu(int64_t begin, int64_t end, void *args);
 typedef struct {
   uint8_t *kept; /* end - begin */
   dropout_t dropout;
-  int64_t back; /* before each block, the one so far behind is asked for, where there is one; 0: none */
+  int64_t
+      back; /* before each block, the one so far behind is asked for, where there is one; 0: none */
 } kept_args;
 
 /* Whether elements [begin, end) are kept, a block at a time. */

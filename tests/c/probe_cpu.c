@@ -62,7 +62,8 @@ static void kept_cpu_range(int64_t begin, int64_t end, const kept_args *args) {
   for (int64_t i = begin; i < end; i += BLOCK) {
     const int n = end - i < BLOCK ? (int)(end - i) : BLOCK;
     float behind[BLOCK] = {0}, v[BLOCK];
-    if (args->back && i - args->back >= begin) dropout_block_float32(behind, &state, i - args->back);
+    if (args->back && i - args->back >= begin)
+      dropout_block_float32(behind, &state, i - args->back);
     for (int k = 0; k < BLOCK; ++k) v[k] = 1;
     dropout_block_float32(v, &state, i);
     for (int k = 0; k < n; ++k) args->kept[i - begin + k] = v[k] != 0;

@@ -11,26 +11,34 @@ static int element_of_lane(dtype_t dtype, int k) {
   return k < LANES / 2 ? 2 * k : 2 * (k - LANES / 2) + 1;
 }
 
-static int same_number(double a, double b) { return isnan(a) ? isnan(b) : a == b && !signbit(a) == !signbit(b); }
+static int same_number(double a, double b) {
+  return isnan(a) ? isnan(b) : a == b && !signbit(a) == !signbit(b);
+}
 
 /* n elements loaded give their values, lanes past them 0; stored again they are the same, and nothing past them changes. */
-static void check_block(dtype_t dtype, const unsigned char *elements, int n, size_t offset, int stream) {
+static void check_block(dtype_t dtype, const unsigned char *elements, int n, size_t offset,
+                        int stream) {
   const size_t size = formats[dtype].size, lane_size = dtype == DTYPE_FLOAT64 ? 8 : 4;
   const dtype_t lane_type = dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
   buffer_t memory = buffer_copy(elements, (size_t)n * size, offset * size);
-  buffer_t lanes = buffer_new(LANES * lane_size, 0), out = buffer_new((size_t)n * size, offset * size);
-  block_args load = {memory.data, lanes.data, dtype, n, 0}, store = {out.data, lanes.data, dtype, n, stream};
+  buffer_t lanes = buffer_new(LANES * lane_size, 0),
+           out = buffer_new((size_t)n * size, offset * size);
+  block_args load = {memory.data, lanes.data, dtype, n, 0},
+             store = {out.data, lanes.data, dtype, n, stream};
   load_block_cpu(0, 1, &load);
   for (int k = 0; k < LANES; ++k) {
     const int i = element_of_lane(dtype, k);
-    const double want = i < n ? element(dtype, elements, i) : 0, got = element(lane_type, lanes.data, k);
-    CHECK(same_number(got, want), "load of %d %s: lane %d is %a, not %a", n, dtype_names[dtype], k, got, want);
+    const double want = i < n ? element(dtype, elements, i) : 0,
+                 got = element(lane_type, lanes.data, k);
+    CHECK(same_number(got, want), "load of %d %s: lane %d is %a, not %a", n, dtype_names[dtype], k,
+          got, want);
   }
   store_block_cpu(0, 1, &store);
   buffer_check(&out, NULL, "store");
   for (int i = 0; i < n; ++i) {
     const double want = element(dtype, elements, i), got = element(dtype, out.data, i);
-    CHECK(same_number(got, want), "store of %d %s: element %d is %a, not %a", n, dtype_names[dtype], i, got, want);
+    CHECK(same_number(got, want), "store of %d %s: element %d is %a, not %a", n, dtype_names[dtype],
+          i, got, want);
   }
   buffer_check(&memory, elements, "load");
   buffer_check(&lanes, NULL, "lanes");
@@ -47,12 +55,14 @@ void test_loads(uint32_t step) {
     const dtype_t dtype = (dtype_t)d;
     unsigned char *elements = random_elements(dtype, LANES, 100, 1, 7);
     for (int n = 0; n <= LANES; ++n) {
-      for (size_t offset = 0; offset < OFFSETS; ++offset) check_block(dtype, elements, n, offset, 0);
+      for (size_t offset = 0; offset < OFFSETS; ++offset)
+        check_block(dtype, elements, n, offset, 0);
       check_block(dtype, elements, n, 0, 1);
     }
     free(elements);
     if (formats[d].size != 2) continue;
-    for (int i = 0; i < 1 << 16; i += LANES) check_block(dtype, (unsigned char *)(all + i), LANES, 0, i / LANES % 2);
+    for (int i = 0; i < 1 << 16; i += LANES)
+      check_block(dtype, (unsigned char *)(all + i), LANES, 0, i / LANES % 2);
   }
 }
 
@@ -80,8 +90,8 @@ static void visit(const float *x, void *context) {
     for (int i = 0; i < SWEEP; ++i) {
       const uint16_t want = half_bits(dtype, (double)x[i]);
       if (half[i] == want) continue;
-      CHECK(isnan(x[i]) && isnan(half_value(dtype, half[i])), "%s of %a is %04x, not %04x", dtype_names[d],
-            (double)x[i], (unsigned)half[i], (unsigned)want);
+      CHECK(isnan(x[i]) && isnan(half_value(dtype, half[i])), "%s of %a is %04x, not %04x",
+            dtype_names[d], (double)x[i], (unsigned)half[i], (unsigned)want);
     }
   }
 }
@@ -97,7 +107,8 @@ void test_stores(uint32_t step) {
       const double low = half_value((dtype_t)d, (uint16_t)bits);
       const float tie = (float)(low + copysign(unit_at(&formats[d], low) / 2, low));
       if (!isfinite(tie)) continue;
-      x[n++] = tie, x[n++] = nextafterf(tie, INFINITY), x[n++] = nextafterf(tie, -INFINITY), x[n++] = (float)low;
+      x[n++] = tie, x[n++] = nextafterf(tie, INFINITY), x[n++] = nextafterf(tie, -INFINITY),
+      x[n++] = (float)low;
       if (n == SWEEP) visit(x, &all), n = 0;
     }
     while (n < SWEEP) x[n++] = NAN;

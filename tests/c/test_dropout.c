@@ -22,8 +22,8 @@ static void check_vectors(void) {
   for (int i = 0; i < 3; ++i) {
     const philox_t got = philox(vectors[i].counter, vectors[i].key[0], vectors[i].key[1]);
     for (int k = 0; k < 4; ++k) {
-      CHECK(got.word[k] == vectors[i].want.word[k], "vector %d: word %d is %08x, not %08x", i, k, got.word[k],
-            vectors[i].want.word[k]);
+      CHECK(got.word[k] == vectors[i].want.word[k], "vector %d: word %d is %08x, not %08x", i, k,
+            got.word[k], vectors[i].want.word[k]);
     }
   }
 }
@@ -31,7 +31,8 @@ static void check_vectors(void) {
 /* Masks at every alignment, past the counter's low word, over more elements than are held, and when blocks far behind push them out. */
 static void check_masks(void) {
   static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1};
-  static const int64_t starts[] = {0, 4096, 8 * 0xfffffff8LL, 1LL << 40}, lengths[] = {1, 33, 200, 1000};
+  static const int64_t starts[] = {0, 4096, 8 * 0xfffffff8LL, 1LL << 40},
+                       lengths[] = {1, 33, 200, 1000};
   enum { LONG = 40000 };
   uint8_t *kept = malloc(LONG);
   uint64_t hash = 0;
@@ -45,8 +46,9 @@ static void check_masks(void) {
     for (int64_t j = 0; j < numel; ++j) {
       const int64_t i = begin + j;
       const uint32_t bits = bits_of(philox_of(seeds[k % 5], i / 8).word[i % 8 / 2], i % 2);
-      CHECK(kept[j] == (bits > args.dropout.last_dropped), "seed %lld, from %lld: element %lld kept %d, bits %08x",
-            (long long)seeds[k % 5], (long long)begin, (long long)i, kept[j], bits);
+      CHECK(kept[j] == (bits > args.dropout.last_dropped),
+            "seed %lld, from %lld: element %lld kept %d, bits %08x", (long long)seeds[k % 5],
+            (long long)begin, (long long)i, kept[j], bits);
       hash = 31 * hash + kept[j];
     }
   }
@@ -69,8 +71,8 @@ static void check_thresholds(void) {
                {1, 0xffffffff}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
     const dropout_t got = dropout_of(cases[i].p, NULL);
-    CHECK(got.last_dropped == cases[i].last_dropped && got.scale == 1 / (1 - cases[i].p), "p = %a gives %08x and %a",
-          cases[i].p, got.last_dropped, got.scale);
+    CHECK(got.last_dropped == cases[i].last_dropped && got.scale == 1 / (1 - cases[i].p),
+          "p = %a gives %08x and %a", cases[i].p, got.last_dropped, got.scale);
   }
 }
 
@@ -89,7 +91,8 @@ typedef struct {
 } dropout_case;
 
 static dropout_case new_case(dtype_t dtype, int64_t numel, double p) {
-  return (dropout_case){dtype, numel, 0x0123456789abcdef + numel, p, random_elements(dtype, numel, 30, 1, 7)};
+  return (dropout_case){dtype, numel, 0x0123456789abcdef + numel, p,
+                        random_elements(dtype, numel, 30, 1, 7)};
 }
 
 static void check_result(const dropout_case *c, const void *y) {
@@ -98,10 +101,11 @@ static void check_result(const dropout_case *c, const void *y) {
     const uint32_t bits = bits_of(philox_of(c->seed, i / 8).word[i % 8 / 2], i % 2);
     const double got = element(c->dtype, y, i), x = element(c->dtype, c->x, i);
     /* scale is rounded to float, and so is the product. */
-    const double want = (double)bits < c->p * 0x1p32 ? 0 : x * scale, slack = 2 * unit * fabs(want) + 0x1p-149;
+    const double want = (double)bits < c->p * 0x1p32 ? 0 : x * scale,
+                 slack = 2 * unit * fabs(want) + 0x1p-149;
     CHECK(close_to(c->dtype, got, want, want == 0 ? 0 : slack),
-          "dropout %s, p = %g: element %lld of %lld is %a, not %a", dtype_names[c->dtype], c->p, (long long)i,
-          (long long)c->numel, got, want);
+          "dropout %s, p = %g: element %lld of %lld is %a, not %a", dtype_names[c->dtype], c->p,
+          (long long)i, (long long)c->numel, got, want);
   }
 }
 
@@ -142,12 +146,14 @@ void test_dropout_ranges(uint32_t step) {
       dropout_forward_args args = {c.x, y.data, dropout_of(c.p, &c.seed), c.numel, c.dtype};
       should_stream = way == 2;
       if (way == 0 || way == 2) dropout_forward_cpu(0, chunks, &args);
-      for (int64_t chunk = chunks - 1; way == 1 && chunk >= 0; --chunk) dropout_forward_cpu(chunk, chunk + 1, &args);
+      for (int64_t chunk = chunks - 1; way == 1 && chunk >= 0; --chunk)
+        dropout_forward_cpu(chunk, chunk + 1, &args);
       if (way == 3) dropout_forward_cpu(2, 3, &args), dropout_forward_cpu(1, 1, &args);
       if (way == 0) check_result(&c, y.data);
-      if (way == 3) buffer_check_part(&y, whole.data, 2 * CHUNK * size, 3 * CHUNK * size, "dropout, one chunk");
-      CHECK(way == 3 || memcmp(whole.data, y.data, bytes) == 0, "dropout %s: other bits, way %d", dtype_names[dtype],
-            way);
+      if (way == 3)
+        buffer_check_part(&y, whole.data, 2 * CHUNK * size, 3 * CHUNK * size, "dropout, one chunk");
+      CHECK(way == 3 || memcmp(whole.data, y.data, bytes) == 0, "dropout %s: other bits, way %d",
+            dtype_names[dtype], way);
       if (way) buffer_check(&y, NULL, "dropout"), buffer_free(&y);
     }
     should_stream = 0;

@@ -16,7 +16,8 @@ static void visit(const float *sweep, void *context) {
   exp_cpu(0, SWEEP, &args);
   for (int i = 0; i < SWEEP; ++i) {
     const double want = exp((double)x[i]) * 0x1p64;
-    worst_add(&all->worst, fabs((double)y[i] - want) / unit_at(&formats[DTYPE_FLOAT32], want), (double)x[i]);
+    worst_add(&all->worst, fabs((double)y[i] - want) / unit_at(&formats[DTYPE_FLOAT32], want),
+              (double)x[i]);
   }
   all->hash = hash_elements(all->hash, DTYPE_FLOAT32, y, SWEEP);
 }

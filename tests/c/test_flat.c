@@ -40,7 +40,8 @@ static flat_want want_muladd(const double *in, double unit) {
 }
 
 static void call_muladd_backward(const flat_call *c, int64_t begin, int64_t end) {
-  muladd_backward_args args = {c->in[0], c->in[1], c->in[2], c->out[0], c->out[1], c->numel, c->dtype};
+  muladd_backward_args args = {c->in[0],  c->in[1], c->in[2], c->out[0],
+                               c->out[1], c->numel, c->dtype};
   muladd_backward_cpu(begin, end, &args);
 }
 
@@ -131,7 +132,8 @@ typedef struct {
 
 static flat_case new_case(const flat_op *op, dtype_t dtype, int64_t numel) {
   flat_case c = {.op = op, .dtype = dtype, .numel = numel};
-  for (int k = 0; k < INPUTS; ++k) c.in[k] = random_elements(dtype, numel, 30, 1, (uint64_t)(100 * k + dtype));
+  for (int k = 0; k < INPUTS; ++k)
+    c.in[k] = random_elements(dtype, numel, 30, 1, (uint64_t)(100 * k + dtype));
   for (int k = 0; k < OUTPUTS; ++k) c.want[k] = doubles(numel), c.slack[k] = doubles(numel);
   for (int64_t i = 0; i < numel; ++i) {
     double in[INPUTS];
@@ -153,7 +155,8 @@ static void check_output(const flat_case *c, int k, const void *got) {
     CHECK(close_to(c->dtype, value, c->want[k][i], c->slack[k][i]),
           "%s %s: element %lld of %lld of output %d is %a, not %a (inputs %a %a %a)", c->op->name,
           dtype_names[c->dtype], (long long)i, (long long)c->numel, k, value, c->want[k][i],
-          element(c->dtype, c->in[0], i), element(c->dtype, c->in[1], i), element(c->dtype, c->in[2], i));
+          element(c->dtype, c->in[0], i), element(c->dtype, c->in[1], i),
+          element(c->dtype, c->in[2], i));
   }
 }
 
@@ -173,8 +176,8 @@ static void run_case(const flat_case *c, const int *offsets) {
   }
   streaming_bytes = -1;
   c->op->call(&call, 0, ceil_div(c->numel, CHUNK));
-  CHECK(streaming_bytes == (int64_t)bytes * (inputs + outputs), "%s asks whether to stream for %lld bytes", c->op->name,
-        (long long)streaming_bytes);
+  CHECK(streaming_bytes == (int64_t)bytes * (inputs + outputs),
+        "%s asks whether to stream for %lld bytes", c->op->name, (long long)streaming_bytes);
   for (int k = 0; k < inputs; ++k) buffer_check(&in[k], c->in[k], c->op->name), buffer_free(&in[k]);
   for (int k = 0; k < outputs; ++k) {
     check_output(c, k, out[k].data);
@@ -187,11 +190,13 @@ static void run_case(const flat_case *c, const int *offsets) {
 static void run_in_place(const flat_case *c) {
   for (int k = 0; k < 2; ++k) {
     buffer_t in[2];
-    for (int j = 0; j < 2; ++j) in[j] = buffer_copy(c->in[j], (size_t)c->numel * formats[c->dtype].size, 0);
+    for (int j = 0; j < 2; ++j)
+      in[j] = buffer_copy(c->in[j], (size_t)c->numel * formats[c->dtype].size, 0);
     const flat_call call = {{in[0].data, in[1].data}, {in[k].data}, c->numel, c->dtype};
     c->op->call(&call, 0, ceil_div(c->numel, CHUNK));
     check_output(c, 0, in[k].data);
-    for (int j = 0; j < 2; ++j) buffer_check(&in[j], j == k ? NULL : c->in[j], c->op->name), buffer_free(&in[j]);
+    for (int j = 0; j < 2; ++j)
+      buffer_check(&in[j], j == k ? NULL : c->in[j], c->op->name), buffer_free(&in[j]);
   }
 }
 
@@ -231,9 +236,11 @@ static uint64_t check_ranges(const flat_case *c) {
     buffer_t out[OUTPUTS];
     flat_call call = {.numel = c->numel, .dtype = c->dtype};
     for (int k = 0; k < INPUTS; ++k) call.in[k] = c->in[k];
-    for (int k = 0; k < c->op->outputs; ++k) out[k] = buffer_new(bytes, 0), call.out[k] = out[k].data;
+    for (int k = 0; k < c->op->outputs; ++k)
+      out[k] = buffer_new(bytes, 0), call.out[k] = out[k].data;
     if (way == 0) c->op->call(&call, 0, chunks);
-    for (int64_t chunk = chunks - 1; way == 1 && chunk >= 0; --chunk) c->op->call(&call, chunk, chunk + 1);
+    for (int64_t chunk = chunks - 1; way == 1 && chunk >= 0; --chunk)
+      c->op->call(&call, chunk, chunk + 1);
     if (way == 2) c->op->call(&call, 2, chunks), c->op->call(&call, 0, 2);
     if (way == 3) c->op->call(&call, 2, 3), c->op->call(&call, 1, 1);
     for (int k = 0; k < c->op->outputs; ++k) {
@@ -245,8 +252,8 @@ static uint64_t check_ranges(const flat_case *c) {
       }
       const size_t chunk = CHUNK * formats[c->dtype].size;
       if (way == 3) buffer_check_part(&out[k], whole[k], 2 * chunk, 3 * chunk, c->op->name);
-      CHECK(way == 3 || memcmp(whole[k], out[k].data, bytes) == 0, "%s %s: other bits when split", c->op->name,
-            dtype_names[c->dtype]);
+      CHECK(way == 3 || memcmp(whole[k], out[k].data, bytes) == 0, "%s %s: other bits when split",
+            c->op->name, dtype_names[c->dtype]);
       buffer_check(&out[k], NULL, c->op->name);
       buffer_free(&out[k]);
     }
@@ -262,7 +269,8 @@ void test_flat_ranges(uint32_t step) {
       flat_case c = new_case(&ops[op], (dtype_t)dtype, 6 * CHUNK + 1025);
       const uint64_t hash = check_ranges(&c);
       should_stream = 1;
-      CHECK(check_ranges(&c) == hash, "%s %s: other bits when streamed", ops[op].name, dtype_names[dtype]);
+      CHECK(check_ranges(&c) == hash, "%s %s: other bits when streamed", ops[op].name,
+            dtype_names[dtype]);
       should_stream = 0;
       printf("bits %s %s %016llx\n", ops[op].name, dtype_names[dtype], (unsigned long long)hash);
       free_case(&c);

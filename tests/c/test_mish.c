@@ -8,8 +8,9 @@ static const char *const names[FUNCTIONS] = {"mish", "mish'", "mish''"};
 
 /* Where a function is near one of its zeros, an error in units of the result has no bound; there the absolute one has. */
 static int near_zero(int function, double x) {
-  if (function == BACKWARD) return x > -1.6 && x < -0.7;                                   /* -1.1924 */
-  if (function == DOUBLE_BACKWARD) return (x > -2.9 && x < -1.6) || (x > 0.85 && x < 2.6); /* -2.2564, 1.4906 */
+  if (function == BACKWARD) return x > -1.6 && x < -0.7; /* -1.1924 */
+  if (function == DOUBLE_BACKWARD)
+    return (x > -2.9 && x < -1.6) || (x > 0.85 && x < 2.6); /* -2.2564, 1.4906 */
   return 0;
 }
 
@@ -21,13 +22,16 @@ static void check_reference(void) {
   for (int i = 0; i < 20000; ++i) {
     const double x = random_between(&seed, i % 2 ? -100 : -4, i % 2 ? 20 : 4);
     const long double w = tanhl(log1pl(expl(x))), u = (1 - w) * (1 + w), s = 1 / (1 + expl(-x));
-    const long double want[FUNCTIONS] = {x * w, w + x * s * u, s * u * (2 + x * (1 - s - 2 * w * s))};
+    const long double want[FUNCTIONS] = {x * w, w + x * s * u,
+                                         s * u * (2 + x * (1 - s - 2 * w * s))};
     const mish_t mish = mish_reference(x);
     const double got[FUNCTIONS] = {mish.value, mish.first, mish.second};
     for (int f = 0; f < FUNCTIONS; ++f) {
       /* 1 - w has lost the digits of w that long double has not. */
-      const long double slack = (near_zero(f, x) ? 4e-16L : 4e-15L * fabsl(want[f])) + (x > 0 ? 8e-19L * (1 + x) : 0);
-      CHECK(fabsl(got[f] - want[f]) <= slack, "the reference of %s(%a) is %a, not %La", names[f], x, got[f], want[f]);
+      const long double slack =
+          (near_zero(f, x) ? 4e-16L : 4e-15L * fabsl(want[f])) + (x > 0 ? 8e-19L * (1 + x) : 0);
+      CHECK(fabsl(got[f] - want[f]) <= slack, "the reference of %s(%a) is %a, not %La", names[f], x,
+            got[f], want[f]);
     }
     CHECK(x < 19 || fabsl(want[DOUBLE_BACKWARD]) < 1e-13L, "mish'' is not small at %a", x);
   }
@@ -40,7 +44,8 @@ static void run(int function, dtype_t dtype, const void *x, const void *ones, vo
   mish_double_backward_args double_backward = {ones, ones, x, y, n, dtype};
   if (function == FORWARD) mish_forward_cpu(0, ceil_div(n, CHUNK), &forward);
   if (function == BACKWARD) mish_backward_cpu(0, ceil_div(n, CHUNK), &backward);
-  if (function == DOUBLE_BACKWARD) mish_double_backward_cpu(0, ceil_div(n, CHUNK), &double_backward);
+  if (function == DOUBLE_BACKWARD)
+    mish_double_backward_cpu(0, ceil_div(n, CHUNK), &double_backward);
 }
 
 typedef struct {
@@ -75,7 +80,8 @@ static void visit(const float *x, void *context) {
     const mish_t want = reference((double)x[i]);
     add_error(&all[FORWARD], FORWARD, (double)x[i], (double)y[FORWARD][i], want.value);
     add_error(&all[BACKWARD], BACKWARD, (double)x[i], (double)y[BACKWARD][i], want.first);
-    add_error(&all[DOUBLE_BACKWARD], DOUBLE_BACKWARD, (double)x[i], (double)y[DOUBLE_BACKWARD][i], want.second);
+    add_error(&all[DOUBLE_BACKWARD], DOUBLE_BACKWARD, (double)x[i], (double)y[DOUBLE_BACKWARD][i],
+              want.second);
   }
 }
 
@@ -85,7 +91,8 @@ void test_mish(uint32_t step) {
   static const struct {
     double normal, tiny, zero;
   } bounds[FUNCTIONS] = {{4.3, 1.4, 0}, {9, 1.4, 1.3}, {12.5, 1.4, 2.2}};
-  static const float specials[] = {NAN, INFINITY, -INFINITY, 0, -0.0f, 0x1.fffffep127f, -0x1.fffffep127f, 0x1p-149f};
+  static const float specials[] = {NAN,   INFINITY,        -INFINITY,        0,
+                                   -0.0f, 0x1.fffffep127f, -0x1.fffffep127f, 0x1p-149f};
   mish_sweep all[FUNCTIONS] = {0};
   float first[SWEEP] = {0};
   check_reference();
@@ -94,13 +101,16 @@ void test_mish(uint32_t step) {
   sweep_floats(step, visit, all);
   for (int f = 0; f < FUNCTIONS; ++f) {
     const mish_sweep *m = &all[f];
-    printf("%s: %.3f units at %.9g; tiny: %.3f at %.9g; near a zero: %.3f * 2^-24 at %.9g\n", names[f], m->normal.error,
-           m->normal.at, m->tiny.error, m->tiny.at, m->zero.error, m->zero.at);
+    printf("%s: %.3f units at %.9g; tiny: %.3f at %.9g; near a zero: %.3f * 2^-24 at %.9g\n",
+           names[f], m->normal.error, m->normal.at, m->tiny.error, m->tiny.at, m->zero.error,
+           m->zero.at);
     printf("bits %s %016llx\n", names[f], (unsigned long long)m->hash);
   }
   for (int f = 0; f < FUNCTIONS; ++f) {
-    CHECK(all[f].normal.error <= bounds[f].normal, "%s: %.3f units off", names[f], all[f].normal.error);
-    CHECK(all[f].tiny.error <= bounds[f].tiny, "%s: %.3f of the smallest units off", names[f], all[f].tiny.error);
+    CHECK(all[f].normal.error <= bounds[f].normal, "%s: %.3f units off", names[f],
+          all[f].normal.error);
+    CHECK(all[f].tiny.error <= bounds[f].tiny, "%s: %.3f of the smallest units off", names[f],
+          all[f].tiny.error);
     CHECK(all[f].zero.error <= bounds[f].zero, "%s: %.3f * 2^-24 off", names[f], all[f].zero.error);
   }
 }
@@ -121,15 +131,18 @@ void test_mish_halves(uint32_t step) {
         const mish_t mish = reference(at);
         const double want = f == FORWARD ? mish.value : f == BACKWARD ? mish.first : mish.second;
         if (isnan(want) || isinf(want)) {
-          CHECK(isnan(want) ? isnan(got) : got == want, "%s(%a) is %a, not %a", names[f], at, got, want);
+          CHECK(isnan(want) ? isnan(got) : got == want, "%s(%a) is %a, not %a", names[f], at, got,
+                want);
         } else {
           worst_add(&worst, fabs(got - want) / unit_at(&formats[d], want), at);
         }
       }
       printf("%s %s: %.5f units at %.9g\n", names[f], dtype_names[d], worst.error, worst.at);
-      printf("bits %s %s %016llx\n", names[f], dtype_names[d], (unsigned long long)hash_elements(0, dtype, y, ALL));
+      printf("bits %s %s %016llx\n", names[f], dtype_names[d],
+             (unsigned long long)hash_elements(0, dtype, y, ALL));
       /* Half a unit is the rounding to the type; near the zeros of the derivatives float16's units get small too. */
-      CHECK(worst.error <= 0.56, "%s %s: %.5f units off at %a", names[f], dtype_names[d], worst.error, worst.at);
+      CHECK(worst.error <= 0.56, "%s %s: %.5f units off at %a", names[f], dtype_names[d],
+            worst.error, worst.at);
     }
   }
 }

@@ -4,7 +4,8 @@
 #include "norm/norm.h"
 
 enum { Y, MEAN, RSTD, GRAD_X, GRAD_WEIGHT, GRAD_BIAS, OUTPUTS };
-static const char *const output_names[OUTPUTS] = {"y", "mean", "rstd", "grad_x", "grad_weight", "grad_bias"};
+static const char *const output_names[OUTPUTS] = {"y",      "mean",        "rstd",
+                                                  "grad_x", "grad_weight", "grad_bias"};
 
 enum { X, GRAD_OUT, WEIGHT, BIAS, INPUTS };
 
@@ -18,7 +19,9 @@ typedef struct {
   double *want[OUTPUTS], *slack[OUTPUTS];
 } norm_case;
 
-static dtype_t computed_in(const norm_case *c) { return c->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
+static dtype_t computed_in(const norm_case *c) {
+  return c->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+}
 
 static dtype_t output_dtype(const norm_case *c, int output) {
   return output == Y || output == GRAD_X    ? c->dtype
@@ -27,15 +30,20 @@ static dtype_t output_dtype(const norm_case *c, int output) {
 }
 
 static int64_t count(const norm_case *c, int output) {
-  return output == Y || output == GRAD_X ? c->rows * c->cols : output == MEAN || output == RSTD ? c->rows : c->cols;
+  return output == Y || output == GRAD_X    ? c->rows * c->cols
+         : output == MEAN || output == RSTD ? c->rows
+                                            : c->cols;
 }
 
 static int64_t input_count(const norm_case *c, int input) {
   if (input >= WEIGHT) return c->cols;
-  return c->rows == 0 ? 0 : (c->rows - 1) * (input == X ? c->x_stride : c->grad_out_stride) + c->cols;
+  return c->rows == 0 ? 0
+                      : (c->rows - 1) * (input == X ? c->x_stride : c->grad_out_stride) + c->cols;
 }
 
-static dtype_t input_dtype(const norm_case *c, int input) { return input >= WEIGHT ? c->weight_dtype : c->dtype; }
+static dtype_t input_dtype(const norm_case *c, int input) {
+  return input >= WEIGHT ? c->weight_dtype : c->dtype;
+}
 
 static size_t bytes_of(const norm_case *c, int output) {
   return (size_t)count(c, output) * formats[output_dtype(c, output)].size;
@@ -54,7 +62,8 @@ typedef struct {
 
 static row_t row_of(const norm_case *c, int64_t r) {
   long double sum = 0, squares = 0, largest = 0;
-  for (int64_t k = 0; k < c->cols && c->centered; ++k) sum += (long double)input(c, X, r * c->x_stride + k);
+  for (int64_t k = 0; k < c->cols && c->centered; ++k)
+    sum += (long double)input(c, X, r * c->x_stride + k);
   const long double mean = c->centered ? sum / (long double)c->cols : 0;
   for (int64_t k = 0; k < c->cols; ++k) {
     const long double d = (long double)input(c, X, r * c->x_stride + k) - mean;
@@ -66,7 +75,8 @@ static row_t row_of(const norm_case *c, int64_t r) {
 
 /* Roundings of a sum along a row: an addition for each of a lane's columns, of which there are at most 128, and the fold. */
 static double row_roundings(const norm_case *c) {
-  return (double)(c->cols < 4096 ? ceil_div(c->cols, 32) : 128) + 4 + (c->dtype == DTYPE_FLOAT64 ? 16 : 0);
+  return (double)(c->cols < 4096 ? ceil_div(c->cols, 32) : 128) + 4 +
+         (c->dtype == DTYPE_FLOAT64 ? 16 : 0);
 }
 
 /* The mean is off by the roundings of a sum of differences, each up to twice the largest; the variance by those of a sum of
@@ -75,20 +85,24 @@ static void set_forward(norm_case *c) {
   const double unit = rounding(c->dtype), roundings = row_roundings(c);
   for (int64_t r = 0; r < c->rows; ++r) {
     const row_t row = row_of(c, r);
-    const double rounded =
-        c->dtype == DTYPE_FLOAT64 ? unit * fabs((double)row.mean) : 0; /* float's mean is in double */
-    const double rstd = (double)row.rstd, mean_slack = 2 * roundings * unit * (double)row.largest + 2 * rounded;
-    const double factor = formats[c->dtype].size == 2 ? 17 : 2, rstd_slack = factor * roundings * unit;
+    const double rounded = c->dtype == DTYPE_FLOAT64 ? unit * fabs((double)row.mean)
+                                                     : 0; /* float's mean is in double */
+    const double rstd = (double)row.rstd,
+                 mean_slack = 2 * roundings * unit * (double)row.largest + 2 * rounded;
+    const double factor = formats[c->dtype].size == 2 ? 17 : 2,
+                 rstd_slack = factor * roundings * unit;
     c->want[MEAN][r] = (double)row.mean, c->slack[MEAN][r] = mean_slack;
     c->want[RSTD][r] = rstd, c->slack[RSTD][r] = rstd_slack * rstd;
     for (int64_t k = 0; k < c->cols; ++k) {
       const double weight = input(c, WEIGHT, k), bias = c->centered ? input(c, BIAS, k) : 0;
-      const long double xhat = ((long double)input(c, X, r * c->x_stride + k) - row.mean) * row.rstd;
+      const long double xhat =
+          ((long double)input(c, X, r * c->x_stride + k) - row.mean) * row.rstd;
       const long double y = xhat * (long double)weight + (long double)bias;
       const double scaled = fabs((double)xhat * weight);
       c->want[Y][r * c->cols + k] = (double)y;
-      c->slack[Y][r * c->cols + k] =
-          (rstd_slack + 4 * unit) * scaled + mean_slack * rstd * fabs(weight) + unit * (fabs((double)y) + fabs(bias));
+      c->slack[Y][r * c->cols + k] = (rstd_slack + 4 * unit) * scaled +
+                                     mean_slack * rstd * fabs(weight) +
+                                     unit * (fabs((double)y) + fabs(bias));
     }
   }
 }
@@ -103,19 +117,22 @@ static void set_backward(norm_case *c) {
     for (int pass = 0; pass < 2; ++pass) {
       for (int64_t k = 0; k < c->cols; ++k) {
         const long double g = (long double)input(c, GRAD_OUT, r * c->grad_out_stride + k);
-        const long double xhat = ((long double)input(c, X, r * c->x_stride + k) - (c->centered ? mean : 0)) * rstd;
+        const long double xhat =
+            ((long double)input(c, X, r * c->x_stride + k) - (c->centered ? mean : 0)) * rstd;
         const long double gw = g * (long double)input(c, WEIGHT, k);
         const long double level = c->centered ? sum[0] : 0, product = xhat * sum[1];
         if (pass == 0) {
           sum[0] += gw / (long double)c->cols, sizes[0] += fabsl(gw) / (long double)c->cols;
-          sum[1] += gw * xhat / (long double)c->cols, sizes[1] += fabsl(gw * xhat) / (long double)c->cols;
+          sum[1] += gw * xhat / (long double)c->cols,
+              sizes[1] += fabsl(gw * xhat) / (long double)c->cols;
           c->want[GRAD_WEIGHT][k] += (double)(g * xhat);
           c->slack[GRAD_WEIGHT][k] += column_roundings * unit * (double)fabsl(g * xhat);
           c->want[GRAD_BIAS][k] += (double)g;
           c->slack[GRAD_BIAS][k] += column_roundings * unit * (double)fabsl(g);
           continue;
         }
-        const long double of_sums = (sizes[0] + fabsl(xhat) * sizes[1]) * (long double)(roundings + 4);
+        const long double of_sums =
+            (sizes[0] + fabsl(xhat) * sizes[1]) * (long double)(roundings + 4);
         c->want[GRAD_X][r * c->cols + k] = (double)((gw - level - product) * rstd);
         c->slack[GRAD_X][r * c->cols + k] =
             unit * (double)(rstd * (of_sums + 4 * (fabsl(gw) + fabsl(level) + fabsl(product))));
@@ -127,7 +144,12 @@ static void set_backward(norm_case *c) {
 /* ---- one case ---- */
 
 static norm_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int centered, int variant) {
-  norm_case c = {.rows = rows, .cols = cols, .dtype = dtype, .weight_dtype = dtype, .centered = centered, .eps = 1e-5};
+  norm_case c = {.rows = rows,
+                 .cols = cols,
+                 .dtype = dtype,
+                 .weight_dtype = dtype,
+                 .centered = centered,
+                 .eps = 1e-5};
   c.x_stride = cols + (variant % 3 == 1 ? 7 : 0);
   c.grad_out_stride = cols + (variant % 3 == 2 ? 64 : 0);
   if (formats[dtype].size == 2 && variant % 2) c.weight_dtype = DTYPE_FLOAT32;
@@ -135,7 +157,8 @@ static norm_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int centere
     if (k >= WEIGHT && variant % 4 == k) continue; /* NULL */
     c.in[k] = random_elements(input_dtype(&c, k), input_count(&c, k), 3, 0, (uint64_t)(k + 1));
     const int64_t stride = k == X ? c.x_stride : c.grad_out_stride;
-    for (int64_t i = 0; k < WEIGHT && i < input_count(&c, k); ++i) { /* what lies between the rows is none of theirs */
+    for (int64_t i = 0; k < WEIGHT && i < input_count(&c, k);
+         ++i) { /* what lies between the rows is none of theirs */
       if (i % stride >= cols) set_element(dtype, c.in[k], i, (double)NAN);
     }
   }
@@ -165,9 +188,9 @@ static void check_output(const norm_case *c, int output, const buffer_t *got) {
   for (int64_t i = 0; i < count(c, output); ++i) {
     const double value = element(dtype, got->data, i), want = c->want[output][i];
     CHECK(close_to(dtype, value, want, c->slack[output][i]),
-          "%s %s (%lld, %lld): element %lld of %s is %a, not %a within %a", c->centered ? "layer_norm" : "rms_norm",
-          dtype_names[c->dtype], (long long)c->rows, (long long)c->cols, (long long)i, output_names[output], value,
-          want, c->slack[output][i]);
+          "%s %s (%lld, %lld): element %lld of %s is %a, not %a within %a",
+          c->centered ? "layer_norm" : "rms_norm", dtype_names[c->dtype], (long long)c->rows,
+          (long long)c->cols, (long long)i, output_names[output], value, want, c->slack[output][i]);
   }
 }
 
@@ -182,8 +205,12 @@ static void split(void (*kernel)(int64_t, int64_t, void *), int64_t n, void *arg
 static buffer_t widen(const norm_case *c, const buffer_t *in, int which, int way) {
   const int64_t cols = c->cols, middle = cols / 64 * 32;
   buffer_t wide = buffer_new((size_t)norm_wide_cols(cols) * formats[computed_in(c)].size, 0);
-  norm_widen_args args = {
-      c->in[which] ? in[which].data : NULL, wide.data, which == WEIGHT, cols, c->dtype, c->weight_dtype};
+  norm_widen_args args = {c->in[which] ? in[which].data : NULL,
+                          wide.data,
+                          which == WEIGHT,
+                          cols,
+                          c->dtype,
+                          c->weight_dtype};
   if (way == WHOLE) norm_widen_cpu(0, cols, &args);
   if (way != WHOLE) norm_widen_cpu(middle, cols, &args), norm_widen_cpu(0, middle, &args);
   buffer_check(&wide, NULL, "norm, wide");
@@ -210,11 +237,13 @@ static void run_forward(const norm_case *c, const buffer_t *in, int way, const b
 }
 
 /* The gradients that are not wanted are NULL. */
-static void run_backward(const norm_case *c, const buffer_t *in, int way, const int *wanted, const buffer_t *out) {
+static void run_backward(const norm_case *c, const buffer_t *in, int way, const int *wanted,
+                         const buffer_t *out) {
   buffer_t weight = widen(c, in, WEIGHT, way), statistics[2];
   for (int k = 0; k < 2; ++k) {
     statistics[k] = buffer_new(bytes_of(c, MEAN + k), 0);
-    for (int64_t r = 0; r < c->rows; ++r) set_element(computed_in(c), statistics[k].data, r, c->want[MEAN + k][r]);
+    for (int64_t r = 0; r < c->rows; ++r)
+      set_element(computed_in(c), statistics[k].data, r, c->want[MEAN + k][r]);
   }
   norm_backward_args args = {.grad_out = in[GRAD_OUT].data,
                              .x = in[X].data,
@@ -236,12 +265,14 @@ static void run_backward(const norm_case *c, const buffer_t *in, int way, const 
   split(norm_backward_cpu, norm_parts(c->rows, c->cols), &args, way);
   if (sums) split(norm_grad_weight_cpu, ceil_div(c->cols, NORM_TILE), &args, way);
   buffer_check(&partial, NULL, "norm, scratch");
-  buffer_free(&partial), buffer_free(&weight), buffer_free(&statistics[0]), buffer_free(&statistics[1]);
+  buffer_free(&partial), buffer_free(&weight), buffer_free(&statistics[0]),
+      buffer_free(&statistics[1]);
 }
 
 static void new_inputs(const norm_case *c, buffer_t *in) {
   for (int k = 0; k < INPUTS; ++k) {
-    const size_t size = formats[input_dtype(c, k)].size, bytes = c->in[k] ? (size_t)input_count(c, k) * size : 0;
+    const size_t size = formats[input_dtype(c, k)].size,
+                 bytes = c->in[k] ? (size_t)input_count(c, k) * size : 0;
     in[k] = c->in[k] ? buffer_copy(c->in[k], bytes, (size_t)c->offset * size) : buffer_new(0, 0);
   }
 }
@@ -258,7 +289,8 @@ static uint64_t run_case(const norm_case *c) {
   buffer_t in[INPUTS], out[OUTPUTS];
   new_inputs(c, in);
   for (int form = 0; form < (c->centered ? 8 : 4); ++form) {
-    const int wanted[OUTPUTS] = {form == 0, form == 0 && c->centered, form == 0, form & 1, form >> 1 & 1, form >> 2};
+    const int wanted[OUTPUTS] = {
+        form == 0, form == 0 && c->centered, form == 0, form & 1, form >> 1 & 1, form >> 2};
     new_outputs(c, out);
     if (form == 0) run_forward(c, in, WHOLE, out);
     if (form > 0) run_backward(c, in, WHOLE, wanted, out);
@@ -275,7 +307,8 @@ static uint64_t run_case(const norm_case *c) {
 }
 
 void test_norm_sizes(uint32_t step) {
-  static const int64_t rows[] = {0, 1, 2, 3, 65}, cols[] = {0, 1, 31, 32, 33, 63, 1023, 1024, 1025, 4097};
+  static const int64_t rows[] = {0, 1, 2, 3, 65},
+                       cols[] = {0, 1, 31, 32, 33, 63, 1023, 1024, 1025, 4097};
   (void)step;
   int variant = 0;
   for (int r = 0; r < 5; ++r) {
@@ -303,8 +336,9 @@ void test_norm_hostile(uint32_t step) {
     double at, spread;
     int64_t far;
     double eps;
-  } rows[] = {{4e4, 1, 0, 1e-5},  {4e4, 1, 1, 1e-5},   {1000, 1, 40, 1e-5}, {-7, 1e-3, 32, 0},  {1e30, 1e29, 33, 1e-5},
-              {0, 1e30, 0, 1e-5}, {3e19, 0, 32, 1e-5}, {0, 1e-39, 0, 1e-5}, {0, 1e-30, 0, 0.0}, {0.1, 0, 0, 1e-5}};
+  } rows[] = {{4e4, 1, 0, 1e-5},      {4e4, 1, 1, 1e-5},  {1000, 1, 40, 1e-5}, {-7, 1e-3, 32, 0},
+              {1e30, 1e29, 33, 1e-5}, {0, 1e30, 0, 1e-5}, {3e19, 0, 32, 1e-5}, {0, 1e-39, 0, 1e-5},
+              {0, 1e-30, 0, 0.0},     {0.1, 0, 0, 1e-5}};
   (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
     uint64_t hash = 0;
@@ -313,21 +347,26 @@ void test_norm_hostile(uint32_t step) {
       if (dtype == DTYPE_FLOAT16 && fabs(rows[i / 2].at) + rows[i / 2].spread > 65000) c.rows = 0;
       uint64_t state = (uint64_t)i;
       for (int64_t k = 0; k < input_count(&c, X); ++k) {
-        const double value = rows[i / 2].at + random_between(&state, -rows[i / 2].spread, rows[i / 2].spread);
+        const double value =
+            rows[i / 2].at + random_between(&state, -rows[i / 2].spread, rows[i / 2].spread);
         set_element(c.dtype, c.in[X], k, k % c.x_stride < rows[i / 2].far ? 0 : value);
       }
       c.eps = rows[i / 2].eps;
-      if (dtype == DTYPE_FLOAT16 && rows[i / 2].spread < 1e-9 && c.eps == 0) c.eps = 1; /* all are 0 */
+      if (dtype == DTYPE_FLOAT16 && rows[i / 2].spread < 1e-9 && c.eps == 0)
+        c.eps = 1; /* all are 0 */
       set_wants(&c);
       hash = 31 * hash + run_case(&c);
       free_case(&c);
     }
-    for (int i = 0; i < 12; ++i) { /* NaN and infinity reach all of their row and nothing of the next */
+    for (int i = 0; i < 12;
+         ++i) { /* NaN and infinity reach all of their row and nothing of the next */
       norm_case c = new_case(2, 67, (dtype_t)dtype, i % 2, 0);
-      set_element(c.dtype, c.in[X], (const int64_t[]){0, 31, 66}[i / 4], i / 2 % 2 ? (double)NAN : -(double)INFINITY);
+      set_element(c.dtype, c.in[X], (const int64_t[]){0, 31, 66}[i / 4],
+                  i / 2 % 2 ? (double)NAN : -(double)INFINITY);
       set_wants(&c);
       for (int k = 0; k < OUTPUTS; ++k) {
-        for (int64_t j = 0; j < count(&c, k); ++j) c.slack[k][j] = isfinite(c.slack[k][j]) ? c.slack[k][j] : 0;
+        for (int64_t j = 0; j < count(&c, k); ++j)
+          c.slack[k][j] = isfinite(c.slack[k][j]) ? c.slack[k][j] : 0;
       }
       hash = 31 * hash + run_case(&c);
       free_case(&c);
@@ -428,8 +467,10 @@ void test_norm_ranges(uint32_t step) {
       if (c.centered && c.rows > 4) check_alone(&c);
       should_stream = 0;
       c.offset = 1;
-      CHECK(check_ranges(&c) == hash, "norm %s: other bits from an odd address", dtype_names[c.dtype]);
-      printf("bits norm %d %s %d %016llx\n", s, dtype_names[c.dtype], c.centered, (unsigned long long)hash);
+      CHECK(check_ranges(&c) == hash, "norm %s: other bits from an odd address",
+            dtype_names[c.dtype]);
+      printf("bits norm %d %s %d %016llx\n", s, dtype_names[c.dtype], c.centered,
+             (unsigned long long)hash);
       free_case(&c);
     }
   }

@@ -7,14 +7,17 @@
 typedef struct {
   int64_t rows, cols;
   dtype_t dtype;
-  int centered, add, drop, offset; /* offset: of every buffer, in elements past a multiple of 64 bytes */
+  int centered, add, drop,
+      offset; /* offset: of every buffer, in elements past a multiple of 64 bytes */
   int64_t seed;
 } fused_case;
 
 enum { X, RESIDUAL, GRAD_OUT, GRAD_SUM, INPUTS };
 enum { SUM, Y, MEAN, RSTD, GRAD_X, GRAD_DROPPED, GRAD_WEIGHT, GRAD_BIAS, OUTPUTS };
 
-static dtype_t computed_in(const fused_case *c) { return c->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
+static dtype_t computed_in(const fused_case *c) {
+  return c->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+}
 static size_t size_of(const fused_case *c) { return formats[c->dtype].size; }
 
 static size_t output_size_of(const fused_case *c, int k) {
@@ -30,7 +33,8 @@ static dropout_t dropout_if(const fused_case *c, int wanted) {
   return c->drop && wanted ? dropout_of(0.5, &c->seed) : (dropout_t){0};
 }
 
-static norm_forward_args forward_args(const fused_case *c, const void *x, void *const *wide, const buffer_t *out) {
+static norm_forward_args forward_args(const fused_case *c, const void *x, void *const *wide,
+                                      const buffer_t *out) {
   return (norm_forward_args){.x = x,
                              .weight = wide[0],
                              .bias = c->centered ? wide[1] : NULL,
@@ -46,8 +50,8 @@ static norm_forward_args forward_args(const fused_case *c, const void *x, void *
                              .centered = c->centered};
 }
 
-static norm_backward_args backward_args(const fused_case *c, const void *x, const void *grad_out, void *const *wide,
-                                        const buffer_t *out) {
+static norm_backward_args backward_args(const fused_case *c, const void *x, const void *grad_out,
+                                        void *const *wide, const buffer_t *out) {
   return (norm_backward_args){.grad_out = grad_out,
                               .x = x,
                               .mean = c->centered ? out[MEAN].data : NULL,
@@ -73,11 +77,14 @@ static void run_backward(norm_backward_args *args) {
   buffer_free(&partial);
 }
 
-static void run_fused(const fused_case *c, const buffer_t *in, void *const *wide, const buffer_t *out) {
+static void run_fused(const fused_case *c, const buffer_t *in, void *const *wide,
+                      const buffer_t *out) {
   norm_forward_args forward = forward_args(c, in[X].data, wide, out);
-  norm_backward_args backward = backward_args(c, c->add ? out[SUM].data : in[X].data, in[GRAD_OUT].data, wide, out);
+  norm_backward_args backward =
+      backward_args(c, c->add ? out[SUM].data : in[X].data, in[GRAD_OUT].data, wide, out);
   if (c->add) {
-    forward.residual = in[RESIDUAL].data, forward.residual_stride = c->cols, forward.sum = out[SUM].data;
+    forward.residual = in[RESIDUAL].data, forward.residual_stride = c->cols,
+    forward.sum = out[SUM].data;
     backward.grad_sum = in[GRAD_SUM].data, backward.grad_sum_stride = c->cols;
     if (c->drop) backward.grad_dropped = out[GRAD_DROPPED].data;
   }
@@ -100,16 +107,19 @@ static void add(const fused_case *c, void *sum, const void *a, const void *b) {
   }
 }
 
-static void run_composed(const fused_case *c, const buffer_t *in, void *const *wide, const buffer_t *out) {
+static void run_composed(const fused_case *c, const buffer_t *in, void *const *wide,
+                         const buffer_t *out) {
   const size_t bytes = output_bytes(c, Y);
   buffer_t dropped = buffer_new(bytes, 0);
-  if (c->add) drop(c, in[X].data, dropped.data), add(c, out[SUM].data, in[RESIDUAL].data, dropped.data);
+  if (c->add)
+    drop(c, in[X].data, dropped.data), add(c, out[SUM].data, in[RESIDUAL].data, dropped.data);
   const void *x = c->add ? out[SUM].data : in[X].data;
   norm_forward_args forward = forward_args(c, x, wide, out);
   norm_forward_cpu(0, c->rows, &forward);
   if (!c->add) memcpy(dropped.data, out[Y].data, bytes), drop(c, dropped.data, out[Y].data);
   if (!c->add) drop(c, in[GRAD_OUT].data, dropped.data);
-  norm_backward_args backward = backward_args(c, x, c->add ? in[GRAD_OUT].data : dropped.data, wide, out);
+  norm_backward_args backward =
+      backward_args(c, x, c->add ? in[GRAD_OUT].data : dropped.data, wide, out);
   run_backward(&backward);
   if (c->add) add(c, out[GRAD_X].data, out[GRAD_X].data, in[GRAD_SUM].data);
   buffer_free(&dropped);
@@ -117,7 +127,8 @@ static void run_composed(const fused_case *c, const buffer_t *in, void *const *w
 
 /* The same bits; but a half below 2^-14 is rounded less finely before it is doubled than after. */
 static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
-  if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y)) return memcmp(a->data, b->data, a->bytes) == 0;
+  if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y))
+    return memcmp(a->data, b->data, a->bytes) == 0;
   for (int64_t i = 0; i < c->rows * c->cols; ++i) {
     const double x = element(c->dtype, a->data, i), y = element(c->dtype, b->data, i);
     if (x != y && !(fabs(x) < 0x1p-13 && fabs(x - y) <= 0x1p-24)) return 0;
@@ -126,19 +137,22 @@ static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
 }
 
 static void check_outputs(const fused_case *c, const buffer_t *got, const buffer_t *want) {
-  static const char *const names[] = {"sum", "y", "mean", "rstd", "grad_x", "grad_dropped", "grad_weight", "grad_bias"};
+  static const char *const names[] = {"sum",          "y",           "mean",     "rstd", "grad_x",
+                                      "grad_dropped", "grad_weight", "grad_bias"};
   for (int k = 0; k < OUTPUTS; ++k) {
     if (k == GRAD_DROPPED) continue;
     if (k == GRAD_X && c->add && size_of(c) == 2) {
       for (int64_t i = 0; i < c->rows * c->cols; ++i) {
         const double a = element(c->dtype, got[k].data, i), b = element(c->dtype, want[k].data, i);
         /* The composition rounds the norm's gradient, and both the sum. */
-        CHECK(fabs(a - b) <= 2 * unit_at(&formats[c->dtype], 8), "fused norm: grad_x %lld is %a, not %a", (long long)i,
-              a, b);
+        CHECK(fabs(a - b) <= 2 * unit_at(&formats[c->dtype], 8),
+              "fused norm: grad_x %lld is %a, not %a", (long long)i, a, b);
       }
     } else {
-      CHECK(same(c, &got[k], &want[k]), "fused norm %s (%lld, %lld), add %d, drop %d, centered %d: %s has other bits",
-            dtype_names[c->dtype], (long long)c->rows, (long long)c->cols, c->add, c->drop, c->centered, names[k]);
+      CHECK(same(c, &got[k], &want[k]),
+            "fused norm %s (%lld, %lld), add %d, drop %d, centered %d: %s has other bits",
+            dtype_names[c->dtype], (long long)c->rows, (long long)c->cols, c->add, c->drop,
+            c->centered, names[k]);
     }
     buffer_check(&got[k], NULL, names[k]);
   }
@@ -174,10 +188,12 @@ static uint64_t run_case(const fused_case *c) {
   check_outputs(c, out[0], out[1]);
   for (int k = 0; k < OUTPUTS; ++k) {
     const dtype_t dtype = k == MEAN || k == RSTD ? computed_in(c) : c->dtype;
-    hash = hash_elements(hash, dtype, out[0][k].data, (int64_t)(out[0][k].bytes / formats[dtype].size));
+    hash = hash_elements(hash, dtype, out[0][k].data,
+                         (int64_t)(out[0][k].bytes / formats[dtype].size));
     buffer_free(&out[0][k]), buffer_free(&out[1][k]);
   }
-  for (int k = 0; k < INPUTS; ++k) buffer_check(&in[k], NULL, "fused norm, input"), buffer_free(&in[k]);
+  for (int k = 0; k < INPUTS; ++k)
+    buffer_check(&in[k], NULL, "fused norm, input"), buffer_free(&in[k]);
   for (int k = 0; k < 2; ++k) buffer_free(&wide_buffers[k]);
   return hash;
 }
@@ -185,15 +201,21 @@ static uint64_t run_case(const fused_case *c) {
 /* add with and without dropout, and dropout of the result, over widths at every alignment of a row's first element,
  * of one row of masks made at once, of two and of more than are held (common/cpu_philox.h). */
 void test_norm_fused(uint32_t step) {
-  static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},  {5, 66},  {9, 1023}, {4, 1024},
-                                      {3, 1026}, {2, 4100}, {3, 224}, {3, 300}, {3, 20001}};
+  static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},   {5, 66},
+                                      {9, 1023}, {4, 1024}, {3, 1026}, {2, 4100},
+                                      {3, 224},  {3, 300},  {3, 20001}};
   static const int forms[][2] = {{1, 0}, {1, 1}, {0, 1}};
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
     uint64_t hash = 0;
     for (int i = 0; i < 11 * 3 * 2; ++i) {
-      fused_case c = {
-          shapes[i / 6][0],      shapes[i / 6][1], (dtype_t)dtype, i % 2, forms[i / 2 % 3][0], forms[i / 2 % 3][1], 0,
-          0x0123456789abcdef + i};
+      fused_case c = {shapes[i / 6][0],
+                      shapes[i / 6][1],
+                      (dtype_t)dtype,
+                      i % 2,
+                      forms[i / 2 % 3][0],
+                      forms[i / 2 % 3][1],
+                      0,
+                      0x0123456789abcdef + i};
       if (!c.add && !c.centered) continue;         /* there is no rms_norm with dropout */
       if (step > 1000 && c.cols > 16384) continue; /* minutes under sanitizers */
       hash = 31 * hash + run_case(&c);

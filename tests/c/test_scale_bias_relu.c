@@ -13,19 +13,25 @@ typedef struct {
   double *want[OUTPUTS], *slack[OUTPUTS];
 } sbr_case;
 
-static int64_t count(const sbr_case *c, int output) { return output == GRAD_BIAS ? c->cols : c->rows * c->cols; }
+static int64_t count(const sbr_case *c, int output) {
+  return output == GRAD_BIAS ? c->cols : c->rows * c->cols;
+}
 
-static size_t bytes_of(const sbr_case *c, int output) { return (size_t)count(c, output) * formats[c->dtype].size; }
+static size_t bytes_of(const sbr_case *c, int output) {
+  return (size_t)count(c, output) * formats[c->dtype].size;
+}
 
 /* The exact data needs no slack: products, sums and the lanes' sums over rows are all exact in float. Random data errs by a
  * rounding or two an element; where scale * x + bias is nearly 0 rounding may turn the mask; and a sum of at most 64 rows
  * in float is 64 roundings off, of the size of the terms added up. */
 static void set_wants(sbr_case *c, int exact) {
   const double unit = exact ? 0 : rounding(c->dtype);
-  for (int k = 0; k < OUTPUTS; ++k) c->want[k] = doubles(count(c, k)), c->slack[k] = doubles(count(c, k));
+  for (int k = 0; k < OUTPUTS; ++k)
+    c->want[k] = doubles(count(c, k)), c->slack[k] = doubles(count(c, k));
   for (int64_t i = 0; i < c->rows * c->cols; ++i) {
     const int64_t column = i % c->cols;
-    const double bias = element(c->dtype, c->bias, column), product = element(c->dtype, c->x, i) * c->scale;
+    const double bias = element(c->dtype, c->bias, column),
+                 product = element(c->dtype, c->x, i) * c->scale;
     const double v = product + bias, g = v <= 0 ? 0 : element(c->dtype, c->grad_out, i);
     const int unsure = fabs(v) <= 2 * unit * (fabs(product) + fabs(bias)) && !exact;
     const double slack = unsure ? fabs(element(c->dtype, c->grad_out, i)) : unit * fabs(g);
@@ -41,9 +47,12 @@ static void set_wants(sbr_case *c, int exact) {
 static sbr_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int exact) {
   sbr_case c = {rows, cols, dtype, exact ? -1.5 : 0.7001953125, NULL, NULL, NULL, {NULL}, {NULL}};
   c.x = exact ? random_exact(dtype, rows * cols, 1) : random_elements(dtype, rows * cols, 3, 0, 1);
-  c.grad_out = exact ? random_exact(dtype, rows * cols, 2) : random_elements(dtype, rows * cols, 3, 0, 2);
+  c.grad_out =
+      exact ? random_exact(dtype, rows * cols, 2) : random_elements(dtype, rows * cols, 3, 0, 2);
   c.bias = exact ? random_exact(dtype, cols, 3) : random_elements(dtype, cols, 3, 0, 3);
-  if (exact && rows > 1) { /* the first, a middle and the last element, which pass; an infinity that is cut off */
+  if (exact &&
+      rows >
+          1) { /* the first, a middle and the last element, which pass; an infinity that is cut off */
     set_element(dtype, c.x, 0, (double)NAN);
     set_element(dtype, c.grad_out, (rows / 2) * cols, (double)NAN);
     set_element(dtype, c.x, (rows / 2) * cols, -(double)INFINITY);
@@ -64,8 +73,9 @@ static void check_output(const sbr_case *c, int output, const buffer_t *got) {
   for (int64_t i = 0; i < count(c, output); ++i) {
     const double value = element(c->dtype, got->data, i);
     CHECK(close_to(c->dtype, value, c->want[output][i], c->slack[output][i]),
-          "scale_bias_relu %s (%lld, %lld): element %lld of %s is %a, not %a", dtype_names[c->dtype],
-          (long long)c->rows, (long long)c->cols, (long long)i, output_names[output], value, c->want[output][i]);
+          "scale_bias_relu %s (%lld, %lld): element %lld of %s is %a, not %a",
+          dtype_names[c->dtype], (long long)c->rows, (long long)c->cols, (long long)i,
+          output_names[output], value, c->want[output][i]);
   }
 }
 
@@ -78,24 +88,29 @@ static void split(void (*kernel)(int64_t, int64_t, void *), int64_t n, void *arg
 }
 
 static void run_forward(const sbr_case *c, const buffer_t *in, int way, buffer_t *y) {
-  scale_bias_relu_forward_args args = {in[0].data, in[2].data, y->data, c->scale, c->rows, c->cols, c->dtype};
+  scale_bias_relu_forward_args args = {in[0].data, in[2].data, y->data, c->scale,
+                                       c->rows,    c->cols,    c->dtype};
   split(scale_bias_relu_forward_cpu, ceil_div(c->rows * c->cols, CHUNK), &args, way);
 }
 
 /* grad_x or grad_bias NULL: not computed. */
-static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_t *grad_x, buffer_t *grad_bias) {
-  const int64_t tiles = scale_bias_relu_tiles(c->cols), parts = scale_bias_relu_parts(c->rows, c->cols);
-  buffer_t partial = buffer_new((size_t)scale_bias_relu_partial_cpu(c->rows, c->cols) * sizeof(double), 0);
-  scale_bias_relu_backward_args args = {.grad_out = in[1].data,
-                                        .x = in[0].data,
-                                        .bias = in[2].data,
-                                        .grad_x = grad_x ? grad_x->data : NULL,
-                                        .grad_bias = grad_bias ? grad_bias->data : NULL,
-                                        .partial = grad_bias ? (double *)(void *)partial.data : NULL,
-                                        .scale = c->scale,
-                                        .rows = c->rows,
-                                        .cols = c->cols,
-                                        .dtype = c->dtype};
+static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_t *grad_x,
+                         buffer_t *grad_bias) {
+  const int64_t tiles = scale_bias_relu_tiles(c->cols),
+                parts = scale_bias_relu_parts(c->rows, c->cols);
+  buffer_t partial =
+      buffer_new((size_t)scale_bias_relu_partial_cpu(c->rows, c->cols) * sizeof(double), 0);
+  scale_bias_relu_backward_args args = {
+      .grad_out = in[1].data,
+      .x = in[0].data,
+      .bias = in[2].data,
+      .grad_x = grad_x ? grad_x->data : NULL,
+      .grad_bias = grad_bias ? grad_bias->data : NULL,
+      .partial = grad_bias ? (double *)(void *)partial.data : NULL,
+      .scale = c->scale,
+      .rows = c->rows,
+      .cols = c->cols,
+      .dtype = c->dtype};
   split(scale_bias_relu_backward_cpu, parts * tiles, &args, way);
   if (grad_bias) split(scale_bias_relu_grad_bias_cpu, tiles, &args, way);
   buffer_check(&partial, NULL, "scale_bias_relu partial");
@@ -113,7 +128,8 @@ static void run_case(const sbr_case *c, int offset) {
     for (int k = 0; k < OUTPUTS; ++k) out[k] = buffer_new(bytes_of(c, k), at);
     if (form == 0) run_forward(c, in, WHOLE, &out[Y]);
     if (form > 0)
-      run_backward(c, in, WHOLE, wanted[GRAD_X] ? &out[GRAD_X] : NULL, wanted[GRAD_BIAS] ? &out[GRAD_BIAS] : NULL);
+      run_backward(c, in, WHOLE, wanted[GRAD_X] ? &out[GRAD_X] : NULL,
+                   wanted[GRAD_BIAS] ? &out[GRAD_BIAS] : NULL);
     for (int k = 0; k < OUTPUTS; ++k) {
       if (wanted[k]) check_output(c, k, &out[k]);
       buffer_check(&out[k], NULL, "scale_bias_relu");
@@ -124,7 +140,8 @@ static void run_case(const sbr_case *c, int offset) {
 }
 
 void test_scale_bias_relu_sizes(uint32_t step) {
-  static const int64_t rows[] = {0, 1, 33, 65}, cols[] = {1, 31, 32, 33, 1023, 1025, 2047, 2048, 2049, 3584};
+  static const int64_t rows[] = {0, 1, 33, 65},
+                       cols[] = {1, 31, 32, 33, 1023, 1025, 2047, 2048, 2049, 3584};
   (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {
     for (int r = 0; r < 4; ++r) {
@@ -161,7 +178,8 @@ static uint64_t check_ranges(const sbr_case *c) {
   /* One chunk of forward alone writes nothing else. */
   const size_t chunk = CHUNK * formats[c->dtype].size;
   buffer_t alone = buffer_new(bytes_of(c, Y), 0);
-  scale_bias_relu_forward_args args = {c->x, c->bias, alone.data, c->scale, c->rows, c->cols, c->dtype};
+  scale_bias_relu_forward_args args = {c->x,    c->bias, alone.data, c->scale,
+                                       c->rows, c->cols, c->dtype};
   scale_bias_relu_forward_cpu(3, 4, &args);
   scale_bias_relu_forward_cpu(2, 2, &args);
   buffer_check_part(&alone, out[0][Y].data, 3 * chunk, 4 * chunk, "scale_bias_relu");
@@ -193,9 +211,11 @@ void test_scale_bias_relu_ranges(uint32_t step) {
       sbr_case c = new_case(shapes[s][0], shapes[s][1], (dtype_t)dtype, 0);
       const uint64_t hash = check_ranges(&c);
       should_stream = 1;
-      CHECK(check_ranges(&c) == hash, "scale_bias_relu %s: other bits when streamed", dtype_names[dtype]);
+      CHECK(check_ranges(&c) == hash, "scale_bias_relu %s: other bits when streamed",
+            dtype_names[dtype]);
       should_stream = 0;
-      printf("bits scale_bias_relu %d %s %016llx\n", s, dtype_names[dtype], (unsigned long long)hash);
+      printf("bits scale_bias_relu %d %s %016llx\n", s, dtype_names[dtype],
+             (unsigned long long)hash);
       free_case(&c);
     }
   }

@@ -16,7 +16,8 @@ int cpu_should_stream(int64_t bytes) {
 
 static void test_level(uint32_t step) {
   (void)step;
-  CHECK(!real_cpu_should_stream(0) && !real_cpu_should_stream(64 << 10), "64 KiB would be written past the caches");
+  CHECK(!real_cpu_should_stream(0) && !real_cpu_should_stream(64 << 10),
+        "64 KiB would be written past the caches");
   CHECK(real_cpu_should_stream(INT64_MAX), "no size at all would be written past the caches");
   printf("%s\n", cpu_level_name(cpu_level()));
 }

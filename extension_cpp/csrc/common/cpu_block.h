@@ -20,7 +20,8 @@
 
 enum { BLOCK = 32 };
 
-typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t; /* two neighbouring 16-bit elements */
+typedef uint32_t __attribute__((may_alias, aligned(2)))
+pair_t; /* two neighbouring 16-bit elements */
 
 /* Which of a block's elements lane k holds. */
 ALWAYS_INLINE int column_float64(int k) { return k; }
@@ -74,9 +75,11 @@ ALWAYS_INLINE void stream64(void *p, const void *v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512((__m512i *)p, _mm512_loadu_si512(v));
 #elif defined(__AVX__)
-  for (int j = 0; j < 2; ++j) _mm256_stream_si256((__m256i *)p + j, _mm256_loadu_si256((const __m256i *)v + j));
+  for (int j = 0; j < 2; ++j)
+    _mm256_stream_si256((__m256i *)p + j, _mm256_loadu_si256((const __m256i *)v + j));
 #elif defined(__x86_64__)
-  for (int j = 0; j < 4; ++j) _mm_stream_si128((__m128i *)p + j, _mm_loadu_si128((const __m128i *)v + j));
+  for (int j = 0; j < 4; ++j)
+    _mm_stream_si128((__m128i *)p + j, _mm_loadu_si128((const __m128i *)v + j));
 #else
   memcpy(p, v, 64);
 #endif
@@ -135,7 +138,8 @@ ALWAYS_INLINE void load_bfloat16(float *restrict v, const uint16_t *restrict p, 
   for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = bits_float(pairs[k] & 0xffff0000u);
 }
 
-ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v, int n, int stream) {
+ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v, int n,
+                                  int stream) {
   uint32_t pairs[BLOCK / 2];
   for (int k = 0; k < BLOCK / 2; ++k) {
     pairs[k] = (bfloat16_bits(v[BLOCK / 2 + k]) & 0xffff0000u) | bfloat16_bits(v[k]) >> 16;
@@ -173,11 +177,13 @@ ALWAYS_INLINE void store_float16(uint16_t *restrict p, const float *restrict v, 
   uint16_t half[BLOCK];
 #if defined(__AVX512F__)
   for (int k = 0; k < BLOCK; k += 16) {
-    _mm256_storeu_si256((__m256i *)(half + k), _mm512_cvtps_ph(_mm512_loadu_ps(v + k), _MM_FROUND_TO_NEAREST_INT));
+    _mm256_storeu_si256((__m256i *)(half + k),
+                        _mm512_cvtps_ph(_mm512_loadu_ps(v + k), _MM_FROUND_TO_NEAREST_INT));
   }
 #elif defined(__F16C__)
   for (int k = 0; k < BLOCK; k += 8) {
-    _mm_storeu_si128((__m128i *)(half + k), _mm256_cvtps_ph(_mm256_loadu_ps(v + k), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i *)(half + k),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(v + k), _MM_FROUND_TO_NEAREST_INT));
   }
 #else
   for (int k = 0; k < BLOCK; ++k) half[k] = float_to_float16(v[k]);
@@ -192,7 +198,8 @@ ALWAYS_INLINE void store_float16(uint16_t *restrict p, const float *restrict v, 
 /* Asks for the lines of `bytes` bytes that lie `ahead` bytes behind p: any address will do, one outside the tensor too. */
 ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
   const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead;
-  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
+  for (int64_t byte = 0; byte < bytes; byte += 64)
+    __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
 }
 
 /* LOAD in a loop over all elements: also asks for what comes 2 KiB later. A processor that has much to do for each block does not look

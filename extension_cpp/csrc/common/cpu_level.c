@@ -24,9 +24,10 @@ static cpu_level_t detect(void) {
   unsigned eax, ebx, ecx = 0, edx;
   /* clang 14 does not know the name "f16c", so ask cpuid: leaf 1, ecx bit 29. */
   const int f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
-  if (!(f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return CPU_BASELINE;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
+  if (!(f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
+    return CPU_BASELINE;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     return CPU_V4;
   }
   return CPU_V3;

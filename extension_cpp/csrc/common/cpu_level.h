@@ -39,9 +39,11 @@ int cpu_should_stream(int64_t bytes);
 
 /* CPU_ENTRY(f, args_type) exports `void f(int64_t begin, int64_t end, void *args)`, the form torch_parallel_for calls, over
  * `static void f##_range(int64_t begin, int64_t end, const args_type *args)` of this file. */
-#define CPU_ENTRY_LEVEL(name, args_type)                       \
-  void CPU_NAME(name)(int64_t begin, int64_t end, void *args); \
-  void CPU_NAME(name)(int64_t begin, int64_t end, void *args) { name##_range(begin, end, (const args_type *)args); }
+#define CPU_ENTRY_LEVEL(name, args_type)                        \
+  void CPU_NAME(name)(int64_t begin, int64_t end, void *args);  \
+  void CPU_NAME(name)(int64_t begin, int64_t end, void *args) { \
+    name##_range(begin, end, (const args_type *)args);          \
+  }
 #if defined(CPU_LEVEL_V3) || defined(CPU_LEVEL_V4)
 #define CPU_ENTRY(name, args_type) CPU_ENTRY_LEVEL(name, args_type)
 #elif defined(__x86_64__)

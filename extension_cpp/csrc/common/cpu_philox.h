@@ -33,7 +33,8 @@ ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 
 ALWAYS_INLINE lanes_t upper_halves(lanes_t product) {
 #if defined(__AVX512F__)
-  return (lanes_t)_mm512_shuffle_epi32((__m512i)product, 0xf5); /* shifts have but one port, which the products need */
+  return (lanes_t)_mm512_shuffle_epi32(
+      (__m512i)product, 0xf5); /* shifts have but one port, which the products need */
 #else
   return product >> 32;
 #endif
@@ -44,7 +45,8 @@ ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_
 #if defined(__AVX512F__)
   uint64_t bytes = 0;
   for (int w = 0; w < 4; w += 2) {
-    const __m512i pair = _mm512_mask_shuffle_epi32((__m512i)word[w], 0xaaaa, (__m512i)word[w + 1], 0xa0);
+    const __m512i pair =
+        _mm512_mask_shuffle_epi32((__m512i)word[w], 0xaaaa, (__m512i)word[w + 1], 0xa0);
     const __m512i last = _mm512_set1_epi32((int)last_dropped);
     const uint64_t first_bits = 0x0505050505050505u << 2 * w;
     bytes |= _pdep_u64(_mm512_cmpgt_epu32_mask(pair, last), first_bits);
@@ -56,7 +58,8 @@ ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_
   for (int w = 0; w < 4; w += 2) {
     const half_lanes_t even = (half_lanes_t)((word[w] & 0xffffffff) | word[w + 1] << 32);
     const half_lanes_t odd = even << 16 | even >> 16;
-    const half_lanes_t both = ((half_lanes_t)(even > last_dropped) & 1) | ((half_lanes_t)(odd > last_dropped) & 2);
+    const half_lanes_t both =
+        ((half_lanes_t)(even > last_dropped) & 1) | ((half_lanes_t)(odd > last_dropped) & 2);
     bytes |= ((lanes_t)both | (lanes_t)both >> 30) << 2 * w;
   }
   for (int j = 0; j < COUNTERS; ++j) kept[j] = (uint8_t)bytes[j];
@@ -96,7 +99,8 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
   if (i < state->begin || i > state->end || state->end - state->begin > HELD - MADE_AT_ONCE) {
     state->begin = state->end = i - i % 64;
   }
-  const int64_t last = state->until + BLOCK, ahead = state->end + MADE_AT_ONCE, stop = last < ahead ? last : ahead;
+  const int64_t last = state->until + BLOCK, ahead = state->end + MADE_AT_ONCE,
+                stop = last < ahead ? last : ahead;
   lanes_t steps;
   for (uint64_t j = 0; j < COUNTERS; ++j) steps[j] = j;
   for (; state->end < stop || state->end % 64 != 0; state->end += 8 * COUNTERS) {
@@ -131,15 +135,18 @@ ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
 }
 
 /* x where `kept`, else 0, by arithmetic: of a selection gcc makes a branch where the loop around it is large. */
-ALWAYS_INLINE float float_if(int kept, float x) { return bits_float(float_bits(x) & -(uint32_t)kept); }
+ALWAYS_INLINE float float_if(int kept, float x) {
+  return bits_float(float_bits(x) & -(uint32_t)kept);
+}
 ALWAYS_INLINE double double_if(int kept, double x) { return kept ? x : 0; }
 
 /* Drops and scales a block, the one of elements [i, i + BLOCK). */
-#define DEFINE_DROPOUT_BLOCK(type, acc)                                                                  \
-  ALWAYS_INLINE void dropout_block_##type(acc *restrict v, cpu_dropout_t *dropout, int64_t i) {          \
-    const uint32_t kept = kept_bits(dropout, i);                                                         \
-    const acc scale = sizeof(acc) == 4 ? (acc)dropout->scale_float : (acc)dropout->scale;                \
-    for (int k = 0; k < BLOCK; ++k) v[k] = acc##_if((kept & 1u << column_##type(k)) != 0, v[k] * scale); \
+#define DEFINE_DROPOUT_BLOCK(type, acc)                                                         \
+  ALWAYS_INLINE void dropout_block_##type(acc *restrict v, cpu_dropout_t *dropout, int64_t i) { \
+    const uint32_t kept = kept_bits(dropout, i);                                                \
+    const acc scale = sizeof(acc) == 4 ? (acc)dropout->scale_float : (acc)dropout->scale;       \
+    for (int k = 0; k < BLOCK; ++k)                                                             \
+      v[k] = acc##_if((kept & 1u << column_##type(k)) != 0, v[k] * scale);                      \
   }
 DEFINE_DROPOUT_BLOCK(float64, double)
 DEFINE_DROPOUT_BLOCK(float32, float)

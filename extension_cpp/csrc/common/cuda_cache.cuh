@@ -35,12 +35,14 @@ __device__ inline uint4 load_cached(const void *p, bool is_there, uint64_t polic
 }
 
 // Lets the lines with the bytes from `first` to `end` go as any others would, once they have been read; each line by one of `threads`.
-__device__ inline void let_lines_go(const void *first, const void *end, int64_t thread, int64_t threads) {
+__device__ inline void let_lines_go(const void *first, const void *end, int64_t thread,
+                                    int64_t threads) {
 #if __CUDA_ARCH__ >= 800
   constexpr int LINE = 128;  // bytes
   const uintptr_t begin = reinterpret_cast<uintptr_t>(first) / LINE * LINE;
 #pragma unroll 1
-  for (uintptr_t line = begin + thread * LINE; line < reinterpret_cast<uintptr_t>(end); line += threads * LINE) {
+  for (uintptr_t line = begin + thread * LINE; line < reinterpret_cast<uintptr_t>(end);
+       line += threads * LINE) {
     asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(line) : "memory");
   }
 #endif

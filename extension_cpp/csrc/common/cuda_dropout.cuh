@@ -6,7 +6,9 @@
 
 #include "common/philox.h"
 
-__device__ inline int64_t seed_of(const dropout_t &dropout) { return dropout.seed == nullptr ? 0 : *dropout.seed; }
+__device__ inline int64_t seed_of(const dropout_t &dropout) {
+  return dropout.seed == nullptr ? 0 : *dropout.seed;
+}
 
 // Rounded, also where a sum follows: the CPU's bits.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
@@ -20,7 +22,8 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
   philox_t words[COUNT];
 #pragma unroll
   for (int v = 0; v < COUNT; ++v) words[v] = counter_of(first[v] / 8);
-  uint32_t key_0 = static_cast<uint32_t>(seed), key_1 = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+  uint32_t key_0 = static_cast<uint32_t>(seed),
+           key_1 = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
 #pragma unroll
   for (int round = 0; round < PHILOX_ROUNDS; ++round) {
 #pragma unroll
@@ -37,7 +40,8 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
     masks[v] = 0;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      if (bits_of(word[k / 2], N == 1 ? first[v] & 1 : k % 2) > dropout.last_dropped) masks[v] |= 1u << k;
+      if (bits_of(word[k / 2], N == 1 ? first[v] & 1 : k % 2) > dropout.last_dropped)
+        masks[v] |= 1u << k;
     }
   }
 }
@@ -55,7 +59,8 @@ __device__ inline void drop(A (&x)[N], const dropout_t &dropout, uint32_t mask) 
   const A scale = sizeof(A) == 4 ? dropout.scale_float : dropout.scale;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    const A product = rounded_product(x[k], scale);  // a selection of it; a product in one arm becomes a branch
+    const A product =
+        rounded_product(x[k], scale);  // a selection of it; a product in one arm becomes a branch
     x[k] = mask >> k & 1 ? product : A(0);
   }
 }

@@ -49,9 +49,10 @@ __device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
   const unsigned a0 = two ? low.z : low.x, a1 = two ? low.w : low.y, a2 = two ? high.x : low.z,
                  a3 = two ? high.y : low.w;
   const unsigned a4 = two ? high.z : high.x, a5 = two ? high.w : high.y;
-  const unsigned b0 = one ? a1 : a0, b1 = one ? a2 : a1, b2 = one ? a3 : a2, b3 = one ? a4 : a3, b4 = one ? a5 : a4;
-  return {__funnelshift_r(b0, b1, half), __funnelshift_r(b1, b2, half), __funnelshift_r(b2, b3, half),
-          __funnelshift_r(b3, b4, half)};
+  const unsigned b0 = one ? a1 : a0, b1 = one ? a2 : a1, b2 = one ? a3 : a2, b3 = one ? a4 : a3,
+                 b4 = one ? a5 : a4;
+  return {__funnelshift_r(b0, b1, half), __funnelshift_r(b1, b2, half),
+          __funnelshift_r(b2, b3, half), __funnelshift_r(b3, b4, half)};
 }
 
 // Index is uint32_t where it holds every element's number: 64-bit division costs as much as the rest of a kernel.
@@ -71,7 +72,8 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
 
 // COUNT vectors of N elements, the first at element i, the others `step` elements apart.
 template <typename Index, typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
-__device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f, int64_t i, int64_t step) {
+__device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
+                                    int64_t i, int64_t step) {
   Vector<T, N> raw[COUNT][IN];
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
@@ -100,7 +102,8 @@ __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, 
 
 template <typename Index, typename T, int N, int IN, int OUT, typename R, typename F>
 __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, F f) {
-  const int64_t vectors = (t.numel - t.head) / N, block = static_cast<int64_t>(blockIdx.x) * (THREADS * VECTORS);
+  const int64_t vectors = (t.numel - t.head) / N,
+                block = static_cast<int64_t>(blockIdx.x) * (THREADS * VECTORS);
   const int64_t first = t.head + (block + threadIdx.x) * N;
   if (block + THREADS * VECTORS <= vectors) {
     some_vectors<Index, T, N, VECTORS>(t, row, f, first, THREADS * N);
@@ -145,7 +148,8 @@ cudaError_t launch_vectors(Tensors<T, IN, OUT> t, R row, F f, cudaStream_t strea
 
 // launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream), with Row<T>{pointer, cols} at the end where f has a row operand.
 template <typename T, int IN, int OUT, typename F, typename R = NoRow>
-cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f, void *stream, R row = {}) {
+cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
+                   void *stream, R row = {}) {
   Tensors<T, IN, OUT> tensors;
   for (int j = 0; j < IN; ++j) tensors.in[j] = static_cast<const T *>(in[j]);
   for (int j = 0; j < OUT; ++j) tensors.out[j] = static_cast<T *>(out[j]);

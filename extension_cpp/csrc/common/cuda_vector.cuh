@@ -83,7 +83,8 @@ __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
     memcpy(words, &bits, sizeof words);
 #pragma unroll
     for (int k = 0; k < N; k += 2) {
-      asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 "
+          "%1, high;\n}"
           : "=f"(x[k]), "=f"(x[k + 1])
           : "r"(words[k / 2]));
     }

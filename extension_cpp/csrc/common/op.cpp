@@ -8,7 +8,8 @@
 #ifdef WITH_CUDA
 #include "common/cuda_error.h"
 // Weak: in a PyTorch without CUDA the symbol is missing, and the library must load all the same.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void **stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
+                                                                                   void **stream);
 #endif
 
 namespace extension_cpp {
@@ -54,31 +55,35 @@ dtype_t check_dtype(const char *op, const char *name, const Tensor &x) {
     case ScalarType::BFloat16: return DTYPE_BFLOAT16;
     case ScalarType::Half: return DTYPE_FLOAT16;
     default:
-      fail(op, "expected " + std::string(name) + " to be float64, float32, bfloat16 or float16, but got " +
-                   dtype_string(x));
+      fail(op, "expected " + std::string(name) +
+                   " to be float64, float32, bfloat16 or float16, but got " + dtype_string(x));
   }
 }
 
-void check_device(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
-  if (x.is_cuda() != like.is_cuda() || x.is_cpu() != like.is_cpu() || x.get_device_index() != like.get_device_index()) {
-    fail(op, "expected " + std::string(name) + " on " + device_string(like) + " like " + like_name + ", but got " +
-                 device_string(x));
+void check_device(const char *op, const char *name, const Tensor &x, const char *like_name,
+                  const Tensor &like) {
+  if (x.is_cuda() != like.is_cuda() || x.is_cpu() != like.is_cpu() ||
+      x.get_device_index() != like.get_device_index()) {
+    fail(op, "expected " + std::string(name) + " on " + device_string(like) + " like " + like_name +
+                 ", but got " + device_string(x));
   }
 }
 
-void check_same(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
+void check_same(const char *op, const char *name, const Tensor &x, const char *like_name,
+                const Tensor &like) {
   check_device(op, name, x, like_name, like);
   if (x.scalar_type() != like.scalar_type()) {
-    fail(op, "expected " + std::string(name) + " to be " + dtype_string(like) + " like " + like_name + ", but got " +
-                 dtype_string(x));
+    fail(op, "expected " + std::string(name) + " to be " + dtype_string(like) + " like " +
+                 like_name + ", but got " + dtype_string(x));
   }
 }
 
-void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like) {
+void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name,
+                 const Tensor &like) {
   const Sizes a = x.sizes(), b = like.sizes();
   if (a.size() != b.size() || !std::equal(a.begin(), a.end(), b.begin())) {
-    fail(op, "expected " + std::string(name) + " of shape " + to_string(b) + " like " + like_name + ", but got " +
-                 to_string(a));
+    fail(op, "expected " + std::string(name) + " of shape " + to_string(b) + " like " + like_name +
+                 ", but got " + to_string(a));
   }
 }
 
@@ -92,8 +97,10 @@ void check_probability(const char *op, double p) {
 
 void check_seed(const char *op, const Tensor &seed, const Tensor &x) {
   check_device(op, "seed", seed, "x", x);
-  if (seed.scalar_type() != ScalarType::Long) fail(op, "expected seed to be int64, but got " + dtype_string(seed));
-  if (seed.numel() != 1) fail(op, "expected seed to have one element, but got shape " + to_string(seed.sizes()));
+  if (seed.scalar_type() != ScalarType::Long)
+    fail(op, "expected seed to be int64, but got " + dtype_string(seed));
+  if (seed.numel() != 1)
+    fail(op, "expected seed to have one element, but got shape " + to_string(seed.sizes()));
 }
 
 ScalarType scalar_type(dtype_t dtype) {
@@ -117,10 +124,12 @@ static int32_t shim_dtype(dtype_t dtype) {
 }
 
 Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like) {
-  const int32_t device = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  const int32_t device =
+      like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  shim_dtype(dtype), device, like.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), shim_dtype(dtype), device,
+                                                  like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -146,7 +155,8 @@ bool is_dense(const Tensor &x) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (sizes[i] != 1) order.push_back(i);
   }
-  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return strides[a] < strides[b]; });
   int64_t expected = 1;
   for (const size_t i : order) {
     if (strides[i] != expected) return false;
@@ -157,7 +167,8 @@ bool is_dense(const Tensor &x) {
 
 Tensor allocate_like(const Tensor &x) {
   const dtype_t dtype = check_dtype("allocate_like", "x", x);
-  return is_dense(x) ? allocate_strided(x.sizes(), x.strides(), dtype, x) : allocate(x.sizes(), dtype, x);
+  return is_dense(x) ? allocate_strided(x.sizes(), x.strides(), dtype, x)
+                     : allocate(x.sizes(), dtype, x);
 }
 
 // Whether tensors of one shape have their elements in the same order; the stride of a dimension of size 1 means nothing.
@@ -171,12 +182,15 @@ static bool same_strides(const Tensor &x, const Tensor &y) {
 
 Tensor with_strides_of(const Tensor &x, const Tensor &like) {
   if (same_strides(x, like)) return x;
-  Tensor copy = allocate_strided(x.sizes(), like.strides(), check_dtype("with_strides_of", "x", x), x);
+  Tensor copy =
+      allocate_strided(x.sizes(), like.strides(), check_dtype("with_strides_of", "x", x), x);
   torch::stable::copy_(copy, x);
   return copy;
 }
 
-Tensor as_contiguous(const Tensor &x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+Tensor as_contiguous(const Tensor &x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
 
 Tensor copy_into(const Tensor &to, const Tensor &from) {
   Tensor target = to;
@@ -186,23 +200,27 @@ Tensor copy_into(const Tensor &to, const Tensor &from) {
 void check_writable(const char *op, const Tensor &out) {
   for (int64_t i = 0; i < out.dim(); ++i) {
     if (out.size(i) > 1 && out.stride(i) == 0) {
-      fail(op, "expected out without internal overlap, but got stride 0 in dimension " + std::to_string(i));
+      fail(op, "expected out without internal overlap, but got stride 0 in dimension " +
+                   std::to_string(i));
     }
   }
 }
 
-void check_no_partial_overlap(const char *op, const Tensor &out, const char *name, const Tensor &x) {
+void check_no_partial_overlap(const char *op, const Tensor &out, const char *name,
+                              const Tensor &x) {
   if (out.numel() == 0 || !is_dense(out) || !is_dense(x)) return;
   const auto bytes = static_cast<uintptr_t>(out.numel()) * out.element_size();
-  const auto a = reinterpret_cast<uintptr_t>(out.const_data_ptr()), b = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  const auto a = reinterpret_cast<uintptr_t>(out.const_data_ptr()),
+             b = reinterpret_cast<uintptr_t>(x.const_data_ptr());
   if (a == b && same_strides(out, x)) return;
   if (a < b + bytes && b < a + bytes) {
-    fail(op,
-         "expected out to be " + std::string(name) + " itself or to share no memory with it, but they overlap in part");
+    fail(op, "expected out to be " + std::string(name) +
+                 " itself or to share no memory with it, but they overlap in part");
   }
 }
 
-void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t, void *), void *args) {
+void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t, void *),
+                  void *args) {
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, items, grain, kernel, args));
 }
 
@@ -214,7 +232,8 @@ void *current_cuda_stream(const Tensor &x) {
 }
 
 void check_cuda(const char *op, int error) {
-  if (error != 0) fail(op, std::string("the CUDA kernel was not launched: ") + cuda_error_string(error));
+  if (error != 0)
+    fail(op, std::string("the CUDA kernel was not launched: ") + cuda_error_string(error));
 }
 #else
 void *current_cuda_stream(const Tensor &) { return nullptr; }
@@ -230,7 +249,8 @@ void def_with_twin(StableLibrary &m, const std::string &schema, const std::strin
   m.def(twin.insert(twin.find('('), TWIN).c_str());
 }
 
-void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel, BoxedKernel twin_kernel) {
+void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel,
+                    BoxedKernel twin_kernel) {
   m.impl(name.c_str(), kernel);
   m.impl((name + TWIN).c_str(), twin_kernel ? twin_kernel : kernel);
 }

@@ -33,13 +33,16 @@ std::string dtype_string(const Tensor &x);   // "float32"
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x);
 
 // Fails unless x is on the device of `like`.
-void check_device(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
+void check_device(const char *op, const char *name, const Tensor &x, const char *like_name,
+                  const Tensor &like);
 
 // The same, and then unless x has the dtype of `like`.
-void check_same(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
+void check_same(const char *op, const char *name, const Tensor &x, const char *like_name,
+                const Tensor &like);
 
 // Fails unless x has the shape of `like`.
-void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name, const Tensor &like);
+void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name,
+                 const Tensor &like);
 
 // Fails unless 0 <= p <= 1.
 void check_probability(const char *op, double p);
@@ -89,20 +92,23 @@ struct Kernel {
 #ifdef WITH_CUDA
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, name##_cuda }
-#define ON_DEVICE_OF(x, name) ((x).is_cuda() ? name##_cuda : name##_cpu)  // for functions that both backends have
+#define ON_DEVICE_OF(x, name) \
+  ((x).is_cuda() ? name##_cuda : name##_cpu)  // for functions that both backends have
 #else
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, nullptr }
 #define ON_DEVICE_OF(x, name) name##_cpu
 #endif
 
-void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t, void *), void *args);
+void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t, void *),
+                  void *args);
 void *current_cuda_stream(const Tensor &x);
 void check_cuda(const char *op, int error);
 
 // Runs the kernel where x lives. On the CPU over `items` work items, at least `grain` of them a thread.
 template <typename Args>
-void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items, int64_t grain) {
+void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items,
+            int64_t grain) {
   if (!x.is_cuda()) return parallel_for(items, grain, kernel.cpu, &args);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));
@@ -116,7 +122,8 @@ inline int64_t flat_grain(int64_t bytes) { return ceil_div(128 << 10, CHUNK * by
 
 // launch() for a flat op over args.numel elements.
 template <typename Args>
-void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t bytes) {
+void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x,
+                 int64_t bytes) {
   launch(op, kernel, args, x, ceil_div(args.numel, CHUNK), flat_grain(bytes));
 }
 
@@ -127,9 +134,11 @@ using torch::stable::detail::StableLibrary;
 // Register an operator that autograd knows, and its twin, for calls that record no gradient: <name>_no_grad, of the same
 // arguments, for which no Autograd kernel is registered. A schema is "name(arguments) -> results". The twin has the same results
 // and kernel, or, given both of its own, the first of these results: those behind them are for backward.
-void def_with_twin(StableLibrary &m, const std::string &schema, const std::string &twin_results = "");
+void def_with_twin(StableLibrary &m, const std::string &schema,
+                   const std::string &twin_results = "");
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);
-void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel, BoxedKernel twin_kernel = nullptr);
+void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel,
+                    BoxedKernel twin_kernel = nullptr);
 
 }  // namespace extension_cpp
 

@@ -31,7 +31,8 @@ typedef struct {
 
 PHILOX_FUNCTION void philox_round(philox_t *counter, uint32_t key_0, uint32_t key_1) {
   uint32_t *c = counter->word;
-  const uint64_t product_0 = (uint64_t)PHILOX_MULTIPLIER_0 * c[0], product_1 = (uint64_t)PHILOX_MULTIPLIER_1 * c[2];
+  const uint64_t product_0 = (uint64_t)PHILOX_MULTIPLIER_0 * c[0],
+                 product_1 = (uint64_t)PHILOX_MULTIPLIER_1 * c[2];
   c[0] = (uint32_t)(product_1 >> 32) ^ c[1] ^ key_0;
   c[1] = (uint32_t)product_1;
   c[2] = (uint32_t)(product_0 >> 32) ^ c[3] ^ key_1;
@@ -56,7 +57,9 @@ static inline philox_t philox_of(int64_t seed, int64_t group) {
 }
 
 /* The bits of an element whose word this is. */
-PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) { return is_odd ? word << 16 | word >> 16 : word; }
+PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) {
+  return is_odd ? word << 16 | word >> 16 : word;
+}
 
 /* What a kernel is told of its dropout: an element whose bits are above last_dropped is kept and scaled, another one is 0. */
 typedef struct {

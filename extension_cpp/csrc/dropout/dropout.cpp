@@ -14,7 +14,8 @@ static Tensor dropout(const Tensor &x, double p, const Tensor &seed) {
   if (p == 0) return copy_into(y, x);
   const Tensor x_contiguous = as_contiguous(x);
   dropout_forward_args args{x_contiguous.const_data_ptr(), y.mutable_data_ptr(),
-                            dropout_of(p, static_cast<const int64_t *>(seed.const_data_ptr())), x.numel(), dtype};
+                            dropout_of(p, static_cast<const int64_t *>(seed.const_data_ptr())),
+                            x.numel(), dtype};
   launch_flat("dropout", KERNEL(dropout_forward), args, x, 2 * x.element_size());
   return y;
 }
@@ -23,10 +24,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { impl_with_twin(m, "dropout", TORCH_BOX(&dropout)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  impl_with_twin(m, "dropout", TORCH_BOX(&dropout));
+}
 
 #ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { impl_with_twin(m, "dropout", TORCH_BOX(&dropout)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  impl_with_twin(m, "dropout", TORCH_BOX(&dropout));
+}
 #endif
 
 }  // namespace extension_cpp

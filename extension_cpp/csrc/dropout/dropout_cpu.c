@@ -10,6 +10,7 @@
 #include "common/for_each_dtype.h"
 
 static void dropout_forward_cpu_range(int64_t begin, int64_t end, const dropout_forward_args *args){
-    DISPATCH_DTYPE(args->dtype, dropout_forward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel))}
+    DISPATCH_DTYPE(args->dtype, dropout_forward, args, chunk_begin(begin, args->numel),
+                   chunk_begin(end, args->numel))}
 
 CPU_ENTRY(dropout_forward_cpu, dropout_forward_args)

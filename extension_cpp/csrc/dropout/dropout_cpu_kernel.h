@@ -6,7 +6,8 @@ typedef struct {
   cpu_dropout_t *dropout;
 } NAME(dropout_range_t);
 
-ALWAYS_INLINE void NAME(dropped_block)(const NAME(dropout_range_t) * range, int64_t i, int n, int stream) {
+ALWAYS_INLINE void NAME(dropped_block)(const NAME(dropout_range_t) * range, int64_t i, int n,
+                                       int stream) {
   ACC x[BLOCK];
   READ(x, range->x + i, n);
   NAME(dropout_block)(x, range->dropout, i);

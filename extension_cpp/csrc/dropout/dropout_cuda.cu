@@ -40,7 +40,8 @@ __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t 
   for (int u = 0; u < COUNT; ++u) {
     acc_t<T> x[UNIT<T>];
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) unpack<T, N>(reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]), raw[u][v]);
+    for (int v = 0; v < VECTORS; ++v)
+      unpack<T, N>(reinterpret_cast<acc_t<T>(&)[N]>(x[v * N]), raw[u][v]);
     drop(x, p.dropout, masks[u]);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -52,7 +53,8 @@ __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS) forward_kernel(Parameters<T> p) {
   const int64_t seed = seed_of(p.dropout), units = p.numel / UNIT<T>;
-  const int64_t block = static_cast<int64_t>(blockIdx.x) * (THREADS * UNITS), first = block + threadIdx.x;
+  const int64_t block = static_cast<int64_t>(blockIdx.x) * (THREADS * UNITS),
+                first = block + threadIdx.x;
   if (block + THREADS * UNITS <= units) {
     some_units<T, N, UNITS>(p, seed, first * UNIT<T>, THREADS * UNIT<T>);
   } else {
@@ -72,7 +74,9 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(Parameters<T> p) {
 template <typename T, int N>
 cudaError_t launch(const Parameters<T> &p, cudaStream_t stream) {
   if constexpr (N > 1) {
-    const auto misaligned = [](const void *q) { return reinterpret_cast<uintptr_t>(q) % (sizeof(T) * N) != 0; };
+    const auto misaligned = [](const void *q) {
+      return reinterpret_cast<uintptr_t>(q) % (sizeof(T) * N) != 0;
+    };
     if (misaligned(p.x) || misaligned(p.y)) return launch<T, N / 2>(p, stream);
   }
   const int64_t blocks = ceil_div(p.numel / UNIT<T>, THREADS * UNITS);
@@ -86,7 +90,8 @@ extern "C" int dropout_forward_cuda(const dropout_forward_args *args, void *stre
   using namespace dropout_cuda;
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    const Parameters<T> p{static_cast<const T *>(args->x), static_cast<T *>(args->y), args->dropout, args->numel};
+    const Parameters<T> p{static_cast<const T *>(args->x), static_cast<T *>(args->y), args->dropout,
+                          args->numel};
     return launch<T, 16 / sizeof(T)>(p, static_cast<cudaStream_t>(stream));
   });
 }

@@ -22,12 +22,14 @@ static Tensor mish_backward(const Tensor &grad_out, const Tensor &x) {
   const Tensor grad_x = allocate_like(x);
   if (x.numel() == 0) return grad_x;
   const Tensor g = with_strides_of(grad_out, grad_x), x_dense = with_strides_of(x, grad_x);
-  mish_backward_args args{g.const_data_ptr(), x_dense.const_data_ptr(), grad_x.mutable_data_ptr(), x.numel(), dtype};
+  mish_backward_args args{g.const_data_ptr(), x_dense.const_data_ptr(), grad_x.mutable_data_ptr(),
+                          x.numel(), dtype};
   launch_flat("mish_backward", KERNEL(mish_backward), args, x, EXP_COST * 3 * x.element_size());
   return grad_x;
 }
 
-static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad_out, const Tensor &x) {
+static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad_out,
+                                   const Tensor &x) {
   const char *op = "mish_double_backward";
   const dtype_t dtype = check_dtype(op, "x", x);
   check_same(op, "grad_grad_x", grad_grad_x, "x", x);
@@ -38,8 +40,9 @@ static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad
   if (x.numel() == 0) return grad_x;
   const Tensor gg = with_strides_of(grad_grad_x, grad_x), g = with_strides_of(grad_out, grad_x);
   const Tensor x_dense = with_strides_of(x, grad_x);
-  mish_double_backward_args args{gg.const_data_ptr(),       g.const_data_ptr(), x_dense.const_data_ptr(),
-                                 grad_x.mutable_data_ptr(), x.numel(),          dtype};
+  mish_double_backward_args args{
+      gg.const_data_ptr(),       g.const_data_ptr(), x_dense.const_data_ptr(),
+      grad_x.mutable_data_ptr(), x.numel(),          dtype};
   launch_flat(op, KERNEL(mish_double_backward), args, x, EXP_COST * 4 * x.element_size());
   return grad_x;
 }

@@ -13,14 +13,17 @@
 #include "common/for_each_dtype.h"
 
 static void mish_forward_cpu_range(int64_t begin, int64_t end, const mish_forward_args *args) {
-  DISPATCH_DTYPE(args->dtype, mish_forward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel))
+  DISPATCH_DTYPE(args->dtype, mish_forward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel))
 }
 
 static void mish_backward_cpu_range(int64_t begin, int64_t end, const mish_backward_args *args) {
-  DISPATCH_DTYPE(args->dtype, mish_backward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel))
+  DISPATCH_DTYPE(args->dtype, mish_backward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel))
 }
 
-static void mish_double_backward_cpu_range(int64_t begin, int64_t end, const mish_double_backward_args *args){
+static void mish_double_backward_cpu_range(int64_t begin, int64_t end,
+                                           const mish_double_backward_args *args){
     DISPATCH_DTYPE(args->dtype, mish_double_backward, args, chunk_begin(begin, args->numel),
                    chunk_begin(end, args->numel))}
 

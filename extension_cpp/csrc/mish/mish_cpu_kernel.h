@@ -29,11 +29,13 @@ ALWAYS_INLINE ACC NAME(mish_second_derivative)(ACC x) {
   const ACC scaled = NAME(mish_exp)(x), e = scaled * EXP_UNSCALE(x);
   const ACC denominator = FMA(e, e + 2, (ACC)2);
   const ACC bracket = 2 + x * ((denominator - 2 * e * e * (e + 2)) / (denominator * (1 + e)));
-  const ACC second = (1 + e) / (denominator * denominator) * bracket * scaled * (4 * EXP_UNSCALE(x));
+  const ACC second =
+      (1 + e) / (denominator * denominator) * bracket * scaled * (4 * EXP_UNSCALE(x));
   return x > MISH_LINEAR(x) ? 0 : second;
 }
 
-ALWAYS_INLINE void NAME(mish_forward_block)(const mish_forward_args *args, int64_t i, int n, int stream) {
+ALWAYS_INLINE void NAME(mish_forward_block)(const mish_forward_args *args, int64_t i, int n,
+                                            int stream) {
   ACC x[BLOCK];
   READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = NAME(mish_value)(x[k]);
@@ -45,7 +47,8 @@ static void NAME(mish_forward)(const mish_forward_args *args, int64_t begin, int
   FOR_BLOCKS(NAME(mish_forward_block), args, begin, end, (T *)args->y + begin, stream);
 }
 
-ALWAYS_INLINE void NAME(mish_backward_block)(const mish_backward_args *args, int64_t i, int n, int stream) {
+ALWAYS_INLINE void NAME(mish_backward_block)(const mish_backward_args *args, int64_t i, int n,
+                                             int stream) {
   ACC grad_out[BLOCK], x[BLOCK];
   READ(grad_out, (const T *)args->grad_out + i, n);
   READ(x, (const T *)args->x + i, n);
@@ -58,17 +61,19 @@ static void NAME(mish_backward)(const mish_backward_args *args, int64_t begin, i
   FOR_BLOCKS(NAME(mish_backward_block), args, begin, end, (T *)args->grad_x + begin, stream);
 }
 
-ALWAYS_INLINE void NAME(mish_double_backward_block)(const mish_double_backward_args *args, int64_t i, int n,
-                                                    int stream) {
+ALWAYS_INLINE void NAME(mish_double_backward_block)(const mish_double_backward_args *args,
+                                                    int64_t i, int n, int stream) {
   ACC grad_grad_x[BLOCK], grad_out[BLOCK], x[BLOCK];
   READ(grad_grad_x, (const T *)args->grad_grad_x + i, n);
   READ(grad_out, (const T *)args->grad_out + i, n);
   READ(x, (const T *)args->x + i, n);
-  for (int k = 0; k < BLOCK; ++k) x[k] = grad_grad_x[k] * grad_out[k] * NAME(mish_second_derivative)(x[k]);
+  for (int k = 0; k < BLOCK; ++k)
+    x[k] = grad_grad_x[k] * grad_out[k] * NAME(mish_second_derivative)(x[k]);
   STORE((T *)args->grad_x + i, x, n, stream);
 }
 
-static void NAME(mish_double_backward)(const mish_double_backward_args *args, int64_t begin, int64_t end) {
+static void NAME(mish_double_backward)(const mish_double_backward_args *args, int64_t begin,
+                                       int64_t end) {
   const int stream = cpu_should_stream(4 * args->numel * (int64_t)sizeof(T));
   FOR_BLOCKS(NAME(mish_double_backward_block), args, begin, end, (T *)args->grad_x + begin, stream);
 }

@@ -18,7 +18,8 @@ struct Exp<float> {
     const float n = rintf(x * 0x1.715476p0f);
     const float r = fmaf(n, -0x1.7f7d1cp-20f, fmaf(n, -0x1.62e4p-1f, x));
     const float p = exp2f(r * 0x1.715476p0f);
-    return x < -110.0f ? 0.0f : __int_as_float(__float_as_int(p) + ((static_cast<int>(n) + 64) << 23));
+    return x < -110.0f ? 0.0f
+                       : __int_as_float(__float_as_int(p) + ((static_cast<int>(n) + 64) << 23));
   }
 };
 template <>
@@ -45,7 +46,9 @@ __device__ inline A mish_derivative(A x) {
   const A denominator = fma(e, e + 2, A(2));
   // A quarter of it, so that no finite x overflows; exact, as the factor 4 at the end is.
   const A numerator = fma((e + 2) / 4, denominator, x * (1 + e));
-  return x > linear_from(x) ? A(1) : divide(numerator, denominator * denominator) * scaled * (4 * Exp<T>::UNSCALE);
+  return x > linear_from(x)
+             ? A(1)
+             : divide(numerator, denominator * denominator) * scaled * (4 * Exp<T>::UNSCALE);
 }
 
 template <typename T, typename A = acc_t<T>>
@@ -53,7 +56,8 @@ __device__ inline A mish_second_derivative(A x) {
   const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
   const A denominator = fma(e, e + 2, A(2));
   const A bracket = 2 + x * divide(denominator - 2 * e * e * (e + 2), denominator * (1 + e));
-  const A second = divide(1 + e, denominator * denominator) * bracket * scaled * (4 * Exp<T>::UNSCALE);
+  const A second =
+      divide(1 + e, denominator * denominator) * bracket * scaled * (4 * Exp<T>::UNSCALE);
   return x > linear_from(x) ? A(0) : second;
 }
 
@@ -64,7 +68,9 @@ struct MishForward {
 
 template <typename T, typename A = acc_t<T>>
 struct MishBackward {
-  __device__ void operator()(const A (&in)[2], A (&out)[1]) const { out[0] = in[0] * mish_derivative<T>(in[1]); }
+  __device__ void operator()(const A (&in)[2], A (&out)[1]) const {
+    out[0] = in[0] * mish_derivative<T>(in[1]);
+  }
 };
 
 template <typename T, typename A = acc_t<T>>
@@ -84,15 +90,15 @@ extern "C" int mish_forward_cuda(const mish_forward_args *args, void *stream) {
 extern "C" int mish_backward_cuda(const mish_backward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    return pointwise::launch<T, 2, 1>({args->grad_out, args->x}, {args->grad_x}, args->numel, MishBackward<T>{},
-                                      stream);
+    return pointwise::launch<T, 2, 1>({args->grad_out, args->x}, {args->grad_x}, args->numel,
+                                      MishBackward<T>{}, stream);
   });
 }
 
 extern "C" int mish_double_backward_cuda(const mish_double_backward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    return pointwise::launch<T, 3, 1>({args->grad_grad_x, args->grad_out, args->x}, {args->grad_x}, args->numel,
-                                      MishDoubleBackward<T>{}, stream);
+    return pointwise::launch<T, 3, 1>({args->grad_grad_x, args->grad_out, args->x}, {args->grad_x},
+                                      args->numel, MishDoubleBackward<T>{}, stream);
   });
 }

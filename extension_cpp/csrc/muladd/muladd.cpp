@@ -15,9 +15,12 @@ static void check_inputs(const Tensor &a, const Tensor &b) {
 static void run_forward(const Tensor &a, const Tensor &b, double c, const Tensor &out) {
   if (out.numel() == 0) return;
   const Tensor a_like_out = with_strides_of(a, out), b_like_out = with_strides_of(b, out);
-  muladd_forward_args args{
-      a_like_out.const_data_ptr(),  b_like_out.const_data_ptr(), out.mutable_data_ptr(), c, out.numel(),
-      check_dtype("muladd", "a", a)};
+  muladd_forward_args args{a_like_out.const_data_ptr(),
+                           b_like_out.const_data_ptr(),
+                           out.mutable_data_ptr(),
+                           c,
+                           out.numel(),
+                           check_dtype("muladd", "a", a)};
   launch_flat("muladd", KERNEL(muladd_forward), args, out, 3 * out.element_size());
 }
 
@@ -39,7 +42,8 @@ static void muladd_out(const Tensor &a, const Tensor &b, double c, const Tensor 
   copy_into(out, muladd(a, b, c));
 }
 
-static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const Tensor &a, const Tensor &b) {
+static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const Tensor &a,
+                                                  const Tensor &b) {
   const dtype_t dtype = check_dtype("muladd_backward", "a", a);
   check_same("muladd_backward", "grad_out", grad_out, "a", a);
   check_shape("muladd_backward", "grad_out", grad_out, "a", a);

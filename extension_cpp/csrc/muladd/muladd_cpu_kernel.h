@@ -1,6 +1,7 @@
 /* Compiled once per element type by muladd_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
-ALWAYS_INLINE void NAME(muladd_forward_block)(const muladd_forward_args *args, int64_t i, int n, int stream) {
+ALWAYS_INLINE void NAME(muladd_forward_block)(const muladd_forward_args *args, int64_t i, int n,
+                                              int stream) {
   const ACC c = (ACC)args->c;
   ACC a[BLOCK], b[BLOCK], out[BLOCK];
   READ(a, (const T *)args->a + i, n);
@@ -14,7 +15,8 @@ static void NAME(muladd_forward)(const muladd_forward_args *args, int64_t begin,
   FOR_BLOCKS(NAME(muladd_forward_block), args, begin, end, (T *)args->out + begin, stream);
 }
 
-ALWAYS_INLINE void NAME(muladd_backward_block)(const muladd_backward_args *args, int64_t i, int n, int stream) {
+ALWAYS_INLINE void NAME(muladd_backward_block)(const muladd_backward_args *args, int64_t i, int n,
+                                               int stream) {
   ACC grad_out[BLOCK], a[BLOCK], b[BLOCK];
   READ(grad_out, (const T *)args->grad_out + i, n);
   READ(a, (const T *)args->a + i, n);
@@ -27,6 +29,7 @@ ALWAYS_INLINE void NAME(muladd_backward_block)(const muladd_backward_args *args,
 
 static void NAME(muladd_backward)(const muladd_backward_args *args, int64_t begin, int64_t end) {
   /* Both outputs come fresh from the allocator, which aligns them alike. */
-  const int stream = cpu_should_stream(5 * args->numel * (int64_t)sizeof(T)) && (uintptr_t)args->grad_b % 64 == 0;
+  const int stream =
+      cpu_should_stream(5 * args->numel * (int64_t)sizeof(T)) && (uintptr_t)args->grad_b % 64 == 0;
   FOR_BLOCKS(NAME(muladd_backward_block), args, begin, end, (T *)args->grad_a + begin, stream);
 }

@@ -26,7 +26,8 @@ extern "C" int muladd_forward_cuda(const muladd_forward_args *args, void *stream
 
 extern "C" int muladd_backward_cuda(const muladd_backward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
-    return pointwise::launch<decltype(zero), 3, 2>({args->grad_out, args->a, args->b}, {args->grad_a, args->grad_b},
-                                                   args->numel, MuladdBackward{}, stream);
+    return pointwise::launch<decltype(zero), 3, 2>({args->grad_out, args->a, args->b},
+                                                   {args->grad_a, args->grad_b}, args->numel,
+                                                   MuladdBackward{}, stream);
   });
 }

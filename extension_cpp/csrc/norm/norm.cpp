@@ -7,37 +7,42 @@
 namespace extension_cpp {
 
 // The accumulation type, in which mean and rstd are kept.
-static dtype_t statistics_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
+static dtype_t statistics_dtype(dtype_t dtype) {
+  return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+}
 
 // Fails unless weight (or bias) has normalized_shape, x's device, and x's dtype or float32.
 static dtype_t check_weight(const char *op, const char *name, const Tensor &weight, const Tensor &x,
                             const Shape &normalized_shape) {
   check_device(op, name, weight, "x", x);
   const ScalarType dtype = weight.scalar_type();
-  if (dtype != x.scalar_type() && (dtype != ScalarType::Float || x.scalar_type() == ScalarType::Double)) {
+  if (dtype != x.scalar_type() &&
+      (dtype != ScalarType::Float || x.scalar_type() == ScalarType::Double)) {
     const std::string or_float32 = x.element_size() < 4 ? " or float32" : "";
-    fail(op, "expected " + std::string(name) + " to be " + dtype_string(x) + " like x" + or_float32 + ", but got " +
-                 dtype_string(weight));
+    fail(op, "expected " + std::string(name) + " to be " + dtype_string(x) + " like x" +
+                 or_float32 + ", but got " + dtype_string(weight));
   }
   const Sizes sizes = weight.sizes();
-  if (sizes.size() != normalized_shape.size() || !std::equal(sizes.begin(), sizes.end(), normalized_shape.begin())) {
+  if (sizes.size() != normalized_shape.size() ||
+      !std::equal(sizes.begin(), sizes.end(), normalized_shape.begin())) {
     fail(op, "expected " + std::string(name) + " of shape " +
-                 to_string({normalized_shape.data(), normalized_shape.size()}) + ", normalized_shape, but got " +
-                 to_string(sizes));
+                 to_string({normalized_shape.data(), normalized_shape.size()}) +
+                 ", normalized_shape, but got " + to_string(sizes));
   }
   return check_dtype(op, name, weight);
 }
 
-Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape, const Optional &weight,
-                     const Optional &bias) {
+Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape,
+                     const Optional &weight, const Optional &bias) {
   Problem problem{};
   problem.dtype = problem.weight_dtype = check_dtype(op, "x", x);
   const size_t dims = normalized_shape.size(), x_dims = static_cast<size_t>(x.dim());
   if (dims == 0) fail(op, "expected normalized_shape to have at least one dimension, but got []");
   const Sizes sizes = x.sizes();
-  if (dims > x_dims || !std::equal(normalized_shape.begin(), normalized_shape.end(), sizes.end() - dims)) {
-    fail(op, "expected normalized_shape to be the last dimensions of x, of shape " + to_string(sizes) + ", but got " +
-                 to_string({normalized_shape.data(), dims}));
+  if (dims > x_dims ||
+      !std::equal(normalized_shape.begin(), normalized_shape.end(), sizes.end() - dims)) {
+    fail(op, "expected normalized_shape to be the last dimensions of x, of shape " +
+                 to_string(sizes) + ", but got " + to_string({normalized_shape.data(), dims}));
   }
   if (weight) problem.weight_dtype = check_weight(op, "weight", *weight, x, normalized_shape);
   if (bias) {
@@ -80,7 +85,8 @@ static Rows as_rows(const Tensor &x, int64_t row_dims, int64_t cols) {
 }
 
 // What the kernels read as a weight: on CUDA the tensor itself, on the CPU its widened copy (norm_widen_cpu).
-static Optional weight_for_kernel(const Optional &weight, double missing, const Problem &problem, const Tensor &x) {
+static Optional weight_for_kernel(const Optional &weight, double missing, const Problem &problem,
+                                  const Tensor &x) {
   Optional source;
   if (weight) source.emplace(as_contiguous(*weight));
   if (x.is_cuda()) return source;
@@ -109,9 +115,9 @@ static Tensor allocate_statistics(const Tensor &x, int64_t row_dims, dtype_t dty
   return allocate({shape.data(), shape.size()}, statistics_dtype(dtype), x);
 }
 
-void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims, const Optional &weight,
-                  const Optional &bias, double eps, bool centered, const Tensor &y, Statistics *statistics,
-                  const FusedForward &fused) {
+void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims,
+                  const Optional &weight, const Optional &bias, double eps, bool centered,
+                  const Tensor &y, Statistics *statistics, const FusedForward &fused) {
   if (statistics) {
     if (centered) statistics->mean.emplace(allocate_statistics(x, row_dims, problem.dtype));
     statistics->rstd.emplace(allocate_statistics(x, row_dims, problem.dtype));
@@ -148,23 +154,26 @@ void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64
   launch(op, KERNEL(norm_forward), args, x, problem.rows, row_grain(problem, x.element_size()));
 }
 
-static Tensor layer_norm_with(Statistics *statistics, const Tensor &x, const Shape &normalized_shape,
-                              const Optional &weight, const Optional &bias, double eps) {
+static Tensor layer_norm_with(Statistics *statistics, const Tensor &x,
+                              const Shape &normalized_shape, const Optional &weight,
+                              const Optional &bias, double eps) {
   const Problem problem = check_inputs("layer_norm", x, normalized_shape, weight, bias);
   const Tensor y = allocate(x.sizes(), problem.dtype, x);
-  norm_forward("layer_norm", problem, x, normalized_shape.size(), weight, bias, eps, true, y, statistics);
+  norm_forward("layer_norm", problem, x, normalized_shape.size(), weight, bias, eps, true, y,
+               statistics);
   return y;
 }
 
 static std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor &x, const Shape &normalized_shape,
-                                                     const Optional &weight, const Optional &bias, double eps) {
+                                                     const Optional &weight, const Optional &bias,
+                                                     double eps) {
   Statistics statistics;
   const Tensor y = layer_norm_with(&statistics, x, normalized_shape, weight, bias, eps);
   return {y, *statistics.mean, *statistics.rstd};
 }
 
-static Tensor layer_norm_no_grad(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
-                                 const Optional &bias, double eps) {
+static Tensor layer_norm_no_grad(const Tensor &x, const Shape &normalized_shape,
+                                 const Optional &weight, const Optional &bias, double eps) {
   return layer_norm_with(nullptr, x, normalized_shape, weight, bias, eps);
 }
 
@@ -176,35 +185,36 @@ static Tensor rms_norm_with(Statistics *statistics, const Tensor &x, const Shape
                             const Optional &weight, std::optional<double> eps) {
   const Problem problem = check_inputs("rms_norm", x, normalized_shape, weight, std::nullopt);
   const Tensor y = allocate(x.sizes(), problem.dtype, x);
-  norm_forward("rms_norm", problem, x, normalized_shape.size(), weight, std::nullopt, eps_or_default(eps, problem),
-               false, y, statistics);
+  norm_forward("rms_norm", problem, x, normalized_shape.size(), weight, std::nullopt,
+               eps_or_default(eps, problem), false, y, statistics);
   return y;
 }
 
-static std::tuple<Tensor, Tensor> rms_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
-                                           std::optional<double> eps) {
+static std::tuple<Tensor, Tensor> rms_norm(const Tensor &x, const Shape &normalized_shape,
+                                           const Optional &weight, std::optional<double> eps) {
   Statistics statistics;
   const Tensor y = rms_norm_with(&statistics, x, normalized_shape, weight, eps);
   return {y, *statistics.rstd};
 }
 
-static Tensor rms_norm_no_grad(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
-                               std::optional<double> eps) {
+static Tensor rms_norm_no_grad(const Tensor &x, const Shape &normalized_shape,
+                               const Optional &weight, std::optional<double> eps) {
   return rms_norm_with(nullptr, x, normalized_shape, weight, eps);
 }
 
-static void check_statistics(const char *op, const char *name, const Tensor &statistics, const Tensor &x,
-                             const Problem &problem) {
+static void check_statistics(const char *op, const char *name, const Tensor &statistics,
+                             const Tensor &x, const Problem &problem) {
   check_device(op, name, statistics, "x", x);
-  if (statistics.scalar_type() != scalar_type(statistics_dtype(problem.dtype)) || !statistics.is_contiguous() ||
-      statistics.numel() != problem.rows) {
+  if (statistics.scalar_type() != scalar_type(statistics_dtype(problem.dtype)) ||
+      !statistics.is_contiguous() || statistics.numel() != problem.rows) {
     fail(op, "expected " + std::string(name) + " as the forward returned it");
   }
 }
 
-Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x, const Shape &normalized_shape,
-                        const Tensor *mean, const Tensor &rstd, const Optional &weight, const Optional &bias,
-                        bool needs_x, bool needs_weight, bool needs_bias, const FusedBackward &fused) {
+Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x,
+                        const Shape &normalized_shape, const Tensor *mean, const Tensor &rstd,
+                        const Optional &weight, const Optional &bias, bool needs_x,
+                        bool needs_weight, bool needs_bias, const FusedBackward &fused) {
   const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
   check_same(op, "grad_out", grad_out, "x", x);
   check_shape(op, "grad_out", grad_out, "x", x);
@@ -219,7 +229,8 @@ Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x,
   const bool sums = needs_weight || needs_bias;
   if (problem.cols == 0 || !(sums || needs_x) || (problem.rows == 0 && !sums)) return gradients;
 
-  const Rows x_rows = as_rows(x, row_dims, problem.cols), g_rows = as_rows(grad_out, row_dims, problem.cols);
+  const Rows x_rows = as_rows(x, row_dims, problem.cols),
+             g_rows = as_rows(grad_out, row_dims, problem.cols);
   const Optional w = weight_for_kernel(weight, 1, problem, x);
   norm_backward_args args{};
   args.grad_out = g_rows.tensor.const_data_ptr();
@@ -253,43 +264,50 @@ Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x,
     args.partial = partial->mutable_data_ptr();
   }
   launch(op, KERNEL(norm_backward), args, x, norm_parts(problem.rows, problem.cols), 1);
-  if (sums && !x.is_cuda()) parallel_for(ceil_div(problem.cols, NORM_TILE), 1, norm_grad_weight_cpu, &args);
+  if (sums && !x.is_cuda())
+    parallel_for(ceil_div(problem.cols, NORM_TILE), 1, norm_grad_weight_cpu, &args);
   return gradients;
 }
 
-static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor &grad_out, const Tensor &x,
-                                                              const Shape &normalized_shape, const Tensor &mean,
-                                                              const Tensor &rstd, const Optional &weight,
-                                                              const Optional &bias, bool needs_grad_x,
-                                                              bool needs_grad_weight, bool needs_grad_bias) {
-  const Gradients g = norm_backward("layer_norm_backward", grad_out, x, normalized_shape, &mean, rstd, weight, bias,
-                                    needs_grad_x, needs_grad_weight, needs_grad_bias);
+static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
+    const Tensor &grad_out, const Tensor &x, const Shape &normalized_shape, const Tensor &mean,
+    const Tensor &rstd, const Optional &weight, const Optional &bias, bool needs_grad_x,
+    bool needs_grad_weight, bool needs_grad_bias) {
+  const Gradients g =
+      norm_backward("layer_norm_backward", grad_out, x, normalized_shape, &mean, rstd, weight, bias,
+                    needs_grad_x, needs_grad_weight, needs_grad_bias);
   return {g.x, g.weight, g.bias};
 }
 
 static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, const Tensor &x,
-                                                    const Shape &normalized_shape, const Tensor &rstd,
-                                                    const Optional &weight, bool needs_grad_x, bool needs_grad_weight) {
-  const Gradients g = norm_backward("rms_norm_backward", grad_out, x, normalized_shape, nullptr, rstd, weight,
-                                    std::nullopt, needs_grad_x, needs_grad_weight, false);
+                                                    const Shape &normalized_shape,
+                                                    const Tensor &rstd, const Optional &weight,
+                                                    bool needs_grad_x, bool needs_grad_weight) {
+  const Gradients g =
+      norm_backward("rms_norm_backward", grad_out, x, normalized_shape, nullptr, rstd, weight,
+                    std::nullopt, needs_grad_x, needs_grad_weight, false);
   return {g.x, g.weight};
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
-  def_with_twin(
-      m,
-      "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> "
-      "(Tensor, Tensor, Tensor)",
-      "Tensor");
   def_with_twin(m,
-                "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
-                "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
+                "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? "
+                "bias=None, float eps=1e-05) -> "
+                "(Tensor, Tensor, Tensor)",
+                "Tensor");
+  def_with_twin(m,
+                "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor "
+                "mean, Tensor rstd, "
+                "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool "
+                "needs_grad_bias) -> "
                 "(Tensor, Tensor, Tensor)");
-  def_with_twin(
-      m, "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> (Tensor, Tensor)",
-      "Tensor");
   def_with_twin(m,
-                "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, Tensor? weight, "
+                "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? "
+                "eps=None) -> (Tensor, Tensor)",
+                "Tensor");
+  def_with_twin(m,
+                "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor "
+                "rstd, Tensor? weight, "
                 "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
 }
 

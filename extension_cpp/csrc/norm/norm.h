@@ -65,7 +65,8 @@ typedef struct {
   void *grad_x;
   void *grad_weight;
   void *grad_bias;
-  void *partial; /* scratch, norm_partial_cpu() or _cuda() bytes of it; NULL if 0, or both weight gradients are NULL */
+  void *
+      partial; /* scratch, norm_partial_cpu() or _cuda() bytes of it; NULL if 0, or both weight gradients are NULL */
   int64_t rows;
   int64_t cols;
   int64_t x_stride;
@@ -93,8 +94,11 @@ typedef struct {
 } norm_widen_args;
 
 enum { NORM_BLOCK = 32 };
-static inline int64_t norm_wide_cols(int64_t cols) { return NORM_BLOCK * (ceil_div(cols, NORM_BLOCK) + 1); }
-void norm_widen_cpu(int64_t begin, int64_t end, void *args); /* columns [begin, end), multiples of 32 or cols */
+static inline int64_t norm_wide_cols(int64_t cols) {
+  return NORM_BLOCK * (ceil_div(cols, NORM_BLOCK) + 1);
+}
+void norm_widen_cpu(int64_t begin, int64_t end,
+                    void *args); /* columns [begin, end), multiples of 32 or cols */
 
 /* Forward: rows [begin, end). Backward: parts [begin, end) of the rows; then, for the weight gradients, tiles [begin, end) of
  * NORM_TILE columns. args points to the struct. */
@@ -105,12 +109,15 @@ enum { NORM_TILE = 2048 };
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   int64_t parts = (16 << 20) / (24 * norm_wide_cols(cols));
   parts = parts < 8 ? 8 : parts > 256 ? 256 : parts;
-  const int64_t part_rows = 2 * ceil_div(ceil_div(rows, parts), 2), of_elements = (1 << 17) / norm_wide_cols(cols) * 2;
+  const int64_t part_rows = 2 * ceil_div(ceil_div(rows, parts), 2),
+                of_elements = (1 << 17) / norm_wide_cols(cols) * 2;
   const int64_t least = of_elements < 8 ? 8 : of_elements > 64 ? 64 : of_elements;
   return part_rows < least ? least : part_rows;
 }
 
-static inline int64_t norm_parts(int64_t rows, int64_t cols) { return ceil_div(rows, norm_part_rows(rows, cols)); }
+static inline int64_t norm_parts(int64_t rows, int64_t cols) {
+  return ceil_div(rows, norm_part_rows(rows, cols));
+}
 
 /* Bytes of scratch: for each part and gradient, sums of wide columns in double and of the last rows in ACC. */
 static inline int64_t norm_partial_part(const norm_backward_args *args) {

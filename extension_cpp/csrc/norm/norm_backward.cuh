@@ -50,7 +50,8 @@ __device__ inline float weighted(float grad, float weight, const Statistics &s) 
 // grad_x = (g + shift + xhat * along) * rstd, for float with rstd in g already. slope is along * rstd, which the compiler would
 // make anew for every vector.
 template <typename T, bool CENTERED>
-__device__ inline float combine(float xhat, float g, float along, float slope, float shift, const Statistics &s) {
+__device__ inline float combine(float xhat, float g, float along, float slope, float shift,
+                                const Statistics &s) {
   if (sizeof(T) == 4) return fmaf(xhat, along, CENTERED ? g + shift : g);
   return fmaf(xhat, slope, CENTERED ? fmaf(g, s.rstd, shift * s.rstd) : g * s.rstd);
 }
@@ -58,11 +59,14 @@ __device__ inline float combine(float xhat, float g, float along, float slope, f
 // This thread's part of a row of grad_x, and of grad_dropped if that is wanted, from its xhat and g = weighted() and the row's sums of
 // g * xhat and of g.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, int COUNT>
-__device__ inline void write_grad_x(const BackwardTensors<T> &p, int64_t row, const Columns<TEAM, K, N, false> &columns,
-                                    const float (&xhat)[K][N], const float (&g)[K][N], const float (&sums)[COUNT],
-                                    const Statistics &s, const Part<T, TEAM, K, N, false> &grad_sum,
+__device__ inline void write_grad_x(const BackwardTensors<T> &p, int64_t row,
+                                    const Columns<TEAM, K, N, false> &columns,
+                                    const float (&xhat)[K][N], const float (&g)[K][N],
+                                    const float (&sums)[COUNT], const Statistics &s,
+                                    const Part<T, TEAM, K, N, false> &grad_sum,
                                     const Mask<TEAM, K, N, false> &mask, bool wants_dropped) {
-  const float along = -sums[0] * p.per_col, shift = -sums[COUNT - 1] * p.per_col, slope = along * s.rstd;
+  const float along = -sums[0] * p.per_col, shift = -sums[COUNT - 1] * p.per_col,
+              slope = along * s.rstd;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     if (!columns.has(k)) continue;
@@ -84,10 +88,12 @@ __device__ inline void write_grad_x(const BackwardTensors<T> &p, int64_t row, co
 
 // A row that all of the team have read.
 template <Fused FUSED, typename T, int TEAM, int K, int N>
-__device__ inline void let_row_go(const BackwardTensors<T> &p, int64_t row, const Columns<TEAM, K, N, false> &columns) {
+__device__ inline void let_row_go(const BackwardTensors<T> &p, int64_t row,
+                                  const Columns<TEAM, K, N, false> &columns) {
   let_go(p.x + row * p.x_stride, columns);
   let_go(p.grad_out + row * p.grad_out_stride, columns);
-  if (FUSED == ADDED && p.grad_sum != nullptr) let_go(p.grad_sum + row * p.grad_sum_stride, columns);
+  if (FUSED == ADDED && p.grad_sum != nullptr)
+    let_go(p.grad_sum + row * p.grad_sum_stride, columns);
 }
 
 // Rows from p.let_go on, by all threads when they have read theirs.

@@ -37,8 +37,10 @@ Backward<T> fast_parameters(const norm_backward_args &args) {
 // Rows of odd or great width that are few: the kernel that adds the partial rows comes early (of others: norm_backward_few.cuh).
 constexpr int EARLY_SUM_ROWS = 512;
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL, bool PACKED>
-__global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K, VECTOR<T>, CLUSTER, ODD>)
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL,
+          bool PACKED>
+__global__ void __launch_bounds__(THREADS<TEAM>,
+                                  BLOCKS<CENTERED, FUSED, TEAM, K, VECTOR<T>, CLUSTER, ODD>)
     backward_kernel(const __grid_constant__ Backward<T> p) {
   if constexpr (CLUSTER && !HAS_CLUSTERS) return;
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
@@ -63,10 +65,11 @@ __global__ void __launch_bounds__(THREADS<TEAM>, BLOCKS<CENTERED, FUSED, TEAM, K
 #endif
 }
 
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD, int FULL = 0,
-          bool PACKED = false>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int ELEMENTS, bool CLUSTER, bool ODD,
+          int FULL = 0, bool PACKED = false>
 cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream) {
-  constexpr int N = VECTOR<T>, K = ELEMENTS / N, blocks = BLOCKS<CENTERED, FUSED, TEAM, K, N, CLUSTER, ODD>;
+  constexpr int N = VECTOR<T>, K = ELEMENTS / N,
+                blocks = BLOCKS<CENTERED, FUSED, TEAM, K, N, CLUSTER, ODD>;
   using Rows = BackwardRows<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
   // KB; a row that is read again holds its place for a turn more. Odd rows want a third row a team in the shapes of THIRD (by the sweeps).
   constexpr bool THIRD = ODD && FUSED == ALONE && (sizeof(T) == 2 || TEAM == 16 || TEAM > 256);
@@ -79,7 +82,8 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream) {
                                         : 128;
   constexpr auto kernel = backward_kernel<T, CENTERED, FUSED, TEAM, K, CLUSTER, ODD, FULL, PACKED>;
   // With dropout more rows are slower, as measured.
-  const int most = CLUSTER && FUSED == ADDED && sizeof(T) == 2 && p.grad_dropped != nullptr ? 4 : MAX_STAGES;
+  const int most =
+      CLUSTER && FUSED == ADDED && sizeof(T) == 2 && p.grad_dropped != nullptr ? 4 : MAX_STAGES;
   return launch_ring<kernel, Rows::TENSORS, TEAM, K, N, CLUSTER, blocks, ODD, FULL>(
       p, (ring << 10) / blocks, Rows::REREAD ? 3 : 2, most, max_parts(p.cols), stream);
 }
@@ -104,13 +108,17 @@ cudaError_t by_rate(int cols, int more, Shapes<S...>, F &&f) {
     using Each = decltype(shape);
     constexpr int columns = Each::TEAM * Each::ELEMENTS;
     const double size = std::max<double>(2, ceil_div(cols, columns));
-    const double all = Each::ELEMENTS / N + more + (Each::ELEMENTS > 4 * N ? 1 : Each::TEAM > 320 ? 0.5 : 0);
+    const double all = Each::ELEMENTS / N + more +
+                       (Each::ELEMENTS > 4 * N ? 1
+                        : Each::TEAM > 320     ? 0.5
+                                               : 0);
     return places_taken(cols, columns, 1) / (size * Each::TEAM * all);
   };
   const double rates[] = {rate(S{})...};
   std::array<size_t, sizeof...(S)> order;
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rates[a] > rates[b]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return rates[a] > rates[b]; });
   cudaError_t error = NOT_TAKEN;
   for (const size_t next : order) {
     size_t i = 0;
@@ -136,14 +144,17 @@ cudaError_t launch_cluster(Backward<T> &p, cudaStream_t stream) {
       if (error != NOT_TAKEN) return error;
     }
   }
-  error = by_rate<N>(cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
-    using S = decltype(shape);
-    return launch_shape<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream);
-  });
+  error = by_rate<N>(
+      cols, CENTERED ? 2 : 1, std::conditional_t<FUSED == ALONE, Alone, Others>{}, [&](auto shape) {
+        using S = decltype(shape);
+        return launch_shape<T, CENTERED, FUSED, S::TEAM, S::ELEMENTS, ODD>(p, stream);
+      });
   // Where some threads have fewer vectors than that, or the chip does not run clusters of these sizes.
-  if (error == NOT_TAKEN) error = launch_backward<T, CENTERED, FUSED, 256, 4 * N, true, ODD>(p, stream);
+  if (error == NOT_TAKEN)
+    error = launch_backward<T, CENTERED, FUSED, 256, 4 * N, true, ODD>(p, stream);
   if constexpr (N == 4) {
-    if (error == NOT_TAKEN) error = launch_backward<T, CENTERED, FUSED, 512, 4 * N, true, ODD>(p, stream);
+    if (error == NOT_TAKEN)
+      error = launch_backward<T, CENTERED, FUSED, 512, 4 * N, true, ODD>(p, stream);
   }
   return error;
 }
@@ -153,30 +164,36 @@ cudaError_t launch_backward(Backward<T> &p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>;
   constexpr bool HALF = N == 8;
   constexpr int WIDEST = CENTERED ? 24 : 32;
-  using OddHalves = Shapes<Shape<16, 8>, Shape<16, 16>, Shape<16, 24>, Shape<32, 16>, Shape<16, 40>, Shape<16, 48>,
-                           Shape<32, 32>, Shape<32, 40>, Shape<32, 48>, Shape<64, 32>, Shape<64, 40>, Shape<64, 48>,
-                           Shape<128, 32>, Shape<128, 40>, Shape<128, 48>, Shape<256, 32>>;
+  using OddHalves = Shapes<Shape<16, 8>, Shape<16, 16>, Shape<16, 24>, Shape<32, 16>, Shape<16, 40>,
+                           Shape<16, 48>, Shape<32, 32>, Shape<32, 40>, Shape<32, 48>,
+                           Shape<64, 32>, Shape<64, 40>, Shape<64, 48>, Shape<128, 32>,
+                           Shape<128, 40>, Shape<128, 48>, Shape<256, 32>>;
   using Halves =
-      Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>, Shape<32, 32>,
-             Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<96, 24>, Shape<64, 40>, Shape<128, 24>, Shape<128, 32>,
-             Shape<128, 40, 4608>, Shape<224, 24>, Shape<256, 24>, Shape<512, 16>, Shape<256, 40>>;
-  using OddFloats =
-      Shapes<Shape<16, 8>, Shape<16, 16>, Shape<16, 24>, Shape<32, 16>, Shape<32, 24>, Shape<32, 32>, Shape<64, 24>,
-             Shape<64, 32>, Shape<128, 24>, Shape<256, 16, 3840>, Shape<128, 32>, Shape<384, 16>>;
-  using Floats = Shapes<Shape<8, 8>, Shape<16, 16>, Shape<32, 16, 384>, Shape<16, 32>, Shape<32, 32>, Shape<64, 32>,
-                        Shape<128, 32>, Shape<256, WIDEST>>;  // most others go directly
-  using FusedHalves = std::conditional_t<
-      ODD, Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>, Shape<512, 16>>,
-      Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<64, 40>,
-             Shape<128, 24>, Shape<128, 32>, Shape<128, 40>, Shape<512, 16>>>;
+      Shapes<Shape<8, 8>, Shape<8, 32>, Shape<16, 24>, Shape<16, 32>, Shape<16, 40>, Shape<32, 24>,
+             Shape<32, 32>, Shape<32, 40>, Shape<64, 24>, Shape<64, 32>, Shape<96, 24>,
+             Shape<64, 40>, Shape<128, 24>, Shape<128, 32>, Shape<128, 40, 4608>, Shape<224, 24>,
+             Shape<256, 24>, Shape<512, 16>, Shape<256, 40>>;
+  using OddFloats = Shapes<Shape<16, 8>, Shape<16, 16>, Shape<16, 24>, Shape<32, 16>, Shape<32, 24>,
+                           Shape<32, 32>, Shape<64, 24>, Shape<64, 32>, Shape<128, 24>,
+                           Shape<256, 16, 3840>, Shape<128, 32>, Shape<384, 16>>;
+  using Floats =
+      Shapes<Shape<8, 8>, Shape<16, 16>, Shape<32, 16, 384>, Shape<16, 32>, Shape<32, 32>,
+             Shape<64, 32>, Shape<128, 32>, Shape<256, WIDEST>>;  // most others go directly
+  using FusedHalves =
+      std::conditional_t<ODD,
+                         Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>,
+                                Shape<128, 32>, Shape<512, 16>>,
+                         Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<32, 40>,
+                                Shape<64, 24>, Shape<64, 32>, Shape<64, 40>, Shape<128, 24>,
+                                Shape<128, 32>, Shape<128, 40>, Shape<512, 16>>>;
   // add_layer_norm's floats at odd widths would spill with 32 elements a thread.
-  using FusedFloats =
-      std::conditional_t<ODD && CENTERED && FUSED == ADDED,
-                         Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<64, 16>, Shape<128, 12>,
-                                Shape<128, 16>, Shape<256, 12>, Shape<256, 16>>,
-                         Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>>;
-  using Alone =
-      std::conditional_t<HALF, std::conditional_t<ODD, OddHalves, Halves>, std::conditional_t<ODD, OddFloats, Floats>>;
+  using FusedFloats = std::conditional_t<
+      ODD && CENTERED && FUSED == ADDED,
+      Shapes<Shape<32, 8>, Shape<32, 16>, Shape<32, 24>, Shape<64, 16>, Shape<128, 12>,
+             Shape<128, 16>, Shape<256, 12>, Shape<256, 16>>,
+      Shapes<Shape<32, 8>, Shape<32, 24>, Shape<32, 32>, Shape<64, 32>, Shape<128, 32>>>;
+  using Alone = std::conditional_t<HALF, std::conditional_t<ODD, OddHalves, Halves>,
+                                   std::conditional_t<ODD, OddFloats, Floats>>;
   using Others = std::conditional_t<HALF, FusedHalves, FusedFloats>;
   using Known = std::conditional_t<FUSED == ALONE, Alone, Others>;
   const cudaError_t error = with_shape<N>(p.cols, Known{}, [&](auto shape) {
@@ -196,15 +213,18 @@ constexpr size_t WIDE = 128 << 10;
 // Whether the rows of all tensors, `g` their shape, begin alike between multiples of 16 bytes.
 template <typename T>
 bool are_in_step(const Geometry &g, const norm_backward_args &args) {
-  return is_in_step<T>(g, args.x, args.x_stride) && is_in_step<T>(g, args.grad_out, args.grad_out_stride) &&
-         is_in_step<T>(g, args.grad_x, args.cols) && is_in_step<T>(g, args.grad_sum, args.grad_sum_stride) &&
+  return is_in_step<T>(g, args.x, args.x_stride) &&
+         is_in_step<T>(g, args.grad_out, args.grad_out_stride) &&
+         is_in_step<T>(g, args.grad_x, args.cols) &&
+         is_in_step<T>(g, args.grad_sum, args.grad_sum_stride) &&
          is_in_step<T>(g, args.grad_dropped, args.cols) && is_aligned(args.weight);
 }
 
 // One column: the gradient is exactly 0, which needs the plain kernel's order of operations.
 template <typename T>
 bool takes_plain(Geometry &g, const norm_backward_args &args) {
-  return args.rows == 0 || args.cols == 1 || !set_shape(g, args.rows, args.cols) || !are_in_step<T>(g, args);
+  return args.rows == 0 || args.cols == 1 || !set_shape(g, args.rows, args.cols) ||
+         !are_in_step<T>(g, args);
 }
 
 // Whether grad_x is more than the norm's: ADDED.
@@ -243,7 +263,8 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
   error = NOT_TAKEN;
   if (args.cols % VECTOR<T> == 0) {
     if constexpr (FUSED != DROPPED) {
-      if (!p.wants_weight && !p.wants_bias) error = rows_backward<T, CENTERED, FUSED>(few(), stream);
+      if (!p.wants_weight && !p.wants_bias)
+        error = rows_backward<T, CENTERED, FUSED>(few(), stream);
       if (error != NOT_TAKEN) return error;
       if (p.weight.is_own() && p.grad_dropped == nullptr) {
         error = direct_backward<T, CENTERED, FUSED, false, T>(p, tensors, cache, stream);
@@ -271,13 +292,15 @@ cudaError_t backward(const norm_backward_args &args, cudaStream_t stream) {
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
   using namespace norm_cuda;
-  const bool few = args->dtype == DTYPE_FLOAT32
-                       ? takes_few<float>(*args)
-                       : args->dtype != DTYPE_FLOAT64 && takes_few<__half>(*args);  // bfloat16 is as long
+  const bool few =
+      args->dtype == DTYPE_FLOAT32
+          ? takes_few<float>(*args)
+          : args->dtype != DTYPE_FLOAT64 && takes_few<__half>(*args);  // bfloat16 is as long
   if (few) return 0;
   const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
   const int64_t parts = std::min(args->rows, max_parts(args->cols));
-  return sums * parts * args->cols * (args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float));
+  return sums * parts * args->cols *
+         (args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float));
 }
 
 extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) {
@@ -287,7 +310,8 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
   return with_half_or_float(args->dtype, [&](auto zero) {
     using T = decltype(zero);
     if (is_added(*args)) {
-      return args->mean ? backward<T, true, ADDED>(*args, on) : backward<T, false, ADDED>(*args, on);
+      return args->mean ? backward<T, true, ADDED>(*args, on)
+                        : backward<T, false, ADDED>(*args, on);
     }
     if (args->dropout_y.seed) return backward<T, true, DROPPED>(*args, on);
     return args->mean ? backward<T, true, ALONE>(*args, on) : backward<T, false, ALONE>(*args, on);

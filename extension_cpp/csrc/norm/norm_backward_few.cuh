@@ -21,7 +21,8 @@ namespace norm_cuda {
 // after another.
 template <int BLOCK_, int TEAM_, int ELEMENTS_, int X_, int U_, int RESIDENT_ = 1024>
 struct FewShape {
-  static constexpr int BLOCK = BLOCK_, TEAM = TEAM_, ELEMENTS = ELEMENTS_, X = X_, U = U_, RESIDENT = RESIDENT_;
+  static constexpr int BLOCK = BLOCK_, TEAM = TEAM_, ELEMENTS = ELEMENTS_, X = X_, U = U_,
+                       RESIDENT = RESIDENT_;
   static constexpr int WIDEST = TEAM * ELEMENTS, TEAMS = BLOCK / TEAM, Y = BLOCK / X;
   static_assert(BLOCK % TEAM == 0 && TEAM >= 32 && 32 % X == 0);
 };
@@ -53,7 +54,8 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
     x.load(p.x + row * p.x_stride, columns, p.policy);
     grad_out.load(p.grad_out + row * p.grad_out_stride, columns, p.policy);
     if (is_own) packed.load(static_cast<const T *>(p.weight.data), columns);
-    if (FUSED == ADDED && p.grad_sum != nullptr) grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
+    if (FUSED == ADDED && p.grad_sum != nullptr)
+      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, columns, p.policy);
     if (FUSED == DROPPED || wants_dropped) mask.make(p.dropout, seed, row * p.cols, columns);
   }
   float xhat[K][N], g[K][N], w[K][N], none[1], v[COUNT] = {};
@@ -80,7 +82,8 @@ __device__ inline void few_rows(const FewBackward<T> &p, int64_t block) {
 
 // Adds grad_out * xhat of the rows row, row + step, ... to sums[0] to sums[N - 1], and grad_out to those behind them.
 template <typename T, bool CENTERED, Fused FUSED, int N, int U, int M>
-__device__ inline void add_rows(float (&sums)[M], const FewBackward<T> &p, int row, int step, int c) {
+__device__ inline void add_rows(float (&sums)[M], const FewBackward<T> &p, int row, int step,
+                                int c) {
   const int rows = static_cast<int>(p.rows);
   const int64_t seed = FUSED == DROPPED ? seed_of(p.dropout) : 0;
   const T *at_x = p.x + row * p.x_stride + c, *at_grad = p.grad_out + row * p.grad_out_stride + c;
@@ -146,7 +149,8 @@ __device__ inline int fold_lanes(float (&v)[M], int &count) {
 // The weight gradients of tile number `tile`.
 template <typename T, bool CENTERED, Fused FUSED, typename S>
 __device__ inline void few_columns(const FewBackward<T> &p, int tile) {
-  constexpr int N = VECTOR<T>, X = S::X, M = CENTERED ? 2 * N : N, WIDTH = X * N, SUMS = X * M, WARPS = S::BLOCK / 32;
+  constexpr int N = VECTOR<T>, X = S::X, M = CENTERED ? 2 * N : N, WIDTH = X * N, SUMS = X * M,
+                WARPS = S::BLOCK / 32;
   __shared__ float fold[WARPS][SUMS];
   const int x = threadIdx.x % X, c = (tile * X + x) * N;
   float sums[M] = {};
@@ -193,7 +197,8 @@ cudaError_t launch_few(FewBackward<T> &p, cudaStream_t stream) {
   p.column_blocks = wants_columns ? static_cast<int>(ceil_div(p.cols, S::X * VECTOR<T>)) : 0;
   const int64_t blocks = p.column_blocks + (p.grad_x != nullptr ? ceil_div(p.rows, S::TEAMS) : 0);
   if (blocks == 0) return cudaSuccess;
-  few_backward_kernel<T, CENTERED, FUSED, S><<<static_cast<unsigned>(blocks), S::BLOCK, 0, stream>>>(p);
+  few_backward_kernel<T, CENTERED, FUSED, S>
+      <<<static_cast<unsigned>(blocks), S::BLOCK, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -203,7 +208,10 @@ template <typename T>
 bool are_few(int64_t rows, int64_t cols, bool is_added) {
   const int64_t row = cols * static_cast<int64_t>(sizeof(T));
   const bool is_half = sizeof(T) == 2;
-  const int64_t mib = row <= 8 << 10 ? (is_half ? 12 : 8) : is_added ? 4 : is_half || row <= 12 << 10 ? 8 : 6;
+  const int64_t mib = row <= 8 << 10               ? (is_half ? 12 : 8)
+                      : is_added                   ? 4
+                      : is_half || row <= 12 << 10 ? 8
+                                                   : 6;
   return row % 16 == 0 && row <= 32 << 10 && rows <= 1792 && rows * row <= mib << 20;
 }
 
@@ -212,15 +220,18 @@ cudaError_t few_backward(FewBackward<T> p, cudaStream_t stream) {
   constexpr int N = VECTOR<T>, E = 2 * N, X = 16 / N, R = FUSED == ALONE ? 1024 : 512;
   // Up to as many rows as an H100 has multiprocessors: smaller blocks, which spread over the chip; wide ones in wide tiles, for
   // else most threads of a column block would have no row.
-  using Tens =
-      Shapes<FewShape<128, 32, E, 4, 2, R>, FewShape<128, 64, E, 4, 2, R>, FewShape<128, 128, E, 4, 2, R>,
-             FewShape<256, 256, E, 4, 2, R>, FewShape<512, 512, E, 32, 1, R>, FewShape<512, 512, 2 * E, 32, 1, 512>>;
-  using Hundreds =
-      Shapes<FewShape<256, 32, E, X, 2, R>, FewShape<256, 64, E, X, 2, R>, FewShape<256, 128, E, X, 2, R>,
-             FewShape<256, 256, E, 4, 2, R>, FewShape<512, 512, E, 4, 2, R>, FewShape<512, 512, 2 * E, 8, 2, 512>>;
-  const auto launch = [&](auto shape) { return launch_few<T, CENTERED, FUSED, decltype(shape)>(p, stream); };
+  using Tens = Shapes<FewShape<128, 32, E, 4, 2, R>, FewShape<128, 64, E, 4, 2, R>,
+                      FewShape<128, 128, E, 4, 2, R>, FewShape<256, 256, E, 4, 2, R>,
+                      FewShape<512, 512, E, 32, 1, R>, FewShape<512, 512, 2 * E, 32, 1, 512>>;
+  using Hundreds = Shapes<FewShape<256, 32, E, X, 2, R>, FewShape<256, 64, E, X, 2, R>,
+                          FewShape<256, 128, E, X, 2, R>, FewShape<256, 256, E, 4, 2, R>,
+                          FewShape<512, 512, E, 4, 2, R>, FewShape<512, 512, 2 * E, 8, 2, 512>>;
+  const auto launch = [&](auto shape) {
+    return launch_few<T, CENTERED, FUSED, decltype(shape)>(p, stream);
+  };
   const int cols = static_cast<int>(p.cols);
-  return p.rows <= 132 ? with_shape<N>(cols, Tens{}, launch) : with_shape<N>(cols, Hundreds{}, launch);
+  return p.rows <= 132 ? with_shape<N>(cols, Tens{}, launch)
+                       : with_shape<N>(cols, Hundreds{}, launch);
 }
 
 // grad_x alone, of any number of rows: blocks that come and go are faster than blocks that stay. NOT_TAKEN where a large tensor would leave
@@ -229,10 +240,12 @@ template <typename T, bool CENTERED, Fused FUSED>
 cudaError_t rows_backward(const FewBackward<T> &of, cudaStream_t stream) {
   constexpr int N = VECTOR<T>, E = 2 * N, X = 4, U = 2, R = FUSED == ALONE ? 1024 : 512;
   constexpr int B96 = FUSED == ALONE ? 480 : 192, B160 = FUSED == ALONE ? 320 : 160;
-  using Known = Shapes<FewShape<256, 32, E, X, U, R>, FewShape<256, 64, E, X, U, R>, FewShape<B96, 96, E, X, U, R>,
-                       FewShape<256, 128, E, X, U, R>, FewShape<B160, 160, E, X, U, R>, FewShape<192, 192, E, X, U, R>,
-                       FewShape<224, 224, E, X, U, R>, FewShape<256, 256, E, X, U, R>, FewShape<320, 320, E, X, U, R>,
-                       FewShape<384, 384, E, X, U, R>, FewShape<448, 448, E, X, U, R>, FewShape<512, 512, E, X, U, R>>;
+  using Known = Shapes<FewShape<256, 32, E, X, U, R>, FewShape<256, 64, E, X, U, R>,
+                       FewShape<B96, 96, E, X, U, R>, FewShape<256, 128, E, X, U, R>,
+                       FewShape<B160, 160, E, X, U, R>, FewShape<192, 192, E, X, U, R>,
+                       FewShape<224, 224, E, X, U, R>, FewShape<256, 256, E, X, U, R>,
+                       FewShape<320, 320, E, X, U, R>, FewShape<384, 384, E, X, U, R>,
+                       FewShape<448, 448, E, X, U, R>, FewShape<512, 512, E, X, U, R>>;
   FewBackward<T> p = of;
   constexpr int MOST = FUSED != ADDED ? 16 << 10 : sizeof(T) == 2 ? 14 << 10 : 12 << 10;  // bytes
   const int row = p.cols * static_cast<int>(sizeof(T));
@@ -244,7 +257,8 @@ cudaError_t rows_backward(const FewBackward<T> &of, cudaStream_t stream) {
     // Of float so little work that less of it may be busy; narrow rows with a residual are slow through the ring in any case.
     const double busy = FUSED == ADDED ? (p.cols < 512 ? 0 : 0.8) : sizeof(T) == 2 ? 0.9 : 0.7;
     if (is_large && static_cast<double>(p.cols) * resident < busy * S::WIDEST * R) return NOT_TAKEN;
-    if constexpr (S::WIDEST * static_cast<int>(sizeof(T)) <= MOST) return launch_few<T, CENTERED, FUSED, S>(p, stream);
+    if constexpr (S::WIDEST * static_cast<int>(sizeof(T)) <= MOST)
+      return launch_few<T, CENTERED, FUSED, S>(p, stream);
     return NOT_TAKEN;
   });
 }

@@ -32,7 +32,8 @@ constexpr bool REREADS = sizeof(T) == 2 && (FUSED == ADDED || (CENTERED && (K > 
 
 // One team's rows. FULL: vectors that every thread has, so that they need no condition. PACKED: weights stay in x's type, which takes
 // fewer registers; they are own.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL, bool PACKED>
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, bool CLUSTER, bool ODD, int FULL,
+          bool PACKED>
 struct BackwardRows {
   static constexpr int N = VECTOR<T>;
   static constexpr int TEAMS = THREADS<TEAM> / TEAM;
@@ -71,14 +72,15 @@ struct BackwardRows {
   float edge_weight[1], edge_grad_weight[1], edge_grad_bias[1];
   float xhat[KEPT][N], g[KEPT][N];
 
-  __device__ BackwardRows(const Backward<T> &p, uint4 *slots, Exchange<TEAM, CLUSTER> &exchange, int64_t chunk,
-                          int rank)
+  __device__ BackwardRows(const Backward<T> &p, uint4 *slots, Exchange<TEAM, CLUSTER> &exchange,
+                          int64_t chunk, int rank)
       : p(p),
         ring{slots, exchange, p.stages, p.slot},
         seed(FUSED == ALONE ? 0 : seed_of(p.dropout)),
         rank(rank),
         share(rows_of(p, chunk)),
-        turns(CLUSTER ? share.rows : static_cast<int>((p.rows - chunk * TEAMS + share.step - 1) / share.step)),
+        turns(CLUSTER ? share.rows
+                      : static_cast<int>((p.rows - chunk * TEAMS + share.step - 1) / share.step)),
         columns(p, share.first, lane(), rank) {
     // For blocks a parameter, which takes no register.
     const int apart = CLUSTER ? static_cast<int>(share.step * p.x_stride / N % 8) : p.apart;
@@ -98,7 +100,9 @@ struct BackwardRows {
   __device__ void fetch(int i) {
     if (lane() != ASKER || i >= share.rows) return;
     const T *starts[TENSORS] = {p.x + row(i) * p.x_stride, p.grad_out + row(i) * p.grad_out_stride};
-    if (FUSED == ADDED) starts[TENSORS - 1] = p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
+    if (FUSED == ADDED)
+      starts[TENSORS - 1] =
+          p.grad_sum == nullptr ? nullptr : p.grad_sum + row(i) * p.grad_sum_stride;
     ring.fetch(i, starts, columns, row(i) == p.rows - 1, p.policy);
   }
 
@@ -138,7 +142,8 @@ struct BackwardRows {
   __device__ float2 sums(const Loaded &loaded, const Statistics &s) {
     float along[2] = {}, sum[2] = {};  // two of each: shorter chains
     // Leaves xhat in x and g in grad.
-    const auto add = [&](auto &x, auto &grad, const auto &w, auto &to_weight, auto &to_bias, uint32_t kept) {
+    const auto add = [&](auto &x, auto &grad, const auto &w, auto &to_weight, auto &to_bias,
+                         uint32_t kept) {
       if (FUSED == DROPPED) drop(grad, p.dropout, kept);
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
@@ -230,8 +235,8 @@ struct BackwardRows {
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) {
         x[j] = FROM_X ? fmaf(x[j], slope, fmaf(grad[j], w[j], lift)) * s.rstd
-                      : combine<T, CENTERED>(normalize<T, CENTERED>(x[j], s), weighted<T>(grad[j], w[j], s), along,
-                                             slope, shift, s);
+                      : combine<T, CENTERED>(normalize<T, CENTERED>(x[j], s),
+                                             weighted<T>(grad[j], w[j], s), along, slope, shift, s);
       }
     };
 #pragma unroll
@@ -240,7 +245,8 @@ struct BackwardRows {
       float x[N], grad[N], grad_sum[N] = {};
       if constexpr (KEEP) {
 #pragma unroll
-        for (int j = 0; j < N; ++j) x[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
+        for (int j = 0; j < N; ++j)
+          x[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
       } else {
         unpack<T, N>(x, loaded.x.bits[k]);
         unpack<T, N>(grad, loaded.grad_out.bits[k]);
@@ -252,7 +258,8 @@ struct BackwardRows {
       write(x, grad_sum, mask.of(k), columns.column(k));
     }
     if (!columns.has_edge()) return;
-    float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)}, grad_sum[1] = {};
+    float x[1] = {to_acc(loaded.x.edge)}, grad[1] = {to_acc(loaded.grad_out.edge)},
+          grad_sum[1] = {};
     prepare(x, grad, edge_weight, mask.edge);
     if (FUSED == ADDED) grad_sum[0] = to_acc(loaded.grad_sum.edge);
     write(x, grad_sum, mask.edge, columns.edge);
@@ -345,13 +352,15 @@ struct BackwardRows {
     if (p.wants_weight) write_partial(grad_weight, edge_grad_weight[0], shared, partial);
     if constexpr (CENTERED) {
       if (p.wants_bias)
-        write_partial(grad_bias, edge_grad_bias[0], shared, partial + (p.wants_weight ? p.chunks * p.cols : 0));
+        write_partial(grad_bias, edge_grad_bias[0], shared,
+                      partial + (p.wants_weight ? p.chunks * p.cols : 0));
     }
   }
 
   // One of the sums over the rows to its partial row. The teams' are added in shared memory, where the ring has no rows left; those
   // of odd rows go through it, too, for from the registers they would be N writes to the same 32 bytes, a column each.
-  __device__ void write_partial(const float (&sums)[K][N], float edge, float *shared, float *partial) const {
+  __device__ void write_partial(const float (&sums)[K][N], float edge, float *shared,
+                                float *partial) const {
     constexpr bool THROUGH = TEAMS > 1 || ODD;
     const int begin = TEAMS > 1 || !ODD ? 0 : columns.begin;
     float *to = !THROUGH ? partial : shared + team() * p.cols - begin;
@@ -366,14 +375,16 @@ struct BackwardRows {
       } else {
 #pragma unroll
         for (int j = 0; j < N; j += 4) {
-          *reinterpret_cast<float4 *>(mine + j) = {sums[k][j], sums[k][j + 1], sums[k][j + 2], sums[k][j + 3]};
+          *reinterpret_cast<float4 *>(mine + j) = {sums[k][j], sums[k][j + 1], sums[k][j + 2],
+                                                   sums[k][j + 3]};
         }
       }
     }
     if (columns.has_edge()) to[columns.edge] = edge;
     if (!THROUGH) return;
     __syncthreads();
-    for (int c = max(begin, 0) + threadIdx.x; c < (TEAMS > 1 ? p.cols : columns.end); c += THREADS<TEAM>) {
+    for (int c = max(begin, 0) + threadIdx.x; c < (TEAMS > 1 ? p.cols : columns.end);
+         c += THREADS<TEAM>) {
       float sum = 0;
       for (int t = 0; t < TEAMS; ++t) sum += shared[t * p.cols + c - begin];
       partial[c] = sum;

@@ -12,8 +12,9 @@
 _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks");
 
 enum {
-  FLUSH_COLS = 4096, /* lanes along a row hold at most this many columns, 128 each, before they go to double */
-  FLUSH_ROWS = 64    /* and sums down a column at most this many rows */
+  FLUSH_COLS =
+      4096, /* lanes along a row hold at most this many columns, 128 each, before they go to double */
+  FLUSH_ROWS = 64 /* and sums down a column at most this many rows */
 };
 
 /* Whether backward has copies that take two rows at a time: the baseline of x86-64 is to be right, not long. */
@@ -39,21 +40,26 @@ ALWAYS_INLINE wide_place_t wide_place_float64(int64_t c, int64_t cols) {
   (void)c, (void)cols;
   return (wide_place_t){0, BLOCK / 2};
 }
-ALWAYS_INLINE wide_place_t wide_place_float32(int64_t c, int64_t cols) { return wide_place_float64(c, cols); }
-ALWAYS_INLINE wide_place_t wide_place_float16(int64_t c, int64_t cols) { return wide_place_float64(c, cols); }
+ALWAYS_INLINE wide_place_t wide_place_float32(int64_t c, int64_t cols) {
+  return wide_place_float64(c, cols);
+}
+ALWAYS_INLINE wide_place_t wide_place_float16(int64_t c, int64_t cols) {
+  return wide_place_float64(c, cols);
+}
 ALWAYS_INLINE wide_place_t wide_place_bfloat16(int64_t c, int64_t cols) {
   const int64_t odd = norm_wide_cols(cols) / 2;
   return c % 2 ? (wide_place_t){odd, 1} : (wide_place_t){0, odd};
 }
 
 /* 32 lanes to one sum, in a fixed tree. A loop that gcc unrolled whole would be scalar. */
-#define DEFINE_FOLD(type)                                                                                 \
-  ALWAYS_INLINE double fold_##type(const type *lane) {                                                    \
-    double sum[16];                                                                                       \
-    _Pragma("GCC unroll 1") for (int k = 0; k < 16; ++k) sum[k] = (double)lane[k] + (double)lane[k + 16]; \
-    _Pragma("GCC unroll 1") for (int k = 0; k < 8; ++k) sum[k] += sum[k + 8];                             \
-    for (int k = 0; k < 4; ++k) sum[k] += sum[k + 4];                                                     \
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);                                                         \
+#define DEFINE_FOLD(type)                                                     \
+  ALWAYS_INLINE double fold_##type(const type *lane) {                        \
+    double sum[16];                                                           \
+    _Pragma("GCC unroll 1") for (int k = 0; k < 16; ++k) sum[k] =             \
+        (double)lane[k] + (double)lane[k + 16];                               \
+    _Pragma("GCC unroll 1") for (int k = 0; k < 8; ++k) sum[k] += sum[k + 8]; \
+    for (int k = 0; k < 4; ++k) sum[k] += sum[k + 4];                         \
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);                             \
   }
 DEFINE_FOLD(float)
 DEFINE_FOLD(double)
@@ -78,7 +84,8 @@ ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
     return;
   }
   const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead.bytes;
-  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
+  for (int64_t byte = 0; byte < bytes; byte += 64)
+    __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
 }
 
 /* Backward's result, where it is not streamed, is asked for in a row's first pass: the second, which writes it, would wait for
@@ -115,11 +122,13 @@ static void norm_forward_cpu_range(int64_t begin, int64_t end, const norm_forwar
 }
 
 static void norm_backward_cpu_range(int64_t begin, int64_t end, const norm_backward_args *args) {
-  for (int64_t part = begin; part < end; ++part) DISPATCH_DTYPE(args->dtype, norm_backward, args, part)
+  for (int64_t part = begin; part < end; ++part)
+    DISPATCH_DTYPE(args->dtype, norm_backward, args, part)
 }
 
 static void norm_grad_weight_cpu_range(int64_t begin, int64_t end, const norm_backward_args *args) {
-  for (int64_t tile = begin; tile < end; ++tile) DISPATCH_DTYPE(args->dtype, norm_grad_weight, args, tile)
+  for (int64_t tile = begin; tile < end; ++tile)
+    DISPATCH_DTYPE(args->dtype, norm_grad_weight, args, tile)
 }
 
 CPU_ENTRY(norm_widen_cpu, norm_widen_args)

@@ -16,9 +16,10 @@ typedef struct {
   cpu_dropout_t *dropout;
 } NAME(grad_row_t);
 
-ALWAYS_INLINE void NAME(products_block)(ACC *restrict products, ACC *restrict sum, const NAME(grad_row_t) * row,
-                                        const fused_t *fused, const ACC *restrict weight, int64_t c, int n,
-                                        int centered, int asks) {
+ALWAYS_INLINE void NAME(products_block)(ACC *restrict products, ACC *restrict sum,
+                                        const NAME(grad_row_t) * row, const fused_t *fused,
+                                        const ACC *restrict weight, int64_t c, int n, int centered,
+                                        int asks) {
   ACC x[BLOCK], g[BLOCK];
   if (asks) {
     prefetch_output(row->grad_x + c, BLOCK * sizeof(T));
@@ -32,35 +33,42 @@ ALWAYS_INLINE void NAME(products_block)(ACC *restrict products, ACC *restrict su
     for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
     for (int k = 0; k < BLOCK; ++k) x[k] -= row->mean;
   }
-  for (int k = 0; k < BLOCK; ++k) x[k] *= row->rstd; /* here and not in the sum, for that may be past float's range */
+  for (int k = 0; k < BLOCK; ++k)
+    x[k] *= row->rstd; /* here and not in the sum, for that may be past float's range */
   for (int k = 0; k < BLOCK; ++k) products[k] = FMA(g[k], x[k], products[k]);
 }
 
-ALWAYS_INLINE void NAME(set_means)(NAME(grad_row_t) * row, double products, double sum, int64_t cols) {
+ALWAYS_INLINE void NAME(set_means)(NAME(grad_row_t) * row, double products, double sum,
+                                   int64_t cols) {
   const double scale = -(double)row->rstd / (double)cols;
   row->slope = (ACC)(products * scale);
   row->level = (ACC)(sum * scale);
 }
 
 /* Sets slope and level of one row, or of two. */
-ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, const fused_t *fused, NAME(grad_row_t) * a,
-                                    NAME(grad_row_t) * b, int rows, int centered, int stream) {
+ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, const fused_t *fused,
+                                    NAME(grad_row_t) * a, NAME(grad_row_t) * b, int rows,
+                                    int centered, int stream) {
   const int64_t cols = args->cols;
   const int asks = !stream && cols * (int64_t)sizeof(T) <= ASKED_ROW;
   const wide_place_t place = NAME(wide_place)(0, cols);
   double products[2] = {0}, sums[2] = {0};
   for (int64_t c = 0; c < cols;) {
     const int64_t end = cols - c < FLUSH_COLS ? cols : c + FLUSH_COLS;
-    ACC products_a[BLOCK] = {0}, products_b[BLOCK] = {0}, sum_a[BLOCK] = {0}, sum_b[BLOCK] = {0}, weight[BLOCK];
+    ACC products_a[BLOCK] = {0}, products_b[BLOCK] = {0}, sum_a[BLOCK] = {0}, sum_b[BLOCK] = {0},
+        weight[BLOCK];
     for (; c + BLOCK <= end; c += BLOCK) {
       NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
       NAME(products_block)(products_a, sum_a, a, fused, weight, c, BLOCK, centered, asks);
-      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, BLOCK, centered, asks);
+      if (rows == 2)
+        NAME(products_block)(products_b, sum_b, b, fused, weight, c, BLOCK, centered, asks);
     }
     if (c < end) {
       NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
       NAME(products_block)(products_a, sum_a, a, fused, weight, c, (int)(end - c), centered, asks);
-      if (rows == 2) NAME(products_block)(products_b, sum_b, b, fused, weight, c, (int)(end - c), centered, asks);
+      if (rows == 2)
+        NAME(products_block)
+        (products_b, sum_b, b, fused, weight, c, (int)(end - c), centered, asks);
     }
     products[0] += FOLD(products_a);
     if (rows == 2) products[1] += FOLD(products_b);
@@ -73,8 +81,9 @@ ALWAYS_INLINE void NAME(grad_means)(const norm_backward_args *args, const fused_
 }
 
 /* n elements of one row: adds to the sums over rows, writes grad_x. */
-ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t *fused, const ACC *restrict weight,
-                                    ACC *restrict grad_weight, ACC *restrict grad_bias, int64_t c, int n, wanted_t want,
+ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t *fused,
+                                    const ACC *restrict weight, ACC *restrict grad_weight,
+                                    ACC *restrict grad_bias, int64_t c, int n, wanted_t want,
                                     int stream) {
   ACC x[BLOCK], g[BLOCK];
   prefetch_later(row->x + c, BLOCK * sizeof(T), row->x_ahead);
@@ -109,9 +118,10 @@ ALWAYS_INLINE void NAME(grad_block)(const NAME(grad_row_t) * row, const fused_t 
 }
 
 /* n elements of one row or of two. */
-ALWAYS_INLINE void NAME(grad_blocks)(const norm_backward_args *args, const NAME(sums_t) * sums, const fused_t *fused,
-                                     const NAME(grad_row_t) * a, const NAME(grad_row_t) * b, int rows,
-                                     wide_place_t place, int64_t c, int n, wanted_t want, int stream) {
+ALWAYS_INLINE void NAME(grad_blocks)(const norm_backward_args *args, const NAME(sums_t) * sums,
+                                     const fused_t *fused, const NAME(grad_row_t) * a,
+                                     const NAME(grad_row_t) * b, int rows, wide_place_t place,
+                                     int64_t c, int n, wanted_t want, int stream) {
   ACC weight[BLOCK], grad_weight[BLOCK], grad_bias[BLOCK];
   if (want.x) NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
   if (want.weight) NAME(load_wide)(grad_weight, sums->weight_rows, place, c);
@@ -122,8 +132,10 @@ ALWAYS_INLINE void NAME(grad_blocks)(const norm_backward_args *args, const NAME(
   if (want.bias) NAME(store_wide)(sums->bias_rows, place, c, grad_bias);
 }
 
-static __attribute__((noinline)) void NAME(grad_part)(const norm_backward_args *args, const NAME(sums_t) * sums,
-                                                      const fused_t *fused, const NAME(grad_row_t) * row, int64_t c,
+static __attribute__((noinline)) void NAME(grad_part)(const norm_backward_args *args,
+                                                      const NAME(sums_t) * sums,
+                                                      const fused_t *fused,
+                                                      const NAME(grad_row_t) * row, int64_t c,
                                                       int n, wanted_t want) {
   NAME(grad_blocks)(args, sums, fused, row, row, 1, NAME(wide_place)(c, args->cols), c, n, want, 0);
 }
@@ -132,9 +144,11 @@ static __attribute__((noinline)) void NAME(grad_part)(const norm_backward_args *
  * address of has to be read again after every store. */
 ALWAYS_INLINE void NAME(grad_columns)(const norm_backward_args *args, const NAME(sums_t) * sums,
                                       const fused_t *fused_in, const NAME(grad_row_t) * a_in,
-                                      const NAME(grad_row_t) * b_in, int rows, wanted_t want, int stream) {
+                                      const NAME(grad_row_t) * b_in, int rows, wanted_t want,
+                                      int stream) {
   const int64_t cols = args->cols;
-  const fused_t fused_copy = fused_in ? *fused_in : (fused_t){0}, *fused = fused_in ? &fused_copy : NULL;
+  const fused_t fused_copy = fused_in ? *fused_in : (fused_t){0},
+                *fused = fused_in ? &fused_copy : NULL;
   const NAME(grad_row_t) a_copy = *a_in, b_copy = *b_in, *a = &a_copy, *b = &b_copy;
   int64_t c = NAME(row_head)(a->grad_x, cols, stream);
   if (c > 0) NAME(grad_part)(args, sums, fused_in, a_in, 0, (int)c, want);
@@ -143,15 +157,18 @@ ALWAYS_INLINE void NAME(grad_columns)(const norm_backward_args *args, const NAME
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
   const int are_in_step = !fused || !a->grad_dropped || (uintptr_t)(a->grad_dropped + c) % 64 == 0;
   if (stream && are_in_step && (uintptr_t)(a->grad_x + c) % 64 == 0) {
-    for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 1);
+    for (; c < blocks_end; c += BLOCK)
+      NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 1);
   } else {
-    for (; c < blocks_end; c += BLOCK) NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 0);
+    for (; c < blocks_end; c += BLOCK)
+      NAME(grad_blocks)(args, sums, fused, a, b, rows, place, c, BLOCK, want, 0);
   }
   if (c < cols) NAME(grad_part)(args, sums, fused_in, a_in, c, (int)(cols - c), want);
   if (c < cols && rows == 2) NAME(grad_part)(args, sums, fused_in, b_in, c, (int)(cols - c), want);
 }
 
-ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(const norm_backward_args *args, int64_t r, int centered) {
+ALWAYS_INLINE NAME(grad_row_t)
+    NAME(grad_row)(const norm_backward_args *args, int64_t r, int centered) {
   return (NAME(grad_row_t)){
       .x = (const T *)args->x + r * args->x_stride,
       .grad_out = (const T *)args->grad_out + r * args->grad_out_stride,
@@ -167,7 +184,8 @@ ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(const norm_backward_args *args, in
 }
 
 /* Rows a and b, `a` again for one row, with the masks of both at hand: two rows that one state does not make at once have one each. */
-ALWAYS_INLINE void NAME(hold_rows)(const fused_t *fused, NAME(grad_row_t) * a, NAME(grad_row_t) * b, int64_t cols) {
+ALWAYS_INLINE void NAME(hold_rows)(const fused_t *fused, NAME(grad_row_t) * a, NAME(grad_row_t) * b,
+                                   int64_t cols) {
   if (!fused->dropout) return;
   a->dropout = b->dropout = fused->dropout;
   const int64_t end = b->first + cols, numel = end - a->first + BLOCK;
@@ -180,8 +198,9 @@ ALWAYS_INLINE void NAME(hold_rows)(const fused_t *fused, NAME(grad_row_t) * a, N
   }
 }
 
-ALWAYS_INLINE void NAME(any_row)(const norm_backward_args *args, const NAME(sums_t) * sums, const fused_t *fused,
-                                 int64_t r, const wanted_t *want, int stream) {
+ALWAYS_INLINE void NAME(any_row)(const norm_backward_args *args, const NAME(sums_t) * sums,
+                                 const fused_t *fused, int64_t r, const wanted_t *want,
+                                 int stream) {
   NAME(grad_row_t) row = NAME(grad_row)(args, r, want->centered);
   if (fused) NAME(hold_rows)(fused, &row, &row, args->cols);
   if (want->x) NAME(grad_means)(args, fused, &row, &row, 1, want->centered, stream);
@@ -189,23 +208,28 @@ ALWAYS_INLINE void NAME(any_row)(const norm_backward_args *args, const NAME(sums
 }
 
 /* One row; what is wanted is no constant here. */
-static __attribute__((noinline)) void NAME(backward_row)(const norm_backward_args *args, const NAME(sums_t) * sums,
-                                                         int64_t r, const wanted_t *want, int stream) {
+static __attribute__((noinline)) void NAME(backward_row)(const norm_backward_args *args,
+                                                         const NAME(sums_t) * sums, int64_t r,
+                                                         const wanted_t *want, int stream) {
   NAME(any_row)(args, sums, NULL, r, want, stream);
 }
 
-static __attribute__((noinline)) void NAME(fused_row)(const norm_backward_args *args, const NAME(sums_t) * sums,
-                                                      const fused_t *fused, int64_t r, const wanted_t *want,
-                                                      int stream) {
+static __attribute__((noinline)) void NAME(fused_row)(const norm_backward_args *args,
+                                                      const NAME(sums_t) * sums,
+                                                      const fused_t *fused, int64_t r,
+                                                      const wanted_t *want, int stream) {
   NAME(any_row)(args, sums, fused, r, want, stream);
 }
 
 /* Two rows at a time; what is wanted is a constant, and one of the common cases. */
-ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NAME(sums_t) * sums, const fused_t *fused,
-                                        int64_t begin, int64_t end, wanted_t want, int stream) {
+ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NAME(sums_t) * sums,
+                                        const fused_t *fused, int64_t begin, int64_t end,
+                                        wanted_t want, int stream) {
   int64_t r = begin;
   for (; r + 2 <= end; r += 2) {
-    NAME(grad_row_t) a = NAME(grad_row)(args, r, want.centered), b = NAME(grad_row)(args, r + 1, want.centered);
+    NAME(grad_row_t)
+    a = NAME(grad_row)(args, r, want.centered),
+    b = NAME(grad_row)(args, r + 1, want.centered);
     if (fused) NAME(hold_rows)(fused, &a, &b, args->cols);
     if (want.x) NAME(grad_means)(args, fused, &a, &b, 2, want.centered, stream);
     NAME(grad_columns)(args, sums, fused, &a, &b, 2, want, stream);
@@ -218,8 +242,9 @@ ALWAYS_INLINE void NAME(backward_pairs)(const norm_backward_args *args, const NA
   }
 }
 
-ALWAYS_INLINE void NAME(backward_rows)(const norm_backward_args *args, const NAME(sums_t) * sums, int64_t begin,
-                                       int64_t end, wanted_t want, int pairs, int stream) {
+ALWAYS_INLINE void NAME(backward_rows)(const norm_backward_args *args, const NAME(sums_t) * sums,
+                                       int64_t begin, int64_t end, wanted_t want, int pairs,
+                                       int stream) {
   const int wants = 8 * want.centered + 4 * want.x + 2 * want.weight + want.bias;
   const wanted_t all = {1, 1, 1, 1}, all_of_rms = {0, 1, 1, 0};
   if (!pairs && wants == 15) {
@@ -232,25 +257,35 @@ ALWAYS_INLINE void NAME(backward_rows)(const norm_backward_args *args, const NAM
   }
   switch (pairs ? wants : 0) {
     case 15: NAME(backward_pairs)(args, sums, NULL, begin, end, all, stream); return;
-    case 12: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 1, 0, 0}, stream); return;
+    case 12:
+      NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 1, 0, 0}, stream);
+      return;
     case 11: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){1, 0, 1, 1}, 0); return;
     case 6: NAME(backward_pairs)(args, sums, NULL, begin, end, all_of_rms, stream); return;
-    case 4: NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){0, 1, 0, 0}, stream); return;
+    case 4:
+      NAME(backward_pairs)(args, sums, NULL, begin, end, (wanted_t){0, 1, 0, 0}, stream);
+      return;
   }
   for (int64_t r = begin; r < end; ++r) NAME(backward_row)(args, sums, r, &want, stream);
 }
 
 /* The same for the fused forms. */
-ALWAYS_INLINE void NAME(fused_rows)(const norm_backward_args *args, const NAME(sums_t) * sums, int64_t begin,
-                                    int64_t end, wanted_t want, int pairs, int stream) {
+ALWAYS_INLINE void NAME(fused_rows)(const norm_backward_args *args, const NAME(sums_t) * sums,
+                                    int64_t begin, int64_t end, wanted_t want, int pairs,
+                                    int stream) {
   const dropout_t *dropped = args->dropout_y.seed ? &args->dropout_y : &args->dropout_x;
   cpu_dropout_t dropout[2];
   for (int k = 0; k < 2; ++k) cpu_dropout_init(&dropout[k], dropped, end * args->cols);
   const fused_t fused = {dropped->seed ? dropout : NULL, end * args->cols,
-                         row_ahead(args->grad_sum_stride, args->cols, sizeof(T), 2), args->dropout_y.seed != NULL};
+                         row_ahead(args->grad_sum_stride, args->cols, sizeof(T), 2),
+                         args->dropout_y.seed != NULL};
   switch (pairs ? 8 * want.centered + 4 * want.x + 2 * want.weight + want.bias : 0) {
-    case 15: NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){1, 1, 1, 1}, stream); return;
-    case 6: NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){0, 1, 1, 0}, stream); return;
+    case 15:
+      NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){1, 1, 1, 1}, stream);
+      return;
+    case 6:
+      NAME(backward_pairs)(args, sums, &fused, begin, end, (wanted_t){0, 1, 1, 0}, stream);
+      return;
   }
   for (int64_t r = begin; r < end; ++r) NAME(fused_row)(args, sums, &fused, r, &want, stream);
 }
@@ -261,14 +296,17 @@ ALWAYS_INLINE NAME(sums_t) NAME(part_sums)(const norm_backward_args *args, int64
   const int64_t part_bytes = norm_partial_part(args);
   NAME(sums_t) sums = {0};
   char *next = (char *)args->partial + part * part_bytes;
-  if (args->grad_weight) sums.weight = (double *)(void *)next, next += wide * (int64_t)sizeof(double);
+  if (args->grad_weight)
+    sums.weight = (double *)(void *)next, next += wide * (int64_t)sizeof(double);
   if (args->grad_bias) sums.bias = (double *)(void *)next, next += wide * (int64_t)sizeof(double);
-  if (args->grad_weight) sums.weight_rows = (ACC *)(void *)next, next += wide * (int64_t)sizeof(ACC);
+  if (args->grad_weight)
+    sums.weight_rows = (ACC *)(void *)next, next += wide * (int64_t)sizeof(ACC);
   if (args->grad_bias) sums.bias_rows = (ACC *)(void *)next;
   return sums;
 }
 
-ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, ACC *restrict rows, int64_t wide, int first) {
+ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, ACC *restrict rows, int64_t wide,
+                                    int first) {
   if (!sums) return;
   if (first) {
     for (int64_t i = 0; i < wide; ++i) sums[i] = (double)rows[i];
@@ -278,15 +316,20 @@ ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, ACC *restrict rows, i
 }
 
 static void NAME(norm_backward)(const norm_backward_args *args, int64_t part) {
-  const int64_t part_rows = norm_part_rows(args->rows, args->cols), wide = norm_wide_cols(args->cols);
-  const int64_t first = part * part_rows, last = first + part_rows < args->rows ? first + part_rows : args->rows;
+  const int64_t part_rows = norm_part_rows(args->rows, args->cols),
+                wide = norm_wide_cols(args->cols);
+  const int64_t first = part * part_rows,
+                last = first + part_rows < args->rows ? first + part_rows : args->rows;
   const int64_t tensors = 3 + (args->grad_sum != NULL) + (args->grad_dropped != NULL);
-  const int stream = args->grad_x && cpu_should_stream(tensors * args->rows * args->cols * (int64_t)sizeof(T));
+  const int stream =
+      args->grad_x && cpu_should_stream(tensors * args->rows * args->cols * (int64_t)sizeof(T));
   const int fused = args->grad_sum || args->grad_dropped || args->dropout_y.seed;
   const NAME(sums_t) sums = NAME(part_sums)(args, part);
-  const wanted_t want = {args->mean != NULL, args->grad_x != NULL, args->grad_weight != NULL, args->grad_bias != NULL};
+  const wanted_t want = {args->mean != NULL, args->grad_x != NULL, args->grad_weight != NULL,
+                         args->grad_bias != NULL};
   /* Two rows are streamed together only where both can begin at 64 bytes in the same column. */
-  const int pairs = PAIRS && sizeof(ACC) == 4 && (!stream || args->cols * (int64_t)sizeof(T) % 64 == 0);
+  const int pairs =
+      PAIRS && sizeof(ACC) == 4 && (!stream || args->cols * (int64_t)sizeof(T) % 64 == 0);
   for (int64_t r = first; r < last; r += FLUSH_ROWS) {
     const int64_t end = r + FLUSH_ROWS < last ? r + FLUSH_ROWS : last;
     if (want.weight) memset(sums.weight_rows, 0, (size_t)wide * sizeof(ACC));

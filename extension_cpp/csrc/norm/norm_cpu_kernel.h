@@ -3,7 +3,8 @@
 /* ---- wide arrays: weight, bias and the sums over rows (norm_cpu.c says how they lie) ---- */
 
 /* In column order by one loop: of two, gcc copies the second in pieces, and who then reads them as one waits for all. */
-ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_place_t place, int64_t c) {
+ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_place_t place,
+                                   int64_t c) {
   const ACC *p = wide + NAME(wide_index)(c);
   if (NAME(column)(1) == 1) {
     for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
@@ -13,7 +14,8 @@ ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_place_
   }
 }
 
-ALWAYS_INLINE void NAME(store_wide)(ACC *wide, wide_place_t place, int64_t c, const ACC *restrict v) {
+ALWAYS_INLINE void NAME(store_wide)(ACC *wide, wide_place_t place, int64_t c,
+                                    const ACC *restrict v) {
   ACC *p = wide + NAME(wide_index)(c);
   if (NAME(column)(1) == 1) {
     for (int k = 0; k < BLOCK; ++k) p[k] = v[k];
@@ -44,7 +46,9 @@ static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t
 
 /* ---- loads ---- */
 
-static __attribute__((noinline)) void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) { LOAD(v, p, n); }
+static __attribute__((noinline)) void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) {
+  LOAD(v, p, n);
+}
 
 /* n elements; less than a block through a function, which costs little there and saves most of the code's size. */
 ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n) {
@@ -58,8 +62,8 @@ ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n)
 /* ---- forward ---- */
 
 /* Adds n elements' d = x - shift to `sum` and d * d to `squares`; what is not `centered` has no shift and no sum. */
-ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares, const T *x, ACC shift, int n,
-                                       int centered) {
+ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares, const T *x,
+                                       ACC shift, int n, int centered) {
   ACC d[BLOCK];
   NAME(load_block)(d, x, n);
   if (centered) {
@@ -81,7 +85,8 @@ ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift,
   for (int64_t c = 0; c < cols;) {
     const int64_t end = cols - c < FLUSH_COLS ? cols : c + FLUSH_COLS;
     ACC sum[BLOCK] = {0}, squares[BLOCK] = {0};
-    for (; c + BLOCK <= end; c += BLOCK) NAME(moments_block)(sum, squares, x + c, shift, BLOCK, centered);
+    for (; c + BLOCK <= end; c += BLOCK)
+      NAME(moments_block)(sum, squares, x + c, shift, BLOCK, centered);
     if (c < end) NAME(moments_block)(sum, squares, x + c, shift, (int)(end - c), centered);
     if (centered) total += FOLD(sum);
     total_squares += FOLD(squares);
@@ -96,8 +101,8 @@ typedef struct {
 } NAME(row_t);
 
 /* Mean and variance in double, for rows whose squares leave float's range. */
-static __attribute__((noinline)) void NAME(double_moments)(const T *x, int64_t cols, int centered, double *mean,
-                                                           double *variance) {
+static __attribute__((noinline)) void NAME(double_moments)(const T *x, int64_t cols, int centered,
+                                                           double *mean, double *variance) {
   double shift = 0, first = 0, second = 0;
   for (int pass = !centered; pass < 2; ++pass) {
     shift += first;
@@ -147,9 +152,10 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
 }
 
 /* n elements of a row from column c on; `dropout` NULL: none. */
-ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y, NAME(row_t) row,
-                                       wide_place_t place, ahead_t ahead, cpu_dropout_t *dropout, int64_t c, int n,
-                                       int centered, int stream) {
+ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y,
+                                       NAME(row_t) row, wide_place_t place, ahead_t ahead,
+                                       cpu_dropout_t *dropout, int64_t c, int n, int centered,
+                                       int stream) {
   ACC v[BLOCK], weight[BLOCK], bias[BLOCK];
   prefetch_later(x + c, BLOCK * sizeof(T), ahead);
   NAME(load_block)(v, x + c, n);
@@ -166,11 +172,12 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
 }
 
 /* Part of a block: a function of its own, since loads and stores of a variable width are long. */
-static __attribute__((noinline)) void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y,
-                                                         const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
-                                                         int n) {
+static __attribute__((noinline)) void NAME(forward_part)(const norm_forward_args *args, const T *x,
+                                                         T *y, const NAME(row_t) * row,
+                                                         cpu_dropout_t *dropout, int64_t c, int n) {
   NAME(forward_block)
-  (args, x, y, *row, NAME(wide_place)(c, args->cols), (ahead_t){0}, dropout, c, n, args->centered, 0);
+  (args, x, y, *row, NAME(wide_place)(c, args->cols), (ahead_t){0}, dropout, c, n, args->centered,
+   0);
 }
 
 /* Elements up to the next 64 bytes from p on, where the rest of a row can be streamed; 0 if that is no gain. */
@@ -179,8 +186,9 @@ ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int gains) {
   return gains && head < cols ? head : 0;
 }
 
-ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, int64_t r, ahead_t ahead,
-                                     cpu_dropout_t *dropout, int centered, int stream) {
+ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, int64_t r,
+                                     ahead_t ahead, cpu_dropout_t *dropout, int centered,
+                                     int stream) {
   const int64_t cols = args->cols;
   T *y = (T *)args->y + r * cols;
   const NAME(row_t) row = NAME(row_statistics)(x, cols, args->eps, centered);
@@ -203,8 +211,9 @@ ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, 
   if (c < cols) NAME(forward_part)(args, x, y, &row, dropout, c, (int)(cols - c));
 }
 
-ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahead_t x_ahead, ahead_t residual_ahead,
-                                   cpu_dropout_t *dropout, int64_t c, int n) {
+ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahead_t x_ahead,
+                                   ahead_t residual_ahead, cpu_dropout_t *dropout, int64_t c,
+                                   int n) {
   const T *x = (const T *)args->x + r * args->x_stride + c;
   const T *residual = (const T *)args->residual + r * args->residual_stride + c;
   ACC v[BLOCK], add[BLOCK];
@@ -218,15 +227,18 @@ ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahe
 }
 
 /* sum's row r, which the norm then reads from the caches. */
-static __attribute__((noinline)) void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropout_t *dropout) {
+static __attribute__((noinline)) void NAME(add_row)(const norm_forward_args *args, int64_t r,
+                                                    cpu_dropout_t *dropout) {
   const int64_t cols = args->cols, blocks_end = cols - cols % BLOCK;
   const ahead_t x_ahead = row_ahead(args->x_stride, cols, sizeof(T), 1);
   const ahead_t residual_ahead = row_ahead(args->residual_stride, cols, sizeof(T), 1);
   int64_t c = 0;
   if (dropout) {
-    for (; c < blocks_end; c += BLOCK) NAME(add_block)(args, r, x_ahead, residual_ahead, dropout, c, BLOCK);
+    for (; c < blocks_end; c += BLOCK)
+      NAME(add_block)(args, r, x_ahead, residual_ahead, dropout, c, BLOCK);
   } else {
-    for (; c < blocks_end; c += BLOCK) NAME(add_block)(args, r, x_ahead, residual_ahead, NULL, c, BLOCK);
+    for (; c < blocks_end; c += BLOCK)
+      NAME(add_block)(args, r, x_ahead, residual_ahead, NULL, c, BLOCK);
   }
   if (c < cols) NAME(add_block)(args, r, x_ahead, residual_ahead, dropout, c, (int)(cols - c));
 }

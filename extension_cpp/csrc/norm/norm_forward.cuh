@@ -36,8 +36,9 @@ struct Any {};
 
 // x becomes residual + dropout(x), which is also written.
 template <typename T, int TEAM, int K, int N, bool ODD>
-__device__ inline void add_residual(Part<T, TEAM, K, N, ODD> &part, const Part<T, TEAM, K, N, ODD> &residual,
-                                    const Forward<T> &p, int64_t row, const Mask<TEAM, K, N, ODD> &mask,
+__device__ inline void add_residual(Part<T, TEAM, K, N, ODD> &part,
+                                    const Part<T, TEAM, K, N, ODD> &residual, const Forward<T> &p,
+                                    int64_t row, const Mask<TEAM, K, N, ODD> &mask,
                                     const Columns<TEAM, K, N, ODD> &columns) {
   const auto add = [&](auto &x, const auto &r, uint32_t kept, int64_t i) {
     if (p.dropout.seed != nullptr) drop(x, p.dropout, kept);
@@ -82,8 +83,8 @@ __device__ inline float squares_around_mean(float2 v, float per_count) {
 // that far away from all others, 10 of 24 bits would be lost. float takes two, with the correction for the rounding of the mean.
 // FILLS, half types alone: vectors behind the row are given that element's value, in place of a branch around each.
 template <typename T, bool CENTERED, bool FILLS, int TEAM, int K, int N, bool ODD>
-__device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part, const Columns<TEAM, K, N, ODD> &columns,
-                                     float count) {
+__device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part,
+                                     const Columns<TEAM, K, N, ODD> &columns, float count) {
   constexpr int GROUP = TEAM < 32 ? TEAM : 32;
   float x[K][N], sum[1] = {}, edge = 0;
 #pragma unroll
@@ -93,14 +94,16 @@ __device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part, const
 #pragma unroll
     for (int k = 0; k < K; ++k) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
+      for (int j = 0; j < N; ++j)
+        sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
     }
     if (ODD) sum[0] = CENTERED ? sum[0] + edge : fmaf(edge, edge, sum[0]);
     group_sum(sum, GROUP);
   }
   if (!CENTERED) return {0, sum[0], count};
   const float per_count = __fdividef(1, fmaxf(count, 1));
-  const float center = sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0, GROUP);
+  const float center =
+      sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0, GROUP);
   Vector<T, N> fill;
   if constexpr (FILLS) {
     float v[N];
@@ -176,15 +179,18 @@ __device__ inline void join_team(Moments (&moments)[ROWS], float per_col) {
     }
     sync_team<TEAM, BLOCK>();
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, per_col);
+    for (int i = 0; i < ROWS; ++i)
+      moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, per_col);
   }
 }
 
 // Of layer_norm's whole row of a team, the mean first. x becomes each element's distance from it as it was first, and of float `shift`
 // how far that is off; half types cannot hold a mean so large that it would show.
 template <typename T, int TEAM, int BLOCK, int K, int N>
-__device__ inline Moments moments_twice(float (&x)[K][N], float &shift, const Part<T, TEAM, K, N, false> &part,
-                                        const Columns<TEAM, K, N, false> &columns, const Geometry &g) {
+__device__ inline Moments moments_twice(float (&x)[K][N], float &shift,
+                                        const Part<T, TEAM, K, N, false> &part,
+                                        const Columns<TEAM, K, N, false> &columns,
+                                        const Geometry &g) {
   constexpr int COUNT = sizeof(T) == 4 ? 2 : 1;
   __shared__ float sums[BLOCK / 32][1], squares[BLOCK / 32][COUNT];
   float sum[1] = {}, v[COUNT] = {};
@@ -215,7 +221,8 @@ __device__ inline Moments moments_twice(float (&x)[K][N], float &shift, const Pa
 
 // x[j] becomes its norm; w and b are of its columns.
 template <bool CENTERED, int N>
-__device__ inline void normalize(float (&x)[N], float mean, float rstd, const float (&w)[N], const float (&b)[N]) {
+__device__ inline void normalize(float (&x)[N], float mean, float rstd, const float (&w)[N],
+                                 const float (&b)[N]) {
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
@@ -225,8 +232,8 @@ __device__ inline void normalize(float (&x)[N], float mean, float rstd, const fl
 
 // The same, where x[j] is its distance from the mean but for `shift`, as moments_twice() leaves it.
 template <typename T, int N>
-__device__ inline void normalize_distance(float (&x)[N], float shift, float rstd, const float (&w)[N],
-                                          const float (&b)[N]) {
+__device__ inline void normalize_distance(float (&x)[N], float shift, float rstd,
+                                          const float (&w)[N], const float (&b)[N]) {
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const float xhat = sizeof(T) == 4 ? fmaf(x[j], rstd, -shift * rstd) : x[j] * rstd;

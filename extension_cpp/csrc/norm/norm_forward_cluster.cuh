@@ -18,10 +18,11 @@ namespace norm_cuda {
 
 // A kernel's shape: threads a block, elements of a row a thread, rows of a cluster (of ODD rows N apart, so that they begin alike),
 // blocks that a multiprocessor has registers for, the widest row it is for, and whether its rows wait in shared memory.
-template <int TEAM_, int ELEMENTS_, int ROWS_, int BLOCKS_, int WIDEST_ = MAX_CLUSTER *TEAM_ *ELEMENTS_,
-          bool STAGED_ = true, bool EXACT_ = false>
+template <int TEAM_, int ELEMENTS_, int ROWS_, int BLOCKS_,
+          int WIDEST_ = MAX_CLUSTER *TEAM_ *ELEMENTS_, bool STAGED_ = true, bool EXACT_ = false>
 struct ClusterShape {
-  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, ROWS = ROWS_, BLOCKS = BLOCKS_, WIDEST = WIDEST_;
+  static constexpr int TEAM = TEAM_, ELEMENTS = ELEMENTS_, ROWS = ROWS_, BLOCKS = BLOCKS_,
+                       WIDEST = WIDEST_;
   static constexpr bool STAGED = STAGED_, EXACT = EXACT_;
 };
 // For rows that leave no thread with fewer vectors: without conditions the compiler has less to keep.
@@ -32,15 +33,18 @@ using ExactShape = ClusterShape<TEAM, ELEMENTS, ROWS, BLOCKS, WIDEST, true, true
 // needed.
 template <typename T, bool CENTERED, Fused FUSED, bool ODD, typename W, typename S>
 struct ClusterRows {
-  static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32, ROWS = S::ROWS;
+  static constexpr int N = VECTOR<T>, TEAM = S::TEAM, K = S::ELEMENTS / N, WARPS = TEAM / 32,
+                       ROWS = S::ROWS;
   static constexpr int TENSORS = FUSED == ADDED ? 2 : 1, STEP = ODD ? N : 1;
-  static constexpr bool OWN = std::is_same_v<W, T>, FLOATS = !OWN && std::is_same_v<W, float> && !ODD;
+  static constexpr bool OWN = std::is_same_v<W, T>,
+                        FLOATS = !OWN && std::is_same_v<W, float> && !ODD;
   static constexpr bool MOVED = FUSED == ALONE && ODD && !CENTERED && N == 8;
   // Whether a row behind the last is left out, by a branch around each of its vectors. Else the cluster takes its first row again in its
   // place, which every thread then writes twice: without branches vectors mix. These alone are slower so, as measured.
   static constexpr bool HALF = N == 8, OTHER_WEIGHTS = HALF && CENTERED && !OWN;
-  static constexpr bool LEAVES_OUT = OTHER_WEIGHTS ? (FUSED == ALONE && !FLOATS) || (FUSED == ADDED && !ODD)
-                                                   : FUSED == ALONE && ODD && (HALF ? !CENTERED : CENTERED);
+  static constexpr bool LEAVES_OUT = OTHER_WEIGHTS
+                                         ? (FUSED == ALONE && !FLOATS) || (FUSED == ADDED && !ODD)
+                                         : FUSED == ALONE && ODD && (HALF ? !CENTERED : CENTERED);
   static constexpr bool STAGED = S::STAGED;
   // Whether the weights are asked for at once, or when the moments are on their way. (If nothing is staged, before the rows.)
   static constexpr bool EARLY = MOVED || (FUSED == ALONE && !ODD && !(CENTERED && N == 4));
@@ -72,7 +76,9 @@ struct ClusterRows {
         first(first_of(cluster)),
         columns(p, first, threadIdx.x, rank) {}
 
-  __device__ static int first_of(int cluster) { return cluster / STEP * (STEP * ROWS) + cluster % STEP; }
+  __device__ static int first_of(int cluster) {
+    return cluster / STEP * (STEP * ROWS) + cluster % STEP;
+  }
 
   // The same number, in a register of each thread: of addresses that have a part in common ptxas (of CUDA 13.0) makes copies that do
   // not run where they have a policy, too.
@@ -80,14 +86,17 @@ struct ClusterRows {
     return __shfl_sync(0xffffffffu, address, threadIdx.x % 32);
   }
 
-  __device__ int64_t row(int i) const { return LEAVES_OUT || first + i * STEP < p.rows ? first + i * STEP : first; }
+  __device__ int64_t row(int i) const {
+    return LEAVES_OUT || first + i * STEP < p.rows ? first + i * STEP : first;
+  }
   __device__ bool is_row(int i) const { return !LEAVES_OUT || row(i) < p.rows; }
   __device__ uint32_t slot(int number, int k) const { return slots + 16 * (number * K + k) * TEAM; }
 
   // Asks for this thread's part of `row`, zeros where it has none.
   __device__ void copy(int number, const T *row, bool is_row) {
     const T *mine = row + columns.first;
-    if (!LEAVES_OUT) asm("" : "+l"(mine));  // or the compiler would work it out for each vector anew
+    if (!LEAVES_OUT)
+      asm("" : "+l"(mine));  // or the compiler would work it out for each vector anew
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const bool has = columns.has(k) && is_row;
@@ -201,7 +210,8 @@ struct ClusterRows {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       mean[i] = all[i].mean, rstd[i] = rstd_of(all[i], p.per_col, p.eps);
-      if (threadIdx.x == 0 && rank == 0 && is_row(i)) write_statistics<CENTERED>(p, row(i), mean[i], rstd[i]);
+      if (threadIdx.x == 0 && rank == 0 && is_row(i))
+        write_statistics<CENTERED>(p, row(i), mean[i], rstd[i]);
     }
     const auto write = [&](auto &x, int i, const auto &w, const auto &b, uint32_t kept, int c) {
       normalize<CENTERED>(x, mean[i], rstd[i], w, b);
@@ -236,7 +246,8 @@ struct ClusterRows {
     if (STAGED && EARLY) load_weights();
     if (FUSED != ALONE && p.dropout.seed != nullptr) {
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i) masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
+      for (int i = 0; i < ROWS; ++i)
+        masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Moments mine[ROWS];
@@ -251,7 +262,8 @@ struct ClusterRows {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       if (warp != i % WARPS) continue;
-      Moments block = join<CENTERED, LANES<TEAM>, WARPS>(exchange.of_warps[i], WARPS, __fdividef(1, fmaxf(count, 1)));
+      Moments block = join<CENTERED, LANES<TEAM>, WARPS>(exchange.of_warps[i], WARPS,
+                                                         __fdividef(1, fmaxf(count, 1)));
       block.count = count;
       if (lane < p.cluster) send(&exchange.of_blocks[i][rank], &exchange.arrived, lane, block);
     }
@@ -259,7 +271,8 @@ struct ClusterRows {
     wait_cluster(&exchange.arrived, 0);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      mine[i] = join<CENTERED, MAX_CLUSTER, MAX_CLUSTER>(exchange.of_blocks[i], p.cluster, p.per_col);
+      mine[i] =
+          join<CENTERED, MAX_CLUSTER, MAX_CLUSTER>(exchange.of_blocks[i], p.cluster, p.per_col);
     }
     finish(mine);
 #pragma unroll
@@ -279,7 +292,8 @@ __global__ void __launch_bounds__(S::TEAM, resident(S::TEAM, S::BLOCKS))
   using Rows = ClusterRows<T, CENTERED, FUSED, ODD, W, S>;
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ typename Rows::Exchange exchange;
-  if (!Rows::LEAVES_OUT && Rows::first_of(cluster_number()) >= p.rows) return;  // all blocks of the cluster
+  if (!Rows::LEAVES_OUT && Rows::first_of(cluster_number()) >= p.rows)
+    return;  // all blocks of the cluster
   if (threadIdx.x == 0) {
     init_mbarrier(&exchange.arrived, 1);
     fence_mbarrier_init();

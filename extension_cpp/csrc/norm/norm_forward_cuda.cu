@@ -18,11 +18,15 @@ constexpr int64_t most_of_few(int cols, bool are_floats) {
 
 // Threads that a multiprocessor holds, as far as registers do: the more blocks, the steadier. A few shapes of add_layer_norm spill by it.
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int E>
-constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4                                                  ? 512
-                         : CENTERED &&FUSED == ALONE && sizeof(T) == 4 && TEAM > 256 && E <= 16            ? 1536
-                         : CENTERED &&FUSED == ALONE && sizeof(T) == 2 && TEAM <= 32 && E == 24            ? 1280
-                         : E > (sizeof(T) == 2 && FUSED == ALONE ? 40 : 32) || (FUSED == ADDED && E <= 16) ? 768
-                                                                                                           : 1024;
+constexpr int RESIDENT = FUSED == ADDED && sizeof(T) == 4 ? 512
+                         : CENTERED &&FUSED == ALONE && sizeof(T) == 4 && TEAM > 256 && E <= 16
+                             ? 1536
+                         : CENTERED &&FUSED == ALONE && sizeof(T) == 2 && TEAM <= 32 && E == 24
+                             ? 1280
+                         : E > (sizeof(T) == 2 && FUSED == ALONE ? 40 : 32) ||
+                                 (FUSED == ADDED && E <= 16)
+                             ? 768
+                             : 1024;
 
 // When the weights are asked for: where registers are left for them before the row, or behind it; else when its sums are there. As
 // measured.
@@ -48,8 +52,10 @@ constexpr bool TWICE = CENTERED && (sizeof(T) == 4 || FUSED != ALONE);
 
 // EXACT: the row is as wide as the shape, and all threads have all vectors. W: the type of the weights, which are there, or Any: then the
 // compiler loads them one by one, with branches in the way, and of few rows the time to fetch these branches' code shows.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT, typename W>
-__global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / BLOCK))
+template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int BLOCK, bool EXACT,
+          typename W>
+__global__ void __launch_bounds__(
+    BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, FUSED, TEAM, K * VECTOR<T>> / BLOCK))
     forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int TEAMS = BLOCK / TEAM, N = VECTOR<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
@@ -69,7 +75,8 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
     part.load(p.x + row * p.x_stride, columns, p.policy);
     Part<T, TEAM, K, N, false> residual;
     if (FUSED == ADDED) residual.load(p.residual + row * p.residual_stride, columns, p.policy);
-    if (FUSED != ALONE && p.dropout.seed != nullptr) mask.make(p.dropout, *p.dropout.seed, row * p.cols, columns);
+    if (FUSED != ALONE && p.dropout.seed != nullptr)
+      mask.make(p.dropout, *p.dropout.seed, row * p.cols, columns);
     if constexpr (FUSED == ADDED) add_residual(part, residual, p, row, mask, columns);
   }
   if (WHEN == BEHIND) {
@@ -82,7 +89,8 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
     moments[0] = moments_twice<T, TEAM, BLOCK>(x, shift, part, columns, p);
   } else {
     constexpr bool FILLS = sizeof(T) == 2;
-    moments[0] = moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32));
+    moments[0] =
+        moments_of<T, CENTERED, FILLS>(part, columns, columns.count_of(threadIdx.x % TEAM / 32));
     join_team<CENTERED, TEAM, BLOCK>(moments, p.per_col);
   }
   const float mean = moments[0].mean, rstd = rstd_of(moments[0], p.per_col, p.eps);
@@ -120,8 +128,10 @@ __global__ void __launch_bounds__(BLOCK, resident(BLOCK, RESIDENT<T, CENTERED, F
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W>
 cudaError_t launch_odd(const Forward<T> &p, cudaStream_t stream) {
-  constexpr int N = VECTOR<T>, ROWS = odd_rows<T, CENTERED, FUSED, TEAM, K, W>(), TEAMS = THREADS<TEAM> / TEAM;
-  const int64_t teams = ROWS == 1 ? p.rows : ceil_div(p.rows, N * ROWS) * N, blocks = ceil_div(teams, TEAMS);
+  constexpr int N = VECTOR<T>, ROWS = odd_rows<T, CENTERED, FUSED, TEAM, K, W>(),
+                TEAMS = THREADS<TEAM> / TEAM;
+  const int64_t teams = ROWS == 1 ? p.rows : ceil_div(p.rows, N * ROWS) * N,
+                blocks = ceil_div(teams, TEAMS);
   if (blocks > INT32_MAX) return NOT_TAKEN;
   odd_forward_kernel<T, CENTERED, FUSED, TEAM, K, W, ROWS>
       <<<static_cast<unsigned>(blocks), THREADS<TEAM>, 0, stream>>>(p);
@@ -145,9 +155,10 @@ cudaError_t launch_cluster(Forward<T> &p, cudaStream_t stream) {
   constexpr int COLUMNS = S::TEAM * S::ELEMENTS;  // of a block, of which a cluster has two or more
   if (S::EXACT && (p.cols % COLUMNS > 0 || p.cols == COLUMNS)) return NOT_TAKEN;
   if (p.cols / Rows::N * Rows::N > S::WIDEST) return NOT_TAKEN;
-  const int64_t clusters = S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
-  return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, W, S>, S::TEAM, Rows::K, Rows::N>(
-      p, clusters, Rows::SHARED, stream);
+  const int64_t clusters =
+      S::ROWS == 1 ? p.rows : ceil_div(p.rows, Rows::STEP * S::ROWS) * Rows::STEP;
+  return launch_clusters<cluster_forward_kernel<T, CENTERED, FUSED, ODD, W, S>, S::TEAM, Rows::K,
+                         Rows::N>(p, clusters, Rows::SHARED, stream);
 }
 
 // By the first shape of clusters that stay whose blocks are nearly full and leave few places empty.
@@ -158,10 +169,11 @@ cudaError_t launch_stays(Forward<T> &p, cudaStream_t stream, Shapes<S...>) {
     using Each = decltype(shape);
     constexpr int TEAM = Each::TEAM, K = Each::K, BLOCKS = Each::BLOCKS;
     const int cols = p.cols / N * N;  // those of an odd row's ends have places of their own
-    if (cols > Each::WIDEST || places_taken(cols, TEAM * K * N, BLOCKS) < Each::TAKEN) return NOT_TAKEN;
+    if (cols > Each::WIDEST || places_taken(cols, TEAM * K * N, BLOCKS) < Each::TAKEN)
+      return NOT_TAKEN;
     constexpr auto KERNEL = ring_forward_kernel<T, CENTERED, OWN, TEAM, K, BLOCKS>;
-    return launch_ring<KERNEL, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(p, 0, Each::STAGES, MAX_STAGES, INT32_MAX,
-                                                                         stream);
+    return launch_ring<KERNEL, 1, TEAM, K, N, true, BLOCKS, true, K - 1>(
+        p, 0, Each::STAGES, MAX_STAGES, INT32_MAX, stream);
   };
   return first_to_take([&] { return one(S{}); }...);
 }
@@ -221,7 +233,8 @@ cudaError_t launch_block(const Forward<T> &p, cudaStream_t stream, Shapes<S...> 
       return launch_odd<T, CENTERED, FUSED, Each::TEAM, K, W>(p, stream);
     } else {
       // The shapes that do not spill for it and gain by it where rows are many.
-      constexpr bool GAINS = !CENTERED && (FUSED == ALONE ? N == 8 && K == 4 && Each::TEAM > 32 : N == 4 && K <= 4);
+      constexpr bool GAINS =
+          !CENTERED && (FUSED == ALONE ? N == 8 && K == 4 && Each::TEAM > 32 : N == 4 && K <= 4);
       if constexpr (GAINS && std::is_same_v<W, T>) {
         if (p.cols == Each::TEAM * Each::ELEMENTS) {
           return launch_aligned<T, CENTERED, FUSED, Each, true, W>(p, stream);
@@ -243,7 +256,8 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream) {
   };
   const auto shapes = block_shapes<HALF, CENTERED, FUSED, ODD>();
   const bool are_there = p.template has_weights<CENTERED>();
-  const bool are_own = are_there && !p.weight.is_float, are_floats = HALF && FUSED == ALONE && are_there && !are_own;
+  const bool are_own = are_there && !p.weight.is_float,
+             are_floats = HALF && FUSED == ALONE && are_there && !are_own;
   if constexpr (ODD) {
     if constexpr (HALF && FUSED == ALONE) {
       if (are_floats) launch(float{}, shapes);
@@ -252,7 +266,8 @@ cudaError_t launch_forward(Forward<T> &p, cudaStream_t stream) {
   } else {
     const bool are_few = bytes_of<T>(p) <= most_of_few(p.cols, are_floats);
     if (are_few && are_own) launch(T{}, FewShapes<N>{});
-    if (error == NOT_TAKEN && !are_few && !prefers_block<HALF, CENTERED, FUSED>(p.cols, are_there, are_own)) {
+    if (error == NOT_TAKEN && !are_few &&
+        !prefers_block<HALF, CENTERED, FUSED>(p.cols, are_there, are_own)) {
       error = launch_wide<T, CENTERED, FUSED, ODD>(p, stream);
     }
     if constexpr (HALF && FUSED == ALONE) {
@@ -294,9 +309,10 @@ cudaError_t forward(const norm_forward_args &args, cudaStream_t stream) {
   p.sum = static_cast<T *>(args.sum);
   p.dropout = FUSED == ADDED ? args.dropout_x : args.dropout_y;
   if (args.cols == 0 || !set_shape(p, args.rows, args.cols)) return plain_forward<T>(args, stream);
-  const bool in_step = is_in_step<T>(p, args.x, args.x_stride) && is_in_step<T>(p, args.y, args.cols) &&
-                       is_in_step<T>(p, args.residual, args.residual_stride) && is_in_step<T>(p, args.sum, args.cols) &&
-                       is_aligned(args.weight) && is_aligned(args.bias);
+  const bool in_step =
+      is_in_step<T>(p, args.x, args.x_stride) && is_in_step<T>(p, args.y, args.cols) &&
+      is_in_step<T>(p, args.residual, args.residual_stride) &&
+      is_in_step<T>(p, args.sum, args.cols) && is_aligned(args.weight) && is_aligned(args.bias);
   if (!in_step) return plain_forward<T>(args, stream);
   constexpr int tensors = FUSED == ADDED ? 2 : 1;
   const int64_t read = tensors * bytes_of<T>(p);
@@ -319,8 +335,10 @@ extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   return with_half_or_float(args->dtype, [&](auto zero) {
     using T = decltype(zero);
     if (args->residual)
-      return args->centered ? forward<T, true, ADDED>(*args, on) : forward<T, false, ADDED>(*args, on);
+      return args->centered ? forward<T, true, ADDED>(*args, on)
+                            : forward<T, false, ADDED>(*args, on);
     if (args->dropout_y.seed) return forward<T, true, DROPPED>(*args, on);
-    return args->centered ? forward<T, true, ALONE>(*args, on) : forward<T, false, ALONE>(*args, on);
+    return args->centered ? forward<T, true, ALONE>(*args, on)
+                          : forward<T, false, ALONE>(*args, on);
   });
 }

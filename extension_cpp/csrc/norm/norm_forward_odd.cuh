@@ -19,9 +19,11 @@ constexpr int odd_rows() {
 
 // Threads that a multiprocessor holds: fewer where float weights have more rows than others.
 template <typename T, bool CENTERED, Fused FUSED, int ROWS, int K>
-constexpr int ODD_RESIDENT = (FUSED == ADDED && sizeof(T) == 4) || (K > 2 && ROWS > (CENTERED ? 2 : 1)) ? 512
-                             : FUSED == ADDED || CENTERED                                               ? 768
-                                                                                                        : 1024;
+constexpr int ODD_RESIDENT = (FUSED == ADDED && sizeof(T) == 4) ||
+                                     (K > 2 && ROWS > (CENTERED ? 2 : 1))
+                                 ? 512
+                             : FUSED == ADDED || CENTERED ? 768
+                                                          : 1024;
 
 // Whether what is read may outlast what is written. Half types without a residual are slower by what that takes.
 template <typename T, Fused FUSED>
@@ -44,7 +46,9 @@ struct OddRows {
       : p(p), first(team / N * (N * ROWS) + team % N), columns(p, first, threadIdx.x % TEAM, 0) {}
 
   __device__ int64_t row(int i) const { return first + i * N; }
-  __device__ bool is_row(int i) const { return row(i) < p.rows; }  // all lanes of a warp go on: they sum together
+  __device__ bool is_row(int i) const {
+    return row(i) < p.rows;
+  }  // all lanes of a warp go on: they sum together
 
   // x, and what is added to it.
   __device__ void load() {
@@ -63,7 +67,8 @@ struct OddRows {
       if (FUSED == ALONE || !is_row(i)) continue;
       Mine residual;
       if (FUSED == ADDED) residual.load(p.residual + row(i) * p.residual_stride, columns, p.policy);
-      if (p.dropout.seed != nullptr) masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
+      if (p.dropout.seed != nullptr)
+        masks[i].make(p.dropout, *p.dropout.seed, row(i) * p.cols, columns);
       if constexpr (FUSED == ADDED) add_residual(parts[i], residual, p, row(i), masks[i], columns);
     }
   }
@@ -73,7 +78,8 @@ struct OddRows {
     Moments moments[ROWS];
     const float count = columns.count_of(threadIdx.x % TEAM / 32);
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) moments[i] = moments_of<T, CENTERED, FILLS>(parts[i], columns, count);
+    for (int i = 0; i < ROWS; ++i)
+      moments[i] = moments_of<T, CENTERED, FILLS>(parts[i], columns, count);
     join_team<CENTERED, TEAM>(moments, p.per_col);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -86,7 +92,8 @@ struct OddRows {
 
   // y of columns c and on of row i, from its x.
   template <int M>
-  __device__ void write(float (&x)[M], int i, const float (&w)[M], const float (&b)[M], uint32_t kept, int c) const {
+  __device__ void write(float (&x)[M], int i, const float (&w)[M], const float (&b)[M],
+                        uint32_t kept, int c) const {
     normalize<CENTERED>(x, mean[i], rstd[i], w, b);
     if (FUSED == DROPPED) drop(x, p.dropout, kept);
     store(p.y + row(i) * p.cols + c, x);
@@ -122,7 +129,9 @@ struct OddRows {
         unpack<T, N>(w, load_shifted<T, N>(static_cast<const T *>(weights.data), c));
       });
     } else {
-      write_vectors([](float(&w)[N], const Weights &weights, int c) { weights.template load<T, N, false>(w, c); });
+      write_vectors([](float(&w)[N], const Weights &weights, int c) {
+        weights.template load<T, N, false>(w, c);
+      });
     }
   }
 
@@ -150,10 +159,12 @@ struct OddRows {
 };
 
 template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, typename W, int ROWS>
-__global__ void __launch_bounds__(THREADS<TEAM>, ODD_RESIDENT<T, CENTERED, FUSED, ROWS, K> / THREADS<TEAM>)
+__global__ void __launch_bounds__(THREADS<TEAM>,
+                                  ODD_RESIDENT<T, CENTERED, FUSED, ROWS, K> / THREADS<TEAM>)
     odd_forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int TEAMS = THREADS<TEAM> / TEAM;
-  OddRows<T, CENTERED, FUSED, TEAM, K, W, ROWS> rows(p, static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM);
+  OddRows<T, CENTERED, FUSED, TEAM, K, W, ROWS> rows(
+      p, static_cast<int64_t>(blockIdx.x) * TEAMS + threadIdx.x / TEAM);
   rows.load();
   rows.make_statistics();
   rows.write_vectors();

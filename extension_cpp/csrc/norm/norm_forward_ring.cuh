@@ -35,7 +35,8 @@ struct RingRows {
         share(share_of(p.shares, chunk)),
         columns(p, share.first, threadIdx.x, rank),
         count(columns.count_of(threadIdx.x / 32)) {
-    ring.line_up(p.x + share.first * p.x_stride, static_cast<int>(share.step * p.x_stride / N % 8), columns);
+    ring.line_up(p.x + share.first * p.x_stride, static_cast<int>(share.step * p.x_stride / N % 8),
+                 columns);
   }
 
   __device__ int64_t row(int i) const { return share.first + i * share.step; }
@@ -97,9 +98,11 @@ struct RingRows {
     Mine part{}, following;
     if (share.rows > 0) read(part, 0);
     for (int i = 0; i < share.rows; ++i) {
-      if (i + 1 < share.rows) read(following, i + 1);  // so that nobody waits for the moments of row i
+      if (i + 1 < share.rows)
+        read(following, i + 1);  // so that nobody waits for the moments of row i
       const Moments *parts = ring.exchange.collect(i);
-      const Moments moments = join<CENTERED, 32, MAX_CLUSTER * WARPS>(parts, p.cluster * WARPS, p.per_col);
+      const Moments moments =
+          join<CENTERED, 32, MAX_CLUSTER * WARPS>(parts, p.cluster * WARPS, p.per_col);
       fetch(i + p.stages);  // all warps have posted row i, so they have read it
       finish(i, part, moments);
       part = following;
@@ -109,7 +112,8 @@ struct RingRows {
 };
 
 template <typename T, bool CENTERED, bool OWN, int TEAM, int K, int BLOCKS>
-__global__ void __launch_bounds__(TEAM, BLOCKS) ring_forward_kernel(const __grid_constant__ Forward<T> p) {
+__global__ void __launch_bounds__(TEAM, BLOCKS)
+    ring_forward_kernel(const __grid_constant__ Forward<T> p) {
 #if HAS_CLUSTERS
   using Rows = RingRows<T, CENTERED, OWN, TEAM, K>;
   extern __shared__ __align__(128) uint4 shared[];

@@ -93,7 +93,8 @@ inline cudaError_t hopper_cache(int &cache, int64_t read) {
   if (read < 16 << 20) return cudaSuccess;  // nor is the driver asked for each small call
   int device, major;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess || major != 9) return error;
   return cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device);
 }
@@ -104,7 +105,8 @@ void set_policy(Geometry &g, CachePolicy policy, int tensors, int cache) {
   g.policy = policy;
   // Lines that outlast others take half of it or less (on an H200).
   const int64_t row = g.cols * static_cast<int64_t>(sizeof(T));
-  if (policy == OUTLASTS) g.let_go = std::max<int64_t>(0, g.rows - ceil_div(cache / 2, tensors * row));
+  if (policy == OUTLASTS)
+    g.let_go = std::max<int64_t>(0, g.rows - ceil_div(cache / 2, tensors * row));
 }
 
 inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
@@ -132,9 +134,11 @@ cudaError_t with_shape(int cols, Shapes<S...>, F &&f) {
 
 // How many clusters of each size run at once: 0 is not one.
 template <auto KERNEL>
-cudaError_t count_clusters(int (&clusters)[MAX_CLUSTER + 1], int threads, int shared, cudaStream_t stream) {
+cudaError_t count_clusters(int (&clusters)[MAX_CLUSTER + 1], int threads, int shared,
+                           cudaStream_t stream) {
   std::fill(std::begin(clusters), std::end(clusters), 0);
-  cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  cudaError_t error =
+      cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   for (int size = 2; size <= MAX_CLUSTER && error == cudaSuccess; ++size) {
     Launch launch(size, threads, shared, stream);
     launch.cluster(size);
@@ -174,7 +178,8 @@ cudaError_t launch_clusters(P &p, int64_t clusters, int shared, cudaStream_t str
   }
   const int vectors = p.cols / N;
   p.cluster = std::max(2, static_cast<int>(ceil_div(vectors, TEAM * K)));
-  if (p.cluster > MAX_CLUSTER || at_once[p.cluster] == 0 || clusters * p.cluster > INT32_MAX) return NOT_TAKEN;
+  if (p.cluster > MAX_CLUSTER || at_once[p.cluster] == 0 || clusters * p.cluster > INT32_MAX)
+    return NOT_TAKEN;
   // Multiples of a warp's vectors, so that no block begins within a line of memory where its row does not.
   p.slice = static_cast<int>(ceil_div(vectors, p.cluster * 32)) * 32 * N;
   Launch launch(static_cast<unsigned>(clusters * p.cluster), TEAM, shared, stream);
@@ -196,7 +201,8 @@ inline int64_t alike(int64_t at_once, int64_t step, int64_t most) {
   double best_share = 0;
   for (int64_t rounds = 1; rounds <= 8 && rounds * at_once <= most; ++rounds) {
     const int64_t chunks = rounds * at_once / step * step;
-    const double share = static_cast<double>(chunks) / static_cast<double>(rounds * at_once) - 0.01 * rounds;
+    const double share =
+        static_cast<double>(chunks) / static_cast<double>(rounds * at_once) - 0.01 * rounds;
     if (share > best_share) best = chunks, best_share = share;
   }
   return best;
@@ -252,8 +258,10 @@ inline int best_cluster(const Facts &facts, int smallest, int largest, int vecto
 
 // Launches a kernel on as many blocks (or clusters) as run at once. NOT_TAKEN where the chip has no room for `least` rows of a team, or
 // threads would have fewer than FULL vectors. The ring gets the rows that ring_bytes have room for, `most` at most.
-template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD, int FULL, typename P>
-cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_blocks, cudaStream_t stream) {
+template <auto KERNEL, int TENSORS, int TEAM, int K, int N, bool CLUSTER, int BLOCKS, bool ODD,
+          int FULL, typename P>
+cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_blocks,
+                        cudaStream_t stream) {
   constexpr int threads = THREADS<TEAM>, teams = threads / TEAM;
   static_assert(!CLUSTER || teams == 1);  // whose barriers and exchange are the block's
   thread_local Facts facts;
@@ -273,9 +281,13 @@ cudaError_t launch_ring(P &p, int ring_bytes, int least, int most, int64_t max_b
   p.slice = p.slot * N;
   // The last block has the fewest; of an odd row one more may lie half in another row.
   if (FULL > 0 && vectors - ODD - (p.cluster - 1) * p.slot < FULL * TEAM) return NOT_TAKEN;
-  if (ODD) p.slot = static_cast<int>(ceil_div(p.slot + 2 + 7, 8)) * 8;  // the vectors at the ends, and what Ring shifts
+  if (ODD)
+    p.slot = static_cast<int>(ceil_div(p.slot + 2 + 7, 8)) *
+             8;  // the vectors at the ends, and what Ring shifts
   const int stage = teams * TENSORS * p.slot * 16;
-  p.stages = facts.for_sm_90 ? std::min({most, std::max(least, ring_bytes / stage), facts.room / stage}) : 0;
+  p.stages = facts.for_sm_90
+                 ? std::min({most, std::max(least, ring_bytes / stage), facts.room / stage})
+                 : 0;
   // The blocks' sums, a float a column and team, go through the same place.
   const int sums = teams > 1 ? teams * p.cols : ODD ? p.slot * N : 0;
   const int bytes = std::max(p.stages * stage, sums * static_cast<int>(sizeof(float)));

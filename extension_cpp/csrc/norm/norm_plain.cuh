@@ -18,7 +18,8 @@
 namespace norm_cuda {
 
 // Threads of a block, and blocks of a multiprocessor; or one block of the threads of all.
-constexpr int PLAIN_THREADS = 256, PLAIN_BLOCKS = 3, MOST_PLAIN_THREADS = PLAIN_THREADS * PLAIN_BLOCKS;
+constexpr int PLAIN_THREADS = 256, PLAIN_BLOCKS = 3,
+              MOST_PLAIN_THREADS = PLAIN_THREADS * PLAIN_BLOCKS;
 // Elements one by one that a thread asks for at once: for more doubles there are no registers.
 template <typename T>
 constexpr int SINGLES = sizeof(T) == 8 ? 4 : 8;
@@ -26,7 +27,8 @@ constexpr int SINGLES = sizeof(T) == 8 ? 4 : 8;
 // use(i, d, load(i, d)) for all i + d before `end`: i = begin, begin + far, ..., and d the first U multiples of `near`. K at a time
 // are asked for before the first is used.
 template <int U, int K, typename L, typename F>
-__device__ inline void walk(int64_t begin, int64_t end, int near, int far, const L &load, const F &use) {
+__device__ inline void walk(int64_t begin, int64_t end, int near, int far, const L &load,
+                            const F &use) {
   for (int64_t i = begin; i < end; i += far) {
     const int left = static_cast<int>(min(end - i, static_cast<int64_t>(INT_MAX)));
     const auto take = [&](const auto &is_inside) {
@@ -65,7 +67,8 @@ __device__ inline void walk_row(int64_t size, const L &load, const F &use) {
 template <typename T, int N, bool SHIFTED>
 __device__ inline Vector<T, N> load_from(const T *p) {
   if constexpr (SHIFTED) {
-    const int half = sizeof(T) == 2 ? reinterpret_cast<uintptr_t>(p) / 2 % 2 : 0;  // of a word, which begins before p
+    const int half = sizeof(T) == 2 ? reinterpret_cast<uintptr_t>(p) / 2 % 2
+                                    : 0;  // of a word, which begins before p
     return load_shifted<T, N>(p - half, half);
   } else {
     return load_vector<T, N>(p);
@@ -109,7 +112,7 @@ __device__ inline void keep_vector(T *slot, const Vector<T, N> &bits) {
 struct PlainShape {
   int cluster;    // blocks that share a row
   int64_t slice;  // columns of a block
-  int64_t kept;   // the first of them, which stay in shared memory: all, or a multiple of PLAIN_UNIT
+  int64_t kept;  // the first of them, which stay in shared memory: all, or a multiple of PLAIN_UNIT
 };
 constexpr int PLAIN_UNIT = 1024;  // a multiple of what a warp takes
 
@@ -140,7 +143,9 @@ struct PlainTeam {
 #endif
   }
 
-  __device__ int64_t first_row() const { return static_cast<int64_t>(blockIdx.x / cluster) * blockDim.y + threadIdx.y; }
+  __device__ int64_t first_row() const {
+    return static_cast<int64_t>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
+  }
   __device__ int64_t next_row(int64_t row) const {
     return row + static_cast<int64_t>(gridDim.x / cluster) * blockDim.y;
   }
@@ -201,7 +206,8 @@ cudaError_t with_weight(dtype_t weight_dtype, F &&f) {
 // What launch_plain asks the driver about a kernel and its device: once for the device that a thread uses.
 struct PlainFacts {
   int device = -1, processors, cache, shared, own;
-  int clusters[2][MAX_CLUSTER + 1];  // that run at once, by their size, of small blocks and of large ones
+  int clusters[2][MAX_CLUSTER +
+                  1];  // that run at once, by their size, of small blocks and of large ones
 
   int room(int blocks) const { return shared / blocks - 1024 - own; }  // for what a block keeps
 };
@@ -221,7 +227,8 @@ cudaError_t ask(PlainFacts &facts, int device, cudaStream_t stream) {
   facts.own = static_cast<int>(ceil_div(attributes.sharedSizeBytes, 128)) * 128;
   error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, facts.room(1));
   if (error == cudaSuccess && attributes.ptxVersion >= 90) {
-    error = count_clusters<KERNEL>(facts.clusters[0], PLAIN_THREADS, facts.room(PLAIN_BLOCKS), stream);
+    error =
+        count_clusters<KERNEL>(facts.clusters[0], PLAIN_THREADS, facts.room(PLAIN_BLOCKS), stream);
     if (error == cudaSuccess) {
       error = count_clusters<KERNEL>(facts.clusters[1], MOST_PLAIN_THREADS, facts.room(1), stream);
     }
@@ -258,8 +265,8 @@ cudaError_t launch_plain(const P &args, int bytes, cudaStream_t stream) {
     if ((shape.slice - shape.kept) * bytes * blocks * facts.processors <= facts.cache / 2) break;
   }
   const int64_t clusters = std::min<int64_t>(ceil_div(args.rows, rows), INT_MAX / MAX_CLUSTER);
-  Launch launch(static_cast<unsigned>(clusters * shape.cluster), dim3(threads, rows), rows * shape.kept * bytes,
-                stream);
+  Launch launch(static_cast<unsigned>(clusters * shape.cluster), dim3(threads, rows),
+                rows * shape.kept * bytes, stream);
   if (shape.cluster > 1) launch.cluster(shape.cluster);
   return cudaLaunchKernelEx(&launch.config, KERNEL, args, shape);
 }

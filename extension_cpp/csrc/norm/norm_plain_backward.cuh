@@ -15,7 +15,8 @@ template <typename T, typename W, int N, bool SHIFTED>
 __global__ void __launch_bounds__(MOST_PLAIN_THREADS)
     plain_rows_kernel(const __grid_constant__ norm_backward_args p, const PlainShape shape) {
   using A = acc_t<T>;
-  constexpr int U = N == 1 ? SINGLES<T> : 2, K = U * sizeof(T) / sizeof(W);  // K for the pass with most in registers
+  constexpr int U = N == 1 ? SINGLES<T> : 2,
+                K = U * sizeof(T) / sizeof(W);  // K for the pass with most in registers
   extern __shared__ uint4 shared[];
   __shared__ typename PlainTeam<A>::Slots slots;
   PlainTeam<A> team(slots, shape.cluster);
@@ -91,7 +92,10 @@ template <typename T, int N, bool SHIFTED>
 __global__ void __launch_bounds__(PLAIN_THREADS, PLAIN_BLOCKS)
     plain_columns_kernel(const __grid_constant__ norm_backward_args p, int tile, int64_t chunk) {
   using A = acc_t<T>;
-  constexpr int U = N == 1 ? SINGLES<T> : N == 8 ? 2 : 4, M = N * sizeof(A) > 16 ? 16 / sizeof(A) : N;
+  constexpr int U = N == 1   ? SINGLES<T>
+                    : N == 8 ? 2
+                             : 4,
+                M = N * sizeof(A) > 16 ? 16 / sizeof(A) : N;
   __shared__ A fold[2 * N][PLAIN_THREADS / 2];
   const int i = threadIdx.x % tile, y = threadIdx.x / tile, rows_at_once = PLAIN_THREADS / tile;
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * tile + i) * N, row = blockIdx.y * chunk;
@@ -102,22 +106,25 @@ __global__ void __launch_bounds__(PLAIN_THREADS, PLAIN_BLOCKS)
   };
   const auto load_row = [&](int64_t chunk_row, int d) {
     const int64_t r = chunk_row + d;
-    return Raw{load_from<T, N, SHIFTED>(static_cast<const T *>(p.x) + r * p.x_stride + c),
-               load_from<T, N, SHIFTED>(static_cast<const T *>(p.grad_out) + r * p.grad_out_stride + c),
-               p.mean == nullptr ? A(0) : static_cast<const A *>(p.mean)[r], static_cast<const A *>(p.rstd)[r]};
+    return Raw{
+        load_from<T, N, SHIFTED>(static_cast<const T *>(p.x) + r * p.x_stride + c),
+        load_from<T, N, SHIFTED>(static_cast<const T *>(p.grad_out) + r * p.grad_out_stride + c),
+        p.mean == nullptr ? A(0) : static_cast<const A *>(p.mean)[r],
+        static_cast<const A *>(p.rstd)[r]};
   };
   const int64_t end = c < p.cols ? min(row + chunk, p.rows) : 0;
-  walk<U, U>(row + y, end, rows_at_once, U * rows_at_once, load_row, [&](int64_t chunk_row, int d, const Raw &raw) {
-    A e[N], g[N];
-    unpack<T, N>(e, raw.x);
-    unpack<T, N>(g, raw.grad_out);
-    drop_from(g, p.dropout_y, (chunk_row + d) * p.cols + c);
+  walk<U, U>(row + y, end, rows_at_once, U * rows_at_once, load_row,
+             [&](int64_t chunk_row, int d, const Raw &raw) {
+               A e[N], g[N];
+               unpack<T, N>(e, raw.x);
+               unpack<T, N>(g, raw.grad_out);
+               drop_from(g, p.dropout_y, (chunk_row + d) * p.cols + c);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      sums[j] += g[j] * raw.rstd * (e[j] - raw.mean);
-      sums[N + j] += g[j];
-    }
-  });
+               for (int j = 0; j < N; ++j) {
+                 sums[j] += g[j] * raw.rstd * (e[j] - raw.mean);
+                 sums[N + j] += g[j];
+               }
+             });
   for (int half = rows_at_once / 2; half > 0; half /= 2) {
 #pragma unroll
     for (int j = 0; j < 2 * N; ++j) {
@@ -181,8 +188,9 @@ cudaError_t sum_partial(const norm_backward_args &args, int64_t parts, cudaStrea
     const cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
     if (is_for_sm_90<sum_partial_kernel<A, W>>(device)) launch.overlap();
-    return cudaLaunchKernelEx(&launch.config, sum_partial_kernel<A, W>, static_cast<const A *>(args.partial),
-                              static_cast<W *>(outputs[0]), static_cast<W *>(outputs[1]), parts, args.cols);
+    return cudaLaunchKernelEx(&launch.config, sum_partial_kernel<A, W>,
+                              static_cast<const A *>(args.partial), static_cast<W *>(outputs[0]),
+                              static_cast<W *>(outputs[1]), parts, args.cols);
   });
 }
 
@@ -192,7 +200,8 @@ cudaError_t plain_columns(const norm_backward_args &args, cudaStream_t stream) {
   if (args.rows == 0) return sum_partial<acc_t<T>>(args, 0, stream);
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   const int64_t vectors = ceil_div(args.cols, N);
   int tile = 32;
@@ -200,7 +209,8 @@ cudaError_t plain_columns(const norm_backward_args &args, cudaStream_t stream) {
   const int64_t tiles = ceil_div(vectors, tile);
   // Three times as many blocks as run at once, as far as there are rows and scratch: more would write more partial rows.
   const int64_t most = std::min(max_parts(args.cols), ceil_div(args.rows, PLAIN_THREADS / tile));
-  const int64_t chunk = ceil_div(args.rows, std::clamp<int64_t>(3 * PLAIN_BLOCKS * processors / tiles, 1, most));
+  const int64_t chunk =
+      ceil_div(args.rows, std::clamp<int64_t>(3 * PLAIN_BLOCKS * processors / tiles, 1, most));
   const int64_t parts = ceil_div(args.rows, chunk);
   const dim3 blocks(static_cast<unsigned>(tiles), static_cast<unsigned>(parts));
   plain_columns_kernel<T, N, SHIFTED><<<blocks, PLAIN_THREADS, 0, stream>>>(args, tile, chunk);
@@ -210,8 +220,8 @@ cudaError_t plain_columns(const norm_backward_args &args, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t plain_backward(const norm_backward_args &args, cudaStream_t stream) {
-  const bool whole =
-      args.cols % VECTOR<T> == 0 && is_aligned(args.grad_x) && is_aligned(args.grad_dropped) && is_aligned(args.weight);
+  const bool whole = args.cols % VECTOR<T> == 0 && is_aligned(args.grad_x) &&
+                     is_aligned(args.grad_dropped) && is_aligned(args.weight);
   const bool aligned = are_aligned<T>(args.x, args.rows, args.x_stride) &&
                        are_aligned<T>(args.grad_out, args.rows, args.grad_out_stride) &&
                        are_aligned<T>(args.grad_sum, args.rows, args.grad_sum_stride);
@@ -221,11 +231,13 @@ cudaError_t plain_backward(const norm_backward_args &args, cudaStream_t stream) 
     cudaError_t error = cudaSuccess;
     if (args.rows > 0 && args.grad_x != nullptr) {
       error = with_weight<T>(args.weight_dtype, [&](auto weight) {
-        return launch_plain<plain_rows_kernel<T, decltype(weight), N, SHIFTED>, N>(args, 2 * sizeof(T), stream);
+        return launch_plain<plain_rows_kernel<T, decltype(weight), N, SHIFTED>, N>(
+            args, 2 * sizeof(T), stream);
       });
     }
     const bool wants_columns = args.grad_weight != nullptr || args.grad_bias != nullptr;
-    return error == cudaSuccess && wants_columns ? plain_columns<T, N, SHIFTED>(args, stream) : error;
+    return error == cudaSuccess && wants_columns ? plain_columns<T, N, SHIFTED>(args, stream)
+                                                 : error;
   });
 }
 

@@ -136,7 +136,8 @@ cudaError_t plain_forward(const norm_forward_args &args, cudaStream_t stream) {
                        are_aligned<T>(args.residual, args.rows, args.residual_stride);
   return with_vectors<T>(whole, aligned, [&](auto n, auto shifted) {
     return with_weight<T>(args.weight_dtype, [&](auto weight) {
-      constexpr auto kernel = plain_forward_kernel<T, decltype(weight), decltype(n)::value, decltype(shifted)::value>;
+      constexpr auto kernel =
+          plain_forward_kernel<T, decltype(weight), decltype(n)::value, decltype(shifted)::value>;
       return launch_plain<kernel, decltype(n)::value>(args, sizeof(T), stream);
     });
   });

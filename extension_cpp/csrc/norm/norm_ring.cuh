@@ -78,8 +78,8 @@ struct Place {
 };
 
 // The rows of TENSORS tensors on their way to one team. TWICE: each is read twice, and the warps leave() it.
-template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER, bool ODD, bool TWICE = false,
-          typename V = float2>
+template <typename T, int TENSORS, int TEAM, int K, int N, bool CLUSTER, bool ODD,
+          bool TWICE = false, typename V = float2>
 struct Ring {
   using Mine = Columns<TEAM, K, N, ODD>;
   uint4 *slots;  // of this team
@@ -103,7 +103,8 @@ struct Ring {
 
   // By one thread of the team, for its row number i, when nobody reads the place any more, or all warps will leave() it. A tensor may
   // be NULL. is_last: of the tensors, behind which nothing is read.
-  __device__ void fetch(int i, const T *const (&rows)[TENSORS], const Mine &columns, bool is_last, uint64_t policy) {
+  __device__ void fetch(int i, const T *const (&rows)[TENSORS], const Mine &columns, bool is_last,
+                        uint64_t policy) {
 #if HAS_CLUSTERS
     uint64_t *const filled = &exchange.filled[next.slot];
     if (TWICE) wait_phase(&exchange.emptied[next.slot], next.parity ^ 1);
@@ -115,7 +116,8 @@ struct Ring {
         vectors = elements / N;
         for (int e = max(vectors * N, -columns.begin); e < elements; ++e) {
           for (int t = 0; t < TENSORS; ++t) {
-            if (rows[t] != nullptr) reinterpret_cast<T *>(slot + t * size)[e] = rows[t][columns.begin + e];
+            if (rows[t] != nullptr)
+              reinterpret_cast<T *>(slot + t * size)[e] = rows[t][columns.begin + e];
           }
         }
       }
@@ -148,8 +150,8 @@ struct Ring {
   }
 
   // This thread's part of tensor t at `place`, of the team's row number i, which begins at `row`.
-  __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, int i, const T *row, const Mine &columns,
-                       const Place &place) const {
+  __device__ void load(Part<T, TEAM, K, N, ODD> &part, int t, int i, const T *row,
+                       const Mine &columns, const Place &place) const {
 #if HAS_CLUSTERS
     part.load_slot(slot(place, i) + t * size, columns);
 #else

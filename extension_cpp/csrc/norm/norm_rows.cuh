@@ -28,7 +28,8 @@ constexpr int THREADS = TEAM >= 192 ? TEAM : (255 / TEAM + 1) * TEAM;
 // Threads and blocks that a multiprocessor of the chip compiled for holds at most (some of the others hold 24 blocks).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int MOST_RESIDENT = 1024, MOST_BLOCKS = 16;
-#elif defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
+#elif defined(__CUDA_ARCH__) && \
+    ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int MOST_RESIDENT = 1536, MOST_BLOCKS = 16;
 #else
 constexpr int MOST_RESIDENT = 2048, MOST_BLOCKS = 32;
@@ -129,18 +130,21 @@ struct Part {
   // From the row that begins at `row`.
   __device__ void load(const T *row, const Columns<TEAM, K, N, ODD> &columns, uint64_t policy) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) bits[k] = load_cached(row + columns.column(k), columns.has(k), policy);
+    for (int k = 0; k < K; ++k)
+      bits[k] = load_cached(row + columns.column(k), columns.has(k), policy);
     if (ODD) edge = columns.has_edge() ? row[columns.edge] : from_acc<T>(0);
   }
   __device__ void load(const T *row, const Columns<TEAM, K, N, ODD> &columns) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) bits[k] = columns.has(k) ? load_vector<T, N>(row + columns.column(k)) : Vector<T, N>{};
+    for (int k = 0; k < K; ++k)
+      bits[k] = columns.has(k) ? load_vector<T, N>(row + columns.column(k)) : Vector<T, N>{};
     if (ODD) edge = columns.has_edge() ? row[columns.edge] : from_acc<T>(0);
   }
   // From shared memory, where column `begin` is at `slot`.
   __device__ void load_slot(const uint4 *slot, const Columns<TEAM, K, N, ODD> &columns) {
     const int vector = ODD ? (columns.first - columns.begin) / N : threadIdx.x % TEAM;
-    const uint32_t first = shared_address(slot + vector);  // one for all k: else each would be a chain of its own
+    const uint32_t first =
+        shared_address(slot + vector);  // one for all k: else each would be a chain of its own
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       bits[k] = {};
@@ -148,7 +152,8 @@ struct Part {
     }
     if (ODD) {
       edge = from_acc<T>(0);
-      if (columns.has_edge()) edge = reinterpret_cast<const T *>(slot)[columns.edge - columns.begin];
+      if (columns.has_edge())
+        edge = reinterpret_cast<const T *>(slot)[columns.edge - columns.begin];
     }
   }
 };
@@ -175,8 +180,12 @@ struct Mask {
   uint32_t bits[(K * N + 31) / 32], edge;
 
   // For the row whose first element is number `first`.
-  __device__ void make(const dropout_t &dropout, int64_t seed, int64_t first, const Columns<TEAM, K, N, ODD> &columns) {
-    constexpr int BATCH = K % 4 == 0 ? 4 : K % 3 == 0 ? 3 : K % 5 == 0 ? 5 : K;  // more would need more registers
+  __device__ void make(const dropout_t &dropout, int64_t seed, int64_t first,
+                       const Columns<TEAM, K, N, ODD> &columns) {
+    constexpr int BATCH = K % 4 == 0   ? 4
+                          : K % 3 == 0 ? 3
+                          : K % 5 == 0 ? 5
+                                       : K;  // more would need more registers
     memset(bits, 0, sizeof bits);
 #pragma unroll
     for (int k = 0; k < K; k += BATCH) {
@@ -224,7 +233,8 @@ __device__ inline void warp_sums(float2 &a, float2 &b) {
   }
   mine.y += __shfl_xor_sync(0xffffffffu, other.y, 16);
   const bool right = threadIdx.x & 8;
-  float v[1] = {(right ? mine.y : mine.x) + __shfl_xor_sync(0xffffffffu, right ? mine.x : mine.y, 8)};
+  float v[1] = {(right ? mine.y : mine.x) +
+                __shfl_xor_sync(0xffffffffu, right ? mine.x : mine.y, 8)};
   group_sum(v, 8);
   a = {__shfl_sync(0xffffffffu, v[0], 0), __shfl_sync(0xffffffffu, v[0], 8)};
   b = {__shfl_sync(0xffffffffu, v[0], 16), __shfl_sync(0xffffffffu, v[0], 24)};
@@ -260,7 +270,8 @@ __device__ inline void team_sum(float (&v)[COUNT], float (&shared)[BLOCK_WARPS][
     }
     sync_team<TEAM, BLOCK_WARPS * 32>();
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) v[n] = warp < WARPS ? shared[threadIdx.x / TEAM * WARPS + warp][n] : 0;
+    for (int n = 0; n < COUNT; ++n)
+      v[n] = warp < WARPS ? shared[threadIdx.x / TEAM * WARPS + warp][n] : 0;
     group_sum(v, LANES<TEAM>);
   }
 }

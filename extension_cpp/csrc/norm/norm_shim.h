@@ -22,8 +22,8 @@ struct Problem {
   int64_t cols;
 };
 
-Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape, const Optional &weight,
-                     const Optional &bias);
+Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape,
+                     const Optional &weight, const Optional &bias);
 
 // What the forward keeps for the backward, each of x's shape with the normalized dimensions of size 1: they broadcast against x.
 struct Statistics {
@@ -49,18 +49,19 @@ struct FusedBackward {
 };
 
 // Forward of all norms: makes the statistics where they are asked for.
-void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims, const Optional &weight,
-                  const Optional &bias, double eps, bool centered, const Tensor &y, Statistics *statistics,
-                  const FusedForward &fused = {});
+void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims,
+                  const Optional &weight, const Optional &bias, double eps, bool centered,
+                  const Tensor &y, Statistics *statistics, const FusedForward &fused = {});
 
 struct Gradients {
   Tensor x, weight, bias, dropped;
 };
 
 // Backward of all norms; gradients that are not needed are empty tensors.
-Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x, const Shape &normalized_shape,
-                        const Tensor *mean, const Tensor &rstd, const Optional &weight, const Optional &bias,
-                        bool needs_x, bool needs_weight, bool needs_bias, const FusedBackward &fused = {});
+Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x,
+                        const Shape &normalized_shape, const Tensor *mean, const Tensor &rstd,
+                        const Optional &weight, const Optional &bias, bool needs_x,
+                        bool needs_weight, bool needs_bias, const FusedBackward &fused = {});
 
 }  // namespace extension_cpp
 

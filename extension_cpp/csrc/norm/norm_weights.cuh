@@ -29,7 +29,9 @@ struct Weights {
 
   template <typename W, int N, bool ALIGNED>
   __device__ void load_as(float (&w)[N], int c) const {
-    constexpr int VECTOR_OF_W = 16 / sizeof(W), M = !ALIGNED ? 1 : N < VECTOR_OF_W ? N : VECTOR_OF_W;
+    constexpr int VECTOR_OF_W = 16 / sizeof(W), M = !ALIGNED          ? 1
+                                                    : N < VECTOR_OF_W ? N
+                                                                      : VECTOR_OF_W;
 #pragma unroll
     for (int j = 0; j < N; j += M) {
       ::load<W, M>(reinterpret_cast<float(&)[M]>(w[j]), static_cast<const W *>(data) + c + j);
@@ -61,7 +63,8 @@ struct Held {
         if constexpr (NOW) {
           bits[k][i] = load_cached(data + columns.column(k) + i * M, columns.has(k), USUAL);
         } else {
-          bits[k][i] = columns.has(k) ? load_vector<W, M>(data + columns.column(k) + i * M) : uint4{};
+          bits[k][i] =
+              columns.has(k) ? load_vector<W, M>(data + columns.column(k) + i * M) : uint4{};
         }
       }
     }
@@ -85,8 +88,8 @@ __device__ inline Vector<T, N> load_shifted(const T *row, int c) {
     const uint32_t *const words = reinterpret_cast<const uint32_t *>(row + c - odd);
     const uint32_t w0 = words[0], w1 = words[1], w2 = words[2], w3 = words[3];
     const uint32_t last = reinterpret_cast<const uint16_t *>(row)[c + 7];
-    return {__funnelshift_r(w0, w1, 16 * odd), __funnelshift_r(w1, w2, 16 * odd), __funnelshift_r(w2, w3, 16 * odd),
-            __funnelshift_r(w3, last, 16 * odd)};
+    return {__funnelshift_r(w0, w1, 16 * odd), __funnelshift_r(w1, w2, 16 * odd),
+            __funnelshift_r(w2, w3, 16 * odd), __funnelshift_r(w3, last, 16 * odd)};
   } else {
     const uint32_t *const words = reinterpret_cast<const uint32_t *>(row + c);
     return {words[0], words[1], words[2], words[3]};
@@ -153,13 +156,15 @@ __device__ inline uint4 elements_from(const uint4 &a, const uint4 &b) {
 // The same as load_packed of ODD rows by whole vectors: a block's all begin alike, SHIFT or more elements behind a
 // multiple of N. Faster where that is much of the work.
 template <typename T, int SHIFT, int TEAM, int K, int N>
-__device__ inline void load_moved(Vector<T, N> (&w)[K], const T *data, const Columns<TEAM, K, N, true> &columns,
-                                  int cols) {
+__device__ inline void load_moved(Vector<T, N> (&w)[K], const T *data,
+                                  const Columns<TEAM, K, N, true> &columns, int cols) {
   if constexpr (SHIFT + 1 < N) {
     if (columns.first % N != SHIFT) return load_moved<T, SHIFT + 1>(w, data, columns, cols);
   }
   // Behind the weights nothing is read.
-  const auto has_next = [&](int k) { return SHIFT > 0 && columns.clamped(k) - SHIFT + 2 * N <= cols; };
+  const auto has_next = [&](int k) {
+    return SHIFT > 0 && columns.clamped(k) - SHIFT + 2 * N <= cols;
+  };
   Vector<T, N> next[K]{};
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -170,7 +175,8 @@ __device__ inline void load_moved(Vector<T, N> (&w)[K], const T *data, const Col
   if constexpr (SHIFT > 0) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      w[k] = has_next(k) ? elements_from<T, SHIFT>(w[k], next[k]) : load_shifted<T, N>(data, columns.clamped(k));
+      w[k] = has_next(k) ? elements_from<T, SHIFT>(w[k], next[k])
+                         : load_shifted<T, N>(data, columns.clamped(k));
     }
   }
 }

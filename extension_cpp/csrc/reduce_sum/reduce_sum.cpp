@@ -22,7 +22,8 @@ struct Group {
 };
 
 // Which dimensions are summed. None and () mean all; a 0-d tensor has the dimensions 0 and -1, as in PyTorch.
-static std::vector<bool> summed_dims(const Tensor &x, const std::optional<std::vector<int64_t>> &dim) {
+static std::vector<bool> summed_dims(const Tensor &x,
+                                     const std::optional<std::vector<int64_t>> &dim) {
   if (!dim || dim->empty()) return std::vector<bool>(x.dim(), true);
   const int64_t dims = std::max<int64_t>(x.dim(), 1);
   std::vector<bool> summed(dims, false);
@@ -32,7 +33,8 @@ static std::vector<bool> summed_dims(const Tensor &x, const std::optional<std::v
       fail("reduce_sum", "expected dim in " + range + ", but got " + std::to_string(d));
     }
     const int64_t index = d < 0 ? d + dims : d;
-    if (summed[index]) fail("reduce_sum", "expected each dim once, but got " + std::to_string(index) + " twice");
+    if (summed[index])
+      fail("reduce_sum", "expected each dim once, but got " + std::to_string(index) + " twice");
     summed[index] = true;
   }
   return summed;
@@ -44,7 +46,8 @@ static std::vector<int64_t> memory_order(const Tensor &x) {
   for (int64_t d = 0; d < x.dim(); ++d) {
     if (x.size(d) != 1) order.push_back(d);
   }
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.stride(a) > x.stride(b); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return x.stride(a) > x.stride(b); });
   return order;
 }
 
@@ -64,7 +67,8 @@ static int64_t round_up(int64_t a, int64_t step) { return ceil_div(a, step) * st
 // Terms a chunk on the CPU: at most 256 work items, each worth a thread's while, and no chain of more than 1024
 // additions.
 static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size) {
-  const int64_t tiles = reduce_sum_tiles(pass.inner), step = SUM_ROWS * reduce_sum_rows_as_one(pass.inner);
+  const int64_t tiles = reduce_sum_tiles(pass.inner),
+                step = SUM_ROWS * reduce_sum_rows_as_one(pass.inner);
   const int64_t for_items = ceil_div(pass.outer * tiles * pass.reduce, 256);
   const int64_t for_bytes = ceil_div(128 << 10, pass.inner / tiles * element_size);
   return round_up(std::min(std::max(for_items, for_bytes), 1024 * step), step);
@@ -75,7 +79,8 @@ static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size)
 static int64_t plan_chunk_cuda(const reduce_sum_args &pass, int64_t element_size) {
   const bool rows = pass.inner == 1;
   const int64_t row_bytes = pass.inner * element_size, tiles = ceil_div(row_bytes, 512);
-  const int64_t longest = rows ? 1 << 22 : 8192, step = ceil_div(32 << 10, std::min<int64_t>(row_bytes, 512));
+  const int64_t longest = rows ? 1 << 22 : 8192,
+                step = ceil_div(32 << 10, std::min<int64_t>(row_bytes, 512));
   if (pass.outer * tiles >= 1024) return longest;
   const int64_t for_blocks = ceil_div(pass.outer * tiles * pass.reduce, rows ? 4096 : 2048);
   return round_up(std::min(std::max(for_blocks, rows ? step : 2 * step), longest), step);
@@ -85,17 +90,27 @@ static void launch_pass(const Tensor &x, reduce_sum_args &pass, int64_t element_
   const int64_t tiles = reduce_sum_tiles(pass.inner);
   const int64_t item_bytes =
       std::max<int64_t>(pass.inner / tiles * element_size * std::min(pass.chunk, pass.reduce), 16);
-  launch("reduce_sum", KERNEL(reduce_sum), pass, x, pass.outer * pass.chunks * tiles, ceil_div(128 << 10, item_bytes));
+  launch("reduce_sum", KERNEL(reduce_sum), pass, x, pass.outer * pass.chunks * tiles,
+         ceil_div(128 << 10, item_bytes));
 }
 
 // Sums x (outer, reduce, inner) over reduce into out (outer, inner), in one launch or two.
-static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inner, const Tensor &out) {
-  const dtype_t dtype = check_dtype("reduce_sum", "x", x), out_dtype = check_dtype("reduce_sum", "out", out);
+static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inner,
+                     const Tensor &out) {
+  const dtype_t dtype = check_dtype("reduce_sum", "x", x),
+                out_dtype = check_dtype("reduce_sum", "out", out);
   const auto element_size = static_cast<int64_t>(x.element_size());
-  reduce_sum_args whole{
-      x.const_data_ptr(), out.mutable_data_ptr(), outer, reduce, inner, std::max<int64_t>(reduce, 1), 1, dtype,
-      out_dtype};
-  const int64_t chunk = x.is_cuda() ? plan_chunk_cuda(whole, element_size) : plan_chunk_cpu(whole, element_size);
+  reduce_sum_args whole{x.const_data_ptr(),
+                        out.mutable_data_ptr(),
+                        outer,
+                        reduce,
+                        inner,
+                        std::max<int64_t>(reduce, 1),
+                        1,
+                        dtype,
+                        out_dtype};
+  const int64_t chunk =
+      x.is_cuda() ? plan_chunk_cuda(whole, element_size) : plan_chunk_cpu(whole, element_size);
   if (chunk >= reduce) return launch_pass(x, whole, element_size);
   // Rows narrower than what a warp reads are taken several as one where they divide; the second launch adds them up.
   int64_t as_one = 1;
@@ -123,12 +138,14 @@ static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor 
   const auto is_summed = [](const Group &group) { return group.summed; };
   const auto product = [](int64_t n, const Group &group) { return n * group.size; };
   // Where only dimensions of size 1 are summed: a pass that copies.
-  if (std::none_of(groups.begin(), groups.end(), is_summed)) groups.insert(groups.begin(), {1, true});
+  if (std::none_of(groups.begin(), groups.end(), is_summed))
+    groups.insert(groups.begin(), {1, true});
   Tensor current = x;
   for (auto left = std::count_if(groups.begin(), groups.end(), is_summed); left > 0; --left) {
-    const auto largest = std::max_element(groups.begin(), groups.end(), [](const Group &a, const Group &b) {
-      return (a.summed ? a.size : 0) < (b.summed ? b.size : 0);
-    });
+    const auto largest =
+        std::max_element(groups.begin(), groups.end(), [](const Group &a, const Group &b) {
+          return (a.summed ? a.size : 0) < (b.summed ? b.size : 0);
+        });
     const int64_t outer = std::accumulate(groups.begin(), largest, int64_t{1}, product);
     const int64_t inner = std::accumulate(largest + 1, groups.end(), int64_t{1}, product);
     const std::vector<int64_t> sizes{outer, inner};
@@ -141,7 +158,8 @@ static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor 
 
 // Strides for a result of these sizes whose kept dimensions lie in x's order. kept[d]: the result's dimension for x's
 // d, or -1.
-static std::vector<int64_t> strides_like(const std::vector<int64_t> &sizes, const std::vector<int64_t> &order,
+static std::vector<int64_t> strides_like(const std::vector<int64_t> &sizes,
+                                         const std::vector<int64_t> &order,
                                          const std::vector<int64_t> &kept) {
   std::vector<int64_t> strides(sizes.size(), 1);
   int64_t stride = 1;
@@ -153,7 +171,8 @@ static std::vector<int64_t> strides_like(const std::vector<int64_t> &sizes, cons
   return strides;
 }
 
-static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_t>> &dim, bool keepdim) {
+static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_t>> &dim,
+                         bool keepdim) {
   const dtype_t dtype = check_dtype("reduce_sum", "x", x);
   const std::vector<bool> summed = summed_dims(x, dim);
   std::vector<int64_t> sizes, kept(x.dim(), -1);
@@ -192,10 +211,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum));
+}
 
 #ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum));
+}
 #endif
 
 }  // namespace extension_cpp

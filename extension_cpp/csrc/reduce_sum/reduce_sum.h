@@ -32,7 +32,9 @@ typedef struct {
  * SUM_TILE columns (fewer only where inner has) and less than twice as many. */
 enum { SUM_BLOCK = 32, SUM_ROWS = 8, SUM_TILE = 1024 };
 
-static inline int64_t reduce_sum_tiles(int64_t inner) { return inner < SUM_TILE ? 1 : inner / SUM_TILE; }
+static inline int64_t reduce_sum_tiles(int64_t inner) {
+  return inner < SUM_TILE ? 1 : inner / SUM_TILE;
+}
 
 /* How many rows count as one, so that narrow rows fill whole blocks: the smallest power of two that makes it so. */
 static inline int64_t reduce_sum_rows_as_one(int64_t inner) {

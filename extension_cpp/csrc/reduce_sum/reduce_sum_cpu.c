@@ -23,7 +23,8 @@ ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
 }
 
 /* out[i .. i + n) = sum[0 .. n), rounded to the type of out. */
-ALWAYS_INLINE void store_sums(const reduce_sum_args *args, int64_t i, const double *restrict sum, int64_t n) {
+ALWAYS_INLINE void store_sums(const reduce_sum_args *args, int64_t i, const double *restrict sum,
+                              int64_t n) {
   switch (args->out_dtype) {
     case DTYPE_FLOAT64:
       for (int64_t k = 0; k < n; ++k) ((double *)args->out)[i + k] = sum[k];
@@ -32,10 +33,12 @@ ALWAYS_INLINE void store_sums(const reduce_sum_args *args, int64_t i, const doub
       for (int64_t k = 0; k < n; ++k) ((float *)args->out)[i + k] = (float)sum[k];
       break;
     case DTYPE_BFLOAT16:
-      for (int64_t k = 0; k < n; ++k) ((uint16_t *)args->out)[i + k] = (uint16_t)(bfloat16_bits((float)sum[k]) >> 16);
+      for (int64_t k = 0; k < n; ++k)
+        ((uint16_t *)args->out)[i + k] = (uint16_t)(bfloat16_bits((float)sum[k]) >> 16);
       break;
     case DTYPE_FLOAT16:
-      for (int64_t k = 0; k < n; ++k) ((uint16_t *)args->out)[i + k] = float_to_float16((float)sum[k]);
+      for (int64_t k = 0; k < n; ++k)
+        ((uint16_t *)args->out)[i + k] = float_to_float16((float)sum[k]);
       break;
   }
 }
@@ -43,7 +46,7 @@ ALWAYS_INLINE void store_sums(const reduce_sum_args *args, int64_t i, const doub
 #define KERNEL_BODY "reduce_sum/reduce_sum_cpu_kernel.h"
 #include "common/for_each_dtype.h"
 
-static void reduce_sum_cpu_range(int64_t begin, int64_t end,
-                                 const reduce_sum_args *args){DISPATCH_DTYPE(args->dtype, reduce_sum, args, begin, end)}
+static void reduce_sum_cpu_range(int64_t begin, int64_t end, const reduce_sum_args *args){
+    DISPATCH_DTYPE(args->dtype, reduce_sum, args, begin, end)}
 
 CPU_ENTRY(reduce_sum_cpu, reduce_sum_args)

@@ -6,7 +6,8 @@ ALWAYS_INLINE void NAME(load_row)(ACC *restrict row, const T *restrict p, int64_
   LOAD(row, p, BLOCK);
 }
 
-ALWAYS_INLINE void NAME(add_eight_rows)(double *restrict total, const T *restrict p, int64_t stride, int64_t ahead) {
+ALWAYS_INLINE void NAME(add_eight_rows)(double *restrict total, const T *restrict p, int64_t stride,
+                                        int64_t ahead) {
   ACC sum[BLOCK], row[BLOCK];
   NAME(load_row)(sum, p, ahead);
   for (int r = 1; r < SUM_ROWS; ++r) {
@@ -24,9 +25,11 @@ ALWAYS_INLINE void NAME(add_row)(double *restrict total, const T *restrict p) {
 
 /* total[b][k] = the sum over the rows of lane k of block b, (blocks, BLOCK); rows are `stride` elements apart. The
  * next eight rows, at least 4 KiB away, are asked for early: without, bfloat16 reads a fifth slower. */
-ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t rows, int64_t stride, int64_t width) {
+ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t rows,
+                                    int64_t stride, int64_t width) {
   const int64_t blocks = ceil_div(width, BLOCK);
-  const int64_t eight_rows = SUM_ROWS * stride * (int64_t)sizeof(T), ahead = eight_rows < 4096 ? 4096 : eight_rows;
+  const int64_t eight_rows = SUM_ROWS * stride * (int64_t)sizeof(T),
+                ahead = eight_rows < 4096 ? 4096 : eight_rows;
   for (int64_t i = 0; i < blocks * BLOCK; ++i) total[i] = 0;
   int64_t r = 0;
   for (; r + SUM_ROWS <= rows; r += SUM_ROWS, p += SUM_ROWS * stride) {
@@ -35,7 +38,8 @@ ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t 
     }
   }
   for (; r < rows; ++r, p += stride) {
-    for (int64_t b = 0; b < blocks; ++b) NAME(add_row)(total + b * BLOCK, p + block_begin(b, width));
+    for (int64_t b = 0; b < blocks; ++b)
+      NAME(add_row)(total + b * BLOCK, p + block_begin(b, width));
   }
 }
 
@@ -81,7 +85,8 @@ static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t 
   for (int64_t item = begin; item < end;) {
     const int64_t batch = end - item < 64 ? end - item : 64;
     for (int64_t j = 0; j < batch; ++j) {
-      const int64_t row = c * args->chunk, left = args->reduce - row, n = left < args->chunk ? left : args->chunk;
+      const int64_t row = c * args->chunk, left = args->reduce - row,
+                    n = left < args->chunk ? left : args->chunk;
       const T *p = (const T *)args->x + o * args->reduce + row;
       sums[j] = n < 2 * BLOCK ? NAME(sum_short)(p, n) : NAME(sum_long)(p, n);
       if (++c == args->chunks) {
@@ -108,7 +113,8 @@ static void NAME(sum_narrow)(const reduce_sum_args *args, const T *p, int64_t ro
   store_sums(args, out, total, inner);
 }
 
-static void NAME(sum_tile)(const reduce_sum_args *args, const T *p, int64_t rows, int64_t width, int64_t out) {
+static void NAME(sum_tile)(const reduce_sum_args *args, const T *p, int64_t rows, int64_t width,
+                           int64_t out) {
   double total[2 * SUM_TILE];
   NAME(sum_blocks)(total, p, rows, args->inner, width);
   for (int64_t b = 0; b < ceil_div(width, BLOCK); ++b) {
@@ -126,7 +132,8 @@ static void NAME(reduce_sum)(const reduce_sum_args *args, int64_t begin, int64_t
     return;
   }
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t row = c * args->chunk, rows = args->reduce - row < args->chunk ? args->reduce - row : args->chunk;
+    const int64_t row = c * args->chunk,
+                  rows = args->reduce - row < args->chunk ? args->reduce - row : args->chunk;
     const int64_t column = tile * SUM_TILE;
     const T *p = (const T *)args->x + (o * args->reduce + row) * inner + column;
     const int64_t out = (o * args->chunks + c) * inner + column;

@@ -89,7 +89,9 @@ __device__ inline void store_sum(const reduce_sum_args &args, int64_t i, double 
     case DTYPE_BFLOAT16:
       static_cast<__nv_bfloat16 *>(args.out)[i] = __float2bfloat16_rn(static_cast<float>(sum));
       break;
-    case DTYPE_FLOAT16: static_cast<__half *>(args.out)[i] = __float2half_rn(static_cast<float>(sum)); break;
+    case DTYPE_FLOAT16:
+      static_cast<__half *>(args.out)[i] = __float2half_rn(static_cast<float>(sum));
+      break;
   }
 }
 
@@ -97,7 +99,8 @@ __host__ __device__ inline int64_t smaller(int64_t a, int64_t b) { return a < b 
 
 // a / b, in 32 bits where they suffice: a division in 64 costs as much as a whole thread of sum_few_rows.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
-  if ((static_cast<uint64_t>(a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  if ((static_cast<uint64_t>(a | b) >> 32) == 0)
+    return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
 }
 
@@ -153,8 +156,8 @@ __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int l
     double sum[1] = {0};
     if (span < spans) {
       const Rows rows = rows_of(args, span);
-      sum[0] = sum_span<T, U>(static_cast<const T *>(args.x) + rows.base + rows.begin, rows.end - rows.begin, lane,
-                              log_width);
+      sum[0] = sum_span<T, U>(static_cast<const T *>(args.x) + rows.base + rows.begin,
+                              rows.end - rows.begin, lane, log_width);
     }
     if constexpr (WHOLE_BLOCK)
       block_sum<THREADS>(sum);
@@ -167,7 +170,8 @@ __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int l
 // ---- inner > 1: a thread sums N columns over all rows of a chunk; N elements are aligned in every row ----
 
 template <typename T, int N>
-__device__ inline void store_sums(const reduce_sum_args &args, dtype_t dtype, int64_t i, const double (&total)[N]) {
+__device__ inline void store_sums(const reduce_sum_args &args, dtype_t dtype, int64_t i,
+                                  const double (&total)[N]) {
   if (args.out_dtype != dtype) {
     for (int k = 0; k < N; ++k) store_sum(args, i + k, total[k]);
     return;
@@ -182,7 +186,8 @@ template <typename T, int N>
 __global__ void __launch_bounds__(THREADS, 3) sum_few_rows(reduce_sum_args args) {
   const int64_t vectors = args.inner / N, items = args.outer * args.chunks * vectors;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * THREADS;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x; item < items; item += threads) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x; item < items;
+       item += threads) {
     const int64_t oc = quotient(item, vectors), column = (item - oc * vectors) * N;
     const Rows rows = rows_of(args, oc);
     const T *p = static_cast<const T *>(args.x) + rows.base + rows.begin * args.inner + column;
@@ -199,8 +204,8 @@ __global__ void __launch_bounds__(THREADS, 3) sum_few_rows(reduce_sum_args args)
 
 // total[k] += the sum of x[offset + j * stride + k] over j < count, where these are elements of x.
 template <typename T>
-__device__ inline void sum_column_vector(const reduce_sum_args &args, int64_t offset, int64_t count, int64_t stride,
-                                         double (&total)[LANES<T>]) {
+__device__ inline void sum_column_vector(const reduce_sum_args &args, int64_t offset, int64_t count,
+                                         int64_t stride, double (&total)[LANES<T>]) {
   constexpr int N = LANES<T>;
   const T *x = static_cast<const T *>(args.x);
   const int64_t numel = args.outer * args.reduce * args.inner;
@@ -213,7 +218,8 @@ __device__ inline void sum_column_vector(const reduce_sum_args &args, int64_t of
     }
   };
   for (; count > 0 && offset < 0; --count, offset += stride) one_by_one(offset);
-  for (; count > 0 && offset + (count - 1) * stride + N > numel; --count) one_by_one(offset + (count - 1) * stride);
+  for (; count > 0 && offset + (count - 1) * stride + N > numel; --count)
+    one_by_one(offset + (count - 1) * stride);
   walk<T, N, 4>(x + offset, count, stride, [&](acc_t<T>(&sum)[N]) {
 #pragma unroll
     for (int k = 0; k < N; ++k) total[k] += sum[k];
@@ -225,20 +231,24 @@ __global__ void __launch_bounds__(THREADS, 3)
     sum_many_rows(reduce_sum_args args, int log_vectors, int64_t tile_columns) {
   constexpr int N = LANES<T>;
   __shared__ double fold[THREADS * N];  // (row groups, pitch)
-  const int tile_vectors = 1 << log_vectors, pitch = tile_vectors * N, row_groups = THREADS >> log_vectors;
+  const int tile_vectors = 1 << log_vectors, pitch = tile_vectors * N,
+            row_groups = THREADS >> log_vectors;
   const int vector = threadIdx.x & (tile_vectors - 1), row_group = threadIdx.x >> log_vectors;
-  const int64_t tiles = quotient(args.inner + tile_columns - 1, tile_columns), items = args.outer * args.chunks * tiles;
+  const int64_t tiles = quotient(args.inner + tile_columns - 1, tile_columns),
+                items = args.outer * args.chunks * tiles;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int64_t oc = quotient(item, tiles), tile_begin = (item - oc * tiles) * tile_columns;
     const int width = static_cast<int>(smaller(tile_columns, args.inner - tile_begin));
     const Rows rows = rows_of(args, oc);
-    const int64_t row = rows.begin + row_group, row_begin = rows.base + row * args.inner + tile_begin;
-    const int shift =
-        static_cast<int>(reinterpret_cast<uintptr_t>(static_cast<const T *>(args.x) + row_begin) % 16 / sizeof(T));
+    const int64_t row = rows.begin + row_group,
+                  row_begin = rows.base + row * args.inner + tile_begin;
+    const int shift = static_cast<int>(
+        reinterpret_cast<uintptr_t>(static_cast<const T *>(args.x) + row_begin) % 16 / sizeof(T));
     const int column = vector * N - shift;  // of this thread's first element, from tile_begin
     const int64_t count = (rows.end - row + row_groups - 1) >> (LOG_THREADS - log_vectors);
     double total[N] = {0};
-    if (column < width) sum_column_vector<T>(args, row_begin + column, count, row_groups * args.inner, total);
+    if (column < width)
+      sum_column_vector<T>(args, row_begin + column, count, row_groups * args.inner, total);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       if (column + k >= 0 && column + k < width) fold[row_group * pitch + column + k] = total[k];
@@ -250,7 +260,8 @@ __global__ void __launch_bounds__(THREADS, 3)
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < width; i += THREADS) store_sum(args, oc * args.inner + tile_begin + i, fold[i]);
+    for (int i = threadIdx.x; i < width; i += THREADS)
+      store_sum(args, oc * args.inner + tile_begin + i, fold[i]);
     __syncthreads();  // the next item writes fold
   }
 }
@@ -269,14 +280,16 @@ int log_at_least(int64_t n, int limit) {
 
 template <typename T>
 void launch_spans(const reduce_sum_args &args, cudaStream_t stream) {
-  const int64_t spans = args.outer * args.chunks, vectors = ceil_div(smaller(args.chunk, args.reduce), LANES<T>);
+  const int64_t spans = args.outer * args.chunks,
+                vectors = ceil_div(smaller(args.chunk, args.reduce), LANES<T>);
   if (vectors > 2048 || (vectors > 128 && spans < 1024)) {
     sum_spans<T, 4, true><<<grid(spans), THREADS, 0, stream>>>(args, LOG_THREADS);
     return;
   }
   // About sixteen vectors a lane: a row costs some two hundred instructions besides its loads. At least as many lanes as a
   // vector has elements (sum_span).
-  const int log_lanes = log_at_least(LANES<T>, 5), log_wanted = log_at_least(ceil_div(vectors, 16), 5);
+  const int log_lanes = log_at_least(LANES<T>, 5),
+            log_wanted = log_at_least(ceil_div(vectors, 16), 5);
   const int log_width = log_wanted > log_lanes ? log_wanted : log_lanes;
   const unsigned blocks = grid(ceil_div(spans, THREADS >> log_width));
   if (vectors >> log_width > 2)
@@ -293,7 +306,8 @@ void launch_columns(const reduce_sum_args &args, cudaStream_t stream) {
   const bool aligned = reinterpret_cast<uintptr_t>(args.x) % 16 == 0 && row_bytes % 16 == 0;
   const bool small_tiles = rows * smaller(row_bytes, 512) < 16 << 10;
   if (aligned && (small_tiles || spans * row_bytes >= 1 << 19)) {
-    sum_few_rows<T, N><<<grid(ceil_div(spans * args.inner / N, THREADS)), THREADS, 0, stream>>>(args);
+    sum_few_rows<T, N>
+        <<<grid(ceil_div(spans * args.inner / N, THREADS)), THREADS, 0, stream>>>(args);
     return;
   }
   if (small_tiles) {
@@ -301,7 +315,9 @@ void launch_columns(const reduce_sum_args &args, cudaStream_t stream) {
     return;
   }
   const int shared = aligned ? 0 : 1;  // vectors that a tile shares with its neighbour
-  const auto columns = [&](int log_vectors) { return static_cast<int64_t>((1 << log_vectors) - shared) * N; };
+  const auto columns = [&](int log_vectors) {
+    return static_cast<int64_t>((1 << log_vectors) - shared) * N;
+  };
   int log_vectors = log_at_least(ceil_div(args.inner, N) + shared, LOG_TILE_VECTORS);
   // 64 bytes of a row are enough to read at full speed, and more blocks are needed to read from everywhere.
   while (log_vectors > 2 && spans * ceil_div(args.inner, columns(log_vectors)) < 128) --log_vectors;

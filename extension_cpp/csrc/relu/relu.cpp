@@ -22,7 +22,8 @@ static Tensor relu_backward(const Tensor &grad_out, const Tensor &y) {
   const Tensor grad_x = allocate_like(y);
   if (y.numel() == 0) return grad_x;
   const Tensor g = with_strides_of(grad_out, grad_x), y_dense = with_strides_of(y, grad_x);
-  relu_backward_args args{g.const_data_ptr(), y_dense.const_data_ptr(), grad_x.mutable_data_ptr(), y.numel(), dtype};
+  relu_backward_args args{g.const_data_ptr(), y_dense.const_data_ptr(), grad_x.mutable_data_ptr(),
+                          y.numel(), dtype};
   launch_flat("relu_backward", KERNEL(relu_backward), args, y, 3 * y.element_size());
   return grad_x;
 }

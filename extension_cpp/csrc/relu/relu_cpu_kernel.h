@@ -1,6 +1,7 @@
 /* Compiled once per element type by relu_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
-ALWAYS_INLINE void NAME(relu_forward_block)(const relu_forward_args *args, int64_t i, int n, int stream) {
+ALWAYS_INLINE void NAME(relu_forward_block)(const relu_forward_args *args, int64_t i, int n,
+                                            int stream) {
   ACC x[BLOCK];
   READ(x, (const T *)args->x + i, n);
   for (int k = 0; k < BLOCK; ++k) x[k] = x[k] < 0 ? 0 : x[k];
@@ -12,7 +13,8 @@ static void NAME(relu_forward)(const relu_forward_args *args, int64_t begin, int
   FOR_BLOCKS(NAME(relu_forward_block), args, begin, end, (T *)args->y + begin, stream);
 }
 
-ALWAYS_INLINE void NAME(relu_backward_block)(const relu_backward_args *args, int64_t i, int n, int stream) {
+ALWAYS_INLINE void NAME(relu_backward_block)(const relu_backward_args *args, int64_t i, int n,
+                                             int stream) {
   ACC grad_out[BLOCK], y[BLOCK];
   READ(grad_out, (const T *)args->grad_out + i, n);
   READ(y, (const T *)args->y + i, n);

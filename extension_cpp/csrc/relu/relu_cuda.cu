@@ -18,13 +18,14 @@ struct ReluBackward {
 
 extern "C" int relu_forward_cuda(const relu_forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
-    return pointwise::launch<decltype(zero), 1, 1>({args->x}, {args->y}, args->numel, ReluForward{}, stream);
+    return pointwise::launch<decltype(zero), 1, 1>({args->x}, {args->y}, args->numel, ReluForward{},
+                                                   stream);
   });
 }
 
 extern "C" int relu_backward_cuda(const relu_backward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
-    return pointwise::launch<decltype(zero), 2, 1>({args->grad_out, args->y}, {args->grad_x}, args->numel,
-                                                   ReluBackward{}, stream);
+    return pointwise::launch<decltype(zero), 2, 1>({args->grad_out, args->y}, {args->grad_x},
+                                                   args->numel, ReluBackward{}, stream);
   });
 }

@@ -10,8 +10,8 @@ static dtype_t check_inputs(const char *op, const Tensor &x, const Tensor &bias)
   check_same(op, "bias", bias, "x", x);
   if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
   if (bias.dim() != 1 || bias.size(0) != x.size(-1)) {
-    fail(op, "expected bias of shape [" + std::to_string(x.size(-1)) + "], the last dimension of x, but got " +
-                 to_string(bias.sizes()));
+    fail(op, "expected bias of shape [" + std::to_string(x.size(-1)) +
+                 "], the last dimension of x, but got " + to_string(bias.sizes()));
   }
   return dtype;
 }
@@ -32,12 +32,15 @@ static Tensor scale_bias_relu(const Tensor &x, const Tensor &bias, double scale)
                                     cols,
                                     dtype};
   const int64_t bytes = 2 * x.element_size();
-  launch("scale_bias_relu", KERNEL(scale_bias_relu_forward), args, x, ceil_div(x.numel(), CHUNK), flat_grain(bytes));
+  launch("scale_bias_relu", KERNEL(scale_bias_relu_forward), args, x, ceil_div(x.numel(), CHUNK),
+         flat_grain(bytes));
   return copy_into(y, y_rows);
 }
 
-static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_out, const Tensor &x, const Tensor &bias,
-                                                           double scale, bool needs_grad_x, bool needs_grad_bias) {
+static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_out, const Tensor &x,
+                                                           const Tensor &bias, double scale,
+                                                           bool needs_grad_x,
+                                                           bool needs_grad_bias) {
   const char *op = "scale_bias_relu_backward";
   const dtype_t dtype = check_inputs(op, x, bias);
   check_same(op, "grad_out", grad_out, "x", x);
@@ -45,23 +48,28 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
   const int64_t none = 0, cols = x.size(-1), rows = cols == 0 ? 0 : x.numel() / cols;
   const Tensor grad_x = needs_grad_x ? allocate_like(x) : allocate({&none, 1}, dtype, x);
   const Tensor grad_bias = allocate({needs_grad_bias ? &cols : &none, 1}, dtype, x);
-  if (cols == 0 || (rows == 0 && !needs_grad_bias) || !(needs_grad_x || needs_grad_bias)) return {grad_x, grad_bias};
-  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x), bias_row = as_contiguous(bias);
+  if (cols == 0 || (rows == 0 && !needs_grad_bias) || !(needs_grad_x || needs_grad_bias))
+    return {grad_x, grad_bias};
+  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x),
+               bias_row = as_contiguous(bias);
   const Tensor grad_x_rows = grad_x.is_contiguous() ? grad_x : allocate(x.sizes(), dtype, x);
-  const int64_t doubles = !needs_grad_bias ? 0 : ON_DEVICE_OF(x, scale_bias_relu_partial)(rows, cols);
+  const int64_t doubles =
+      !needs_grad_bias ? 0 : ON_DEVICE_OF(x, scale_bias_relu_partial)(rows, cols);
   const Tensor partial = allocate({&doubles, 1}, DTYPE_FLOAT64, x);
-  scale_bias_relu_backward_args args{g.const_data_ptr(),
-                                     x_rows.const_data_ptr(),
-                                     bias_row.const_data_ptr(),
-                                     needs_grad_x ? grad_x_rows.mutable_data_ptr() : nullptr,
-                                     needs_grad_bias ? grad_bias.mutable_data_ptr() : nullptr,
-                                     needs_grad_bias ? static_cast<double *>(partial.mutable_data_ptr()) : nullptr,
-                                     scale,
-                                     rows,
-                                     cols,
-                                     dtype};
+  scale_bias_relu_backward_args args{
+      g.const_data_ptr(),
+      x_rows.const_data_ptr(),
+      bias_row.const_data_ptr(),
+      needs_grad_x ? grad_x_rows.mutable_data_ptr() : nullptr,
+      needs_grad_bias ? grad_bias.mutable_data_ptr() : nullptr,
+      needs_grad_bias ? static_cast<double *>(partial.mutable_data_ptr()) : nullptr,
+      scale,
+      rows,
+      cols,
+      dtype};
   const int64_t tiles = scale_bias_relu_tiles(cols);
-  launch(op, KERNEL(scale_bias_relu_backward), args, x, scale_bias_relu_parts(rows, cols) * tiles, 1);
+  launch(op, KERNEL(scale_bias_relu_backward), args, x, scale_bias_relu_parts(rows, cols) * tiles,
+         1);
   if (needs_grad_bias && !x.is_cuda()) parallel_for(tiles, 1, scale_bias_relu_grad_bias_cpu, &args);
   return {copy_into(grad_x, grad_x_rows), grad_bias};
 }
@@ -69,7 +77,8 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
   def_with_twin(m,
-                "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, bool needs_grad_x, "
+                "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, "
+                "bool needs_grad_x, "
                 "bool needs_grad_bias) -> (Tensor, Tensor)");
 }
 

@@ -45,7 +45,9 @@ typedef struct {
 /* The CPU backward is cut into items: parts of the rows times tiles of TILE columns, fixed by the shape alone. */
 enum { SCALE_BIAS_RELU_TILE = 2048 };
 
-static inline int64_t scale_bias_relu_tiles(int64_t cols) { return ceil_div(cols, SCALE_BIAS_RELU_TILE); }
+static inline int64_t scale_bias_relu_tiles(int64_t cols) {
+  return ceil_div(cols, SCALE_BIAS_RELU_TILE);
+}
 
 /* At most 256 items where rows are many, and at least 64 rows a part. */
 static inline int64_t scale_bias_relu_part_rows(int64_t rows, int64_t cols) {

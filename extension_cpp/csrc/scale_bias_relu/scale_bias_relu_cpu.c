@@ -12,17 +12,23 @@ enum { TILE = SCALE_BIAS_RELU_TILE, FLUSH_ROWS = 64 };
 #define KERNEL_BODY "scale_bias_relu/scale_bias_relu_cpu_kernel.h"
 #include "common/for_each_dtype.h"
 
-static void scale_bias_relu_forward_cpu_range(int64_t begin, int64_t end, const scale_bias_relu_forward_args *args) {
+static void scale_bias_relu_forward_cpu_range(int64_t begin, int64_t end,
+                                              const scale_bias_relu_forward_args *args) {
   const int64_t numel = args->rows * args->cols;
-  DISPATCH_DTYPE(args->dtype, scale_bias_relu_forward, args, chunk_begin(begin, numel), chunk_begin(end, numel))
+  DISPATCH_DTYPE(args->dtype, scale_bias_relu_forward, args, chunk_begin(begin, numel),
+                 chunk_begin(end, numel))
 }
 
-static void scale_bias_relu_backward_cpu_range(int64_t begin, int64_t end, const scale_bias_relu_backward_args *args) {
-  for (int64_t item = begin; item < end; ++item) DISPATCH_DTYPE(args->dtype, scale_bias_relu_backward, args, item)
+static void scale_bias_relu_backward_cpu_range(int64_t begin, int64_t end,
+                                               const scale_bias_relu_backward_args *args) {
+  for (int64_t item = begin; item < end; ++item)
+    DISPATCH_DTYPE(args->dtype, scale_bias_relu_backward, args, item)
 }
 
-static void scale_bias_relu_grad_bias_cpu_range(int64_t begin, int64_t end, const scale_bias_relu_backward_args *args) {
-  for (int64_t tile = begin; tile < end; ++tile) DISPATCH_DTYPE(args->dtype, scale_bias_relu_grad_bias, args, tile)
+static void scale_bias_relu_grad_bias_cpu_range(int64_t begin, int64_t end,
+                                                const scale_bias_relu_backward_args *args) {
+  for (int64_t tile = begin; tile < end; ++tile)
+    DISPATCH_DTYPE(args->dtype, scale_bias_relu_grad_bias, args, tile)
 }
 
 CPU_ENTRY(scale_bias_relu_forward_cpu, scale_bias_relu_forward_args)

@@ -1,8 +1,8 @@
 /* Compiled once per element type by scale_bias_relu_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
 
 /* n elements from flat index i on, which lie in one row from column c on. */
-ALWAYS_INLINE void NAME(forward_block)(const scale_bias_relu_forward_args *args, int64_t i, int64_t c, int n,
-                                       int stream) {
+ALWAYS_INLINE void NAME(forward_block)(const scale_bias_relu_forward_args *args, int64_t i,
+                                       int64_t c, int n, int stream) {
   const ACC scale = (ACC)args->scale;
   ACC x[BLOCK], bias[BLOCK];
   READ(x, (const T *)args->x + i, n);
@@ -12,7 +12,8 @@ ALWAYS_INLINE void NAME(forward_block)(const scale_bias_relu_forward_args *args,
   STORE((T *)args->y + i, x, n, stream);
 }
 
-static void NAME(scale_bias_relu_forward)(const scale_bias_relu_forward_args *args, int64_t begin, int64_t end) {
+static void NAME(scale_bias_relu_forward)(const scale_bias_relu_forward_args *args, int64_t begin,
+                                          int64_t end) {
   const int64_t cols = args->cols;
   const int stream = cpu_should_stream(2 * args->rows * cols * (int64_t)sizeof(T));
   for (int64_t i = begin, c = begin % cols; i < end; c = 0) {
@@ -43,8 +44,9 @@ typedef struct {
 } NAME(tile_t);
 
 /* n elements from flat index i on, in the tile from column t of the tile on. */
-ALWAYS_INLINE void NAME(backward_block)(const scale_bias_relu_backward_args *args, NAME(tile_t) *restrict tile,
-                                        int64_t i, int64_t t, int n, int want_x, int want_bias, int stream) {
+ALWAYS_INLINE void NAME(backward_block)(const scale_bias_relu_backward_args *args,
+                                        NAME(tile_t) *restrict tile, int64_t i, int64_t t, int n,
+                                        int want_x, int want_bias, int stream) {
   const ACC scale = (ACC)args->scale;
   ACC x[BLOCK], g[BLOCK];
   READ(x, (const T *)args->x + i, n);
@@ -60,8 +62,9 @@ ALWAYS_INLINE void NAME(backward_block)(const scale_bias_relu_backward_args *arg
 }
 
 /* `width` elements of one row. */
-ALWAYS_INLINE void NAME(backward_row)(const scale_bias_relu_backward_args *args, NAME(tile_t) *restrict tile, int64_t i,
-                                      int64_t width, int want_x, int want_bias, int stream) {
+ALWAYS_INLINE void NAME(backward_row)(const scale_bias_relu_backward_args *args,
+                                      NAME(tile_t) *restrict tile, int64_t i, int64_t width,
+                                      int want_x, int want_bias, int stream) {
   const int64_t blocks_end = width / BLOCK * BLOCK;
   if (stream && (uintptr_t)((T *)args->grad_x + i) % 64 == 0) {
     for (int64_t t = 0; t < blocks_end; t += BLOCK)
@@ -71,21 +74,25 @@ ALWAYS_INLINE void NAME(backward_row)(const scale_bias_relu_backward_args *args,
       NAME(backward_block)(args, tile, i + t, t, BLOCK, want_x, want_bias, 0);
   }
   if (blocks_end < width) {
-    NAME(backward_block)(args, tile, i + blocks_end, blocks_end, (int)(width - blocks_end), want_x, want_bias, 0);
+    NAME(backward_block)
+    (args, tile, i + blocks_end, blocks_end, (int)(width - blocks_end), want_x, want_bias, 0);
   }
 }
 
-static void NAME(scale_bias_relu_backward)(const scale_bias_relu_backward_args *args, int64_t item) {
+static void NAME(scale_bias_relu_backward)(const scale_bias_relu_backward_args *args,
+                                           int64_t item) {
   const int64_t tiles = scale_bias_relu_tiles(args->cols),
                 part_rows = scale_bias_relu_part_rows(args->rows, args->cols);
   const int64_t column = item % tiles * TILE, first = item / tiles * part_rows;
   const int64_t width = args->cols - column < TILE ? args->cols - column : TILE;
   const int64_t last = first + part_rows < args->rows ? first + part_rows : args->rows;
-  const int stream = args->grad_x && cpu_should_stream(3 * args->rows * args->cols * (int64_t)sizeof(T));
+  const int stream =
+      args->grad_x && cpu_should_stream(3 * args->rows * args->cols * (int64_t)sizeof(T));
   double *restrict partial = args->grad_bias ? args->partial + item * TILE : NULL;
   NAME(tile_t) tile;
   for (int64_t t = 0; t < width; t += BLOCK) {
-    LOAD(tile.bias + t, (const T *)args->bias + column + t, width - t < BLOCK ? (int)(width - t) : BLOCK);
+    LOAD(tile.bias + t, (const T *)args->bias + column + t,
+         width - t < BLOCK ? (int)(width - t) : BLOCK);
   }
   for (int64_t t = 0; args->grad_bias && t < TILE; ++t) partial[t] = 0;
   for (int64_t r = first; r < last;) {
@@ -105,9 +112,12 @@ static void NAME(scale_bias_relu_backward)(const scale_bias_relu_backward_args *
   if (stream) stream_fence();
 }
 
-static void NAME(scale_bias_relu_grad_bias)(const scale_bias_relu_backward_args *args, int64_t tile) {
-  const int64_t tiles = scale_bias_relu_tiles(args->cols), parts = scale_bias_relu_parts(args->rows, args->cols);
-  const int64_t column = tile * TILE, width = args->cols - column < TILE ? args->cols - column : TILE;
+static void NAME(scale_bias_relu_grad_bias)(const scale_bias_relu_backward_args *args,
+                                            int64_t tile) {
+  const int64_t tiles = scale_bias_relu_tiles(args->cols),
+                parts = scale_bias_relu_parts(args->rows, args->cols);
+  const int64_t column = tile * TILE,
+                width = args->cols - column < TILE ? args->cols - column : TILE;
   double sums[TILE] = {0};
   for (int64_t part = 0; part < parts; ++part) {
     const double *partial = args->partial + (part * tiles + tile) * TILE;
@@ -116,6 +126,7 @@ static void NAME(scale_bias_relu_grad_bias)(const scale_bias_relu_backward_args 
   for (int64_t t = 0; t < width; t += BLOCK) {
     ACC total[BLOCK];
     for (int k = 0; k < BLOCK; ++k) total[k] = (ACC)sums[t + k];
-    STORE((T *)args->grad_bias + column + t, total, width - t < BLOCK ? (int)(width - t) : BLOCK, 0);
+    STORE((T *)args->grad_bias + column + t, total, width - t < BLOCK ? (int)(width - t) : BLOCK,
+          0);
   }
 }

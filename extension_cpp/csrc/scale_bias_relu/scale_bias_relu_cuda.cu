@@ -26,20 +26,24 @@ struct Backward {
   int64_t tiles;  // blocks that share a row
   int64_t share;  // rows of one block
   int phase;      // elements from an aligned address to x[0]; grad_out and grad_x have the same
-  int halo;       // columns by which the tiles of different rows are shifted: 0, or N - 1 where rows are not aligned
+  int halo;  // columns by which the tiles of different rows are shifted: 0, or N - 1 where rows are not aligned
 };
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 2;
 constexpr int BLOCKS_PER_SM = 4;
-constexpr int WAVE = 132 * BLOCKS_PER_SM;  // an H100's multiprocessors; fixed, so that sums do not depend on the chip
+constexpr int WAVE =
+    132 *
+    BLOCKS_PER_SM;  // an H100's multiprocessors; fixed, so that sums do not depend on the chip
 
 // Blocks over the rows, at least 64 rows each: of the counts up to eight waves, the first that fills its last wave best.
 int64_t row_blocks(int64_t rows, int64_t tiles) {
   const int64_t most = ceil_div(rows, 64);
   int64_t best = most < 1 ? most : 1;
   for (int64_t blocks = 1; blocks <= most && blocks * tiles <= 8 * WAVE; ++blocks) {
-    const auto waste = [&](int64_t n) { return double(ceil_div(n * tiles, WAVE) * WAVE) / double(n * tiles); };
+    const auto waste = [&](int64_t n) {
+      return double(ceil_div(n * tiles, WAVE) * WAVE) / double(n * tiles);
+    };
     if (waste(blocks) < 0.98 * waste(best)) best = blocks;
   }
   return best;
@@ -56,7 +60,8 @@ struct Geometry {
 
 constexpr int MAX_THREADS_X = 32;
 constexpr int MAX_THREADS_Y = 64;
-constexpr int MIN_THREADS_Y = 8;  // and always a multiple of every n, so that a thread's rows have one phase
+constexpr int MIN_THREADS_Y =
+    8;  // and always a multiple of every n, so that a thread's rows have one phase
 
 Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
   Geometry g;
@@ -72,7 +77,8 @@ Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
 
 // One element: adds to the sum and returns what to write.
 template <typename T>
-__device__ inline acc_t<T> one_element(const Backward<T> &p, acc_t<T> x, acc_t<T> g, acc_t<T> bias, acc_t<T> &sum) {
+__device__ inline acc_t<T> one_element(const Backward<T> &p, acc_t<T> x, acc_t<T> g, acc_t<T> bias,
+                                       acc_t<T> &sum) {
   const acc_t<T> masked = fma(x, p.scale, bias) <= acc_t<T>(0) ? acc_t<T>(0) : g;
   sum += masked;
   return masked * p.scale;
@@ -81,8 +87,9 @@ __device__ inline acc_t<T> one_element(const Backward<T> &p, acc_t<T> x, acc_t<T
 // One row's vector from column c on, at flat index i; of a vector that straddles the row's end, only what lies in the row is
 // written. (Its sums outside the row are never read.)
 template <typename T, int N>
-__device__ inline void one_vector(const Backward<T> &p, int64_t i, int64_t c, const Vector<T, N> &x_raw,
-                                  const Vector<T, N> &g_raw, const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
+__device__ inline void one_vector(const Backward<T> &p, int64_t i, int64_t c,
+                                  const Vector<T, N> &x_raw, const Vector<T, N> &g_raw,
+                                  const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
   acc_t<T> x[N], g[N];
   unpack<T, N>(x, x_raw);
   unpack<T, N>(g, g_raw);
@@ -101,12 +108,13 @@ __device__ inline void one_vector(const Backward<T> &p, int64_t i, int64_t c, co
 
 // The same element by element, for the vectors that reach out of the tensor: before its first row, behind its last.
 template <typename T, int N>
-__device__ inline void one_edge(const Backward<T> &p, int64_t i, int64_t c, const acc_t<T> (&bias)[N],
-                                acc_t<T> (&sum)[N]) {
+__device__ inline void one_edge(const Backward<T> &p, int64_t i, int64_t c,
+                                const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     if (c + k < 0 || c + k >= p.cols) continue;
-    const acc_t<T> value = one_element<T>(p, to_acc(p.x[i + k]), to_acc(p.grad_out[i + k]), bias[k], sum[k]);
+    const acc_t<T> value =
+        one_element<T>(p, to_acc(p.x[i + k]), to_acc(p.grad_out[i + k]), bias[k], sum[k]);
     if (p.grad_x != nullptr) p.grad_x[i + k] = from_acc<T>(value);
   }
 }
@@ -114,8 +122,8 @@ __device__ inline void one_edge(const Backward<T> &p, int64_t i, int64_t c, cons
 // LOADS rows of this thread from row r on, all loaded before the first is used. (No condition here: nvcc would make branches of
 // it, and have one load in flight in place of many.)
 template <typename T, int N, int LOADS>
-__device__ inline void some_rows(const Backward<T> &p, int64_t r, int step, int64_t c, const acc_t<T> (&bias)[N],
-                                 acc_t<T> (&sum)[N]) {
+__device__ inline void some_rows(const Backward<T> &p, int64_t r, int step, int64_t c,
+                                 const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
   Vector<T, N> x[LOADS], g[LOADS];
 #pragma unroll
   for (int u = 0; u < LOADS; ++u) {
@@ -144,7 +152,8 @@ __device__ inline void write_partial(const Backward<T> &p, int shift, const acc_
     acc_t<T> total = 0;
     for (int y = 0; y < static_cast<int>(blockDim.y); ++y) {
       const int offset = j - p.halo + shifts[y];
-      if (offset >= 0 && offset < width) total += fold[offset % N * THREADS + y * blockDim.x + offset / N];
+      if (offset >= 0 && offset < width)
+        total += fold[offset % N * THREADS + y * blockDim.x + offset / N];
     }
     p.partial[static_cast<int64_t>(blockIdx.x) * (p.halo + width) + j] = total;
   }
@@ -162,14 +171,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Backwa
   if (c + N > 0 && c < p.cols) {
     acc_t<T> bias[N];
 #pragma unroll
-    for (int k = 0; k < N; ++k) bias[k] = c + k >= 0 && c + k < p.cols ? to_acc(p.bias[c + k]) : acc_t<T>(0);
+    for (int k = 0; k < N; ++k)
+      bias[k] = c + k >= 0 && c + k < p.cols ? to_acc(p.bias[c + k]) : acc_t<T>(0);
     // The vectors that reach out of the tensor: of those that straddle a row's end, the first row's or the last row's.
     if (c < 0 && r == 0) {
       one_edge<T, N>(p, c, c, bias, sum);
       r += step;
     }
     const int64_t end = c + N > p.cols && last == p.rows ? last - 1 : last;
-    for (; r + (LOADS - 1) * step < end; r += LOADS * step) some_rows<T, N, LOADS>(p, r, step, c, bias, sum);
+    for (; r + (LOADS - 1) * step < end; r += LOADS * step)
+      some_rows<T, N, LOADS>(p, r, step, c, bias, sum);
     for (; r < end; r += step) some_rows<T, N, 1>(p, r, step, c, bias, sum);
     if (r == end && end < last) one_edge<T, N>(p, r * p.cols + c, c, bias, sum);
   }
@@ -179,8 +190,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Backwa
 // grad_bias[c] = the partial sums of its column, in order of the row blocks; a column in the halo of two tiles has two a block.
 // Eight interleaved chains a column, folded in order.
 template <typename T>
-__global__ void __launch_bounds__(THREADS) grad_bias_kernel(const acc_t<T> *partial, T *grad_bias, int64_t row_blocks,
-                                                            int64_t cols, int64_t tiles, int width, int halo) {
+__global__ void __launch_bounds__(THREADS)
+    grad_bias_kernel(const acc_t<T> *partial, T *grad_bias, int64_t row_blocks, int64_t cols,
+                     int64_t tiles, int width, int halo) {
   __shared__ double fold[8][32];
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   const int64_t tile = c / width, pitch = width + halo, block_pitch = tiles * pitch;
@@ -189,7 +201,8 @@ __global__ void __launch_bounds__(THREADS) grad_bias_kernel(const acc_t<T> *part
   double sum = 0;
   if (c < cols) {
 #pragma unroll 4
-    for (int64_t row = threadIdx.y; row < row_blocks; row += 8) sum += partial[row * block_pitch + place];
+    for (int64_t row = threadIdx.y; row < row_blocks; row += 8)
+      sum += partial[row * block_pitch + place];
     for (int64_t row = threadIdx.y; twice && row < row_blocks; row += 8)
       sum += partial[row * block_pitch + place + halo];
   }
@@ -210,7 +223,8 @@ template <typename T, int N>
 cudaError_t backward(Backward<T> p, T *grad_bias, cudaStream_t stream) {
   p.phase = phase<N>(p.x);
   if constexpr (N > 1) {
-    const bool same_phase = phase<N>(p.grad_out) == p.phase && (p.grad_x == nullptr || phase<N>(p.grad_x) == p.phase);
+    const bool same_phase =
+        phase<N>(p.grad_out) == p.phase && (p.grad_x == nullptr || phase<N>(p.grad_x) == p.phase);
     if (!same_phase || p.cols < N) return backward<T, N / 2>(p, grad_bias, stream);
   }
   const Geometry g = geometry(p.rows, p.cols, N, p.phase);
@@ -225,8 +239,8 @@ cudaError_t backward(Backward<T> p, T *grad_bias, cudaStream_t stream) {
   }
   if (grad_bias == nullptr) return cudaSuccess;
   const unsigned blocks = static_cast<unsigned>(ceil_div(p.cols, 32));
-  grad_bias_kernel<T><<<blocks, dim3(32, 8), 0, stream>>>(p.partial, grad_bias, g.row_blocks, p.cols, g.tiles,
-                                                          g.threads_x * N, g.halo);
+  grad_bias_kernel<T><<<blocks, dim3(32, 8), 0, stream>>>(p.partial, grad_bias, g.row_blocks,
+                                                          p.cols, g.tiles, g.threads_x * N, g.halo);
   return cudaGetLastError();
 }
 
@@ -254,16 +268,19 @@ struct ScaleBiasRelu {
   }
 };
 
-extern "C" int scale_bias_relu_forward_cuda(const scale_bias_relu_forward_args *args, void *stream) {
+extern "C" int scale_bias_relu_forward_cuda(const scale_bias_relu_forward_args *args,
+                                            void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
     const ScaleBiasRelu<acc_t<T>> f{static_cast<acc_t<T>>(args->scale)};
     const pointwise::Row<T> bias{static_cast<const T *>(args->bias), args->cols, false, false};
-    return pointwise::launch<T, 1, 1>({args->x}, {args->y}, args->rows * args->cols, f, stream, bias);
+    return pointwise::launch<T, 1, 1>({args->x}, {args->y}, args->rows * args->cols, f, stream,
+                                      bias);
   });
 }
 
-extern "C" int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args *args, void *stream) {
+extern "C" int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args *args,
+                                             void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
     Backward<T> p{};
@@ -275,6 +292,7 @@ extern "C" int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args
     p.scale = static_cast<acc_t<T>>(args->scale);
     p.rows = args->rows;
     p.cols = args->cols;
-    return backward<T, 16 / sizeof(T)>(p, static_cast<T *>(args->grad_bias), static_cast<cudaStream_t>(stream));
+    return backward<T, 16 / sizeof(T)>(p, static_cast<T *>(args->grad_bias),
+                                       static_cast<cudaStream_t>(stream));
   });
 }

@@ -10,12 +10,16 @@ typedef kernel_template_backward_args backward_args;
 #define KERNEL_BODY "kernel_template/kernel_template_cpu_kernel.h"
 #include "common/for_each_dtype.h"
 
-static void kernel_template_forward_cpu_range(int64_t begin, int64_t end, const forward_args *args) {
-  DISPATCH_DTYPE(args->dtype, forward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel));
+static void kernel_template_forward_cpu_range(int64_t begin, int64_t end,
+                                              const forward_args *args) {
+  DISPATCH_DTYPE(args->dtype, forward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel));
 }
 
-static void kernel_template_backward_cpu_range(int64_t begin, int64_t end, const backward_args *args) {
-  DISPATCH_DTYPE(args->dtype, backward, args, chunk_begin(begin, args->numel), chunk_begin(end, args->numel));
+static void kernel_template_backward_cpu_range(int64_t begin, int64_t end,
+                                               const backward_args *args) {
+  DISPATCH_DTYPE(args->dtype, backward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel));
 }
 
 CPU_ENTRY(kernel_template_forward_cpu, forward_args)

@@ -37,6 +37,7 @@ extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stre
 extern "C" int kernel_template_backward_cuda(const backward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    return pointwise::launch<T, 2, 1>({args->grad_out, args->x}, {args->grad_x}, args->numel, Backward{}, stream);
+    return pointwise::launch<T, 2, 1>({args->grad_out, args->x}, {args->grad_x}, args->numel,
+                                      Backward{}, stream);
   });
 }

@@ -34,7 +34,9 @@ static int64_t row_grain(const Tensor &x) {
 // The rows whose share of grad_weight is summed at a time: at least 16, and so many that there are at most 256 parts.
 static int64_t rows_of_a_part(int64_t rows) { return std::max<int64_t>(16, ceil_div(rows, 256)); }
 
-static dtype_t statistics_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
+static dtype_t statistics_dtype(dtype_t dtype) {
+  return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+}
 
 static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight, double eps) {
   const char *op = "kernel_template";
@@ -44,7 +46,8 @@ static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight,
   const Tensor y = allocate(x.sizes(), dtype, x);
   const Tensor rstd = allocate({row_shape.data(), row_shape.size()}, statistics_dtype(dtype), x);
   if (rstd.numel() == 0) return {y, rstd};
-  const Tensor x_rows = as_contiguous(x), weight_row = as_contiguous(weight);  // in locals: the kernel reads them
+  const Tensor x_rows = as_contiguous(x),
+               weight_row = as_contiguous(weight);  // in locals: the kernel reads them
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
   args.weight = weight_row.const_data_ptr();
@@ -58,8 +61,9 @@ static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight,
   return {y, rstd};
 }
 
-static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &x, const Tensor &weight,
-                                           const Tensor &rstd, bool needs_grad_x, bool needs_grad_weight) {
+static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &x,
+                                           const Tensor &weight, const Tensor &rstd,
+                                           bool needs_grad_x, bool needs_grad_weight) {
   const char *op = "kernel_template_backward";
   const dtype_t dtype = check_inputs(op, x, weight);
   check_same(op, "grad_out", grad_out, "x", x);
@@ -70,12 +74,14 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   if (!right_type || !rstd.is_contiguous() || rstd.numel() != rows) {
     fail(op, "expected rstd as the forward returned it");
   }
-  const Tensor grad_x = needs_grad_x ? allocate(x.sizes(), dtype, x) : allocate({&none, 1}, dtype, x);
+  const Tensor grad_x =
+      needs_grad_x ? allocate(x.sizes(), dtype, x) : allocate({&none, 1}, dtype, x);
   const Tensor grad_weight = allocate({needs_grad_weight ? &cols : &none, 1}, dtype, x);
   if (cols == 0 || (rows == 0 && !needs_grad_weight) || !(needs_grad_x || needs_grad_weight)) {
     return {grad_x, grad_weight};
   }
-  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x), weight_row = as_contiguous(weight);
+  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x),
+               weight_row = as_contiguous(weight);
   kernel_template_backward_args args{};
   args.part_rows = rows_of_a_part(rows);
   args.parts = ceil_div(rows, args.part_rows);

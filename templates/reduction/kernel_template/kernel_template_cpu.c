@@ -12,21 +12,28 @@ typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;
 
 /* Elements of a block that begins at column c. */
-ALWAYS_INLINE int block_size(int64_t c, int64_t cols) { return cols - c < BLOCK ? (int)(cols - c) : BLOCK; }
+ALWAYS_INLINE int block_size(int64_t c, int64_t cols) {
+  return cols - c < BLOCK ? (int)(cols - c) : BLOCK;
+}
 
 #define KERNEL_BODY "kernel_template/kernel_template_cpu_kernel.h"
 #include "common/for_each_dtype.h"
 
-static void kernel_template_forward_cpu_range(int64_t begin, int64_t end, const forward_args *args) {
+static void kernel_template_forward_cpu_range(int64_t begin, int64_t end,
+                                              const forward_args *args) {
   for (int64_t row = begin; row < end; ++row) DISPATCH_DTYPE(args->dtype, forward_row, args, row);
 }
 
-static void kernel_template_backward_cpu_range(int64_t begin, int64_t end, const backward_args *args) {
-  for (int64_t part = begin; part < end; ++part) DISPATCH_DTYPE(args->dtype, backward_part, args, part);
+static void kernel_template_backward_cpu_range(int64_t begin, int64_t end,
+                                               const backward_args *args) {
+  for (int64_t part = begin; part < end; ++part)
+    DISPATCH_DTYPE(args->dtype, backward_part, args, part);
 }
 
-static void kernel_template_grad_weight_cpu_range(int64_t begin, int64_t end, const backward_args *args) {
-  for (int64_t block = begin; block < end; ++block) DISPATCH_DTYPE(args->dtype, grad_weight, args, block * BLOCK);
+static void kernel_template_grad_weight_cpu_range(int64_t begin, int64_t end,
+                                                  const backward_args *args) {
+  for (int64_t block = begin; block < end; ++block)
+    DISPATCH_DTYPE(args->dtype, grad_weight, args, block * BLOCK);
 }
 
 CPU_ENTRY(kernel_template_forward_cpu, forward_args)

@@ -30,7 +30,8 @@ static void NAME(forward_row)(const forward_args *args, int64_t row) {
 
 /* grad_x of one row, and its share of grad_weight added to sums; both where they are wanted. */
 static void NAME(backward_row)(const backward_args *args, int64_t row, double *restrict sums) {
-  const T *x = (const T *)args->x + row * args->cols, *grad_out = (const T *)args->grad_out + row * args->cols;
+  const T *x = (const T *)args->x + row * args->cols,
+          *grad_out = (const T *)args->grad_out + row * args->cols;
   const ACC rstd = ((const ACC *)args->rstd)[row];
   ACC lanes[BLOCK] = {0}, v[BLOCK], g[BLOCK], weight[BLOCK];
   for (int64_t c = 0; c < args->cols; c += BLOCK) {

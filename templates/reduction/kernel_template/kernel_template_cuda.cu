@@ -22,9 +22,11 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {
     const T *x = static_cast<const T *>(args.x) + row * args.cols;
     T *y = static_cast<T *>(args.y) + row * args.cols;
     A sum[1] = {0};
-    for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) sum[0] += to_acc(x[c]) * to_acc(x[c]);
+    for (int64_t c = threadIdx.x; c < args.cols; c += THREADS)
+      sum[0] += to_acc(x[c]) * to_acc(x[c]);
     block_sum<THREADS>(sum);
-    const A rstd = static_cast<A>(1 / sqrt(static_cast<double>(sum[0]) / static_cast<double>(args.cols) + args.eps));
+    const A rstd = static_cast<A>(
+        1 / sqrt(static_cast<double>(sum[0]) / static_cast<double>(args.cols) + args.eps));
     if (threadIdx.x == 0) static_cast<A *>(args.rstd)[row] = rstd;
     for (int64_t c = threadIdx.x; c < args.cols; c += THREADS) {
       y[c] = from_acc<T>(to_acc(x[c]) * rstd * to_acc(weight[c]));
@@ -75,7 +77,8 @@ __global__ void __launch_bounds__(THREADS) grad_weight_kernel(backward_args args
 extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    const unsigned blocks = static_cast<unsigned>(args->rows < MOST_BLOCKS ? args->rows : MOST_BLOCKS);
+    const unsigned blocks =
+        static_cast<unsigned>(args->rows < MOST_BLOCKS ? args->rows : MOST_BLOCKS);
     forward_kernel<T><<<blocks, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(*args);
     return cudaGetLastError();
   });
