@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,13 +47,14 @@ def parser() -> Parser:
     demo.add_argument(
         "--steps", type=positive, metavar="N", help="training steps of each model (default: 300)", default=300
     )
-    commands.add_parser(
+    information = commands.add_parser(
         "info",
         help="say what was built, what this machine has, and whether they fit",
         description="Prints versions, what the library was built for, what this machine has, what to do where they do "
         "not fit, and the schema of every operator. Put it into a bug report. Exit status 1: the package cannot be "
-        "used here.",
+        "used here. With --plan: which GPU kernel a norm runs, and in which shape.",
     )
+    add_plan(information)
     new = commands.add_parser(
         "new",
         help="add an op to this source tree, from a template",
@@ -72,6 +74,33 @@ def parser() -> Parser:
     package.add_argument("--name", required=True, help="the package, its C++ namespace and torch.ops.NAME")
     add_kind(package, scaffold.OP_KINDS)
     return top
+
+
+def add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--plan",
+        nargs=3,
+        metavar=("OP", "DTYPE", "ROWSxCOLS"),
+        help="print how an H100 would run a norm, such as: --plan rms_norm bfloat16 4096x5120",
+    )
+    command.add_argument("--backward", action="store_true", help="with --plan: its backward")
+    command.add_argument("--weights", metavar="DTYPE", help="with --plan: the type of the weights")
+
+
+def plan_arguments(options: argparse.Namespace) -> tuple[str, str, int, int]:
+    """--plan's words, checked."""
+    from extension_cpp import info
+
+    op, dtype, shape = options.plan
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    if op not in info.NORMS:
+        raise SystemExit(f"error: expected OP to be one of {', '.join(info.NORMS)}, but got '{op}'")
+    for name in (dtype, options.weights or dtype):
+        if name not in info.DTYPES:
+            raise SystemExit(f"error: expected DTYPE to be one of {', '.join(info.DTYPES)}, but got '{name}'")
+    if match is None:
+        raise SystemExit(f"error: expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
+    return op, dtype, int(match[1]), int(match[2])
 
 
 def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
@@ -96,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "info":
         from extension_cpp import info
 
+        if options.plan and not load_error:
+            return info.run_plan(*plan_arguments(options), options.backward, options.weights)
         return info.run(str(load_error) if load_error else None)
     if options.command in ("new", "new-package"):
         try:

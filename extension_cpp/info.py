@@ -169,6 +169,11 @@ def ask_library(question: str) -> str:
     return function().decode()
 
 
+def ask_library_number(question: str) -> int:
+    """Likewise, for a number."""
+    return int(getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")())
+
+
 def read_build(loaded: bool = True) -> Build | None:
     """What the library says of itself; one that cannot be loaded is searched as a file. None: no answer."""
     if loaded:
@@ -245,6 +250,39 @@ def schemas() -> list[str]:
             packet = getattr(torch.ops.extension_cpp, name.split(".")[0])
             found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
     return sorted(found)
+
+
+# ---- plans of the norms' GPU kernels (csrc/norm/norm_plan.h) ----
+
+# What a plan depends on: layer_norm or rms_norm, and what stands beside it.
+NORMS = {
+    "layer_norm": (True, 0),
+    "rms_norm": (False, 0),
+    "add_layer_norm": (True, 1),
+    "add_rms_norm": (False, 1),
+    "layer_norm_dropout": (True, 2),
+}
+DTYPES = ("float64", "float32", "bfloat16", "float16")  # as csrc/common/dtype.h numbers them
+
+
+def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict[str, str]:
+    """How an H100 would run a norm of contiguous tensors, of which all gradients are wanted."""
+    function = ctypes.CDLL(str(library())).extension_cpp_norm_plan
+    function.restype = ctypes.c_char_p
+    function.argtypes = [ctypes.c_int] * 4 + [ctypes.c_int64] * 2
+    is_layer_norm, form = NORMS[op]
+    text = function(is_layer_norm, form, DTYPES.index(dtype), backward, rows, cols).decode()
+    return dict(word.split("=", 1) for word in text.split())
+
+
+def run_plan(op: str, dtype: str, rows: int, cols: int, backward: bool, weights: str | None) -> int:
+    """Prints the plan, a line for each of its numbers."""
+    step = "backward" if backward else "forward"
+    print(f"{op}, {step}, {rows} x {cols} in {dtype}, weights in {weights or dtype}, on an H100")
+    for name, value in norm_plan(op, dtype, rows, cols, backward).items():
+        print(f"  {name.replace('_', ' '):18} {value}")
+    print("The weights' type does not change the plan." if weights else "")
+    return 0
 
 
 # ---- the command ----

@@ -1,6 +1,7 @@
 """The norms' kernels, of which a GPU has many: rows of every width, few and many of them, where they begin
 in memory, and how far apart."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp import reference
-from tests.checks import NORM_WIDTHS, ODD_WIDTHS, check, maker, norm_arguments, random_grad, run
+from extension_cpp import info, reference
+from tests.checks import NORM_WIDTHS, ODD_WIDTHS, as_tuple, check, maker, norm_arguments, random_grad, run
 from tests.opspec import DTYPES, OpSpec, all_specs
 
 every_norm = pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
@@ -33,6 +34,65 @@ def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights
         # log2(cols) roundings.
         sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
         assert ((a.double() - b).abs() <= torch.finfo(a.dtype).eps * b.abs() + sums * b.abs().max()).all(), cols
+
+
+def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
+    """Op, dtype, rows and columns: one problem for each row of the table of plans (csrc/norm/norm_plan.h)."""
+    wanted = set(range(info.ask_library_number("norm_plan_shapes")))
+    found = []
+    for op, dtype in itertools.product(info.NORMS, ("bfloat16", "float32")):
+        for cols in (
+            32,
+            100,
+            128,
+            160,
+            256,
+            320,
+            512,
+            640,
+            768,
+            1024,
+            1025,
+            2560,
+            4096,
+            10240,
+            20480,
+            40000,
+            65536,
+            131072,
+        ):
+            for rows, backward in itertools.product((3, (9 << 20) // cols), (False, True)):
+                shape = int(info.norm_plan(op, dtype, rows, cols, backward)["shape"])
+                if shape in wanted:
+                    wanted.remove(shape)
+                    found.append((op, dtype, rows, cols))
+    assert not wanted, f"no problem reaches the rows {wanted} of the table"
+    return found
+
+
+def test_every_plan(device: str) -> None:
+    """One problem for each row of the table, forward and backward."""
+    for op, dtype, rows, cols in problems_of_every_plan():
+        spec = next(spec for spec in all_specs() if spec.name == op)
+        check(spec, next(iter(spec.sample_inputs(maker(device, getattr(torch, dtype)), (rows, cols)))))
+
+
+ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
+def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """A row's results are the same bits whatever the number of rows: cut from a call of 4096."""
+    widths = (31, 64, 257, 1024) if device == "cpu" else (31, 64, 257, 768, 1024, 1025, 2560, 4096, 8192, 20480, 40000)
+    for cols in widths:
+        sample = next(iter(spec.sample_inputs(maker(device, dtype), (4096, cols))))
+        whole = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        for rows in ROW_COUNTS:
+            args = [a[:rows] if isinstance(a, Tensor) and a.dim() == 2 else a for a in sample.args]
+            some = as_tuple(spec.function(*args, **sample.kwargs))
+            for a, b in zip(some, whole, strict=True):
+                assert torch.equal(a, b[:rows]), f"{spec.name} {dtype}: {rows} of 4096 rows of {cols} columns"
 
 
 @every_norm

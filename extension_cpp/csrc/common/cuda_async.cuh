@@ -1,10 +1,12 @@
-// Asynchronous copies to shared memory and, from sm_90 on, the exchange of numbers within a cluster of blocks.
+// Hopper's asynchronous instructions, from sm_90 on: bulk copies into shared memory, mbarriers, and
+// messages between the CTAs of a thread-block cluster.
 #ifndef EXTENSION_CPP_CUDA_ASYNC_CUH
 #define EXTENSION_CPP_CUDA_ASYNC_CUH
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 #if __CUDA_ARCH__ >= 900
 #define HAS_CLUSTERS 1
@@ -16,82 +18,50 @@ __device__ inline uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Written out, because nvcc takes a vector that is looked at element by element for single bytes.
-__device__ inline uint4 load_shared(uint32_t address) {
+// 16 bytes of shared memory, zeros if `is_there` is false.
+__device__ inline uint4 load_shared(uint32_t address, bool is_there) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@there ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "r"(address), "r"(static_cast<int>(is_there))
+      : "memory");
   return v;
 }
 
-__device__ inline void store_shared(uint32_t address, const uint4 &v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-// Copies 16 bytes, later; is_there false: zeros, and `global` is not read. Both addresses are multiples of 16. policy: cuda_cache.cuh.
-__device__ inline void copy_async(uint32_t shared, const void *global, bool is_there,
-                                  uint64_t policy) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared),
-               "l"(global), "r"(is_there ? 16 : 0), "l"(policy)
-               : "memory");
-#endif
-}
-
-// Ends a group of this thread's copies.
-__device__ inline void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Until all but the last LEFT groups of this thread have arrived.
-template <int LEFT>
-__device__ inline void wait_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-#endif
-}
-
-// Asks for bytes to be brought to the L2, by one thread, which keeps no registers for them; before sm_90 nothing. The address and the
-// size are multiples of 16. policy: cuda_cache.cuh.
-__device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t policy) {
+// Asks the L2 for `bytes` bytes of global memory, by one thread and without registers. The address
+// and the size are multiples of 16. Does nothing before sm_90.
+__device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t hint) {
 #if HAS_CLUSTERS
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global),
-               "r"(bytes), "l"(policy)
+               "r"(bytes), "l"(hint)
                : "memory");
 #endif
 }
 
-// Over `threads` threads of the block (a multiple of 32) that name the same barrier, 1 to 15.
-__device__ inline void sync_group(int barrier, int threads) {
+// A barrier of `threads` threads of the CTA (a multiple of 32); `barrier` is its number, 1 to 15.
+__device__ inline void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 #if HAS_CLUSTERS
 
+// The number of this CTA in its cluster.
 __device__ inline int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-__device__ inline int cluster_number() {
-  int number;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
-  return number;
-}
-
-// Every thread of every block of the cluster.
+// Waits for every thread of every CTA of the cluster.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The same in two steps, which order nothing but mbarriers that are set up, behind fence_mbarrier_init().
+// The same barrier in two steps. They order only mbarriers that were initialised before
+// fence_mbarrier_init().
 __device__ inline void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -100,7 +70,7 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A phase takes so many arrivals, and the bytes that it is told to expect.
+// A phase of the mbarrier ends after so many arrivals and the bytes that it was told to expect.
 __device__ inline void init_mbarrier(uint64_t *barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
@@ -110,19 +80,15 @@ __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ inline void arrive(uint64_t *barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Arrives, too.
+// Arrives, and adds to the bytes that the phase expects.
 __device__ inline void expect_bytes(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-// For numbers that come from the cluster.
-__device__ inline void wait_cluster(uint64_t *barrier, uint32_t parity) {
+// Waits for the end of the phase; for what other CTAs of the cluster sent.
+__device__ inline void wait_cluster_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
@@ -131,7 +97,7 @@ __device__ inline void wait_cluster(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// For what comes from the block itself, or from global memory.
+// The same for bulk copies, which the CTA started itself.
 __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -141,42 +107,32 @@ __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// Both addresses and the size multiples of 16; `barrier` gets the bytes. What threads have read or written there before must be
-// behind a barrier (and a proxy fence, if they wrote what is still to be copied over). policy: cuda_cache.cuh.
-__device__ inline void copy_bulk(uint4 *shared, const void *global, uint32_t bytes,
-                                 uint64_t *barrier, uint64_t policy) {
+// Copies global to shared memory; `barrier` receives the bytes. Both addresses and the size are
+// multiples of 16. A CTA barrier separates the copy from earlier reads of the shared memory.
+__device__ inline void copy_bulk(uint32_t shared, const void *global, uint32_t bytes,
+                                 uint64_t *barrier, uint64_t hint) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(hint)
       : "memory");
 }
 
-// Writes 8 or 16 bytes to where `slot` is in block `rank` of the cluster, and tells `barrier` there.
-template <typename V>
-__device__ inline void send(V *slot, uint64_t *barrier, int rank, const V &value) {
-  static_assert(sizeof(V) == 8 || sizeof(V) == 16);
-  uint32_t to, at, words[sizeof(V) / 4];
-  memcpy(words, &value, sizeof words);
+// Writes 8 bytes to the variable `slot` of CTA `rank` of the cluster, and reports them to `barrier`
+// of that CTA.
+__device__ inline void send(float2 *slot, uint64_t *barrier, int rank, float2 value) {
+  uint32_t to, at;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(to)
                : "r"(shared_address(slot)), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(at)
                : "r"(shared_address(barrier)), "r"(rank));
-  if constexpr (sizeof(V) == 8) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
-            to),
-        "r"(words[0]), "r"(words[1]), "r"(at)
-        : "memory");
-  } else {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-        "[%5];" ::"r"(to),
-        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(at)
-        : "memory");
-  }
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+          to),
+      "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(at)
+      : "memory");
 }
 
 #endif

@@ -1,14 +1,17 @@
-// Sums over groups of threads, of a small tuple at once so that all its sums share the barriers. The tree is fixed: the
-// result is the same in every run, and every thread of the group gets it.
+// Sums over groups of threads. A small tuple is summed at once, so that its sums share the barriers.
+// The order of the additions is fixed: every run gives the same bits, and every thread of the group
+// gets the result.
 #ifndef EXTENSION_CPP_CUDA_REDUCE_CUH
 #define EXTENSION_CPP_CUDA_REDUCE_CUH
 
 #include <cuda_runtime.h>
 
-// Over `width` neighbouring lanes (a power of two up to 32). All lanes of the warp must call it.
+// Over `width` neighbouring lanes, a power of two up to 32. All lanes of the warp must call it.
 template <typename A, int N>
 __device__ inline void group_sum(A (&v)[N], int width = 32) {
-  for (int offset = width / 2; offset > 0; offset /= 2) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    if (offset >= width) continue;
 #pragma unroll
     for (int n = 0; n < N; ++n) v[n] += __shfl_xor_sync(0xffffffffu, v[n], offset);
   }

@@ -1,109 +1,158 @@
-// What norm_backward_direct.cuh, norm_backward_few.cuh and norm_backward_rows.cuh share: the parameters, and the arithmetic of one element.
+// Backward of the norms on the GPU: what its kernels share (norm_plan.h picks one of them).
+//
+// persistent_kernel (norm_backward_persistent.cuh): CTAs loop over rows, straight into registers.
+// pipeline_kernel (norm_backward_pipeline.cuh): clusters loop over wide rows, through shared memory.
+//   Both write grad_x, and for each CTA or cluster a partial row of the parameters' gradients.
+//   sum_partials_kernel (norm_generic.cuh) adds the partial rows in a fixed order.
+// split_kernel (norm_backward_split.cuh): all gradients of few rows.
+// Nothing is atomic.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 
-#include "norm/norm_weights.cuh"
+#include "norm/norm_launch.cuh"
 
-namespace norm_cuda {
+namespace norms {
 
+// mean and rstd of a row, which are loaded some time before their use.
 template <typename T>
-struct BackwardTensors : Geometry {
-  const T *x;
-  int64_t x_stride;
-  const T *grad_out;
-  int64_t grad_out_stride;
-  const float *mean;  // NULL: rms_norm
-  const float *rstd;
-  Weights weight;
-  T *grad_x;          // may be NULL
-  const T *grad_sum;  // ADDED: may be NULL
-  int64_t grad_sum_stride;
-  T *grad_dropped;    // ADDED: may be NULL
-  dropout_t dropout;  // ADDED: of grad_dropped; DROPPED: of grad_out
-};
-
-template <typename T>
-struct Backward : BackwardTensors<T>, Sharing {
-  bool wants_weight;
-  bool wants_bias;
-  float *partial;  // (wants_weight + wants_bias, chunks, cols)
-};
-
-struct Statistics {
-  float mean;
-  float rstd;
-};
-
-// Half types cannot hold a mean so large that the product's rounding would show; float can.
-template <typename T, bool CENTERED>
-__device__ inline float normalize(float x, const Statistics &s) {
-  if (!CENTERED) return x * s.rstd;
-  return sizeof(T) == 2 ? fmaf(x, s.rstd, -s.mean * s.rstd) : (x - s.mean) * s.rstd;
+__device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
+  return {p.mean == nullptr ? 0.0f : p.mean[row], p.rstd[row]};
 }
 
-// g = grad_out * weight; for float also times rstd, before which the digits of the smallest numbers would be lost.
+// Half types cannot hold a mean so large beside the deviations that the rounding of mean * rstd would
+// show: xhat then is one operation, x * rstd + offset.
 template <typename T>
-__device__ inline float weighted(float grad, float weight, const Statistics &s) {
-  return sizeof(T) == 2 ? grad * weight : grad * s.rstd * weight;
+__device__ inline Statistics<float> to_statistics(float2 moments) {
+  if (sizeof(T) == 2) return {0, moments.y, -moments.x * moments.y};
+  return {moments.x, moments.y, 0};
 }
 
-// grad_x = (g + shift + xhat * along) * rstd, for float with rstd in g already. slope is along * rstd, which the compiler would
-// make anew for every vector.
-template <typename T, bool CENTERED>
-__device__ inline float combine(float xhat, float g, float along, float slope, float shift,
-                                const Statistics &s) {
-  if (sizeof(T) == 4) return fmaf(xhat, along, CENTERED ? g + shift : g);
-  return fmaf(xhat, slope, CENTERED ? fmaf(g, s.rstd, shift * s.rstd) : g * s.rstd);
-}
+// The weights of a thread's columns.
+template <typename T, int K, bool ALIGNED>
+struct RowWeights {
+  static constexpr int N = VECTOR<T>;
+  float w[K][N], edge[1];
 
-// This thread's part of a row of grad_x, and of grad_dropped if that is wanted, from its xhat and g = weighted() and the row's sums of
-// g * xhat and of g.
-template <typename T, bool CENTERED, Fused FUSED, int TEAM, int K, int N, int COUNT>
-__device__ inline void write_grad_x(const BackwardTensors<T> &p, int64_t row,
-                                    const Columns<TEAM, K, N, false> &columns,
-                                    const float (&xhat)[K][N], const float (&g)[K][N],
-                                    const float (&sums)[COUNT], const Statistics &s,
-                                    const Part<T, TEAM, K, N, false> &grad_sum,
-                                    const Mask<TEAM, K, N, false> &mask, bool wants_dropped) {
-  const float along = -sums[0] * p.per_col, shift = -sums[COUNT - 1] * p.per_col,
-              slope = along * s.rstd;
+  template <typename W>
+  __device__ void load_as(const BackwardParams<T> &p, const RowWindow<T, K, ALIGNED> &window) {
+    ParameterVector<W, N, ALIGNED> vectors[K];
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if (!columns.has(k)) continue;
-    float grad[N], more[N];
-    if (FUSED == ADDED) unpack<T, N>(more, grad_sum.bits[k]);
+    for (int k = 0; k < K; ++k) {
+      vectors[k].load(static_cast<const W *>(p.weight), window.column(k), window.has(k), 1);
+    }
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      grad[j] = combine<T, CENTERED>(xhat[k][j], g[k][j], along, slope, shift, s);
-      if (FUSED == ADDED) grad[j] += more[j];
+    for (int k = 0; k < K; ++k) vectors[k].unpack(w[k]);
+    if (window.has_edge()) edge[0] = load_parameter<W>(p.weight, window.edge, 1);
+  }
+
+  __device__ void load(const BackwardParams<T> &p, const RowWindow<T, K, ALIGNED> &window) {
+    if (sizeof(T) == 2 && p.is_float) {
+      load_as<float>(p, window);
+    } else {
+      load_as<T>(p, window);
     }
-    const int64_t first = row * p.cols + columns.column(k);
-    store<T, N>(p.grad_x + first, grad);
-    if (wants_dropped) {
-      drop(grad, p.dropout, mask.of(k));
-      store<T, N>(p.grad_dropped + first, grad);
+  }
+};
+
+// The sums over the rows of a thread's columns: P for each.
+template <int K, int N, int P>
+struct ColumnSums {
+  float sums[K][N][P] = {}, edge[1][P] = {};
+
+  // Sum number i of the columns to `out`, which is indexed by the column.
+  template <bool ALIGNED, typename Window>
+  __device__ void write(float *out, const Window &window, int i) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!window.has(k)) continue;
+      float *const mine = out + window.column(k);
+#pragma unroll
+      for (int j = 0; j < N; j += 4) {
+        const float four[4] = {sums[k][j][i], sums[k][j + 1][i], sums[k][j + 2][i],
+                               sums[k][j + 3][i]};
+        if (ALIGNED) {
+          *reinterpret_cast<float4 *>(mine + j) = {four[0], four[1], four[2], four[3]};
+        } else {
+#pragma unroll
+          for (int n = 0; n < 4; ++n) mine[j + n] = four[n];
+        }
+      }
     }
+    if (window.has_edge()) out[window.edge] = edge[0][i];
+  }
+};
+
+// M elements of a row, a vector or an edge: x becomes xhat, and grad becomes g = weighted(grad_out).
+template <typename Norm, int M>
+__device__ inline void normalize_elements(float (&x)[M], float (&grad)[M], const float (&weight)[M],
+                                          const Statistics<float> &statistics) {
+#pragma unroll
+  for (int j = 0; j < M; ++j) {
+    x[j] = Norm::xhat(x[j], statistics);
+    grad[j] = weighted(grad[j], weight[j], statistics);
   }
 }
 
-// A row that all of the team have read.
-template <Fused FUSED, typename T, int TEAM, int K, int N>
-__device__ inline void let_row_go(const BackwardTensors<T> &p, int64_t row,
-                                  const Columns<TEAM, K, N, false> &columns) {
-  let_go(p.x + row * p.x_stride, columns);
-  let_go(p.grad_out + row * p.grad_out_stride, columns);
-  if (FUSED == ADDED && p.grad_sum != nullptr)
-    let_go(p.grad_sum + row * p.grad_sum_stride, columns);
+// The same, and adds the elements to the sums over the rows and to the row's sums.
+template <typename Norm, int M, int P>
+__device__ inline void sum_elements(float (&x)[M], float (&grad)[M], const float (&weight)[M],
+                                    const Statistics<float> &statistics, float (&columns)[M][P],
+                                    float (&row)[P]) {
+#pragma unroll
+  for (int j = 0; j < M; ++j) {
+    x[j] = Norm::xhat(x[j], statistics);
+    Norm::add_to_column(columns[j], grad[j], x[j]);
+    grad[j] = weighted(grad[j], weight[j], statistics);
+    Norm::add_to_row(row, grad[j], x[j]);
+  }
 }
 
-// Rows from p.let_go on, by all threads when they have read theirs.
-template <Fused FUSED, typename T>
-__device__ inline void let_rows_go(const BackwardTensors<T> &p) {
-  let_go(p, p.x, p.x_stride);
-  let_go(p, p.grad_out, p.grad_out_stride);
-  if (FUSED == ADDED) let_go(p, p.grad_sum, p.grad_sum_stride);
+// Writes grad_x, and grad_dropped, of M elements from number `at` on, from xhat in `x` and g in
+// `grad`. `means`: the row's sums over its columns; `more`: grad_sum.
+template <typename Norm, typename Form, typename T, int M, int P>
+__device__ inline void write_elements(const BackwardParams<T> &p, int64_t at, const float (&x)[M],
+                                      const float (&grad)[M], const float (&means)[P],
+                                      const float (&more)[M], uint32_t mask) {
+  float grad_x[M];
+#pragma unroll
+  for (int j = 0; j < M; ++j) {
+    grad_x[j] = Norm::grad_x(grad[j], x[j], means);
+    if (Form::HAS_RESIDUAL) grad_x[j] += more[j];
+  }
+  store<T, M>(p.grad_x + at, grad_x);
+  if (!Form::HAS_RESIDUAL || p.grad_dropped == nullptr) return;
+  drop(grad_x, p.dropout, mask);
+  store<T, M>(p.grad_dropped + at, grad_x);
 }
 
-}  // namespace norm_cuda
+// The mask of a row, where the form has one.
+template <typename Form, typename T, int K, bool ALIGNED>
+__device__ inline void make_mask(RowMask<K, VECTOR<T>> &mask, const BackwardParams<T> &p,
+                                 int64_t row, const RowWindow<T, K, ALIGNED> &window) {
+  if (Form::DROPS_Y || (Form::HAS_RESIDUAL && p.grad_dropped != nullptr)) {
+    mask.make(p.dropout, row * p.cols, window);
+  }
+}
+
+// Partial row number `unit` of `units` of parameter i's gradient.
+template <typename T>
+__device__ inline float *partial_row(const BackwardParams<T> &p, int i, int64_t unit,
+                                     int64_t units) {
+  return p.partial + ((i == 1 && p.wanted[0] ? units : 0) + unit) * p.cols;
+}
+
+// Behind a row that has been read, if it is one of the last: marks its lines evict_normal again.
+template <typename Form, typename T, bool ALIGNED>
+__device__ inline void release(const BackwardParams<T> &p, int64_t row,
+                               const RowSlice<T, ALIGNED> &slice) {
+  if (row < p.release_from || row >= p.rows) return;
+  release_row(p.x + row * p.x_stride, slice);
+  release_row(p.grad_out + row * p.grad_out_stride, slice);
+  if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {
+    release_row(p.grad_sum + row * p.grad_sum_stride, slice);
+  }
+}
+
+}  // namespace norms
 
 #endif

@@ -1,254 +1,175 @@
-// What the forward kernels of layer_norm and rms_norm share: their parameters, the residual, the moments of a part of a row, and what
-// is written.
+// Forward of the norms on the GPU: one kernel for every form and width (norm_plan.h picks its shape).
+//
+// A row lies in the registers of its threads: part of a warp, a CTA, or a cluster of CTAs. It is read
+// once; its statistics are sums over these threads. The kernel is not persistent: a CTA processes its
+// rows and exits, and an SM has several CTAs, of which some load while others wait for their sums.
 #ifndef EXTENSION_CPP_NORM_FORWARD_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CUH
 
-#include "norm/norm_weights.cuh"
+#include "norm/norm_launch.cuh"
 
-namespace norm_cuda {
+namespace norms {
 
-template <typename T>
-struct ForwardTensors : Geometry {
-  const T *x;
-  int64_t x_stride;
-  Weights weight;
-  Weights bias;
-  T *y;
-  float *mean;  // of layer_norm; NULL as rstd
-  float *rstd;  // may be NULL
-  const T *residual;
-  int64_t residual_stride;
-  T *sum;
-  dropout_t dropout;  // ADDED: of x, perhaps none; DROPPED: of y
-
-  // Whether weight, and of layer_norm bias, are there.
-  template <bool CENTERED>
-  __host__ __device__ bool has_weights() const {
-    return weight.data != nullptr && (!CENTERED || bias.data != nullptr);
+// x becomes y; parameters[i][j] is parameter i of element j.
+template <typename Norm, int M>
+__device__ inline void apply_norm(float (&x)[M], const float (&parameters)[Norm::PARAMETERS][M],
+                                  const Statistics<float> &statistics) {
+#pragma unroll
+  for (int j = 0; j < M; ++j) {
+    float of_element[Norm::PARAMETERS];
+#pragma unroll
+    for (int i = 0; i < Norm::PARAMETERS; ++i) of_element[i] = parameters[i][j];
+    x[j] = Norm::y(Norm::xhat(x[j], statistics), of_element);
   }
-};
+}
 
-template <typename T>
-struct Forward : ForwardTensors<T>, Sharing {};
-
-// In place of the weights' type: any, or they are not there.
-struct Any {};
-
-// x becomes residual + dropout(x), which is also written.
-template <typename T, int TEAM, int K, int N, bool ODD>
-__device__ inline void add_residual(Part<T, TEAM, K, N, ODD> &part,
-                                    const Part<T, TEAM, K, N, ODD> &residual, const Forward<T> &p,
-                                    int64_t row, const Mask<TEAM, K, N, ODD> &mask,
-                                    const Columns<TEAM, K, N, ODD> &columns) {
-  const auto add = [&](auto &x, const auto &r, uint32_t kept, int64_t i) {
-    if (p.dropout.seed != nullptr) drop(x, p.dropout, kept);
+// Writes y. W is the type of the parameters in memory. Their vectors are loaded BATCH at a time, which
+// is what the registers hold.
+template <typename Norm, typename W, typename T, typename Form, int K, bool ALIGNED>
+__device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
+                                 const RowWindow<T, K, ALIGNED> &window,
+                                 const RowFragment<T, K, ALIGNED> &x, const Form &form,
+                                 const Statistics<float> &statistics) {
+  constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
+  constexpr int BATCH = P * sizeof(W) * N > 32 ? 1 : 2;
+  T *const y = p.y + row * p.cols;
 #pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof x / sizeof x[0]); ++j) x[j] += r[j];
-    store(p.sum + i, x);
-  };
+  for (int begin = 0; begin < K; begin += BATCH) {
+    ParameterVector<W, N, ALIGNED> vectors[BATCH][P];
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if (!columns.has(k)) continue;
-    float x[N], r[N];
-    unpack<T, N>(x, part.bits[k]);
-    unpack<T, N>(r, residual.bits[k]);
-    add(x, r, mask.of(k), row * p.cols + columns.column(k));
-    part.bits[k] = pack<T, N>(x);
+    for (int b = 0; b < BATCH && begin + b < K; ++b) {
+      const int k = begin + b;
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+        const W *const data = static_cast<const W *>(p.parameters[i]);
+        vectors[b][i].load(data, window.column(k), window.has(k), 1 - i);
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH && begin + b < K; ++b) {
+      const int k = begin + b;
+      if (!window.has(k)) continue;
+      float values[N], parameters[P][N];
+      unpack<T, N>(values, x.bits[k]);
+#pragma unroll
+      for (int i = 0; i < P; ++i) vectors[b][i].unpack(parameters[i]);
+      apply_norm<Norm>(values, parameters, statistics);
+      form.epilogue(values, p, form.mask.bits[k]);
+      store<T, N>(y + window.column(k), values);
+    }
   }
-  if (!columns.has_edge()) return;
-  float x[1] = {to_acc(part.edge)}, r[1] = {to_acc(residual.edge)};
-  add(x, r, mask.edge, row * p.cols + columns.edge);
-  part.edge = from_acc<T>(x[0]);
-}
-
-// Mean and squared deviations of a part of a row, and how many columns that are; rms_norm: 0, the sum of squares, any number.
-struct alignas(16) Moments {
-  float mean;
-  float squares;
-  float count;
-};
-
-__device__ inline float rstd_of(const Moments &moments, float per_col, float eps) {
-  return rsqrtf(fmaf(moments.squares, per_col, eps));
-}
-
-// Of numbers whose distances from some number add up to v.x and their squares to v.y. The difference may be a rounding error below 0,
-// of which rstd would be NaN; NaN itself passes. v.x may be so large that its square is beyond float, though v.y is not.
-__device__ inline float squares_around_mean(float2 v, float per_count) {
-  const float squares = isinf(v.y) ? v.y : v.y - v.x * (v.x * per_count);
-  return squares < 0 ? 0 : squares;
-}
-
-// Of the columns of a warp (TEAM < 32: of a team), of which there are `count`. Half types take one pass, around an element: were
-// that far away from all others, 10 of 24 bits would be lost. float takes two, with the correction for the rounding of the mean.
-// FILLS, half types alone: vectors behind the row are given that element's value, in place of a branch around each.
-template <typename T, bool CENTERED, bool FILLS, int TEAM, int K, int N, bool ODD>
-__device__ inline Moments moments_of(const Part<T, TEAM, K, N, ODD> &part,
-                                     const Columns<TEAM, K, N, ODD> &columns, float count) {
-  constexpr int GROUP = TEAM < 32 ? TEAM : 32;
-  float x[K][N], sum[1] = {}, edge = 0;
+  if (!window.has_edge()) return;
+  float value[1] = {to_acc(x.edge)}, parameters[P][1];
 #pragma unroll
-  for (int k = 0; k < K; ++k) unpack<T, N>(x[k], part.bits[k]);
-  if (ODD) edge = to_acc(part.edge);
-  if (!CENTERED || sizeof(T) == 4) {
+  for (int i = 0; i < P; ++i) {
+    parameters[i][0] = load_parameter<W>(p.parameters[i], window.edge, 1 - i);
+  }
+  apply_norm<Norm>(value, parameters, statistics);
+  form.epilogue(value, p, form.mask.edge);
+  y[window.edge] = from_acc<T>(value[0]);
+}
+
+// Registers per thread: they decide how many threads, and so bytes in flight, an SM has.
+template <typename Norm, typename Form, int K, bool ALIGNED>
+constexpr int ROW_REGISTERS = ALIGNED
+                                  ? (K == 2 || (Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48
+                                                                                              : 64)
+                                  : 80;
+
+// Brings the slice of a later cluster's row into the L2, by one thread.
+template <typename T, bool ALIGNED>
+__device__ inline void prefetch_row(const ForwardParams<T> &p, int64_t row,
+                                    const RowSlice<T, ALIGNED> &slice) {
+  if (p.ahead == 0 || threadIdx.x > 0 || row + p.ahead >= p.rows) return;
+  const int vectors = (slice.limit - slice.first) / VECTOR<T>;
+  const auto from = reinterpret_cast<uintptr_t>(p.x + (row + p.ahead) * p.x_stride + slice.first);
+  if (vectors > 0) {
+    prefetch_bulk(reinterpret_cast<const void *>(from / 16 * 16), 16 * vectors, p.hint);
+  }
+}
+
+template <typename T, typename Norm, typename FormOf, int K, bool ALIGNED>
+__global__ void __maxnreg__((ROW_REGISTERS<Norm, FormOf, K, ALIGNED>))
+    row_kernel(const __grid_constant__ ForwardParams<T> p) {
+  constexpr int N = VECTOR<T>;
+  using Slice = RowSlice<T, ALIGNED>;
+  using Sum = RowSum<float, 4>;
+  __shared__ typename Sum::Shared shared;
+  int rank = 0;
+#if HAS_CLUSTERS
+  if (p.cluster > 1) rank = cluster_rank();
+#endif
+  const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
+  const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
+  Sum row_sum(shared, p.cluster, rank);
+  const Slice slice(p.cols, row, p.slice, rank);
+  const RowWindow<T, K, ALIGNED> window(slice);
+  RowFragment<T, K, ALIGNED> x{};
+  typename FormOf::template Forward<T, K, ALIGNED> form{};
+  if (is_row) {
+    x.load(p.x + row * p.x_stride, window, p.hint);
+    form.load(p, row, window);
+    prefetch_row(p, row, slice);
+    form.prologue(x, p, row, window);
+  }
+  row_sum.wait_for_others();
+  const auto for_each = [&](auto &&f) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
+      if (!window.has(k)) continue;
+      float values[N];
+      unpack<T, N>(values, x.bits[k]);
 #pragma unroll
-      for (int j = 0; j < N; ++j)
-        sum[0] = CENTERED ? sum[0] + x[k][j] : fmaf(x[k][j], x[k][j], sum[0]);
+      for (int j = 0; j < N; ++j) f(values[j]);
     }
-    if (ODD) sum[0] = CENTERED ? sum[0] + edge : fmaf(edge, edge, sum[0]);
-    group_sum(sum, GROUP);
-  }
-  if (!CENTERED) return {0, sum[0], count};
-  const float per_count = __fdividef(1, fmaxf(count, 1));
-  const float center =
-      sizeof(T) == 4 ? sum[0] * per_count : __shfl_sync(0xffffffffu, x[0][0], 0, GROUP);
-  Vector<T, N> fill;
-  if constexpr (FILLS) {
-    float v[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) v[j] = center;
-    fill = pack<T, N>(v);
-  }
-  float2 v = {};
-  const auto add = [&](float d) {
-    v.x += d;
-    v.y = fmaf(d, d, v.y);
+    if (window.has_edge()) f(to_acc(x.edge));
   };
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if constexpr (FILLS) {
-      Vector<T, N> bits = part.bits[k];
-      if (!columns.has(k)) bits = fill;
-      unpack<T, N>(x[k], bits);
-    } else if (!columns.has(k)) {
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) add(x[k][j] - center);
+  int turn = 0;
+  const auto columns = [&](int cta) { return Slice(p.cols, row, p.slice, cta).count(); };
+  const Statistics<float> statistics =
+      Norm::statistics(for_each, row_sum, turn, columns, p.per_col, p.eps);
+  if (!is_row) return;
+  if (threadIdx.x == 0 && rank == 0 && p.rstd != nullptr) {
+    if (p.mean != nullptr) p.mean[row] = statistics.mean;
+    p.rstd[row] = statistics.rstd;
   }
-  if (columns.has_edge()) add(edge - center);
-  if constexpr (GROUP == 32) {
-    v = warp_sum<true>(v);
+  if (sizeof(T) == 2 && p.are_float) {
+    write_row<Norm, float>(p, row, window, x, form, statistics);
   } else {
-    float both[2] = {v.x, v.y};
-    group_sum(both, GROUP);
-    v = {both[0], both[1]};
+    write_row<Norm, T>(p, row, window, x, form, statistics);
   }
-  return {center + v.x * per_count, squares_around_mean(v, per_count), count};
+  if (row < p.release_from) return;
+  release_row(p.x + row * p.x_stride, slice);
+  if (FormOf::HAS_RESIDUAL) release_row(p.residual + row * p.residual_stride, slice);
 }
 
-// Of a whole row, from those of its `size` parts, MOST at most: the mean is that of the parts' means, and each part's distance from
-// it counts as often as the part has columns. LANES neighbouring threads join them together.
-template <bool CENTERED, int LANES, int MOST>
-__device__ inline Moments join(const Moments *parts, int size, float per_col) {
-  const float center = CENTERED ? parts[0].mean : 0;
-  float v[2] = {};
-#pragma unroll
-  for (int j = 0; j < MOST; j += LANES) {
-    const int at = j + threadIdx.x % LANES;
-    if (at >= size) continue;
-    const Moments part = parts[at];
-    const float d = part.mean - center, along = part.count * d;
-    v[0] += along;
-    v[1] += CENTERED ? fmaf(along, d, part.squares) : part.squares;
-  }
-  if constexpr (!CENTERED) {
-    group_sum(reinterpret_cast<float(&)[1]>(v[1]), LANES);
-    return {0, v[1]};
-  } else if constexpr (LANES == 32) {
-    const float2 both = warp_sum<true>({v[0], v[1]});
-    v[0] = both.x, v[1] = both.y;
-  } else {
-    group_sum(v, LANES);
-  }
-  return {fmaf(v[0], per_col, center), squares_around_mean({v[0], v[1]}, per_col)};
+template <typename T>
+cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream) {
+  ForwardParams<T> p{};
+  set_geometry(p, plan, args.rows, args.cols);
+  p.x = static_cast<const T *>(args.x);
+  p.x_stride = args.x_stride;
+  p.parameters[0] = args.weight;
+  p.parameters[1] = args.bias;
+  p.are_float = args.weight_dtype != args.dtype;
+  p.y = static_cast<T *>(args.y);
+  p.mean = static_cast<float *>(args.mean);
+  p.rstd = static_cast<float *>(args.rstd);
+  p.eps = static_cast<float>(args.eps);
+  p.residual = static_cast<const T *>(args.residual);
+  p.residual_stride = args.residual_stride;
+  p.sum = static_cast<T *>(args.sum);
+  p.ahead = plan.ahead;
+  p.dropout = args.residual != nullptr ? args.dropout_x : args.dropout_y;
+  return with_form(args.centered, form_of(args), [&](auto norm, auto form) {
+    return with_variant<2, 3, 4>(plan, [&](auto vectors, auto aligned) {
+      constexpr auto kernel = row_kernel<T, decltype(norm), decltype(form),
+                                         decltype(vectors)::value, decltype(aligned)::value>;
+      return launch<kernel>(p, plan, stream);
+    });
+  });
 }
 
-// Of ROWS whole rows of a team, from those of its warps.
-template <bool CENTERED, int TEAM, int BLOCK = THREADS<TEAM>, int ROWS>
-__device__ inline void join_team(Moments (&moments)[ROWS], float per_col) {
-  if constexpr (TEAM > 32) {
-    constexpr int WARPS = TEAM / 32;
-    __shared__ Moments shared[BLOCK / TEAM][ROWS][WARPS];
-    Moments(&of_warps)[ROWS][WARPS] = shared[threadIdx.x / TEAM];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-      if (threadIdx.x % 32 == 0) of_warps[i][threadIdx.x % TEAM / 32] = moments[i];
-    }
-    sync_team<TEAM, BLOCK>();
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-      moments[i] = join<CENTERED, LANES<TEAM>, WARPS>(of_warps[i], WARPS, per_col);
-  }
-}
-
-// Of layer_norm's whole row of a team, the mean first. x becomes each element's distance from it as it was first, and of float `shift`
-// how far that is off; half types cannot hold a mean so large that it would show.
-template <typename T, int TEAM, int BLOCK, int K, int N>
-__device__ inline Moments moments_twice(float (&x)[K][N], float &shift,
-                                        const Part<T, TEAM, K, N, false> &part,
-                                        const Columns<TEAM, K, N, false> &columns,
-                                        const Geometry &g) {
-  constexpr int COUNT = sizeof(T) == 4 ? 2 : 1;
-  __shared__ float sums[BLOCK / 32][1], squares[BLOCK / 32][COUNT];
-  float sum[1] = {}, v[COUNT] = {};
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    unpack<T, N>(x[k], part.bits[k]);
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum[0] += x[k][j];
-  }
-  team_sum<TEAM>(sum, sums);
-  const float mean = sum[0] * g.per_col;
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if (!columns.has(k)) continue;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      x[k][j] -= mean;
-      v[0] = fmaf(x[k][j], x[k][j], v[0]);
-      if (COUNT == 2) v[COUNT - 1] += x[k][j];
-    }
-  }
-  team_sum<TEAM>(v, squares);
-  if (COUNT == 1) return {mean, v[0]};
-  shift = v[COUNT - 1] * g.per_col;
-  const float around = isinf(v[0]) ? v[0] : v[0] - shift * shift * g.cols;
-  return {mean + shift, around < 0 ? 0 : around};
-}
-
-// x[j] becomes its norm; w and b are of its columns.
-template <bool CENTERED, int N>
-__device__ inline void normalize(float (&x)[N], float mean, float rstd, const float (&w)[N],
-                                 const float (&b)[N]) {
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const float xhat = (CENTERED ? x[j] - mean : x[j]) * rstd;
-    x[j] = CENTERED ? fmaf(xhat, w[j], b[j]) : xhat * w[j];
-  }
-}
-
-// The same, where x[j] is its distance from the mean but for `shift`, as moments_twice() leaves it.
-template <typename T, int N>
-__device__ inline void normalize_distance(float (&x)[N], float shift, float rstd,
-                                          const float (&w)[N], const float (&b)[N]) {
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const float xhat = sizeof(T) == 4 ? fmaf(x[j], rstd, -shift * rstd) : x[j] * rstd;
-    x[j] = fmaf(xhat, w[j], b[j]);
-  }
-}
-
-// By one thread of those that share the row.
-template <bool CENTERED, typename T>
-__device__ inline void write_statistics(const Forward<T> &p, int64_t row, float mean, float rstd) {
-  if (p.rstd == nullptr) return;
-  if (CENTERED) p.mean[row] = mean;
-  p.rstd[row] = rstd;
-}
-
-}  // namespace norm_cuda
+}  // namespace norms
 
 #endif

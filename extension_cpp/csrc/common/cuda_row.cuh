@@ -1,0 +1,303 @@
+// Row blocks: what kernels share whose CTAs, or clusters of CTAs, take a row of a matrix at a time.
+//
+// blockDim.x threads of a CTA share a row: a power of two up to 32, or a multiple of 32. blockDim.y
+// rows are in a CTA. The CTAs of a cluster share one row, a slice of its columns each.
+//
+// A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns the
+// vectors t, t + blockDim.x, ..., K of them. ALIGNED: every row begins at a multiple of 16 bytes and
+// consists of whole vectors. Otherwise the columns before the first and behind the last whole vector
+// are edges: the first threads own one of them each. All tensors of a call have the same alignment in
+// every row; rows whose distance is a multiple of a period have the same vectors (norm_plan.h).
+#ifndef EXTENSION_CPP_CUDA_ROW_CUH
+#define EXTENSION_CPP_CUDA_ROW_CUH
+
+#include "common/cuda_async.cuh"
+#include "common/cuda_cache.cuh"
+#include "common/cuda_reduce.cuh"
+#include "common/cuda_vector.cuh"
+
+constexpr int MAX_CLUSTER = 16;  // CTAs
+
+template <typename T>
+constexpr int VECTOR = 16 / sizeof(T);  // elements
+
+// The columns of a CTA's slice of a row.
+template <typename T, bool ALIGNED>
+struct RowSlice {
+  static constexpr int N = VECTOR<T>;
+  int begin, end;    // all columns; of unaligned rows `begin` is at most N - 1 before the first one
+  int first, limit;  // whole vectors
+  int heads, tails;  // edges before and behind them
+
+  // Of CTA number `rank`, which takes `slice` columns of the row's whole vectors.
+  __device__ RowSlice(int cols, int64_t row, int slice, int rank) {
+    const int skew = ALIGNED ? 0 : static_cast<int>(row * cols % N);
+    const int head = skew > 0 ? min(N - skew, cols) : 0;
+    const int tail = ALIGNED ? cols : head + (cols - head) / N * N;
+    first = head + rank * slice;
+    limit = min(first + slice, tail);
+    const bool is_last = first + slice >= tail && (rank == 0 || first < tail);
+    heads = ALIGNED || rank > 0 ? 0 : head;
+    tails = ALIGNED || !is_last ? 0 : cols - tail;
+    begin = rank == 0 ? -skew : min(first, tail);
+    end = max(limit, begin) + tails;
+  }
+  __device__ int count() const { return max(limit - first, 0) + heads + tails; }
+  // Vectors from `begin` on that hold the slice; of the tensor's last row only those behind which
+  // there is memory.
+  __device__ int vectors(bool is_last_row) const {
+    return is_last_row ? (end - begin) / N : (end - begin + N - 1) / N;
+  }
+};
+
+// The columns of one thread.
+template <typename T, int K, bool ALIGNED>
+struct RowWindow {
+  static constexpr int N = VECTOR<T>;
+  int first;  // of its vectors
+  int step;   // from one of its vectors to the next
+  int left;   // from `first` to the end of the slice's vectors
+  int edge;   // -1: none
+
+  __device__ explicit RowWindow(const RowSlice<T, ALIGNED> &slice) {
+    const int thread = threadIdx.x, tail = thread - slice.heads;
+    first = slice.first + thread * N;
+    step = blockDim.x * N;
+    left = slice.limit - first;
+    edge = -1;
+    if (ALIGNED || thread >= slice.heads + slice.tails) return;
+    edge = tail < 0 ? thread : slice.end - slice.tails + tail;
+  }
+  __device__ int column(int k) const { return first + k * step; }
+  __device__ bool has(int k) const { return k * step < left; }
+  __device__ bool has_edge() const { return !ALIGNED && edge >= 0; }
+};
+
+// A thread's part of a row in registers, zeros where it has no columns.
+template <typename T, int K, bool ALIGNED>
+struct RowFragment {
+  static constexpr int N = VECTOR<T>;
+  Vector<T, N> bits[K];
+  T edge;
+
+  // From the row that begins at `row`.
+  __device__ void load(const T *row, const RowWindow<T, K, ALIGNED> &window, uint64_t hint) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      bits[k] = load_hinted(row + window.column(k), window.has(k), hint);
+    }
+    if (!ALIGNED) edge = window.has_edge() ? row[window.edge] : from_acc<T>(0);
+  }
+};
+
+// Marks the lines of a CTA's slice of a row evict_normal, by the threads that have read it.
+template <typename T, bool ALIGNED>
+__device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &slice) {
+  release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
+}
+
+// Parameters (weights or biases) from column c on, of a row of them that begins at a multiple of 16
+// bytes. `data` NULL: `missing` in every column.
+template <typename W, int N, bool ALIGNED>
+struct ParameterVector {
+  static constexpr int WORDS = N * sizeof(W) / 4, VECTORS = WORDS / 4;
+  uint32_t words[WORDS + 1];  // where the columns begin half a word behind a word: from there on
+  int shift;                  // bits
+
+  __device__ void load(const W *data, int c, bool is_there, float missing) {
+    uint32_t fill = 0;
+    if (missing != 0) {
+      W pair[4 / sizeof(W)];
+#pragma unroll
+      for (W &one : pair) one = from_acc<W>(missing);
+      memcpy(&fill, pair, sizeof fill);
+    }
+    is_there = is_there && data != nullptr;
+    if constexpr (ALIGNED) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const uint4 four = load_hinted(data + c + i * VECTOR<W>, is_there, NO_HINT, fill);
+        memcpy(words + 4 * i, &four, sizeof four);
+      }
+    } else {
+      // Word by word: the columns may begin anywhere, and nothing behind them may be read.
+      const int odd = sizeof(W) == 2 ? c & 1 : 0;
+      shift = odd * 16;
+      const uint32_t *const from = reinterpret_cast<const uint32_t *>(data + (c - odd));
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) words[i] = is_there ? from[i] : fill;
+      words[WORDS] = fill;
+      if (sizeof(W) == 2 && is_there) {
+        words[WORDS] = reinterpret_cast<const uint16_t *>(data)[c + N - 1];
+      }
+    }
+  }
+
+  __device__ void unpack(float (&w)[N]) const {
+    uint32_t shifted[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const bool is_shifted = !ALIGNED && sizeof(W) == 2;
+      shifted[i] = is_shifted ? __funnelshift_r(words[i], words[i + 1], shift) : words[i];
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      Vector<W, VECTOR<W>> vector;
+      memcpy(&vector, shifted + 4 * i, sizeof vector);
+      ::unpack<W, VECTOR<W>>(reinterpret_cast<float(&)[VECTOR<W>]>(w[i * VECTOR<W>]), vector);
+    }
+  }
+};
+
+// Parameter number c alone.
+template <typename W>
+__device__ inline float load_parameter(const void *data, int64_t c, float missing) {
+  return data == nullptr ? missing : to_acc(static_cast<const W *>(data)[c]);
+}
+
+// Sums over the threads of a row, in an order that the shape of the kernel fixes. SLOTS: sums that
+// may be under way at once. SEVERAL: a CTA may have several rows of more than one warp each. (Their
+// barriers have computed numbers, for which nvcc reserves all 16 barriers of the CTA, and an SM has
+// those for four CTAs.)
+template <typename A, int SLOTS, bool SEVERAL = false>
+class RowSum {
+  struct alignas(2 * sizeof(A)) Part {
+    A v[2];
+  };
+
+ public:
+  static constexpr int MAX_WARPS = 16;  // of a CTA, if a row has several
+  struct Shared {
+    Part warps[SLOTS][MAX_WARPS];
+    float2 ctas[SLOTS][MAX_CLUSTER];
+    uint64_t arrived[SLOTS];
+  };
+  const int cluster, rank;
+
+  __device__ RowSum(Shared &shared, int cluster, int rank)
+      : cluster(cluster), rank(rank), shared(shared) {
+#if HAS_CLUSTERS
+    if (cluster == 1) return;
+    if (threadIdx.x == 0) {
+      for (uint64_t &barrier : shared.arrived) init_mbarrier(&barrier, 1);
+      fence_mbarrier_init();
+    }
+    arrive_at_cluster();
+#endif
+  }
+
+  // Before the first exchange: waits until the other CTAs can receive.
+  __device__ void wait_for_others() const {
+#if HAS_CLUSTERS
+    if (cluster > 1) wait_for_cluster();
+#endif
+  }
+
+  // v becomes the sum over the CTA's threads of the row. `turn` counts the sums.
+  template <int COUNT>
+  __device__ void sum_cta(A (&v)[COUNT], int turn) const {
+    if (blockDim.x <= 32) {
+      group_sum(v, blockDim.x);
+    } else {
+      post_warp(v, turn);
+      read_warps(v, turn);
+    }
+  }
+
+  // The numbers of CTA lane % 16 of the cluster, zeros behind the last; `mine` are this CTA's.
+  __device__ float2 exchange(float2 mine, int turn) const {
+#if HAS_CLUSTERS
+    send_to_all(mine, turn);
+    return receive(turn);
+#else
+    return mine;
+#endif
+  }
+
+#if HAS_CLUSTERS
+  // The sum over the cluster in two steps, so that other work fits between them. The first: all
+  // threads of the CTA pass a barrier.
+  template <int COUNT>
+  __device__ void post(A (&v)[COUNT], int turn) const {
+    post_warp(v, turn);
+    if (threadIdx.x >= 32) return;
+    read_warps(v, turn);
+    send_to_all({v[0], COUNT == 2 ? v[COUNT - 1] : 0}, turn);
+  }
+
+  template <int COUNT>
+  __device__ void collect(A (&v)[COUNT], int turn) const {
+    const float2 part = receive(turn);
+    v[0] = part.x;
+    if (COUNT == 2) v[COUNT - 1] = part.y;
+    group_sum(v, MAX_CLUSTER);
+  }
+#endif
+
+ private:
+  Shared &shared;
+
+  __device__ Part *warps(int turn) const {
+    return shared.warps[turn % SLOTS] + (SEVERAL ? threadIdx.y * (blockDim.x / 32) : 0);
+  }
+
+  // Waits for the row's other warps.
+  __device__ void sync() const {
+    if (SEVERAL && blockDim.y > 1) {
+      sync_threads(1 + threadIdx.y, blockDim.x);
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // This warp's sums to shared memory. Of two sums each half of the warp adds one.
+  template <int COUNT>
+  __device__ void post_warp(A (&v)[COUNT], int turn) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    A sum[1] = {v[0]};
+    if constexpr (COUNT == 2) {
+      const bool is_upper = lane & 16;
+      sum[0] = is_upper ? v[1] : v[0];
+      sum[0] += __shfl_xor_sync(0xffffffffu, is_upper ? v[0] : v[1], 16);
+      group_sum(sum, 16);
+      if (lane % 16 == 0) warps(turn)[warp].v[lane / 16] = sum[0];
+    } else {
+      group_sum(sum);
+      if (lane == 0) warps(turn)[warp].v[0] = sum[0];
+    }
+    sync();
+  }
+
+  template <int COUNT>
+  __device__ void read_warps(A (&v)[COUNT], int turn) const {
+    const int count = blockDim.x / 32, lane = threadIdx.x % 32, part = lane % MAX_WARPS;
+    const int which = COUNT == 2 ? lane / 16 : 0;
+    A sum[1] = {part < count ? warps(turn)[part].v[which] : A(0)};
+    group_sum(sum, MAX_WARPS);
+    v[0] = sum[0];
+    if constexpr (COUNT == 2) {
+      const A other = __shfl_xor_sync(0xffffffffu, sum[0], 16);
+      v[0] = which == 0 ? sum[0] : other;
+      v[1] = which == 0 ? other : sum[0];
+    }
+  }
+
+#if HAS_CLUSTERS
+  // By the first threads of the CTA.
+  __device__ void send_to_all(float2 mine, int turn) const {
+    const int slot = turn % SLOTS;
+    if (threadIdx.x == 0) expect_bytes(&shared.arrived[slot], cluster * sizeof(float2));
+    if (threadIdx.x < cluster) {
+      send(&shared.ctas[slot][rank], &shared.arrived[slot], threadIdx.x, mine);
+    }
+  }
+
+  __device__ float2 receive(int turn) const {
+    const int slot = turn % SLOTS, cta = threadIdx.x % MAX_CLUSTER;
+    wait_cluster_phase(&shared.arrived[slot], turn / SLOTS % 2);
+    return cta < cluster ? shared.ctas[slot][cta] : float2{0, 0};
+  }
+#endif
+};
+
+#endif

@@ -1,0 +1,158 @@
+// Backward of the norms by CTAs that loop over rows. A row comes straight from memory into registers.
+// While its sums are under way, the next row's loads are in flight.
+#ifndef EXTENSION_CPP_NORM_BACKWARD_PERSISTENT_CUH
+#define EXTENSION_CPP_NORM_BACKWARD_PERSISTENT_CUH
+
+#include "norm/norm_backward.cuh"
+
+namespace norms {
+
+constexpr int PERSISTENT_ELEMENTS = 16;  // of a row, per thread
+// Threads of a CTA, which is alone on its SM.
+template <typename T, typename Form, bool ALIGNED>
+constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form::HAS_RESIDUAL,
+                                                           Form::DROPS_Y, ALIGNED);
+
+template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+struct PersistentRows {
+  static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
+  // In float32 with two sums per column the registers do not hold the weights as well; they come from
+  // the cache for every row.
+  static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
+  using Window = RowWindow<T, K, ALIGNED>;
+  using Sum = RowSum<float, 2, true>;
+  using Fragment = RowFragment<T, K, ALIGNED>;
+
+  const BackwardParams<T> &p;
+  Sum row_sum;
+  const int64_t first;  // row of this group of threads; the others are `groups` apart
+  const RowSlice<T, ALIGNED> slice;
+  const Window window;
+  Fragment x{}, grad_out{};  // of the next row
+  float2 moments{};          // likewise
+  // Of grad_out, the next row's; of grad_dropped, the current row's. It is made while loads are in
+  // flight.
+  RowMask<K, N> mask;
+  RowWeights<T, K, ALIGNED> weights;
+  ColumnSums<K, N, P> columns;
+  int turn = 0;
+
+  __device__ PersistentRows(const BackwardParams<T> &p, typename Sum::Shared &shared)
+      : p(p),
+        row_sum(shared, 1, 0),
+        first(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y),
+        slice(p.cols, first, p.slice, 0),
+        window(slice) {}
+
+  // A group without a row has zeros: its threads still take part in the sums of their warps.
+  __device__ void load(int64_t row) {
+    if (row < p.rows) {
+      x.load(p.x + row * p.x_stride, window, p.hint);
+      grad_out.load(p.grad_out + row * p.grad_out_stride, window, p.hint);
+      moments = load_moments(p, row);
+    } else {
+      x = grad_out = {};
+      moments = {};
+    }
+  }
+
+  // Brings a row into the L2, by one thread, and the row before it of grad_sum, whose loads have no
+  // time of their own.
+  __device__ void prefetch(int64_t row) const {
+    const int bytes = (slice.limit - slice.first) * static_cast<int>(sizeof(T));
+    if (threadIdx.x > 0 || bytes <= 0) return;
+    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && row - p.groups < p.rows) {
+      prefetch_bulk(p.grad_sum + (row - p.groups) * p.grad_sum_stride + slice.first, bytes, p.hint);
+    }
+    if (!p.has_prefetch || row >= p.rows) return;
+    prefetch_bulk(p.x + row * p.x_stride + slice.first, bytes, p.hint);
+    prefetch_bulk(p.grad_out + row * p.grad_out_stride + slice.first, bytes, p.hint);
+  }
+
+  __device__ void process(int64_t row) {
+    Fragment grad_sum{};
+    const bool is_row = row < p.rows;
+    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && is_row) {
+      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, window, p.hint);
+    }
+    if (!HOLDS_WEIGHTS) weights.load(p, window);
+    const auto statistics = to_statistics<T>(moments);
+    float xhat[K][N], g[K][N], sums[P] = {}, edge_xhat[1], edge_g[1];
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      unpack<T, N>(xhat[k], x.bits[k]);
+      unpack<T, N>(g[k], grad_out.bits[k]);
+      if (Form::DROPS_Y) drop(g[k], p.dropout, mask.bits[k]);
+      sum_elements<Norm>(xhat[k], g[k], weights.w[k], statistics, columns.sums[k], sums);
+    }
+    if (window.has_edge()) {
+      edge_xhat[0] = to_acc(x.edge), edge_g[0] = to_acc(grad_out.edge);
+      if (Form::DROPS_Y) drop(edge_g, p.dropout, mask.edge);
+      sum_elements<Norm>(edge_xhat, edge_g, weights.edge, statistics, columns.edge, sums);
+    }
+    load(row + p.groups);
+    prefetch(row + 2 * p.groups);
+    make_mask<Form>(mask, p, Form::DROPS_Y ? row + p.groups : row, window);
+    if (p.grad_x == nullptr) return;
+    row_sum.sum_cta(sums, turn++);
+    if (!is_row) return;
+#pragma unroll
+    for (int i = 0; i < P; ++i) sums[i] *= p.per_col;
+    const int64_t begin = row * p.cols;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!window.has(k)) continue;
+      float more[N];
+      if (Form::HAS_RESIDUAL) unpack<T, N>(more, grad_sum.bits[k]);
+      write_elements<Norm, Form>(p, begin + window.column(k), xhat[k], g[k], sums, more,
+                                 mask.bits[k]);
+    }
+    if (!window.has_edge()) return;
+    const float more[1] = {to_acc(grad_sum.edge)};
+    write_elements<Norm, Form>(p, begin + window.edge, edge_xhat, edge_g, sums, more, mask.edge);
+  }
+
+  // The sums over all rows of the CTA, to its partial row. `shared` has a row for each group.
+  __device__ void write_partial(float *shared) const {
+    const int threads = blockDim.x * blockDim.y;
+    for (int i = 0; i < P; ++i) {
+      if (!p.wanted[i]) continue;
+      __syncthreads();
+      columns.template write<ALIGNED>(shared + threadIdx.y * p.cols, window, i);
+      __syncthreads();
+      float *const out = partial_row(p, i, blockIdx.x, gridDim.x);
+      for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < p.cols; c += threads) {
+        float sum = 0;
+        for (int group = 0; group < static_cast<int>(blockDim.y); ++group) {
+          sum += shared[group * p.cols + c];
+        }
+        out[c] = sum;
+      }
+    }
+  }
+};
+
+template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+__global__ void __launch_bounds__((PERSISTENT_THREADS<T, Form, ALIGNED>), 1)
+    persistent_kernel(const __grid_constant__ BackwardParams<T> p) {
+  using Rows = PersistentRows<T, Norm, Form, K, ALIGNED>;
+  __shared__ typename Rows::Sum::Shared shared;
+  // Edges take the place of a vector of their own in the widest unaligned rows.
+  __shared__ __align__(
+      16) float partial[PERSISTENT_THREADS<T, Form, ALIGNED> * (PERSISTENT_ELEMENTS + !ALIGNED)];
+  Rows rows(p, shared);
+  rows.load(rows.first);
+  rows.prefetch(rows.first + p.groups);
+  if (Form::DROPS_Y) make_mask<Form>(rows.mask, p, rows.first, rows.window);
+  if (Rows::HOLDS_WEIGHTS) rows.weights.load(p, rows.window);
+  // As many turns for all groups of the CTA.
+  for (int64_t row = rows.first; row - threadIdx.y < p.rows; row += p.groups) {
+    rows.process(row);
+    release<Form>(p, row, rows.slice);
+  }
+  rows.write_partial(partial);
+}
+
+}  // namespace norms
+
+#endif

@@ -1,0 +1,277 @@
+// Backward of the norms for rows wider than a CTA, by clusters that loop over rows. Bulk copies bring
+// the rows into shared memory, some stages ahead. A row is read there twice, so that its registers are
+// free meanwhile; its sums travel through the cluster while the next row is summed.
+#ifndef EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
+#define EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
+
+#include "norm/norm_backward.cuh"
+
+namespace norms {
+
+constexpr int PIPELINE_THREADS = 512;  // of a CTA, which is alone on its SM
+
+// The rows of a cluster that begin at the same distance from a multiple of 16 bytes.
+struct Segment {
+  int64_t first, step, count;
+  int64_t partial;  // number of its partial row
+};
+
+// A row's place in shared memory.
+struct Place {
+  uint32_t x, grad_out;  // addresses of the CTA's slice
+  int stage;
+  uint32_t parity;  // of the stage's mbarrier
+};
+
+template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+struct PipelineRows {
+  static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
+  using Window = RowWindow<T, K, ALIGNED>;
+  using Fragment = RowFragment<T, K, ALIGNED>;
+  using Mask = RowMask<K, N>;
+  using Sum = RowSum<float, 4>;
+  struct Shared {
+    typename Sum::Shared sums;
+    uint64_t filled[MAX_STAGES];
+  };
+
+  const BackwardParams<T> &p;
+  const uint32_t memory;  // address of the stages
+  Shared &shared;
+  Sum row_sum;
+  const int rank;
+  RowSlice<T, ALIGNED> slice;
+  Window window;
+  // A row lies at the same distance from a multiple of 128 bytes as in global memory, because copies
+  // are slower otherwise: in vectors, that of the first row, and how much farther each next row is.
+  int x_shift, grad_out_shift, x_step, grad_out_step;
+  Place fetched{0, 0, -1, 0};  // of the last row whose copies were started
+  int turn = 0;                // rows that are finished
+  RowWeights<T, K, ALIGNED> weights;
+  ColumnSums<K, N, P> columns;
+
+  __device__ PipelineRows(const BackwardParams<T> &p, const uint4 *memory, Shared &shared, int rank)
+      : p(p),
+        memory(shared_address(memory)),
+        shared(shared),
+        row_sum(shared.sums, p.cluster, rank),
+        rank(rank),
+        slice(p.cols, 0, p.slice, rank),
+        window(slice) {}
+
+  __device__ void begin(const Segment &segment) {
+    slice = RowSlice<T, ALIGNED>(p.cols, segment.first, p.slice, rank);
+    window = Window(slice);
+    x_shift = vectors_behind(p.x + segment.first * p.x_stride + slice.begin);
+    grad_out_shift = vectors_behind(p.grad_out + segment.first * p.grad_out_stride + slice.begin);
+    x_step = static_cast<int>(segment.step * p.x_stride / N % 8);
+    grad_out_step = static_cast<int>(segment.step * p.grad_out_stride / N % 8);
+    weights.load(p, window);
+    columns = {};
+  }
+
+  __device__ static int vectors_behind(const T *data) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(data) / 16 % 8);
+  }
+
+  // Of the segment's row number i, from that of the row before.
+  __device__ Place next_place(const Place &before, int i) const {
+    Place next = before;
+    if (++next.stage == p.stages) next.stage = 0, next.parity ^= 1;
+    const int vector = next.stage * 2 * p.stage_vectors;
+    next.x = memory + 16 * (vector + (x_shift + i * x_step) % 8);
+    next.grad_out =
+        memory + 16 * (vector + p.stage_vectors + (grad_out_shift + i * grad_out_step) % 8);
+    return next;
+  }
+
+  // Starts the copies of a row, by one thread of the last warp: the first one has the edges.
+  __device__ void fetch(int64_t row, const Place &place) const {
+#if HAS_CLUSTERS
+    if (threadIdx.x != blockDim.x - 1) return;
+    const uint32_t bytes = 16 * slice.vectors(!ALIGNED && row == p.rows - 1);
+    uint64_t *const filled = &shared.filled[place.stage];
+    expect_bytes(filled, 2 * bytes);
+    if (bytes == 0) return;
+    const T *const x = p.x + row * p.x_stride + slice.begin;
+    const T *const grad_out = p.grad_out + row * p.grad_out_stride + slice.begin;
+    copy_bulk(place.x, x, bytes, filled, p.hint);
+    copy_bulk(place.grad_out, grad_out, bytes, filled, p.hint);
+#endif
+  }
+
+  // Brings a row of grad_sum into the L2, by one thread. It has no stages.
+  __device__ void prefetch(int64_t row, int64_t end) const {
+    if (!Form::HAS_RESIDUAL || p.grad_sum == nullptr) return;
+    if (threadIdx.x != blockDim.x - 1 || row >= end) return;
+    const int bytes = (slice.limit - slice.first) * static_cast<int>(sizeof(T));
+    if (bytes <= 0) return;
+    prefetch_bulk(p.grad_sum + row * p.grad_sum_stride + slice.first, bytes, p.hint);
+  }
+
+  // The edge of a row. The copy of the tensor's last row ends before the edges behind its vectors.
+  __device__ float load_edge(const T *data, int64_t stride, int64_t row, uint32_t place) const {
+    if (row == p.rows - 1) return to_acc(data[row * stride + window.edge]);
+    const uint32_t address = place + (window.edge - slice.begin) * sizeof(T);
+    return to_acc(*static_cast<const T *>(__cvta_shared_to_generic(address)));
+  }
+
+  // Calls f(x, grad_out, weight, columns, k) with the vectors of a row, and with its edge, for which k
+  // is K.
+  template <typename F>
+  __device__ void for_each(int64_t row, const Place &place, const Mask &mask, const F &f) {
+    const uint32_t offset = 16 * ((window.first - slice.begin) / N);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float x[N], grad[N];
+      const uint32_t at = offset + 16 * k * blockDim.x;
+      unpack<T, N>(x, load_shared(place.x + at, window.has(k)));
+      unpack<T, N>(grad, load_shared(place.grad_out + at, window.has(k)));
+      if (Form::DROPS_Y) drop(grad, p.dropout, mask.bits[k]);
+      f(x, grad, weights.w[k], columns.sums[k], k);
+    }
+    if (!window.has_edge()) return;
+    float x[1] = {load_edge(p.x, p.x_stride, row, place.x)};
+    float grad[1] = {load_edge(p.grad_out, p.grad_out_stride, row, place.grad_out)};
+    if (Form::DROPS_Y) drop(grad, p.dropout, mask.edge);
+    f(x, grad, weights.edge, columns.edge, K);
+  }
+
+  // Adds a row to the sums over the rows, and hands in its own sums. `turn` counts the rows.
+  __device__ void sum(int64_t row, int turn, const Place &place, const Mask &mask,
+                      const Statistics<float> &statistics) {
+#if HAS_CLUSTERS
+    float sums[P] = {};
+    wait_phase(&shared.filled[place.stage], place.parity);
+    for_each(row, place, mask, [&](auto &x, auto &grad, const auto &weight, auto &columns, int) {
+      sum_elements<Norm>(x, grad, weight, statistics, columns, sums);
+    });
+    row_sum.post(sums, turn);
+#endif
+  }
+
+  // Writes grad_x of a row.
+  __device__ void finish(int64_t row, int turn, const Place &place, const Mask &mask,
+                         const Statistics<float> &statistics, const Fragment &grad_sum) {
+#if HAS_CLUSTERS
+    float sums[P];
+    row_sum.collect(sums, turn);
+#pragma unroll
+    for (int n = 0; n < P; ++n) sums[n] *= p.per_col;
+    const int64_t begin = row * p.cols;
+    for_each(row, place, mask, [&](auto &x, auto &grad, const auto &weight, auto &, int k) {
+      constexpr int M = sizeof x / sizeof x[0];
+      if (M == N && !window.has(k)) return;
+      float more[M];
+      if constexpr (M == N) {
+        unpack<T, N>(more, grad_sum.bits[k]);
+      } else {
+        more[0] = to_acc(grad_sum.edge);
+      }
+      normalize_elements<Norm>(x, grad, weight, statistics);
+      const int64_t at = begin + (M == N ? window.column(k) : window.edge);
+      write_elements<Norm, Form>(p, at, x, grad, sums, more, M == N ? mask.bits[k] : mask.edge);
+    });
+#endif
+  }
+
+  __device__ void run(const Segment &segment) {
+    begin(segment);
+    const int64_t end = segment.first + segment.count * segment.step, step = segment.step;
+    const auto start_copies = [&](int i) {
+      fetched = next_place(fetched, i);
+      fetch(segment.first + i * step, fetched);
+    };
+    Place now = next_place(fetched, 0), next;
+    for (int i = 0; i < p.stages && i < segment.count; ++i) start_copies(i);
+    // mean and rstd are loaded two rows ahead.
+    float2 moments = load_moments(p, segment.first), next_moments{}, later_moments{};
+    if (segment.count > 1) next_moments = load_moments(p, segment.first + step);
+    Mask mask, next_mask;
+    make_mask<Form>(mask, p, segment.first, window);
+    sum(segment.first, turn, now, mask, to_statistics<T>(moments));
+    int i = 0;
+    for (int64_t row = segment.first; row < end; row += step, ++i, ++turn) {
+      const int64_t next_row = row + step;
+      if (next_row + step < end) later_moments = load_moments(p, next_row + step);
+      Fragment grad_sum{};
+      if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {
+        grad_sum.load(p.grad_sum + row * p.grad_sum_stride, window, p.hint);
+      }
+      prefetch(next_row, end);
+      if (next_row < end) {
+        make_mask<Form>(next_mask, p, next_row, window);
+        next = next_place(now, i + 1);
+        sum(next_row, turn + 1, next, next_mask, to_statistics<T>(next_moments));
+        // That passed a barrier: every warp has finished the row before.
+        if (i > 0 && i - 1 + p.stages < segment.count) start_copies(i - 1 + p.stages);
+      }
+      if (p.grad_x != nullptr) {
+        finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
+      }
+      release<Form>(p, row, slice);
+      now = next;
+      mask = next_mask;
+      moments = next_moments;
+      next_moments = later_moments;
+    }
+    write_partial(segment.partial);
+    __syncthreads();  // every warp has read the last rows: their stages are free
+  }
+
+  // This CTA's columns of a partial row.
+  __device__ void write_partial(int64_t number) const {
+    for (int i = 0; i < P; ++i) {
+      if (!p.wanted[i]) continue;
+      float *const out = partial_row(p, i, number, p.groups + p.period - 1);
+      columns.template write<ALIGNED>(out, window, i);
+    }
+  }
+
+  // All rows of the cluster: in turn with the other clusters; of unaligned rows, a share of all rows in
+  // the order of their classes, which is in one class, or in some after another. Class c of group g has
+  // partial row g + c. Where a group ends with a class, one number is left out, and its row is zeros.
+  __device__ void run_all() {
+    const int64_t group = blockIdx.x / p.cluster;
+    row_sum.wait_for_others();
+    if (p.period == 1) {
+      run({group, p.groups, (p.rows - group + p.groups - 1) / p.groups, group});
+      return;
+    }
+    const int64_t begin = p.rows * group / p.groups, end = p.rows * (group + 1) / p.groups;
+    int64_t class_begin = 0;
+    for (int c = 0; c < p.period; ++c) {
+      const int64_t class_end = class_begin + (p.rows - c + p.period - 1) / p.period;
+      const int64_t from = max(begin, class_begin), to = min(end, class_end);
+      if (from < to) {
+        run({c + (from - class_begin) * p.period, p.period, to - from, group + c});
+        if (from == begin && begin == class_begin && c > 0) {
+          columns = {};
+          write_partial(group + c - 1);
+        }
+      }
+      class_begin = class_end;
+    }
+  }
+};
+
+template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+__global__ void __launch_bounds__(PIPELINE_THREADS, 1)
+    pipeline_kernel(const __grid_constant__ BackwardParams<T> p) {
+#if HAS_CLUSTERS
+  using Rows = PipelineRows<T, Norm, Form, K, ALIGNED>;
+  extern __shared__ __align__(128) uint4 memory[];
+  __shared__ typename Rows::Shared shared;
+  if (threadIdx.x == 0) {
+    for (uint64_t &barrier : shared.filled) init_mbarrier(&barrier, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  Rows rows(p, memory, shared, cluster_rank());
+  rows.run_all();
+#endif
+}
+
+}  // namespace norms
+
+#endif

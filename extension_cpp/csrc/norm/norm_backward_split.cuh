@@ -1,0 +1,189 @@
+// Backward of few rows in one kernel with two kinds of CTAs, none of which waits for another.
+//
+// Row CTAs write grad_x: a row in the registers of its threads, as in forward.
+// Column CTAs write the parameters' gradients: some columns over all rows. They read x and grad_out a
+// second time, which the L2 serves while the tensors are small. They come first in the grid, because
+// they take longest.
+//
+// This saves the second kernel that adds partial rows. Row CTAs alone serve any number of rows where
+// grad_x is all that is wanted.
+#ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
+#define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
+
+#include "norm/norm_backward_persistent.cuh"
+#include "norm/norm_backward_pipeline.cuh"
+
+namespace norms {
+
+constexpr int SPLIT_THREADS = 512;
+
+template <typename Norm, typename Form, int K, typename T>
+__device__ inline void split_rows(const BackwardParams<T> &p) {
+  constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
+  using Sum = RowSum<float, 1, true>;
+  __shared__ typename Sum::Shared shared;
+  const int64_t row = static_cast<int64_t>(blockIdx.x - p.column_ctas) * blockDim.y + threadIdx.y;
+  const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
+  const RowWindow<T, K, true> window(RowSlice<T, true>(p.cols, row, p.slice, 0));
+  RowFragment<T, K, true> x{}, grad_out{}, grad_sum{};
+  RowWeights<T, K, true> weights;
+  RowMask<K, N> mask;
+  Statistics<float> statistics{};
+  weights.load(p, window);
+  if (is_row) {
+    x.load(p.x + row * p.x_stride, window, p.hint);
+    grad_out.load(p.grad_out + row * p.grad_out_stride, window, p.hint);
+    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {
+      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, window, p.hint);
+    }
+    statistics = to_statistics<T>(load_moments(p, row));
+    make_mask<Form>(mask, p, row, window);
+  }
+  float xhat[K][N], g[K][N], sums[P] = {};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    unpack<T, N>(xhat[k], x.bits[k]);
+    unpack<T, N>(g[k], grad_out.bits[k]);
+    if (Form::DROPS_Y) drop(g[k], p.dropout, mask.bits[k]);
+    normalize_elements<Norm>(xhat[k], g[k], weights.w[k], statistics);
+#pragma unroll
+    for (int j = 0; j < N; ++j) Norm::add_to_row(sums, g[k][j], xhat[k][j]);
+  }
+  Sum(shared, 1, 0).sum_cta(sums, 0);
+  if (!is_row) return;
+#pragma unroll
+  for (int i = 0; i < P; ++i) sums[i] *= p.per_col;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!window.has(k)) continue;
+    float more[N];
+    unpack<T, N>(more, grad_sum.bits[k]);
+    const int64_t at = row * p.cols + window.column(k);
+    write_elements<Norm, Form>(p, at, xhat[k], g[k], sums, more, mask.bits[k]);
+  }
+}
+
+// A thread sums N columns over every (threads / COLUMN_VECTORS)th row, two rows at a time.
+template <typename Norm, typename Form, typename T>
+__device__ inline void sum_columns(const BackwardParams<T> &p, int column, int first, int step,
+                                   float (&sums)[VECTOR<T>][Norm::PARAMETERS]) {
+  constexpr int N = VECTOR<T>, ROWS = 2;
+  for (int64_t begin = first; begin < p.rows; begin += ROWS * step) {
+    Vector<T, N> x[ROWS], grad_out[ROWS];
+    Statistics<float> statistics[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int64_t row = begin + r * step;
+      const bool is_row = row < p.rows;
+      x[r] = load_hinted(p.x + row * p.x_stride + column, is_row, p.hint);
+      grad_out[r] = load_hinted(p.grad_out + row * p.grad_out_stride + column, is_row, p.hint);
+      statistics[r] = to_statistics<T>(is_row ? load_moments(p, row) : float2{});
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      float values[N], grad[N];
+      unpack<T, N>(values, x[r]);
+      unpack<T, N>(grad, grad_out[r]);
+      if (Form::DROPS_Y) {
+        uint32_t mask[1];
+        keep<N>(mask, p.dropout, *p.dropout.seed, {(begin + r * step) * p.cols + column});
+        drop(grad, p.dropout, mask[0]);
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        Norm::add_to_column(sums[j], grad[j], Norm::xhat(values[j], statistics[r]));
+      }
+    }
+  }
+}
+
+template <typename Norm, typename Form, typename T>
+__device__ inline void split_columns(const BackwardParams<T> &p) {
+  constexpr int N = VECTOR<T>, P = Norm::PARAMETERS, X = COLUMN_VECTORS, WIDTH = X * N;
+  __shared__ float shared[SPLIT_THREADS / 32][P][WIDTH];
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int x = thread % X, column = (blockIdx.x * X + x) * N;
+  float sums[N][P] = {};
+  if (column < p.cols) sum_columns<Norm, Form>(p, column, thread / X, threads / X, sums);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+#pragma unroll
+      for (int offset = 16; offset >= X; offset /= 2) {
+        sums[j][i] += __shfl_xor_sync(0xffffffffu, sums[j][i], offset);
+      }
+      if (thread % 32 < X) shared[thread / 32][i][x * N + j] = sums[j][i];
+    }
+  }
+  __syncthreads();
+  for (int n = thread; n < P * WIDTH; n += threads) {
+    const int i = n / WIDTH, c = blockIdx.x * WIDTH + n % WIDTH;
+    float sum = 0;
+    for (int warp = 0; warp < threads / 32; ++warp) sum += shared[warp][i][n % WIDTH];
+    if (c >= p.cols || p.grad_parameters[i] == nullptr) continue;
+    if (p.is_float) {
+      static_cast<float *>(p.grad_parameters[i])[c] = sum;
+    } else {
+      static_cast<T *>(p.grad_parameters[i])[c] = from_acc<T>(sum);
+    }
+  }
+}
+
+template <typename T, typename Norm, typename Form, int K>
+__global__ void __maxnreg__(64) split_kernel(const __grid_constant__ BackwardParams<T> p) {
+  if (static_cast<int64_t>(blockIdx.x) < p.column_ctas) {
+    split_columns<Norm, Form>(p);
+  } else {
+    split_rows<Norm, Form, K>(p);
+  }
+}
+
+template <typename T>
+cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream) {
+  BackwardParams<T> p{};
+  set_geometry(p, plan, args.rows, args.cols);
+  p.x = static_cast<const T *>(args.x);
+  p.x_stride = args.x_stride;
+  p.grad_out = static_cast<const T *>(args.grad_out);
+  p.grad_out_stride = args.grad_out_stride;
+  p.mean = static_cast<const float *>(args.mean);
+  p.rstd = static_cast<const float *>(args.rstd);
+  p.weight = args.weight;
+  p.is_float = args.weight_dtype != args.dtype;
+  p.grad_x = static_cast<T *>(args.grad_x);
+  p.grad_sum = static_cast<const T *>(args.grad_sum);
+  p.grad_sum_stride = args.grad_sum_stride;
+  p.grad_dropped = static_cast<T *>(args.grad_dropped);
+  p.dropout = args.dropout_y.seed == nullptr ? args.dropout_x : args.dropout_y;
+  p.grad_parameters[0] = args.grad_weight;
+  p.grad_parameters[1] = args.grad_bias;
+  p.wanted[0] = args.grad_weight != nullptr;
+  p.wanted[1] = args.grad_bias != nullptr;
+  p.partial = static_cast<float *>(args.partial);
+  p.groups = plan.groups;
+  p.period = plan.period;
+  p.has_prefetch = plan.has_prefetch;
+  p.stages = plan.stages;
+  p.stage_vectors = plan.stage_vectors;
+  p.column_ctas = plan.column_ctas;
+  return with_form(args.mean != nullptr, form_of(args), [&](auto norm, auto form) {
+    using Norm = decltype(norm);
+    using FormOf = decltype(form);
+    if (plan.kernel == Kernel::SPLIT) {
+      return launch<split_kernel<T, Norm, FormOf, 2>>(p, plan, stream);
+    }
+    constexpr int K = PERSISTENT_ELEMENTS / VECTOR<T>;
+    return with_variant<K>(plan, [&](auto, auto aligned) {
+      constexpr bool ALIGNED = decltype(aligned)::value;
+      if (plan.kernel == Kernel::PIPELINE) {
+        return launch<pipeline_kernel<T, Norm, FormOf, K, ALIGNED>>(p, plan, stream);
+      }
+      return launch<persistent_kernel<T, Norm, FormOf, K, ALIGNED>>(p, plan, stream);
+    });
+  });
+}
+
+}  // namespace norms
+
+#endif

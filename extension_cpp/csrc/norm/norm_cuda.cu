@@ -1,0 +1,261 @@
+// The norms on the GPU, from a call to its kernels: the problem and the device give a plan
+// (norm_plan.h), the plan names the kernel. Here are also the launches of the fallback, and the sum of
+// the partial rows.
+#include <atomic>
+#include <utility>
+
+#include "norm/norm_generic.cuh"
+
+namespace norms {
+
+// Asked only how many clusters of it run at once.
+__global__ void cluster_probe_kernel() {}
+
+static cudaError_t ask_device(Device &device, int number) {
+  device = {};
+  int major = 0, l2_bytes = 0;
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, number);
+  }
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, cluster_probe_kernel);
+  if (error != cudaSuccess) return error;
+  if (major == 9) device.l2_bytes = l2_bytes;
+  // Code for an older architecture, which the driver translated for this one, has no clusters.
+  if (attributes.ptxVersion < 90) return cudaSuccess;
+  constexpr int SHARED = 160 << 10;  // one CTA per SM
+  error = cudaFuncSetAttribute(cluster_probe_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               SHARED);
+  if (error != cudaSuccess) {  // an SM with less shared memory: no pipeline, and so no clusters
+    cudaGetLastError();
+    return cudaSuccess;
+  }
+  error =
+      cudaFuncSetAttribute(cluster_probe_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  for (int log = 1; log < 5 && error == cudaSuccess; ++log) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {1u << log, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1u << log);
+    config.blockDim = dim3(512);
+    config.dynamicSmemBytes = SHARED;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaOccupancyMaxActiveClusters(&device.clusters[log], cluster_probe_kernel, &config);
+    if (error == cudaErrorInvalidClusterSize) {  // larger than this device's
+      cudaGetLastError();
+      device.clusters[log] = 0;
+      return cudaSuccess;
+    }
+  }
+  return error;
+}
+
+static std::atomic<uint64_t> allowed_shapes{~uint64_t{0}};
+
+// What plans need of the current device. The driver is asked once per thread and device.
+static cudaError_t current_device(Device &device) {
+  thread_local int known = -1;
+  thread_local Device facts;
+  int number;
+  cudaError_t error = cudaGetDevice(&number);
+  if (error == cudaSuccess && number != known) {
+    error = ask_device(facts, number);
+    known = error == cudaSuccess ? number : -1;
+  }
+  device = facts;
+  device.shapes = allowed_shapes;
+  return error;
+}
+
+// ---- the problem ----
+
+static bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// Whether row r of the tensor begins as far behind a multiple of 16 bytes as r * cols elements end.
+static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
+  return data == nullptr ||
+         (is_aligned(data) && (p.rows == 1 || (stride - p.cols) % vector_elements(p.dtype) == 0));
+}
+
+static Problem problem_of(const norm_forward_args &args) {
+  Problem p{};
+  p.is_layer_norm = args.centered;
+  p.form = form_of(args);
+  p.dtype = args.dtype;
+  p.rows = args.rows;
+  p.cols = args.cols;
+  p.is_congruent = is_congruent(p, args.x, args.x_stride) && is_congruent(p, args.y, p.cols) &&
+                   is_congruent(p, args.residual, args.residual_stride) &&
+                   is_congruent(p, args.sum, p.cols) && is_aligned(args.weight) &&
+                   is_aligned(args.bias);
+  return p;
+}
+
+static Problem problem_of(const norm_backward_args &args) {
+  Problem p{};
+  p.is_backward = true;
+  p.is_layer_norm = args.mean != nullptr;
+  p.form = form_of(args);
+  p.dtype = args.dtype;
+  p.rows = args.rows;
+  p.cols = args.cols;
+  p.is_congruent = is_congruent(p, args.x, args.x_stride) &&
+                   is_congruent(p, args.grad_out, args.grad_out_stride) &&
+                   is_congruent(p, args.grad_x, p.cols) &&
+                   is_congruent(p, args.grad_sum, args.grad_sum_stride) &&
+                   is_congruent(p, args.grad_dropped, p.cols) && is_aligned(args.weight);
+  p.wants_x = args.grad_x != nullptr;
+  p.wants_parameters = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  return p;
+}
+
+// The C++ type of a dtype but float64.
+template <typename F>
+static cudaError_t with_fast_type(dtype_t dtype, F &&f) {
+  switch (dtype) {
+    case DTYPE_FLOAT32: return f(float{});
+    case DTYPE_BFLOAT16: return f(__nv_bfloat16{});
+    case DTYPE_FLOAT16: return f(__half{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+// ---- the fallback ----
+
+static dim3 generic_threads(const Plan &plan) {
+  return dim3(plan.threads, static_cast<unsigned>(plan.rows_per_cta));
+}
+
+static unsigned generic_ctas(const Plan &plan, int64_t rows) {
+  return static_cast<unsigned>(std::min<int64_t>(ceil_div(rows, plan.rows_per_cta), INT32_MAX));
+}
+
+static cudaError_t generic_forward(const norm_forward_args &args, const Plan &plan,
+                                   cudaStream_t stream) {
+  return with_dtype(args.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto kernel =
+        args.centered ? generic_forward_kernel<T, LayerNorm> : generic_forward_kernel<T, RmsNorm>;
+    kernel<<<generic_ctas(plan, args.rows), generic_threads(plan), 0, stream>>>(args);
+    return cudaGetLastError();
+  });
+}
+
+// Partial rows of the fallback: a few CTAs per SM, as far as there are rows.
+static int64_t generic_parts(const norm_backward_args &args, const Device &device) {
+  const int64_t tiles = ceil_div(args.cols, COLUMNS_X);
+  const int64_t most = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
+  return std::min(ceil_div(args.rows, COLUMNS_Y), most);
+}
+
+template <typename T, typename Norm>
+static cudaError_t generic_backward(const norm_backward_args &args, const Plan &plan, int64_t parts,
+                                    cudaStream_t stream) {
+  if (args.grad_x != nullptr && args.rows > 0) {
+    generic_rows_kernel<T, Norm>
+        <<<generic_ctas(plan, args.rows), generic_threads(plan), 0, stream>>>(args);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  if (parts == 0 || (args.grad_weight == nullptr && args.grad_bias == nullptr)) return cudaSuccess;
+  const dim3 ctas(static_cast<unsigned>(ceil_div(args.cols, COLUMNS_X)),
+                  static_cast<unsigned>(parts));
+  generic_columns_kernel<T, Norm>
+      <<<ctas, dim3(COLUMNS_X, COLUMNS_Y), 0, stream>>>(args, ceil_div(args.rows, parts));
+  return cudaGetLastError();
+}
+
+// ---- partial rows ----
+
+static int64_t parts_of(const norm_backward_args &args, const Plan &plan, const Device &device) {
+  if (plan.kernel == Kernel::GENERIC) return generic_parts(args, device);
+  if (plan.kernel == Kernel::SPLIT) return 0;
+  return plan.kernel == Kernel::PIPELINE ? plan.groups + plan.period - 1 : plan.ctas;
+}
+
+template <typename A, typename W>
+static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts,
+                                cudaStream_t stream) {
+  void *outputs[2] = {args.grad_weight, args.grad_bias};
+  if (outputs[0] == nullptr) std::swap(outputs[0], outputs[1]);
+  if (outputs[0] == nullptr) return cudaSuccess;
+  const int64_t ctas = ceil_div(args.cols, PARTIALS_X) * (outputs[1] == nullptr ? 1 : 2);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(PARTIALS_X, PARTIALS_Y);
+  config.stream = stream;
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, sum_partials_kernel<A, W>);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  // Code for an older architecture does not wait for the kernel before.
+  config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, sum_partials_kernel<A, W>,
+                            static_cast<const A *>(args.partial), static_cast<W *>(outputs[0]),
+                            static_cast<W *>(outputs[1]), parts, args.cols);
+}
+
+}  // namespace norms
+
+// For benchmarks/norm_plans.py, which times one shape beside another: the rows of the table that may be
+// picked.
+extern "C" __attribute__((visibility("default"))) void extension_cpp_norm_shapes(uint64_t shapes) {
+  norms::allowed_shapes = shapes;
+}
+
+extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
+  using namespace norms;
+  const auto on = static_cast<cudaStream_t>(stream);
+  Device device;
+  const cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return error;
+  const Plan plan = pick(problem_of(*args), device);
+  if (plan.kernel == Kernel::GENERIC) return generic_forward(*args, plan, on);
+  return with_fast_type(args->dtype,
+                        [&](auto zero) { return forward<decltype(zero)>(*args, plan, on); });
+}
+
+extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
+  using namespace norms;
+  Device device;
+  if (current_device(device) != cudaSuccess) return 0;  // the launch says why
+  const Plan plan = pick(problem_of(*args), device);
+  const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
+  const int64_t size = args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float);
+  return sums * parts_of(*args, plan, device) * args->cols * size;
+}
+
+extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) {
+  using namespace norms;
+  const auto on = static_cast<cudaStream_t>(stream);
+  Device device;
+  cudaError_t error = current_device(device);
+  if (error != cudaSuccess) return error;
+  const Plan plan = pick(problem_of(*args), device);
+  const int64_t parts = parts_of(*args, plan, device);
+  if (plan.kernel == Kernel::GENERIC) {
+    error = with_dtype(args->dtype, [&](auto zero) {
+      using T = decltype(zero);
+      return args->mean != nullptr ? generic_backward<T, LayerNorm>(*args, plan, parts, on)
+                                   : generic_backward<T, RmsNorm>(*args, plan, parts, on);
+    });
+  } else {
+    error = with_fast_type(args->dtype,
+                           [&](auto zero) { return backward<decltype(zero)>(*args, plan, on); });
+    if (plan.kernel == Kernel::SPLIT) return error;
+  }
+  if (error != cudaSuccess) return error;
+  if (args->dtype == DTYPE_FLOAT64) return sum_partials<double, double>(*args, parts, on);
+  return with_fast_type(args->weight_dtype, [&](auto zero) {
+    return sum_partials<float, decltype(zero)>(*args, parts, on);
+  });
+}

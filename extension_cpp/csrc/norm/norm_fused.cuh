@@ -1,0 +1,172 @@
+// The parameters of the norms' GPU kernels, and the prologues and epilogues of the fused forms. A form
+// says what stands beside the norm:
+//   Plain        nothing
+//   Residual     prologue: sum = residual + dropout(x) takes the place of x
+//                backward: grad_x += grad_sum, grad_dropped = dropout(grad_x)
+//   DropoutOfY   epilogue: y = dropout(y); backward: grad_out = dropout(grad_out) first
+#ifndef EXTENSION_CPP_NORM_FUSED_CUH
+#define EXTENSION_CPP_NORM_FUSED_CUH
+
+#include "common/cuda_dropout.cuh"
+#include "common/cuda_row.cuh"
+#include "norm/norm.h"
+
+namespace norms {
+
+// What the row blocks need of a call (cuda_row.cuh).
+struct Geometry {
+  int64_t rows;
+  int cols;
+  int slice;             // columns of a CTA
+  int cluster;           // CTAs that share a row
+  float per_col;         // 1 / cols
+  uint64_t hint;         // of what is read (cuda_cache.cuh)
+  int64_t release_from;  // the first row whose lines are marked evict_normal again; rows: none
+};
+
+template <typename T>
+struct ForwardParams : Geometry {
+  const T *x;
+  int64_t x_stride;
+  const void *parameters[2];  // weight, bias; NULL: ones, zeros
+  bool are_float;             // beside half types
+  T *y;
+  float *mean;  // NULL: not wanted, or rms_norm
+  float *rstd;  // NULL: not wanted
+  float eps;
+  const T *residual;
+  int64_t residual_stride;
+  T *sum;
+  dropout_t dropout;
+  int ahead;  // rows to the one that is brought into the L2; 0: none
+};
+
+template <typename T>
+struct BackwardParams : Geometry {
+  const T *x;
+  int64_t x_stride;
+  const T *grad_out;
+  int64_t grad_out_stride;
+  const float *mean;  // NULL: rms_norm
+  const float *rstd;
+  const void *weight;  // NULL: ones
+  bool is_float;       // the weight, beside half types
+  T *grad_x;           // NULL: not wanted
+  const T *grad_sum;   // NULL: none
+  int64_t grad_sum_stride;
+  T *grad_dropped;  // NULL: not wanted
+  dropout_t dropout;
+  bool wanted[2];     // grad_weight, grad_bias
+  float *partial;     // (wanted, groups of rows, cols): the sums over the rows of each group
+  int64_t groups;     // of a persistent kernel: rows under way at once
+  int period;         // of the pipeline: classes of rows that begin alike
+  bool has_prefetch;  // likewise: brings the row after the next into the L2
+  int stages, stage_vectors;  // of the pipeline: rows, and vectors of a tensor's row
+  void *grad_parameters[2];   // the split kernel writes them itself
+  int column_ctas;            // likewise
+};
+
+// Which of a thread's elements of a row dropout keeps, a bit each.
+template <int K, int N>
+struct RowMask {
+  uint32_t bits[K], edge;
+
+  template <typename Window>
+  __device__ void make(const dropout_t &dropout, int64_t row_begin, const Window &window) {
+    int64_t first[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) first[k] = row_begin + window.column(k);
+    keep<N>(bits, dropout, *dropout.seed, first);
+    if (window.has_edge()) edge = keep_one(dropout, *dropout.seed, row_begin + window.edge);
+  }
+};
+
+// HAS_RESIDUAL: forward reads a residual, backward grad_sum. DROPS_Y: forward drops y, backward
+// grad_out. Forward<...> is a thread's part of the prologue and the epilogue; M elements are those of
+// a vector, or an edge.
+struct Plain {
+  static constexpr bool HAS_RESIDUAL = false, DROPS_Y = false;
+
+  template <typename T, int K, bool ALIGNED>
+  struct Forward {
+    RowMask<K, VECTOR<T>> mask;
+    using Window = RowWindow<T, K, ALIGNED>;
+    __device__ void load(const ForwardParams<T> &, int64_t, const Window &) {}
+    __device__ void prologue(RowFragment<T, K, ALIGNED> &, const ForwardParams<T> &, int64_t,
+                             const Window &) const {}
+    template <int M>
+    __device__ static void epilogue(float (&)[M], const ForwardParams<T> &, uint32_t) {}
+  };
+};
+
+struct Residual {
+  static constexpr bool HAS_RESIDUAL = true, DROPS_Y = false;
+
+  template <typename T, int K, bool ALIGNED>
+  struct Forward {
+    static constexpr int N = VECTOR<T>;
+    using Window = RowWindow<T, K, ALIGNED>;
+    RowFragment<T, K, ALIGNED> residual;
+    RowMask<K, N> mask;
+
+    __device__ void load(const ForwardParams<T> &p, int64_t row, const Window &window) {
+      residual.load(p.residual + row * p.residual_stride, window, p.hint);
+      if (p.dropout.seed != nullptr) mask.make(p.dropout, row * p.cols, window);
+    }
+
+    // x becomes residual + dropout(x), rounded to T, which is also written.
+    __device__ void prologue(RowFragment<T, K, ALIGNED> &x, const ForwardParams<T> &p, int64_t row,
+                             const Window &window) const {
+      T *const sum = p.sum + row * p.cols;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (!window.has(k)) continue;
+        float values[N], added[N];
+        unpack<T, N>(values, x.bits[k]);
+        unpack<T, N>(added, residual.bits[k]);
+        add(values, added, p, mask.bits[k]);
+        store<T, N>(sum + window.column(k), values);
+        x.bits[k] = pack<T, N>(values);
+      }
+      if (!window.has_edge()) return;
+      float value[1] = {to_acc(x.edge)};
+      const float added[1] = {to_acc(residual.edge)};
+      add(value, added, p, mask.edge);
+      sum[window.edge] = x.edge = from_acc<T>(value[0]);
+    }
+
+    template <int M>
+    __device__ static void add(float (&x)[M], const float (&added)[M], const ForwardParams<T> &p,
+                               uint32_t mask) {
+      if (p.dropout.seed != nullptr) drop(x, p.dropout, mask);
+#pragma unroll
+      for (int j = 0; j < M; ++j) x[j] += added[j];
+    }
+    template <int M>
+    __device__ static void epilogue(float (&)[M], const ForwardParams<T> &, uint32_t) {}
+  };
+};
+
+struct DropoutOfY {
+  static constexpr bool HAS_RESIDUAL = false, DROPS_Y = true;
+
+  template <typename T, int K, bool ALIGNED>
+  struct Forward {
+    using Window = RowWindow<T, K, ALIGNED>;
+    RowMask<K, VECTOR<T>> mask;
+
+    __device__ void load(const ForwardParams<T> &p, int64_t row, const Window &window) {
+      mask.make(p.dropout, row * p.cols, window);
+    }
+    __device__ void prologue(RowFragment<T, K, ALIGNED> &, const ForwardParams<T> &, int64_t,
+                             const Window &) const {}
+    template <int M>
+    __device__ static void epilogue(float (&y)[M], const ForwardParams<T> &p, uint32_t mask) {
+      drop(y, p.dropout, mask);
+    }
+  };
+};
+
+}  // namespace norms
+
+#endif

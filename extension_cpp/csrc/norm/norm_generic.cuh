@@ -1,0 +1,195 @@
+// The fallback for the norms on the GPU: float64, tensors whose rows begin at different distances from
+// multiples of 16 bytes, and rows wider than a cluster takes. It reads element by element, and a row
+// again for each pass. The formulas are those of norm_math.cuh.
+//
+// generic_forward_kernel, generic_rows_kernel: blockDim.x threads take a row.
+// generic_columns_kernel: a CTA sums 32 columns over a chunk of the rows, for one partial row.
+// sum_partials_kernel: adds the partial rows, also those of the other kernels.
+#ifndef EXTENSION_CPP_NORM_GENERIC_CUH
+#define EXTENSION_CPP_NORM_GENERIC_CUH
+
+#include "norm/norm_launch.cuh"
+
+namespace norms {
+
+// Parameter number c; `data` NULL: `missing`.
+template <typename T>
+__device__ inline acc_t<T> parameter(const void *data, bool is_float, int64_t c, int missing) {
+  if (data == nullptr) return missing;
+  if (is_float) return static_cast<const float *>(data)[c];
+  return to_acc(static_cast<const T *>(data)[c]);
+}
+
+// Dropout of element i.
+template <typename A>
+__device__ inline A drop_element(A x, const dropout_t &dropout, int64_t i) {
+  A one[1] = {x};
+  if (dropout.seed != nullptr) drop(one, dropout, keep_one(dropout, *dropout.seed, i));
+  return one[0];
+}
+
+template <typename T, typename Norm>
+__global__ void __launch_bounds__(256)
+    generic_forward_kernel(const __grid_constant__ norm_forward_args p) {
+  using A = acc_t<T>;
+  using Sum = RowSum<A, 2>;
+  __shared__ typename Sum::Shared shared;
+  Sum row_sum(shared, 1, 0);
+  int turn = 0;
+  const A per_col = 1 / static_cast<A>(p.cols);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows;
+       first += step) {
+    const int64_t row = first + threadIdx.y, cols = row < p.rows ? p.cols : 0;
+    const T *x = static_cast<const T *>(p.x) + row * p.x_stride;
+    if (p.residual != nullptr) {
+      const T *const residual = static_cast<const T *>(p.residual) + row * p.residual_stride;
+      T *const sum = static_cast<T *>(p.sum) + row * p.cols;
+      for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
+        const A dropped = drop_element(to_acc(x[c]), p.dropout_x, row * p.cols + c);
+        sum[c] = from_acc<T>(dropped + to_acc(residual[c]));
+      }
+      x = sum;  // each thread reads what it wrote
+    }
+    const Statistics<A> statistics = Norm::statistics(
+        [&](auto &&f) {
+          for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) f(to_acc(x[c]));
+        },
+        row_sum, turn, [&](int) { return p.cols; }, per_col, static_cast<A>(p.eps));
+    if (threadIdx.x == 0 && row < p.rows && p.rstd != nullptr) {
+      if (p.mean != nullptr) static_cast<A *>(p.mean)[row] = statistics.mean;
+      static_cast<A *>(p.rstd)[row] = statistics.rstd;
+    }
+    const bool is_float = p.weight_dtype == DTYPE_FLOAT32;
+    for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
+      A parameters[Norm::PARAMETERS] = {parameter<T>(p.weight, is_float, c, 1)};
+      if (Norm::PARAMETERS == 2) {
+        parameters[Norm::PARAMETERS - 1] = parameter<T>(p.bias, is_float, c, 0);
+      }
+      const A y = Norm::y(Norm::xhat(to_acc(x[c]), statistics), parameters);
+      static_cast<T *>(p.y)[row * p.cols + c] =
+          from_acc<T>(drop_element(y, p.dropout_y, row * p.cols + c));
+    }
+  }
+}
+
+// A row of the gradients' inputs.
+template <typename T>
+struct GenericRow {
+  using A = acc_t<T>;
+  const norm_backward_args &p;
+  const int64_t row;
+  const T *x = static_cast<const T *>(p.x) + row * p.x_stride;
+  const T *grad_out = static_cast<const T *>(p.grad_out) + row * p.grad_out_stride;
+  const Statistics<A> statistics = {p.mean == nullptr ? A(0) : static_cast<const A *>(p.mean)[row],
+                                    static_cast<const A *>(p.rstd)[row], 0};
+
+  template <typename Norm>
+  __device__ A xhat(int64_t c) const {
+    return Norm::xhat(to_acc(x[c]), statistics);
+  }
+  __device__ A grad(int64_t c) const {
+    return drop_element(to_acc(grad_out[c]), p.dropout_y, row * p.cols + c);
+  }
+  __device__ A g(int64_t c) const {
+    const A weight = parameter<T>(p.weight, p.weight_dtype == DTYPE_FLOAT32, c, 1);
+    return weighted(grad(c), weight, statistics);
+  }
+};
+
+template <typename T, typename Norm>
+__global__ void __launch_bounds__(256)
+    generic_rows_kernel(const __grid_constant__ norm_backward_args p) {
+  using A = acc_t<T>;
+  using Sum = RowSum<A, 2>;
+  constexpr int P = Norm::PARAMETERS;
+  __shared__ typename Sum::Shared shared;
+  Sum row_sum(shared, 1, 0);
+  int turn = 0;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows;
+       first += step) {
+    const int64_t row = first + threadIdx.y, cols = row < p.rows ? p.cols : 0;
+    const GenericRow<T> in{p, row < p.rows ? row : 0};
+    A sums[P] = {};
+    for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
+      Norm::add_to_row(sums, in.g(c), in.template xhat<Norm>(c));
+    }
+    row_sum.sum_cta(sums, turn++);
+#pragma unroll
+    for (int i = 0; i < P; ++i) sums[i] /= static_cast<A>(p.cols);
+    const T *const grad_sum = static_cast<const T *>(p.grad_sum) + row * p.grad_sum_stride;
+    for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
+      const int64_t at = row * p.cols + c;
+      A grad_x = Norm::grad_x(in.g(c), in.template xhat<Norm>(c), sums);
+      if (p.grad_sum != nullptr) grad_x += to_acc(grad_sum[c]);
+      static_cast<T *>(p.grad_x)[at] = from_acc<T>(grad_x);
+      if (p.grad_dropped == nullptr) continue;
+      static_cast<T *>(p.grad_dropped)[at] = from_acc<T>(drop_element(grad_x, p.dropout_x, at));
+    }
+  }
+}
+
+constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;
+
+// CTA (i, j) takes the columns from 32 i on of the rows from j * chunk on.
+template <typename T, typename Norm>
+__global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
+    generic_columns_kernel(const __grid_constant__ norm_backward_args p, int64_t chunk) {
+  using A = acc_t<T>;
+  constexpr int P = Norm::PARAMETERS;
+  __shared__ A shared[COLUMNS_Y][COLUMNS_X][P];
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * COLUMNS_X + threadIdx.x;
+  const int64_t begin = blockIdx.y * chunk, end = min(begin + chunk, p.rows);
+  A sums[P] = {};
+  for (int64_t row = begin + threadIdx.y; row < end && c < p.cols; row += COLUMNS_Y) {
+    const GenericRow<T> in{p, row};
+    Norm::add_to_column(sums, in.grad(c), in.template xhat<Norm>(c));
+  }
+#pragma unroll
+  for (int i = 0; i < P; ++i) shared[threadIdx.y][threadIdx.x][i] = sums[i];
+  __syncthreads();
+  if (threadIdx.y > 0 || c >= p.cols) return;
+  A *out = static_cast<A *>(p.partial) + blockIdx.y * p.cols + c;
+  const void *const wanted[2] = {p.grad_weight, p.grad_bias};
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+    if (wanted[i] == nullptr) continue;
+    for (int y = 1; y < COLUMNS_Y; ++y) sums[i] += shared[y][threadIdx.x][i];
+    *out = sums[i];
+    out += gridDim.y * p.cols;
+  }
+}
+
+constexpr int PARTIALS_X = 32, PARTIALS_Y = 16;
+
+// out[c] = the sum of column c of `partial` (parts, cols). The order depends on `parts` alone. The
+// first CTAs take the first output, the others the second.
+template <typename A, typename W>
+__global__ void __launch_bounds__(PARTIALS_X *PARTIALS_Y)
+    sum_partials_kernel(const A *partial, W *first, W *second, int64_t parts, int64_t cols) {
+  __shared__ double shared[PARTIALS_Y][PARTIALS_X];
+#if HAS_CLUSTERS
+  // Started while the kernel before may still be writing (programmatic dependent launch).
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  const int64_t ctas = (cols + PARTIALS_X - 1) / PARTIALS_X;
+  const int64_t c = blockIdx.x % ctas * PARTIALS_X + threadIdx.x;
+  if (blockIdx.x >= ctas) partial += parts * cols;
+  double sum = 0;
+  if (c < cols) {
+#pragma unroll 8
+    for (int64_t part = threadIdx.y; part < parts; part += PARTIALS_Y) {
+      sum += partial[part * cols + c];
+    }
+  }
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y > 0 || c >= cols) return;
+  for (int y = 1; y < PARTIALS_Y; ++y) sum += shared[y][threadIdx.x];
+  (blockIdx.x < ctas ? first : second)[c] = from_acc<W>(static_cast<acc_t<W>>(sum));
+}
+
+}  // namespace norms
+
+#endif

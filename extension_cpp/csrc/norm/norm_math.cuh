@@ -1,0 +1,169 @@
+// The formulas of the norms on the GPU, each once. Every kernel uses them, also the fallback. A is the
+// type of the arithmetic: float, for float64 double.
+//
+// A norm has PARAMETERS: weight alone (rms_norm), or weight and bias (layer_norm). There are as many
+// sums per row in backward, and as many sums per column: the gradients of the parameters.
+#ifndef EXTENSION_CPP_NORM_MATH_CUH
+#define EXTENSION_CPP_NORM_MATH_CUH
+
+#include "common/cuda_dropout.cuh"
+#include "common/cuda_row.cuh"
+
+namespace norms {
+
+// What a row's forward keeps. xhat = (x - mean) * rstd + offset; `offset` corrects the rounding of
+// `mean` and is not stored.
+template <typename A>
+struct Statistics {
+  A mean, rstd, offset;
+};
+
+__device__ inline float reciprocal_root(float x) { return rsqrtf(x); }
+__device__ inline double reciprocal_root(double x) { return 1 / sqrt(x); }
+
+struct RmsNorm {
+  static constexpr int PARAMETERS = 1;
+
+  // for_each(f) calls f(x) for this thread's elements of the row. row_sum is a RowSum; CTA r of a
+  // cluster has columns(r) columns.
+  template <typename A, typename ForEach, typename RowSum, typename Columns>
+  __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
+                                             int &turn, const Columns &, A per_col, A eps) {
+    A squares[1] = {0};
+    for_each([&](A x) { squares[0] += x * x; });
+    row_sum.sum_cta(squares, turn++);
+    if (row_sum.cluster > 1) {
+      squares[0] = row_sum.exchange({static_cast<float>(squares[0]), 0}, turn++).x;
+      group_sum(squares, MAX_CLUSTER);
+    }
+    return {0, reciprocal_root(squares[0] * per_col + eps), 0};
+  }
+
+  template <typename A>
+  __device__ static A xhat(A x, const Statistics<A> &row) {
+    return x * row.rstd;
+  }
+
+  template <typename A>
+  __device__ static A y(A xhat, const A (&parameters)[1]) {
+    return xhat * parameters[0];
+  }
+
+  // The sums over the rows, of one column: grad_weight.
+  template <typename A>
+  __device__ static void add_to_column(A (&sums)[1], A grad_out, A xhat) {
+    sums[0] += grad_out * xhat;
+  }
+
+  // The sums over a row; g = grad_out * rstd * weight.
+  template <typename A>
+  __device__ static void add_to_row(A (&sums)[1], A g, A xhat) {
+    sums[0] += g * xhat;
+  }
+
+  // `means`: the row's sums over its number of columns.
+  template <typename A>
+  __device__ static A grad_x(A g, A xhat, const A (&means)[1]) {
+    return g - xhat * means[0];
+  }
+};
+
+struct LayerNorm {
+  static constexpr int PARAMETERS = 2;
+
+  // Of each CTA's columns the mean first, and then the sum of squared deviations from it. The CTAs'
+  // moments are joined (Chan, Golub and LeVeque 1983): a second exchange would take as long again.
+  template <typename A, typename ForEach, typename RowSum, typename Columns>
+  __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
+                                             int &turn, const Columns &columns, A per_col, A eps) {
+    const bool is_cluster = row_sum.cluster > 1;
+    const A per_element =
+        is_cluster ? 1 / static_cast<A>(max(static_cast<int>(columns(row_sum.rank)), 1)) : per_col;
+    A sum[1] = {0}, deviations[2] = {0, 0};
+    for_each([&](A x) { sum[0] += x; });
+    row_sum.sum_cta(sum, turn++);
+    Moments<A> moments{sum[0] * per_element, 0, 0};
+    for_each([&](A x) {
+      const A deviation = x - moments.mean;
+      deviations[0] += deviation;
+      deviations[1] += deviation * deviation;
+    });
+    row_sum.sum_cta(deviations, turn++);
+    moments.add(deviations, per_element);
+    if (is_cluster) {
+      const float2 part = row_sum.exchange(
+          {static_cast<float>(moments.mean), static_cast<float>(moments.squares)}, turn++);
+      const A count = static_cast<A>(columns(threadIdx.x % MAX_CLUSTER));
+      moments = join<A>(part.x, part.y, count, per_col);
+    }
+    const A variance = moments.squares * per_col;
+    const A rstd = reciprocal_root((variance < 0 ? A(0) : variance) + eps);
+    return {moments.mean, rstd, moments.excess * rstd};
+  }
+
+  // The mean, by how much it is too large by rounding, and the sum of squared deviations from it.
+  template <typename A>
+  struct Moments {
+    A mean, excess, squares;
+
+    // From the sums of the deviations from `mean`, and of their squares. The correction of the squares may
+    // overflow only where they do.
+    __device__ void add(const A (&deviations)[2], A per_element) {
+      const A shift = deviations[0] * per_element, before = mean;
+      mean += shift;
+      excess = (mean - before) - shift;
+      squares = isinf(deviations[1]) ? deviations[1] : deviations[1] - deviations[0] * shift;
+    }
+  };
+
+  // Of the parts that 16 neighbouring lanes have, each of `count` elements.
+  template <typename A>
+  __device__ static Moments<A> join(A mean, A squares, A count, A per_element) {
+    Moments<A> all{__shfl_sync(0xffffffffu, mean, 0), 0, 0};
+    const A distance = count > 0 ? mean - all.mean : A(0);
+    A deviations[2] = {count * distance, squares};
+    deviations[1] += deviations[0] * distance;
+    group_sum(deviations, MAX_CLUSTER);
+    all.add(deviations, per_element);
+    return all;
+  }
+
+  template <typename A>
+  __device__ static A xhat(A x, const Statistics<A> &row) {
+    return (x - row.mean) * row.rstd + row.offset;
+  }
+
+  template <typename A>
+  __device__ static A y(A xhat, const A (&parameters)[2]) {
+    return xhat * parameters[0] + parameters[1];
+  }
+
+  template <typename A>
+  __device__ static void add_to_column(A (&sums)[2], A grad_out, A xhat) {
+    sums[0] += grad_out * xhat;
+    sums[1] += grad_out;
+  }
+
+  template <typename A>
+  __device__ static void add_to_row(A (&sums)[2], A g, A xhat) {
+    sums[0] += g * xhat;
+    sums[1] += g;
+  }
+
+  template <typename A>
+  __device__ static A grad_x(A g, A xhat, const A (&means)[2]) {
+    return (g - means[1]) - xhat * means[0];
+  }
+};
+
+// g = grad_out * rstd * weight, rounded: fused with the subtraction of its mean it would not be
+// exactly 0 where a row has one column. rstd comes first: the product of the smallest gradients with
+// a small weight would lose its digits.
+template <typename A>
+__device__ inline A weighted(A grad_out, A weight, const Statistics<A> &row) {
+  return rounded_product(grad_out * row.rstd, weight);
+}
+
+}  // namespace norms
+
+#endif

@@ -1,0 +1,35 @@
+// What `python -m extension_cpp info --plan` and the tests ask about plans, through ctypes.
+#include "norm/norm_plan.h"
+
+#include <cstdio>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED int extension_cpp_norm_plan_shapes() { return norms::SHAPE_COUNT; }
+
+// The plan on an H100 (SXM) for contiguous tensors, as words "name=value"; all gradients are wanted.
+// The string is valid until the thread's next call.
+EXPORTED const char *extension_cpp_norm_plan(int is_layer_norm, int form, int dtype, int is_backward,
+                                             int64_t rows, int64_t cols) {
+  using namespace norms;
+  static thread_local char text[256];
+  const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, ~uint64_t{0}};
+  const Problem problem{is_backward != 0,
+                        is_layer_norm != 0,
+                        static_cast<Form>(form),
+                        static_cast<dtype_t>(dtype),
+                        rows,
+                        cols,
+                        true,
+                        true,
+                        true};
+  const Plan plan = pick(problem, h100);
+  constexpr const char *HINTS[] = {"none", "evict_first", "evict_last"};
+  std::snprintf(text, sizeof text,
+                "kernel=%s shape=%d aligned=%s threads_per_row=%d vectors_per_thread=%d "
+                "rows_per_cta=%d cluster=%d stages=%d hint=%s",
+                name_of(plan.kernel), plan.shape, plan.is_aligned ? "yes" : "no", plan.threads,
+                plan.vectors, plan.rows_per_cta, plan.cluster, plan.stages,
+                HINTS[static_cast<int>(plan.hint)]);
+  return text;
+}
