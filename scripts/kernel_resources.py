@@ -37,16 +37,21 @@ def short_name(name: str) -> str:
     return re.sub(r"\((?:int|bool|[\w:]+::\w+)\)(?=[\w-])", "", name)
 
 
+def short_names(mangled: list[str]) -> list[str]:
+    lines = "\n".join(mangled)
+    names = subprocess.run(["c++filt"], input=lines, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [short_name(name) for name in names]
+
+
 def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
     """Name, registers, stack and shared memory of every kernel compiled for `arch`."""
     usage = subprocess.run([cuobjdump(), "-res-usage", "-arch", arch, library], capture_output=True, text=True).stdout
     rows = USAGE.findall(usage)
     if not rows:
         sys.exit(f"error: {library.name} has no kernels for {arch}.")
-    mangled = "\n".join(name for name, *_ in rows)
-    names = subprocess.run(["c++filt"], input=mangled, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = short_names([name for name, *_ in rows])
     numbers = [(int(registers), int(stack), int(shared)) for _, registers, stack, shared in rows]
-    return sorted((short_name(name), *three) for name, three in zip(names, numbers, strict=True))
+    return sorted((name, *three) for name, three in zip(names, numbers, strict=True))
 
 
 def main() -> None:

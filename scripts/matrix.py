@@ -36,6 +36,7 @@ OF_THE_CHECKOUT = (
     "library",
     "mutants",
     "profile",
+    "sass_diff",
     "scaffold",
     "train_text",
     "troubleshooting",

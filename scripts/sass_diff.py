@@ -1,0 +1,176 @@
+"""Shows whether a renaming or a move left the machine code of the GPU kernels as it was.
+
+Compares two builds of the library, one from before the change and one from after it:
+
+    python scripts/sass_diff.py BEFORE.so AFTER.so --match norm --rename norm_cuda=norm
+
+Kernels are compared by the text of their instructions. Addresses, hexadecimal encodings and function names are left
+out. Kernels are paired by their demangled names, after --rename was applied to the names of BEFORE; kernels whose
+names have no partner are paired by equal code. Exit status: 0 if every kernel is identical or renamed, else 1.
+"""
+
+import argparse
+import collections
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for `python scripts/sass_diff.py`
+
+from scripts.kernel_resources import cuobjdump, short_names  # noqa: E402
+
+Code = tuple[str, ...]  # the instructions of one kernel, in order
+Kernels = Mapping[str, Sequence[Code]]  # by name; translation units may each hold a kernel of one name
+
+FUNCTION = re.compile(r"^\s*Function : (\S+)")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
+SYMBOL = re.compile(r"\b_Z\w+")
+
+
+class Pair(NamedTuple):
+    """One line of the table. `state` is identical, renamed, changed, only before or only after."""
+
+    state: str
+    name: str
+    new_name: str = ""  # of a renamed kernel
+    instructions: tuple[int, int] = (0, 0)  # before and after
+    differing: int = 0
+
+
+STATES = ("identical", "renamed", "changed", "only before", "only after")
+
+
+def parse(lines: Iterable[str]) -> list[tuple[str, Code]]:
+    """Mangled name and instructions of each function in the output of `cuobjdump -sass`."""
+    found: list[tuple[str, list[str]]] = []
+    for line in lines:
+        if function := FUNCTION.match(line):
+            found.append((function[1], []))
+        elif (instruction := INSTRUCTION.match(line)) and found:
+            # A library holds millions of instructions and few different ones.
+            found[-1][1].append(sys.intern(SYMBOL.sub("NAME", " ".join(instruction[1].split()))))
+    return [(name, tuple(code)) for name, code in found]
+
+
+def disassemble(library: Path, arch: str) -> dict[str, list[Code]]:
+    """The code of every kernel, by its short demangled name."""
+    command = [cuobjdump(), "-sass", "-arch", arch, str(library)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        functions = parse(process.stdout)
+    if not functions:
+        sys.exit(f"error: {library} has no kernels for {arch}.")
+    kernels = collections.defaultdict(list)
+    for name, (_, code) in zip(short_names([name for name, _ in functions]), functions, strict=True):
+        kernels[name].append(code)
+    return kernels
+
+
+def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, list[Code]]:
+    """The kernels with OLD replaced by NEW in their names wherever OLD is a whole word."""
+    renamed: dict[str, list[Code]] = collections.defaultdict(list)
+    for name, codes in kernels.items():
+        for old, new in renamings:
+            name = new.join(re.split(rf"(?<!\w){re.escape(old)}(?!\w)", name))
+        renamed[name].extend(codes)
+    return renamed
+
+
+def differing(before: Code, after: Code) -> int:
+    """How many instructions differ, wherever they stand; 1 at least, for instructions that only changed places."""
+    counts = collections.Counter(before), collections.Counter(after)
+    gone, new = counts[0] - counts[1], counts[1] - counts[0]
+    return max(gone.total(), new.total(), 1)
+
+
+def _without_equals(before: Sequence[Code], after: Sequence[Code]) -> tuple[list[Code], list[Code]]:
+    rest, left = list(before), []
+    for code in after:
+        if code in rest:
+            rest.remove(code)
+        else:
+            left.append(code)
+    return rest, left
+
+
+def compare(before: Kernels, after: Kernels) -> list[Pair]:
+    """Pairs the kernels: by name, and what then has no partner by equal code."""
+    pairs, alone_before, alone_after = [], [], []
+    for name in sorted({*before, *after}):
+        olds, news = _without_equals(before.get(name, []), after.get(name, []))
+        pairs += [Pair("identical", name)] * (len(before.get(name, [])) - len(olds))
+        both = min(len(olds), len(news))
+        for old, new in zip(olds[:both], news[:both], strict=True):
+            pairs.append(Pair("changed", name, "", (len(old), len(new)), differing(old, new)))
+        alone_before += [(name, code) for code in olds[both:]]
+        alone_after += [(name, code) for code in news[both:]]
+    by_code = collections.defaultdict(list)
+    for name, code in alone_after:
+        by_code[code].append(name)
+    for name, code in alone_before:
+        if by_code[code]:
+            pairs.append(Pair("renamed", name, by_code[code].pop(0), (len(code), len(code))))
+        else:
+            pairs.append(Pair("only before", name, "", (len(code), 0)))
+    pairs += [Pair("only after", name, "", (0, len(code))) for code, names in by_code.items() for name in names]
+    return sorted(pairs, key=lambda pair: (STATES.index(pair.state), pair.name))
+
+
+def table(pairs: Sequence[Pair]) -> str:
+    """A line for each kernel that is not identical, and the number of kernels in each state."""
+    lines = []
+    for pair in pairs:
+        if pair.state == "renamed":
+            lines.append(f"renamed, identical  {pair.name} -> {pair.new_name}")
+        elif pair.state == "changed":
+            sizes = f"{pair.differing} of {pair.instructions[0]} -> {pair.instructions[1]} instructions"
+            lines.append(f"changed             {pair.name}: {sizes}")
+        elif pair.state != "identical":
+            lines.append(f"{pair.state:18s}  {pair.name}: {sum(pair.instructions)} instructions")
+    count = collections.Counter(pair.state for pair in pairs)
+    return "\n".join([*lines, ", ".join(f"{count[state]} {state}" for state in STATES)])
+
+
+def renaming(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not (old and equals):
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got '{text}'")
+    return old, new
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("before", type=Path, metavar="BEFORE.so")
+    parser.add_argument("after", type=Path, metavar="AFTER.so")
+    parser.add_argument("--arch", default="sm_90", help="default: sm_90")
+    parser.add_argument(
+        "--match", default="", metavar="WORD", help="only kernels whose name has this word, before or after"
+    )
+    parser.add_argument(
+        "--rename",
+        type=renaming,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="OLD=NEW",
+        help="whole words of names",
+    )
+    options = parser.parse_args(arguments)
+    for library in (options.before, options.after):
+        if not library.is_file():
+            parser.error(f"{library}: no such file")
+    before = rename(disassemble(options.before, options.arch), options.rename)
+    pairs = compare(before, disassemble(options.after, options.arch))
+    pairs = [pair for pair in pairs if options.match in pair.name or options.match in pair.new_name]
+    if not pairs:
+        sys.exit(f"error: no kernel for {options.arch} has '{options.match}' in its name.")
+    print(table(pairs))
+    return 0 if all(pair.state in ("identical", "renamed") for pair in pairs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""scripts/sass_diff.py: what it reads of cuobjdump's output, how kernels are paired, and what it prints."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import sass_diff
+from scripts.sass_diff import compare, parse, rename, table
+
+# As `cuobjdump -sass` prints a library of two kernels; the code is shortened.
+SASS = """\
+Fatbin elf code:
+================
+arch = sm_90
+
+	code for sm_90
+		Function : _ZN9norm_cuda14forward_kernelIfEEvPf
+	.headerflags	@"EF_CUDA_SM90 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM90)"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;           /* 0x00000a00ff017b82 */
+                                                                    /* 0x000ff00000000800 */
+        /*0010*/              @!P0 BRA 0x30 ;                       /* 0x00008a00ff147b82 */
+                                                                    /* 0x000e220000000a00 */
+        /*0020*/                   MOV R2, 32@lo(_ZN9norm_cuda14forward_kernelIfEEvPf) ;
+        /*0030*/                   EXIT ;                           /* 0x000000000000794d */
+		..........
+		Function : _ZN4relu14forward_kernelIfEEvPf
+        /*0000*/                   EXIT ;                           /* 0x000000000000794d */
+"""
+
+
+def test_parse():
+    assert parse(SASS.splitlines()) == [
+        (
+            "_ZN9norm_cuda14forward_kernelIfEEvPf",
+            ("LDC R1, c[0x0][0x28]", "@!P0 BRA 0x30", "MOV R2, 32@lo(NAME)", "EXIT"),
+        ),
+        ("_ZN4relu14forward_kernelIfEEvPf", ("EXIT",)),
+    ]
+
+
+def test_rename_replaces_whole_words():
+    kernels = {"norm_cuda::row<norm_cuda::Row>": [("A",)], "norm_cuda2::row": [("B",)], "norm::row<Row>": [("C",)]}
+    assert rename(kernels, [("norm_cuda", "norm"), ("norm::Row", "Row")]) == {
+        "norm::row<Row>": [("A",), ("C",)],
+        "norm_cuda2::row": [("B",)],
+    }
+
+
+def states(before, after):
+    return [(pair.state, pair.name, pair.new_name, pair.differing) for pair in compare(before, after)]
+
+
+def test_kernels_are_paired_by_name_and_then_by_code():
+    before = {"same": [("A", "B")], "old": [("C",)], "edited": [("A", "B", "C")], "gone": [("D",)]}
+    after = {"same": [("A", "B")], "new": [("C",)], "edited": [("A", "X", "C", "Y")], "added": [("E",)]}
+    assert states(before, after) == [
+        ("identical", "same", "", 0),
+        ("renamed", "old", "new", 0),
+        ("changed", "edited", "", 2),
+        ("only before", "gone", "", 0),
+        ("only after", "added", "", 0),
+    ]
+
+
+def test_a_different_order_of_instructions_is_a_change():
+    assert states({"k": [("A", "B")]}, {"k": [("B", "A")]}) == [("changed", "k", "", 1)]
+
+
+def test_kernels_of_one_name_are_compared_in_any_order():
+    two = {"k": [("A",), ("B",)]}
+    assert states(two, {"k": [("B",), ("A",)]}) == [("identical", "k", "", 0)] * 2
+    assert states(two, {"k": [("B",)], "l": [("A",)]}) == [("identical", "k", "", 0), ("renamed", "k", "l", 0)]
+
+
+def test_table():
+    before = {"same": [("A",)], "old": [("C",)], "edited": [("A", "B")], "gone": [("D",)]}
+    after = {"same": [("A",)], "new": [("C",)], "edited": [("A",)]}
+    assert table(compare(before, after)).splitlines() == [
+        "renamed, identical  old -> new",
+        "changed             edited: 1 of 2 -> 1 instructions",
+        "only before         gone: 1 instructions",
+        "1 identical, 1 renamed, 1 changed, 1 only before, 0 only after",
+    ]
+
+
+@pytest.mark.parametrize(
+    "after, arguments, status",
+    [
+        ({"norm::row": [("A",)]}, ["--rename", "norm_cuda=norm"], 0),
+        ({"norm::line": [("A",)]}, [], 0),
+        ({"norm_cuda::row": [("B",)]}, [], 1),
+        ({"norm_cuda::row": [("B",)], "sum": [("C",)]}, ["--match", "sum"], 1),
+    ],
+)
+def test_exit_status(after, arguments, status, tmp_path, monkeypatch):
+    libraries = [tmp_path / "before.so", tmp_path / "after.so"]
+    for library in libraries:
+        library.touch()
+    code = {libraries[0]: {"norm_cuda::row": [("A",)]}, libraries[1]: after}
+    monkeypatch.setattr(sass_diff, "disassemble", lambda library, arch: code[library])
+    assert sass_diff.main([*map(str, libraries), *arguments]) == status
+
+
+def test_mistakes_get_a_sentence(tmp_path, capsys):
+    library = str(Path(__file__))
+    with pytest.raises(SystemExit):
+        sass_diff.main([library, str(tmp_path / "none.so")])
+    assert "none.so: no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sass_diff.main([library, library, "--rename", "norm"])
+    assert "expected OLD=NEW, got 'norm'" in capsys.readouterr().err
