@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix bench docs lint format sanitize wheel clean FORCE
+.PHONY: help setup build run test test-gpu matrix bench budgets docs lint format sanitize wheel clean FORCE
 
 ifdef PYTHON
 READY :=
@@ -16,7 +16,7 @@ endif
 
 # Here a build is for the machine it runs on; wheels are for every GPU, so they leave the list as the user set it.
 ifeq ($(origin TORCH_CUDA_ARCH_LIST),undefined)
-setup build run test test-gpu bench docs sanitize: export TORCH_CUDA_ARCH_LIST = native
+setup build run test test-gpu bench budgets docs sanitize: export TORCH_CUDA_ARCH_LIST = native
 endif
 
 BUILD_NEEDS := ninja
@@ -68,6 +68,11 @@ bench: $(READY)  ## build, then time the operators beside PyTorch's; ARGS="compa
 	$(call need,$(BUILD_NEEDS) rich matplotlib)
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m benchmarks $(ARGS)
+
+budgets: $(READY)  ## build, then print the library's size, its kernels by family, the slowest translation units
+	$(call need,$(BUILD_NEEDS))
+	@$(PYTHON) build_library.py
+	@$(PYTHON) scripts/kernel_resources.py --summary $(ARGS)
 
 docs: $(READY)  ## build, then write docs/ops.md and the README's tables from docstrings, schemas and results
 	$(call need,$(BUILD_NEEDS) rich)

@@ -1,14 +1,16 @@
-"""Lists the kernels of the compiled library, with what each takes of the chip.
+"""Lists the kernels of the compiled library, with the resources that each one takes.
 
-That is registers a thread, bytes of stack a thread (spilled registers), and static shared memory a block (kernels with
-a ring take up to 227 KB in all when they are launched):
+The columns are registers per thread, bytes of stack per thread (spilled registers), and bytes of static shared memory
+per CTA; dynamic shared memory is chosen at launch and is not listed:
 
     python scripts/kernel_resources.py norm --stack
+    python scripts/kernel_resources.py --summary    # number of kernels, size of the library, slowest translation units
 
-Reads the library with cuobjdump (of the CUDA toolkit; Triton brings one along).
+Reads the library with cuobjdump, which comes with the CUDA toolkit and with the package triton.
 """
 
 import argparse
+import collections
 import csv
 import importlib.util
 import re
@@ -17,15 +19,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIBRARY = Path(__file__).resolve().parent.parent / "extension_cpp" / "libextension_cpp.so"
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "extension_cpp" / "libextension_cpp.so"
 USAGE = re.compile(r"Function (\w+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+
+# The budgets of a library built for one architecture; tests/test_budgets.py holds them.
+LIBRARY_MB = 16
+NORM_KERNELS = 1000
+
+
+def find_cuobjdump() -> str | None:
+    """The path of cuobjdump on PATH or in Triton's package; None if there is neither."""
+    triton = importlib.util.find_spec("triton")
+    tools = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else Path()
+    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(tools))
 
 
 def cuobjdump() -> str:
-    """The path of cuobjdump: of PATH, or of Triton."""
-    triton = importlib.util.find_spec("triton")
-    tools = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else Path()
-    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=str(tools))
+    found = find_cuobjdump()
     if found is None:
         sys.exit("error: cuobjdump was not found; it comes with the CUDA toolkit and with the package triton.")
     return found
@@ -54,14 +65,72 @@ def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
     return sorted((name, *three) for name, three in zip(names, numbers, strict=True))
 
 
+def family(name: str) -> str:
+    """The first part of a kernel's name, its namespace where it has one: "norm" for all names with norm before "<"."""
+    head = name.partition("<")[0]
+    return "norm" if "norm" in head else head.partition("::")[0].removesuffix("_cuda")
+
+
+def families(names: list[str]) -> dict[str, int]:
+    """The number of kernels in each family, most first."""
+    return dict(collections.Counter(family(name) for name in names).most_common())
+
+
+def megabytes(library: Path) -> float:
+    return library.stat().st_size / 1e6
+
+
+def seconds(log: str, plan: str) -> list[tuple[float, str]]:
+    """Seconds of the last compilation of each translation unit, slowest first.
+
+    `log` is the text of .ninja_log, which also remembers what was deleted; `plan` is that of build.ninja.
+    """
+    objects = set(re.findall(r"^build (\S+\.o):", plan, re.MULTILINE))
+    rows = [line.split("\t") for line in log.splitlines() if not line.startswith("#")]
+    last = {output: (int(end) - int(start)) / 1000 for start, end, _, output, _ in rows if output in objects}
+    return sorted(((time, output.removesuffix(".o")) for output, time in last.items()), reverse=True)
+
+
+def newest_log() -> Path | None:
+    logs = sorted((ROOT / "build").glob("*/.ninja_log"), key=lambda log: log.stat().st_mtime)
+    return logs[-1] if logs else None
+
+
+def print_summary(arch: str) -> None:
+    """Prints what the budgets are about; without cuobjdump or CUDA, what is known without them."""
+    print(f"library: {megabytes(LIBRARY):.1f} MB (budget for one architecture: {LIBRARY_MB} MB)")
+    if find_cuobjdump() is None:
+        print("kernels: unknown, cuobjdump was not found")
+    elif b"architectures=none" in LIBRARY.read_bytes():
+        print("kernels: none, the library was built without CUDA")
+    else:
+        count = families([name for name, *_ in kernels(LIBRARY, arch)])
+        print(f"kernels for {arch}: {sum(count.values())} (budget for norm: {NORM_KERNELS})")
+        for name, number in count.items():
+            print(f"  {number:5d}  {name}")
+    log = newest_log()
+    if log is not None:
+        print(f"slowest translation units of build/{log.parent.name}, seconds beside whatever else ran at the time:")
+        for time, source in seconds(log.read_text(), log.with_name("build.ninja").read_text())[:8]:
+            print(f"  {time:5.1f}  {source}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("words", nargs="*", help="only kernels whose name has one of these words")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--stack", action="store_true", help="only kernels that use the stack")
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="number of kernels by family, size of the library, slowest translation units",
+    )
     options = parser.parse_args()
     if not LIBRARY.exists():
         sys.exit("error: the library is not built; run `make build`.")
+    if options.summary:
+        print_summary(options.arch)
+        return
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(["kernel", "registers", "stack", "shared"])
     for name, *numbers in kernels(LIBRARY, options.arch):

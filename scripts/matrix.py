@@ -29,6 +29,7 @@ PYTHON_OLDEST = (3, 10)
 TOOLS_NOT_NEEDED = ("torch", "ruff", "mypy", "clang-format", "pre-commit")
 # The others use the package as installed.
 OF_THE_CHECKOUT = (
+    "budgets",
     "build",
     "c",
     "docs",

@@ -1,0 +1,78 @@
+"""The budgets of the library: its size and its number of norm kernels, and what scripts/kernel_resources.py counts."""
+
+import pytest
+
+from extension_cpp import info
+from scripts import kernel_resources as resources
+
+LOG = """\
+# ninja log v7
+0\t1500\t17\tnorm/norm_forward_bfloat16.cu.o\ta1
+0\t90000\t17\trelu/relu_cuda.cu.o\tb2
+10\t2010\t18\trelu/relu_cuda.cu.o\tb3
+0\t3250\t17\tv4/norm/norm_cpu.c.o\tc4
+0\t99000\t17\tnorm/norm_deleted.cu.o\td5
+3250\t99000\t18\tlibextension_cpp.so\te6
+"""
+
+PLAN = """\
+rule nvcc
+build norm/norm_forward_bfloat16.cu.o: nvcc norm/norm_forward_bfloat16.cu
+build relu/relu_cuda.cu.o: nvcc relu/relu_cuda.cu
+build v4/norm/norm_cpu.c.o: c norm/norm_cpu.c
+build libextension_cpp.so: link relu/relu_cuda.cu.o
+"""
+
+
+@pytest.fixture
+def architecture() -> str:
+    """The one that the library is built for, as cuobjdump names it."""
+    build = info.read_build()
+    assert build is not None
+    if build.cuda is None:
+        pytest.skip("the library was built without CUDA; the budgets are those of a build for one architecture")
+    if len(build.architectures) != 1:
+        pytest.skip(
+            f"built for {', '.join(build.architectures)}; the budgets are those of a build for one architecture"
+        )
+    if build.debug:
+        pytest.skip("a debug build; the budgets are those of a release build")
+    return "sm_" + build.architectures[0].removesuffix("+PTX").replace(".", "")
+
+
+def test_size_of_the_library(architecture):
+    assert resources.megabytes(resources.LIBRARY) <= resources.LIBRARY_MB
+
+
+def test_number_of_norm_kernels(architecture):
+    if resources.find_cuobjdump() is None:
+        pytest.skip("cuobjdump, which lists the kernels, was not found")
+    count = resources.families([name for name, *_ in resources.kernels(resources.LIBRARY, architecture)])
+    assert 0 < count["norm"] <= resources.NORM_KERNELS
+
+
+def test_families():
+    names = [
+        "norm_cuda::forward_kernel<float, 2>",
+        "norm::row_kernel<float, norm::LayerNorm, 4, 1>",
+        "row_norm_kernel",
+        "pointwise::kernel<unsigned int, float, 4, 1, 1, pointwise::NoRow, norm::Scale>",
+        "dropout_cuda::forward_kernel<float, 1>",
+    ]
+    assert resources.families(names) == {"norm": 3, "pointwise": 1, "dropout": 1}
+
+
+def test_seconds_are_those_of_the_last_compilation():
+    assert resources.seconds(LOG, PLAN) == [
+        (3.25, "v4/norm/norm_cpu.c"),
+        (2.0, "relu/relu_cuda.cu"),
+        (1.5, "norm/norm_forward_bfloat16.cu"),
+    ]
+
+
+def test_summary_without_cuobjdump(monkeypatch, capsys):
+    monkeypatch.setattr(resources, "find_cuobjdump", lambda: None)
+    resources.print_summary("sm_90")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"library: {resources.megabytes(resources.LIBRARY):.1f} MB")
+    assert "cuobjdump was not found" in printed
