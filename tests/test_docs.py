@@ -101,6 +101,15 @@ def test_readme_names_every_function() -> None:
         assert f"`{name}(" in text
 
 
+@pytest.mark.parametrize("record", sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")), ids=lambda path: path.stem)
+def test_decisions_fit_on_a_page(record: Path) -> None:
+    text = record.read_text()
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Evidence", "Rejected"]
+    assert text.startswith(f"# {record.name[:3]} ")
+    assert len(text.splitlines()) <= 60
+    assert f"({record.name})" in record.with_name("README.md").read_text(), "docs/decisions/README.md does not list it"
+
+
 # Where they lead
 
 

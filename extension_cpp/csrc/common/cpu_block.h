@@ -202,8 +202,8 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
     __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
 }
 
-/* LOAD in a loop over all elements: also asks for what comes 2 KiB later. A processor that has much to do for each block does not look
- * far enough ahead itself (docs/tuning.md). */
+/* LOAD in a loop over all elements: also prefetches what comes 2 KiB later. With much arithmetic per block the processor does
+ * not look far enough ahead itself (docs/decisions/013-cpu-streaming-and-prefetch.md). */
 #define READ(v, p, n) (prefetch(p, 2048, BLOCK * (int64_t)sizeof *(p)), LOAD(v, p, n))
 
 /* Runs block(args, i, n, stream) over the elements of [begin, end), n = BLOCK but for the tail. With `stream`, `out` must be
