@@ -108,6 +108,13 @@ def test_decisions_fit_on_a_page(record: Path) -> None:
     assert f"({record.name})" in record.with_name("README.md").read_text(), "docs/decisions/README.md does not list it"
 
 
+@each_document
+def test_documents_are_short(document: Path) -> None:
+    """docs/ops.md and docs/performance_tables.md are generated."""
+    if document.name not in ("ops.md", "performance_tables.md"):
+        assert len(document.read_text().splitlines()) <= 200
+
+
 # Where they lead
 
 

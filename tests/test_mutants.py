@@ -1,4 +1,4 @@
-"""The wrong code in docs/pitfalls.md: each diff there is applied to a copy, built, and must be caught by a test.
+"""The wrong code in docs/pitfalls*.md: each diff there is applied to a copy, built, and must be caught by a test.
 
 A diff's first lines name the file, the op and the test:
 
@@ -57,7 +57,8 @@ def parse(code: str) -> Mutant:
     return Mutant(Path(header[1]), header[2], header[3], header[4], right, wrong)
 
 
-MUTANTS = [parse(code) for _, _, code in blocks(ROOT / "docs" / "pitfalls.md", "diff")]
+PITFALLS = sorted((ROOT / "docs").glob("pitfalls*.md"))
+MUTANTS = [parse(code) for document in PITFALLS for _, _, code in blocks(document, "diff")]
 
 
 def ninja(tool: str) -> str:
