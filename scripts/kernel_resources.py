@@ -44,7 +44,12 @@ def cuobjdump() -> str:
 
 def short_name(name: str) -> str:
     """A demangled name without result type, parameters and casts of template arguments."""
-    name = re.sub(r"^void |(?<=>)\([^<>]*(?:<[^<>]*>)?[^<>]*\)$", "", name)
+    name = name.removeprefix("void ")
+    depth, begin = 0, len(name)
+    while name.endswith(")") and (begin == len(name) or depth > 0):
+        begin -= 1
+        depth += {")": 1, "(": -1}.get(name[begin], 0)
+    name = name[:begin]
     return re.sub(r"\((?:int|bool|[\w:]+::\w+)\)(?=[\w-])", "", name)
 
 
@@ -67,7 +72,7 @@ def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
 
 def family(name: str) -> str:
     """The first part of a kernel's name, its namespace where it has one: "norm" for all names with norm before "<"."""
-    head = name.partition("<")[0]
+    head = name.removeprefix("(anonymous namespace)::").partition("<")[0]
     return "norm" if "norm" in head else head.partition("::")[0].removesuffix("_cuda")
 
 

@@ -58,8 +58,26 @@ def test_families():
         "row_norm_kernel",
         "pointwise::kernel<unsigned int, float, 4, 1, 1, pointwise::NoRow, norm::Scale>",
         "dropout_cuda::forward_kernel<float, 1>",
+        "(anonymous namespace)::sum_spans<float, 4, false>",
     ]
-    assert resources.families(names) == {"norm": 3, "pointwise": 1, "dropout": 1}
+    assert resources.families(names) == {"norm": 3, "pointwise": 1, "dropout": 1, "sum_spans": 1}
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        ("void norm::row_kernel<float, (int)4, (bool)1>(norm::Params<float>)", "norm::row_kernel<float, 4, 1>"),
+        (
+            "void pointwise::kernel<F<__half, float> >(Tensors<__half, 1, 1>, F<A<int> >)",
+            "pointwise::kernel<F<__half, float> >",
+        ),
+        ("void (anonymous namespace)::f<float>(void (*)(int), float)", "(anonymous namespace)::f<float>"),
+        ("fill(float*, (anonymous namespace)::Shape)", "fill"),
+        ("_not_mangled", "_not_mangled"),
+    ],
+)
+def test_short_names(name, short):
+    assert resources.short_name(name) == short
 
 
 def test_seconds_are_those_of_the_last_compilation():
