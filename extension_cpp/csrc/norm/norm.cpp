@@ -1,12 +1,23 @@
-// layer_norm and rms_norm: schemas, checks, allocation and registration, and what norm_fused.cpp shares with them. The kernels'
-// contract is in norm.h.
+// layer_norm and rms_norm: schemas and registration, and the forward and the backward of all norms
+// (checks, allocation, launch). norm.h has the kernels' contract.
 #include <algorithm>
 
 #include "norm/norm_shim.h"
 
 namespace extension_cpp {
 
-// The accumulation type, in which mean and rstd are kept.
+// ---- checks ----
+
+// x as a matrix: the normalized dimensions are the columns.
+struct Problem {
+  dtype_t dtype;
+  dtype_t weight_dtype;
+  int64_t row_dims;  // the number of normalized dimensions
+  int64_t rows;
+  int64_t cols;
+};
+
+// The accumulation type. mean and rstd have it too.
 static dtype_t statistics_dtype(dtype_t dtype) {
   return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
 }
@@ -32,8 +43,8 @@ static dtype_t check_weight(const char *op, const char *name, const Tensor &weig
   return check_dtype(op, name, weight);
 }
 
-Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape,
-                     const Optional &weight, const Optional &bias) {
+static Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape,
+                            const Optional &weight, const Optional &bias) {
   Problem problem{};
   problem.dtype = problem.weight_dtype = check_dtype(op, "x", x);
   const size_t dims = normalized_shape.size(), x_dims = static_cast<size_t>(x.dim());
@@ -49,157 +60,25 @@ Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_sh
     problem.weight_dtype = check_weight(op, "bias", *bias, x, normalized_shape);
     if (weight) check_same(op, "bias", *bias, "weight", *weight);
   }
+  problem.row_dims = static_cast<int64_t>(dims);
   problem.rows = problem.cols = 1;
   for (size_t d = 0; d < x_dims; ++d) (d < x_dims - dims ? problem.rows : problem.cols) *= sizes[d];
   return problem;
 }
 
-// A tensor seen as rows: unit stride inside a row, one stride from row to row.
-struct Rows {
-  Tensor tensor;
-  int64_t stride;
-};
-
-// The stride from row to row if x's strides allow for rows of `cols` elements that do not overlap, else -1.
-static int64_t row_stride(const Tensor &x, int64_t row_dims, int64_t cols) {
-  int64_t expected = 1, d = x.dim() - 1;
-  for (; d >= x.dim() - row_dims; expected *= x.size(d--)) {
-    if (x.size(d) != 1 && x.stride(d) != expected) return -1;
-  }
-  int64_t stride = -1;
-  for (; d >= 0; expected *= x.size(d--)) {
-    if (x.size(d) == 1) continue;
-    if (stride < 0) {
-      stride = expected = x.stride(d);
-      if (stride < cols) return -1;
-    } else if (x.stride(d) != expected) {
-      return -1;
-    }
-  }
-  return stride < 0 ? cols : stride;
+static void check_like(const char *op, const char *name, const Tensor &tensor,
+                       const char *like_name, const Tensor &like) {
+  check_same(op, name, tensor, like_name, like);
+  check_shape(op, name, tensor, like_name, like);
 }
 
-static Rows as_rows(const Tensor &x, int64_t row_dims, int64_t cols) {
-  const int64_t stride = x.is_contiguous() ? cols : row_stride(x, row_dims, cols);
-  return stride < 0 ? Rows{torch::stable::contiguous(x), cols} : Rows{x, stride};
-}
-
-// What the kernels read as a weight: on CUDA the tensor itself, on the CPU its widened copy (norm_widen_cpu).
-static Optional weight_for_kernel(const Optional &weight, double missing, const Problem &problem,
-                                  const Tensor &x) {
-  Optional source;
-  if (weight) source.emplace(as_contiguous(*weight));
-  if (x.is_cuda()) return source;
-  const int64_t padded = norm_wide_cols(problem.cols);
-  const Tensor wide = allocate({&padded, 1}, statistics_dtype(problem.dtype), x);
-  norm_widen_args args{source ? source->const_data_ptr() : nullptr,
-                       wide.mutable_data_ptr(),
-                       missing,
-                       problem.cols,
-                       problem.dtype,
-                       problem.weight_dtype};
-  norm_widen_cpu(0, problem.cols, &args);
-  return wide;
-}
-
-static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
-
-// The rows worth a thread on the CPU: 128 KiB of traffic.
-static int64_t row_grain(const Problem &problem, int64_t element_size) {
-  return ceil_div(128 << 10, std::max<int64_t>(2 * problem.cols * element_size, 1));
-}
-
-static Tensor allocate_statistics(const Tensor &x, int64_t row_dims, dtype_t dtype) {
-  Shape shape(x.sizes().begin(), x.sizes().end());
-  std::fill(shape.end() - row_dims, shape.end(), 1);
-  return allocate({shape.data(), shape.size()}, statistics_dtype(dtype), x);
-}
-
-void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims,
-                  const Optional &weight, const Optional &bias, double eps, bool centered,
-                  const Tensor &y, Statistics *statistics, const FusedForward &fused) {
-  if (statistics) {
-    if (centered) statistics->mean.emplace(allocate_statistics(x, row_dims, problem.dtype));
-    statistics->rstd.emplace(allocate_statistics(x, row_dims, problem.dtype));
-  }
-  if (problem.rows == 0) return;
-  const Rows rows = as_rows(x, row_dims, problem.cols);
-  const Optional w = weight_for_kernel(weight, 1, problem, x);
-  const Optional b = centered ? weight_for_kernel(bias, 0, problem, x) : std::nullopt;
-  norm_forward_args args{};
-  args.x = rows.tensor.const_data_ptr();
-  args.weight = pointer(w);
-  args.bias = pointer(b);
-  args.y = y.mutable_data_ptr();
-  if (statistics) {
-    args.mean = centered ? statistics->mean->mutable_data_ptr() : nullptr;
-    args.rstd = statistics->rstd->mutable_data_ptr();
-  }
-  args.centered = centered;
-  args.eps = eps;
-  args.rows = problem.rows;
-  args.cols = problem.cols;
-  args.x_stride = rows.stride;
-  args.dtype = problem.dtype;
-  args.weight_dtype = problem.weight_dtype;
-  Optional residual;
-  if (fused.residual) {
-    const Rows residual_rows = as_rows(*fused.residual, row_dims, problem.cols);
-    residual.emplace(residual_rows.tensor);
-    args.residual = residual->const_data_ptr();
-    args.residual_stride = residual_rows.stride;
-    args.sum = fused.sum->mutable_data_ptr();
-  }
-  (fused.residual ? args.dropout_x : args.dropout_y) = fused.dropout;
-  launch(op, KERNEL(norm_forward), args, x, problem.rows, row_grain(problem, x.element_size()));
-}
-
-static Tensor layer_norm_with(Statistics *statistics, const Tensor &x,
-                              const Shape &normalized_shape, const Optional &weight,
-                              const Optional &bias, double eps) {
-  const Problem problem = check_inputs("layer_norm", x, normalized_shape, weight, bias);
-  const Tensor y = allocate(x.sizes(), problem.dtype, x);
-  norm_forward("layer_norm", problem, x, normalized_shape.size(), weight, bias, eps, true, y,
-               statistics);
-  return y;
-}
-
-static std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor &x, const Shape &normalized_shape,
-                                                     const Optional &weight, const Optional &bias,
-                                                     double eps) {
-  Statistics statistics;
-  const Tensor y = layer_norm_with(&statistics, x, normalized_shape, weight, bias, eps);
-  return {y, *statistics.mean, *statistics.rstd};
-}
-
-static Tensor layer_norm_no_grad(const Tensor &x, const Shape &normalized_shape,
-                                 const Optional &weight, const Optional &bias, double eps) {
-  return layer_norm_with(nullptr, x, normalized_shape, weight, bias, eps);
-}
-
-double eps_or_default(std::optional<double> eps, const Problem &problem) {
-  return eps.value_or(problem.dtype == DTYPE_FLOAT64 ? 0x1p-52 : 0x1p-23);
-}
-
-static Tensor rms_norm_with(Statistics *statistics, const Tensor &x, const Shape &normalized_shape,
-                            const Optional &weight, std::optional<double> eps) {
-  const Problem problem = check_inputs("rms_norm", x, normalized_shape, weight, std::nullopt);
-  const Tensor y = allocate(x.sizes(), problem.dtype, x);
-  norm_forward("rms_norm", problem, x, normalized_shape.size(), weight, std::nullopt,
-               eps_or_default(eps, problem), false, y, statistics);
-  return y;
-}
-
-static std::tuple<Tensor, Tensor> rms_norm(const Tensor &x, const Shape &normalized_shape,
-                                           const Optional &weight, std::optional<double> eps) {
-  Statistics statistics;
-  const Tensor y = rms_norm_with(&statistics, x, normalized_shape, weight, eps);
-  return {y, *statistics.rstd};
-}
-
-static Tensor rms_norm_no_grad(const Tensor &x, const Shape &normalized_shape,
-                               const Optional &weight, std::optional<double> eps) {
-  return rms_norm_with(nullptr, x, normalized_shape, weight, eps);
+// p = 0 is no dropout, whether there is a seed or not.
+static dropout_t check_dropout(const char *op, double p, const Optional &seed, const Tensor &x) {
+  check_probability(op, p);
+  if (seed) check_seed(op, *seed, x);
+  if (p == 0) return {};
+  if (!seed) fail(op, "expected a seed with p > 0, but got None");
+  return dropout_of(p, static_cast<const int64_t *>(seed->const_data_ptr()));
 }
 
 static void check_statistics(const char *op, const char *name, const Tensor &statistics,
@@ -211,62 +90,199 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
   }
 }
 
-Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x,
-                        const Shape &normalized_shape, const Tensor *mean, const Tensor &rstd,
-                        const Optional &weight, const Optional &bias, bool needs_x,
-                        bool needs_weight, bool needs_bias, const FusedBackward &fused) {
-  const Problem problem = check_inputs(op, x, normalized_shape, weight, bias);
-  check_same(op, "grad_out", grad_out, "x", x);
-  check_shape(op, "grad_out", grad_out, "x", x);
-  if (mean) check_statistics(op, "mean", *mean, x, problem);
-  check_statistics(op, "rstd", rstd, x, problem);
-  const int64_t none = 0, row_dims = static_cast<int64_t>(normalized_shape.size());
-  const Sizes empty{&none, 1}, shape{normalized_shape.data(), normalized_shape.size()};
-  const Gradients gradients{allocate(needs_x ? x.sizes() : empty, problem.dtype, x),
-                            allocate(needs_weight ? shape : empty, problem.weight_dtype, x),
-                            allocate(needs_bias ? shape : empty, problem.weight_dtype, x),
-                            allocate(fused.needs_dropped ? x.sizes() : empty, problem.dtype, x)};
-  const bool sums = needs_weight || needs_bias;
-  if (problem.cols == 0 || !(sums || needs_x) || (problem.rows == 0 && !sums)) return gradients;
+// ---- memory ----
 
-  const Rows x_rows = as_rows(x, row_dims, problem.cols),
-             g_rows = as_rows(grad_out, row_dims, problem.cols);
-  const Optional w = weight_for_kernel(weight, 1, problem, x);
-  norm_backward_args args{};
-  args.grad_out = g_rows.tensor.const_data_ptr();
+// A tensor as a matrix: unit stride inside a row, one stride from row to row.
+struct Rows {
+  Tensor tensor;
+  int64_t stride;
+};
+
+// The stride from row to row, or -1 if x's strides do not describe rows that do not overlap.
+static int64_t row_stride(const Tensor &x, const Problem &problem) {
+  int64_t expected = 1, d = x.dim() - 1;
+  for (; d >= x.dim() - problem.row_dims; expected *= x.size(d--)) {
+    if (x.size(d) != 1 && x.stride(d) != expected) return -1;
+  }
+  int64_t stride = -1;
+  for (; d >= 0; expected *= x.size(d--)) {
+    if (x.size(d) == 1) continue;
+    if (stride < 0) {
+      stride = expected = x.stride(d);
+      if (stride < problem.cols) return -1;
+    } else if (x.stride(d) != expected) {
+      return -1;
+    }
+  }
+  return stride < 0 ? problem.cols : stride;
+}
+
+// x itself if its strides describe rows, else a contiguous copy.
+static Rows as_rows(const Tensor &x, const Problem &problem) {
+  const int64_t stride = x.is_contiguous() ? problem.cols : row_stride(x, problem);
+  return stride < 0 ? Rows{torch::stable::contiguous(x), problem.cols} : Rows{x, stride};
+}
+
+// weight or bias as the kernels read it: on CUDA the tensor itself, on the CPU a copy widened by
+// norm_widen_cpu, in which a missing tensor is `value` in every column.
+static Optional weight_for_kernel(const Optional &weight, double value, const Problem &problem,
+                                  const Tensor &x) {
+  Optional source;
+  if (weight) source.emplace(as_contiguous(*weight));
+  if (x.is_cuda()) return source;
+  const int64_t padded = norm_wide_cols(problem.cols);
+  const Tensor wide = allocate({&padded, 1}, statistics_dtype(problem.dtype), x);
+  norm_widen_args args{source ? source->const_data_ptr() : nullptr,
+                       wide.mutable_data_ptr(),
+                       value,
+                       problem.cols,
+                       problem.dtype,
+                       problem.weight_dtype};
+  norm_widen_cpu(0, problem.cols, &args);
+  return wide;
+}
+
+static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
+
+// `needed` as an allocated tensor, else an empty one.
+static Tensor allocate_if(bool needed, Sizes sizes, dtype_t dtype, const Tensor &like) {
+  const int64_t none = 0;
+  return allocate(needed ? sizes : Sizes{&none, 1}, dtype, like);
+}
+
+static Tensor allocate_statistics(const Tensor &x, const Problem &problem) {
+  Shape shape(x.sizes().begin(), x.sizes().end());
+  std::fill(shape.end() - problem.row_dims, shape.end(), 1);
+  return allocate({shape.data(), shape.size()}, statistics_dtype(problem.dtype), x);
+}
+
+// ---- forward and backward of all norms ----
+
+// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
+static int64_t row_grain(const Problem &problem, int64_t element_size) {
+  return ceil_div(128 << 10, std::max<int64_t>(2 * problem.cols * element_size, 1));
+}
+
+Outputs norm_forward(const Forward &call) {
+  const Tensor &x = call.x;
+  const Problem problem = check_inputs(call.op, x, call.normalized_shape, call.weight, call.bias);
+  if (call.residual) check_like(call.op, "residual", *call.residual, "x", x);
+  norm_forward_args args{};
+  (call.residual ? args.dropout_x : args.dropout_y) = check_dropout(call.op, call.p, call.seed, x);
+
+  Outputs out{allocate(x.sizes(), problem.dtype, x), {}, {}, {}};
+  if (call.residual) out.sum.emplace(allocate(x.sizes(), problem.dtype, x));
+  if (call.with_statistics) {
+    if (call.centered) out.mean.emplace(allocate_statistics(x, problem));
+    out.rstd.emplace(allocate_statistics(x, problem));
+  }
+  if (problem.rows == 0) return out;
+
+  const Rows x_rows = as_rows(x, problem);
+  const Rows residual_rows = call.residual ? as_rows(*call.residual, problem) : x_rows;
+  const Optional weight = weight_for_kernel(call.weight, 1, problem, x);
+  const Optional bias = call.centered ? weight_for_kernel(call.bias, 0, problem, x) : std::nullopt;
   args.x = x_rows.tensor.const_data_ptr();
-  args.mean = mean ? mean->const_data_ptr() : nullptr;
-  args.rstd = rstd.const_data_ptr();
-  args.weight = pointer(w);
-  args.grad_x = needs_x ? gradients.x.mutable_data_ptr() : nullptr;
-  args.grad_weight = needs_weight ? gradients.weight.mutable_data_ptr() : nullptr;
-  args.grad_bias = needs_bias ? gradients.bias.mutable_data_ptr() : nullptr;
+  args.weight = pointer(weight);
+  args.bias = pointer(bias);
+  args.y = out.y.mutable_data_ptr();
+  args.mean = out.mean ? out.mean->mutable_data_ptr() : nullptr;
+  args.rstd = out.rstd ? out.rstd->mutable_data_ptr() : nullptr;
+  args.eps = call.eps.value_or(problem.dtype == DTYPE_FLOAT64 ? 0x1p-52 : 0x1p-23);
   args.rows = problem.rows;
   args.cols = problem.cols;
   args.x_stride = x_rows.stride;
-  args.grad_out_stride = g_rows.stride;
   args.dtype = problem.dtype;
   args.weight_dtype = problem.weight_dtype;
-  Optional grad_sum;
-  if (fused.grad_sum && needs_x) {
-    const Rows grad_sum_rows = as_rows(*fused.grad_sum, row_dims, problem.cols);
-    grad_sum.emplace(grad_sum_rows.tensor);
-    args.grad_sum = grad_sum->const_data_ptr();
-    args.grad_sum_stride = grad_sum_rows.stride;
+  args.centered = call.centered;
+  if (call.residual) {
+    args.residual = residual_rows.tensor.const_data_ptr();
+    args.residual_stride = residual_rows.stride;
+    args.sum = out.sum->mutable_data_ptr();
   }
-  args.grad_dropped = fused.needs_dropped ? gradients.dropped.mutable_data_ptr() : nullptr;
-  args.dropout_x = fused.dropout_x;
-  args.dropout_y = fused.dropout_y;
-  const int64_t doubles = sums ? ceil_div(ON_DEVICE_OF(x, norm_partial)(&args), 8) : 0;
+  launch(call.op, KERNEL(norm_forward), args, x, problem.rows,
+         row_grain(problem, x.element_size()));
+  return out;
+}
+
+Gradients norm_backward(const Backward &call) {
+  const char *op = call.op;
+  const Tensor &x = call.x;
+  const bool needs_sums = call.needs_weight || call.needs_bias;
+  if (call.grad_sum) check_like(op, "grad_sum", *call.grad_sum, "sum", x);
+  norm_backward_args args{};
+  (call.adds_residual ? args.dropout_x : args.dropout_y) = check_dropout(op, call.p, call.seed, x);
+  const Problem problem = check_inputs(op, x, call.normalized_shape, call.weight, call.bias);
+  check_like(op, "grad_out", call.grad_out, "x", x);
+  if (call.mean) check_statistics(op, "mean", *call.mean, x, problem);
+  check_statistics(op, "rstd", call.rstd, x, problem);
+
+  const Sizes shape{call.normalized_shape.data(), call.normalized_shape.size()};
+  const Gradients gradients{allocate_if(call.needs_x, x.sizes(), problem.dtype, x),
+                            allocate_if(call.needs_weight, shape, problem.weight_dtype, x),
+                            allocate_if(call.needs_bias, shape, problem.weight_dtype, x),
+                            allocate_if(call.needs_dropped, x.sizes(), problem.dtype, x)};
+  if (problem.cols == 0 || !(needs_sums || call.needs_x) || (problem.rows == 0 && !needs_sums))
+    return gradients;
+
+  const bool adds_grad_sum = call.grad_sum && call.needs_x;
+  const Rows x_rows = as_rows(x, problem), grad_out_rows = as_rows(call.grad_out, problem);
+  const Rows grad_sum_rows = adds_grad_sum ? as_rows(*call.grad_sum, problem) : x_rows;
+  const Optional weight = weight_for_kernel(call.weight, 1, problem, x);
+  args.grad_out = grad_out_rows.tensor.const_data_ptr();
+  args.x = x_rows.tensor.const_data_ptr();
+  args.mean = call.mean ? call.mean->const_data_ptr() : nullptr;
+  args.rstd = call.rstd.const_data_ptr();
+  args.weight = pointer(weight);
+  args.grad_x = call.needs_x ? gradients.x.mutable_data_ptr() : nullptr;
+  args.grad_weight = call.needs_weight ? gradients.weight.mutable_data_ptr() : nullptr;
+  args.grad_bias = call.needs_bias ? gradients.bias.mutable_data_ptr() : nullptr;
+  args.rows = problem.rows;
+  args.cols = problem.cols;
+  args.x_stride = x_rows.stride;
+  args.grad_out_stride = grad_out_rows.stride;
+  args.dtype = problem.dtype;
+  args.weight_dtype = problem.weight_dtype;
+  args.grad_sum = adds_grad_sum ? grad_sum_rows.tensor.const_data_ptr() : nullptr;
+  args.grad_sum_stride = adds_grad_sum ? grad_sum_rows.stride : 0;
+  args.grad_dropped = call.needs_dropped ? gradients.dropped.mutable_data_ptr() : nullptr;
+  const int64_t doubles = needs_sums ? ceil_div(ON_DEVICE_OF(x, norm_partial)(&args), 8) : 0;
   Optional partial;
   if (doubles > 0) {
     partial.emplace(allocate({&doubles, 1}, DTYPE_FLOAT64, x));
     args.partial = partial->mutable_data_ptr();
   }
   launch(op, KERNEL(norm_backward), args, x, norm_parts(problem.rows, problem.cols), 1);
-  if (sums && !x.is_cuda())
+  if (needs_sums && !x.is_cuda())
     parallel_for(ceil_div(problem.cols, NORM_TILE), 1, norm_grad_weight_cpu, &args);
   return gradients;
+}
+
+// ---- layer_norm and rms_norm ----
+
+// with_statistics: the operator; without: its no-grad overload.
+template <bool with_statistics>
+static auto layer_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                       const Optional &bias, double eps) {
+  const Outputs out =
+      norm_forward({"layer_norm", x, normalized_shape, weight, bias, eps, true, with_statistics});
+  if constexpr (with_statistics) {
+    return std::tuple{out.y, *out.mean, *out.rstd};
+  } else {
+    return out.y;
+  }
+}
+
+template <bool with_statistics>
+static auto rms_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
+                     std::optional<double> eps) {
+  const Outputs out =
+      norm_forward({"rms_norm", x, normalized_shape, weight, NONE, eps, false, with_statistics});
+  if constexpr (with_statistics) {
+    return std::tuple{out.y, *out.rstd};
+  } else {
+    return out.y;
+  }
 }
 
 static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
@@ -274,8 +290,8 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor &rstd, const Optional &weight, const Optional &bias, bool needs_grad_x,
     bool needs_grad_weight, bool needs_grad_bias) {
   const Gradients g =
-      norm_backward("layer_norm_backward", grad_out, x, normalized_shape, &mean, rstd, weight, bias,
-                    needs_grad_x, needs_grad_weight, needs_grad_bias);
+      norm_backward({"layer_norm_backward", grad_out, x, normalized_shape, &mean, rstd, weight,
+                     bias, needs_grad_x, needs_grad_weight, needs_grad_bias});
   return {g.x, g.weight, g.bias};
 }
 
@@ -283,48 +299,40 @@ static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, cons
                                                     const Shape &normalized_shape,
                                                     const Tensor &rstd, const Optional &weight,
                                                     bool needs_grad_x, bool needs_grad_weight) {
-  const Gradients g =
-      norm_backward("rms_norm_backward", grad_out, x, normalized_shape, nullptr, rstd, weight,
-                    std::nullopt, needs_grad_x, needs_grad_weight, false);
+  const Gradients g = norm_backward({"rms_norm_backward", grad_out, x, normalized_shape, nullptr,
+                                     rstd, weight, NONE, needs_grad_x, needs_grad_weight, false});
   return {g.x, g.weight};
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m,
-                "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, Tensor? "
-                "bias=None, float eps=1e-05) -> "
-                "(Tensor, Tensor, Tensor)",
+                "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
+                "Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
                 "Tensor");
   def_with_twin(m,
-                "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor "
-                "mean, Tensor rstd, "
-                "Tensor? weight, Tensor? bias, bool needs_grad_x, bool needs_grad_weight, bool "
-                "needs_grad_bias) -> "
-                "(Tensor, Tensor, Tensor)");
+                "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
+                "Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool needs_grad_x, "
+                "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
   def_with_twin(m,
-                "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, float? "
-                "eps=None) -> (Tensor, Tensor)",
+                "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
+                "float? eps=None) -> (Tensor, Tensor)",
                 "Tensor");
   def_with_twin(m,
-                "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor "
-                "rstd, Tensor? weight, "
-                "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+                "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
+                "Tensor rstd, Tensor? weight, bool needs_grad_x, bool needs_grad_weight) -> "
+                "(Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm), TORCH_BOX(&layer_norm_no_grad));
+static void register_kernels(StableLibrary &m) {
+  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm<true>), TORCH_BOX(&layer_norm<false>));
   impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm), TORCH_BOX(&rms_norm_no_grad));
+  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm<true>), TORCH_BOX(&rms_norm<false>));
   impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
 
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
 #ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm), TORCH_BOX(&layer_norm_no_grad));
-  impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm), TORCH_BOX(&rms_norm_no_grad));
-  impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
 #endif
 
 }  // namespace extension_cpp

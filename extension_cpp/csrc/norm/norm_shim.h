@@ -1,4 +1,4 @@
-// What norm.cpp and norm_fused.cpp share: the checks, the allocation and the calls of the kernels of norm.h.
+// What norm.cpp and norm_fused.cpp share: one forward and one backward for all five norms.
 #ifndef EXTENSION_CPP_NORM_SHIM_H
 #define EXTENSION_CPP_NORM_SHIM_H
 
@@ -13,55 +13,58 @@ namespace extension_cpp {
 
 using Shape = std::vector<int64_t>;
 using Optional = std::optional<Tensor>;
+inline const Optional NONE;
 
-// x as rows: the dimensions of normalized_shape side by side.
-struct Problem {
-  dtype_t dtype;
-  dtype_t weight_dtype;
-  int64_t rows;
-  int64_t cols;
-};
-
-Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape,
-                     const Optional &weight, const Optional &bias);
-
-// What the forward keeps for the backward, each of x's shape with the normalized dimensions of size 1: they broadcast against x.
-struct Statistics {
-  Optional mean;  // of layer_norm
-  Optional rstd;
-};
-
-// eps, by default rms_norm's: the machine epsilon of the type of the arithmetic.
-double eps_or_default(std::optional<double> eps, const Problem &problem);
-
-// The fused forms of norm.h: with a residual the dropout is x's, without one y's.
-struct FusedForward {
+// The arguments of a forward op. The names are those of the schemas.
+struct Forward {
+  const char *op;
+  const Tensor &x;
+  const Shape &normalized_shape;
+  const Optional &weight;
+  const Optional &bias;
+  std::optional<double> eps;  // default: the machine epsilon of the accumulation type
+  bool centered;              // layer_norm; else rms_norm
+  bool with_statistics;       // return mean (if centered) and rstd, for backward
   const Tensor *residual = nullptr;
-  const Tensor *sum = nullptr;
-  dropout_t dropout{};
+  double p = 0;  // dropout of x with a residual, of y without one
+  const Optional &seed = NONE;
 };
 
-struct FusedBackward {
-  const Tensor *grad_sum = nullptr;
-  bool needs_dropped = false;  // only with needs_x
-  dropout_t dropout_x{};
-  dropout_t dropout_y{};
+struct Outputs {
+  Tensor y;
+  Optional sum;         // only with a residual
+  Optional mean, rstd;  // x's shape, each normalized dimension of size 1: they broadcast against x
 };
 
-// Forward of all norms: makes the statistics where they are asked for.
-void norm_forward(const char *op, const Problem &problem, const Tensor &x, int64_t row_dims,
-                  const Optional &weight, const Optional &bias, double eps, bool centered,
-                  const Tensor &y, Statistics *statistics, const FusedForward &fused = {});
+Outputs norm_forward(const Forward &call);
 
+// The arguments of a backward op.
+struct Backward {
+  const char *op;
+  const Tensor &grad_out;
+  const Tensor &x;  // the normalized tensor: sum in add_layer_norm and add_rms_norm
+  const Shape &normalized_shape;
+  const Tensor *mean;  // nullptr: rms_norm
+  const Tensor &rstd;
+  const Optional &weight;
+  const Optional &bias;
+  bool needs_x;
+  bool needs_weight;
+  bool needs_bias;
+  double p = 0;
+  const Optional &seed = NONE;
+  bool adds_residual = false;  // dropout belongs to x; else to y
+  const Optional &grad_sum = NONE;
+  bool needs_dropped = false;  // only with needs_x and p > 0
+};
+
+// The gradients of the normalized tensor, weight and bias; `dropped` is dropout applied to the first
+// of them. A gradient that is not needed is an empty tensor.
 struct Gradients {
   Tensor x, weight, bias, dropped;
 };
 
-// Backward of all norms; gradients that are not needed are empty tensors.
-Gradients norm_backward(const char *op, const Tensor &grad_out, const Tensor &x,
-                        const Shape &normalized_shape, const Tensor *mean, const Tensor &rstd,
-                        const Optional &weight, const Optional &bias, bool needs_x,
-                        bool needs_weight, bool needs_bias, const FusedBackward &fused = {});
+Gradients norm_backward(const Backward &call);
 
 }  // namespace extension_cpp
 
