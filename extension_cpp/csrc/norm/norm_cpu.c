@@ -1,7 +1,10 @@
-/* layer_norm and rms_norm on the CPU. Forward: a row at a time, read from memory once and then, for its statistics and its
- * result, from the caches. Backward: a part of the rows, two rows at a time, which share the loads of the weights and of the
- * running sums over the rows; the next rows are asked for early, since a row's first pass else waits for memory and its
- * second leaves memory idle. The arithmetic is in norm_cpu_kernel.h and, for backward, norm_cpu_backward_kernel.h. */
+/* layer_norm and rms_norm on the CPU.
+ * Forward takes one row at a time: it reads the row from memory once, for the statistics, and again
+ * from the caches, for the result.
+ * Backward takes two rows at a time, which share the loads of the weights and of the running sums
+ * over rows. The first pass over a row waits for memory and the second leaves memory idle, so the
+ * second pass prefetches the next rows.
+ * norm_cpu_kernel.h has the formulas and forward, norm_cpu_backward_kernel.h backward. */
 #include "norm/norm.h"
 
 #include "common/cpu_block.h"
@@ -9,49 +12,30 @@
 #include "common/cpu_math.h"
 #include "common/cpu_philox.h"
 
+#define NOINLINE static __attribute__((noinline))
+
 _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks");
 
 enum {
-  FLUSH_COLS =
-      4096, /* lanes along a row hold at most this many columns, 128 each, before they go to double */
-  FLUSH_ROWS = 64 /* and sums down a column at most this many rows */
+  FLUSH_COLS = 4096, /* columns (128 a lane) that a lane array sums before it goes to double */
+  FLUSH_ROWS = 64,   /* rows that sums over rows take before they go to double */
+  PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches the output of no longer row */
 };
 
-/* Whether backward has copies that take two rows at a time: the baseline of x86-64 is to be right, not long. */
+/* Whether backward has loops specialised for two rows at a time. The baseline of x86-64 does
+ * without them: there code size matters more than speed. */
 #if defined(__AVX2__) || !defined(__x86_64__)
 #define PAIRS 1
 #else
 #define PAIRS 0
 #endif
 
-/* Wide arrays (norm.h) are in column order, for bfloat16 all even columns and then all odd ones, so that the two halves of a
- * block in its block order are contiguous wherever the block begins. The halves of the block at column c are at
- * wide_index(c) of `lower` and `upper`; these two are the same for all c of the same parity. */
+/* Where the two halves of a block lie in a wide array (norm_cpu_kernel.h). */
 typedef struct {
   int64_t lower, upper;
-} wide_place_t;
+} wide_halves_t;
 
-ALWAYS_INLINE int64_t wide_index_float64(int64_t c) { return c; }
-ALWAYS_INLINE int64_t wide_index_float32(int64_t c) { return c; }
-ALWAYS_INLINE int64_t wide_index_float16(int64_t c) { return c; }
-ALWAYS_INLINE int64_t wide_index_bfloat16(int64_t c) { return c / 2; }
-
-ALWAYS_INLINE wide_place_t wide_place_float64(int64_t c, int64_t cols) {
-  (void)c, (void)cols;
-  return (wide_place_t){0, BLOCK / 2};
-}
-ALWAYS_INLINE wide_place_t wide_place_float32(int64_t c, int64_t cols) {
-  return wide_place_float64(c, cols);
-}
-ALWAYS_INLINE wide_place_t wide_place_float16(int64_t c, int64_t cols) {
-  return wide_place_float64(c, cols);
-}
-ALWAYS_INLINE wide_place_t wide_place_bfloat16(int64_t c, int64_t cols) {
-  const int64_t odd = norm_wide_cols(cols) / 2;
-  return c % 2 ? (wide_place_t){odd, 1} : (wide_place_t){0, odd};
-}
-
-/* 32 lanes to one sum, in a fixed tree. A loop that gcc unrolled whole would be scalar. */
+/* Sums 32 lanes in a fixed tree. gcc makes scalar code of a loop that it unrolls completely. */
 #define DEFINE_FOLD(type)                                                     \
   ALWAYS_INLINE double fold_##type(const type *lane) {                        \
     double sum[16];                                                           \
@@ -65,8 +49,9 @@ DEFINE_FOLD(float)
 DEFINE_FOLD(double)
 #define FOLD(lane) _Generic((lane)[0], float : fold_float, double : fold_double)(lane)
 
-/* While a row is in its last pass, the columns of a later one are asked for: `bytes` ahead, the next row or rows, and where
- * those are narrow some KiB. Wide rows go to the second-level cache, for in the first they would push out their like. */
+/* How far ahead the last pass over a row prefetches: to the row (or two rows) after it, and at
+ * least some KiB where rows are narrow. Wide rows go to the second-level cache: in the first they
+ * would evict each other. */
 typedef struct {
   int64_t bytes;
   int wide;
@@ -77,7 +62,7 @@ ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size, int 
   return (ahead_t){bytes * (least > rows ? least : rows), cols * size >= 16384};
 }
 
-/* Of `bytes` bytes at p. */
+/* Prefetches `bytes` bytes at distance `ahead` from p. */
 ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
   if (!ahead.wide) {
     prefetch(p, ahead.bytes, bytes);
@@ -88,24 +73,21 @@ ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
     __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
 }
 
-/* Backward's result, where it is not streamed, is asked for in a row's first pass: the second, which writes it, would wait for
- * memory. Of a longer row the caches would have lost it by then. */
-enum { ASKED_ROW = 1 << 17 /* bytes */ };
-
+/* Backward prefetches its output in the first pass over a row, unless stores are streamed: else the
+ * second pass would wait for memory. The caches would lose longer rows before the second pass. */
 ALWAYS_INLINE void prefetch_output(void *p, int64_t bytes) {
   for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((char *)p + byte, 1, 3);
 }
 
-/* What backward computes: constants in the copies of its loops that take two rows at a time. */
-typedef struct {
-  int centered, x, weight, bias;
-} wanted_t;
+/* Flags of a call of backward: layer_norm or rms_norm, and the gradients that it computes. */
+enum { GRAD_BIAS = 1, GRAD_WEIGHT = 2, GRAD_X = 4, CENTERED = 8 };
 
-/* What the fused forms of backward have beside it. A NULL fused_t is a constant, and leaves the plain norms as they are; which
- * of the forms a call is, is asked block by block, for their copies would be many. */
+/* What the fused forms of backward need besides. A NULL fused_t is a constant, so that it costs the
+ * plain norms nothing. The forms are told apart block by block: a loop for each would be much
+ * code. */
 typedef struct {
-  cpu_dropout_t *dropout; /* two, of one dropout; NULL: none */
-  int64_t end;            /* the last row's */
+  cpu_dropout_t *dropout; /* two states of one dropout; NULL: none */
+  int64_t end;            /* one past the last element of the last row */
   ahead_t grad_sum_ahead;
   int drops_y;
 } fused_t;

@@ -1,33 +1,48 @@
-/* Compiled once per element type by norm_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
+/* The formulas of layer_norm and rms_norm, and their forward. norm_cpu.c compiles this file once
+ * per element type: common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
 
-/* ---- wide arrays: weight, bias and the sums over rows (norm_cpu.c says how they lie) ---- */
+/* ---- wide arrays: weight, bias and the sums over rows (norm.h) ----
+ *
+ * Wide arrays are in column order, except for bfloat16: all even columns, then all odd ones. Each
+ * half of a block in block order is then contiguous, whatever column the block begins at. The
+ * halves of the block at column c begin at wide_index(c) + lower and wide_index(c) + upper. The two
+ * offsets depend only on whether c is even or odd. */
 
-/* In column order by one loop: of two, gcc copies the second in pieces, and who then reads them as one waits for all. */
-ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_place_t place,
+ALWAYS_INLINE int64_t NAME(wide_index)(int64_t c) { return NAME(column)(1) == 1 ? c : c / 2; }
+
+ALWAYS_INLINE wide_halves_t NAME(wide_halves)(int64_t c, int64_t cols) {
+  const int64_t odd = norm_wide_cols(cols) / 2;
+  if (NAME(column)(1) == 1) return (wide_halves_t){0, BLOCK / 2};
+  return c % 2 ? (wide_halves_t){odd, 1} : (wide_halves_t){0, odd};
+}
+
+/* Column order takes one loop: gcc would copy the second of two loops in pieces, and a reader of
+ * the whole block would then wait for all of them. */
+ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_halves_t halves,
                                    int64_t c) {
   const ACC *p = wide + NAME(wide_index)(c);
   if (NAME(column)(1) == 1) {
     for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
   } else {
-    for (int k = 0; k < BLOCK / 2; ++k) v[k] = p[place.lower + k];
-    for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = p[place.upper + k];
+    for (int k = 0; k < BLOCK / 2; ++k) v[k] = p[halves.lower + k];
+    for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = p[halves.upper + k];
   }
 }
 
-ALWAYS_INLINE void NAME(store_wide)(ACC *wide, wide_place_t place, int64_t c,
+ALWAYS_INLINE void NAME(store_wide)(ACC *wide, wide_halves_t halves, int64_t c,
                                     const ACC *restrict v) {
   ACC *p = wide + NAME(wide_index)(c);
   if (NAME(column)(1) == 1) {
     for (int k = 0; k < BLOCK; ++k) p[k] = v[k];
   } else {
-    for (int k = 0; k < BLOCK / 2; ++k) p[place.lower + k] = v[k];
-    for (int k = 0; k < BLOCK / 2; ++k) p[place.upper + k] = v[BLOCK / 2 + k];
+    for (int k = 0; k < BLOCK / 2; ++k) p[halves.lower + k] = v[k];
+    for (int k = 0; k < BLOCK / 2; ++k) p[halves.upper + k] = v[BLOCK / 2 + k];
   }
 }
 
 static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t end) {
-  const wide_place_t place = NAME(wide_place)(0, args->cols);
-  /* Whoever has the last column fills the padding too. */
+  const wide_halves_t halves = NAME(wide_halves)(0, args->cols);
+  /* The call that has the last column also fills the padding. */
   const int64_t last = end == args->cols ? norm_wide_cols(end) : end;
   for (int64_t c = begin; c < last; c += BLOCK) {
     const int n = end - c >= BLOCK ? BLOCK : end > c ? (int)(end - c) : 0;
@@ -40,17 +55,16 @@ static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t
       load_float32(source, (const float *)args->source + c, n);
       for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)source[NAME(column)(k)];
     }
-    NAME(store_wide)((ACC *)args->wide, place, c, v);
+    NAME(store_wide)((ACC *)args->wide, halves, c, v);
   }
 }
 
 /* ---- loads ---- */
 
-static __attribute__((noinline)) void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) {
-  LOAD(v, p, n);
-}
+NOINLINE void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) { LOAD(v, p, n); }
 
-/* n elements; less than a block through a function, which costs little there and saves most of the code's size. */
+/* Loads n elements. A partial block takes a function call, which is cheap there and saves most of
+ * the code size. */
 ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n) {
   if (n == BLOCK) {
     LOAD(v, p, BLOCK);
@@ -59,9 +73,10 @@ ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n)
   }
 }
 
-/* ---- forward ---- */
+/* ---- the formulas: each stands here once, and every path of the CPU calls it ---- */
 
-/* Adds n elements' d = x - shift to `sum` and d * d to `squares`; what is not `centered` has no shift and no sum. */
+/* Moments. Adds d = x - shift of n elements to `sum` and d * d to `squares`. Without `centered` the
+ * shift is 0 and there is no sum. */
 ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares, const T *x,
                                        ACC shift, int n, int centered) {
   ACC d[BLOCK];
@@ -75,6 +90,58 @@ ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares,
   }
   for (int k = 0; k < BLOCK; ++k) squares[k] = FMA(d[k], d[k], squares[k]);
 }
+
+/* What normalise needs of a row. `offset` corrects for the rounding of `mean`: (rounded mean -
+ * exact mean) * rstd. */
+typedef struct {
+  ACC mean, rstd, offset;
+} NAME(row_t);
+
+/* Normalise. x becomes xhat. Backward gets the rounded mean from the forward, and has no offset. */
+ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centered, int has_offset) {
+  if (centered) {
+    for (int k = 0; k < BLOCK; ++k) x[k] -= row.mean;
+  }
+  if (has_offset) {
+    for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k], row.rstd, row.offset);
+  } else {
+    for (int k = 0; k < BLOCK; ++k) x[k] *= row.rstd;
+  }
+}
+
+/* Gradient of x, first pass. With g = grad_out * weight, adds g * xhat to `products` and g to
+ * `sum`. xhat is computed block by block: a sum of g * x could leave float's range. */
+ALWAYS_INLINE void NAME(grad_x_sums)(ACC *restrict products, ACC *restrict sum, ACC *restrict g,
+                                     const ACC *restrict xhat, const ACC *restrict weight,
+                                     int centered) {
+  for (int k = 0; k < BLOCK; ++k) g[k] *= weight[k];
+  if (centered) {
+    for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
+  }
+  for (int k = 0; k < BLOCK; ++k) products[k] = FMA(g[k], xhat[k], products[k]);
+}
+
+/* Gradient of x, second pass. grad_out becomes grad_out * weight * rstd + xhat * slope + level,
+ * with slope = -rstd * mean_c(g * xhat) and level = -rstd * mean_c(g). Overwrites xhat. */
+ALWAYS_INLINE void NAME(grad_x)(ACC *restrict grad_out, ACC *restrict xhat,
+                                const ACC *restrict weight, ACC rstd, ACC slope, ACC level) {
+  for (int k = 0; k < BLOCK; ++k) xhat[k] = FMA(xhat[k], slope, level);
+  for (int k = 0; k < BLOCK; ++k) grad_out[k] = FMA(grad_out[k] * rstd, weight[k], xhat[k]);
+}
+
+/* Weight gradients. Adds grad_out * xhat to grad_weight and grad_out to grad_bias. */
+ALWAYS_INLINE void NAME(grad_weight_sums)(ACC *restrict grad_weight, ACC *restrict grad_bias,
+                                          const ACC *restrict grad_out, const ACC *restrict xhat,
+                                          int needs) {
+  if (needs & GRAD_WEIGHT) {
+    for (int k = 0; k < BLOCK; ++k) grad_weight[k] = FMA(grad_out[k], xhat[k], grad_weight[k]);
+  }
+  if (needs & GRAD_BIAS) {
+    for (int k = 0; k < BLOCK; ++k) grad_bias[k] += grad_out[k];
+  }
+}
+
+/* ---- statistics of a row ---- */
 
 typedef struct {
   double first, second; /* the means of d and of d * d */
@@ -95,14 +162,9 @@ ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift,
   return (NAME(moments_t)){total / (double)cols, total_squares / (double)cols};
 }
 
-/* What turns a row of x into xhat: (x - mean) * rstd + offset, where `offset` makes up for the rounding of `mean`. */
-typedef struct {
-  ACC mean, rstd, offset;
-} NAME(row_t);
-
-/* Mean and variance in double, for rows whose squares leave float's range. */
-static __attribute__((noinline)) void NAME(double_moments)(const T *x, int64_t cols, int centered,
-                                                           double *mean, double *variance) {
+/* Mean and variance of rows whose squares leave float's range: the moments in double. */
+NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, double *mean,
+                                   double *variance) {
   double shift = 0, first = 0, second = 0;
   for (int pass = !centered; pass < 2; ++pass) {
     shift += first;
@@ -124,9 +186,10 @@ static __attribute__((noinline)) void NAME(double_moments)(const T *x, int64_t c
   *variance = centered ? second - first * first : second;
 }
 
-/* The variance in one pass, as the mean of d * d less the square of d's mean, for d = x - shift with the mean of the first
- * block as shift. As exact as two passes while the shift is within a deviation or, for halves, four from the mean;
- * where it is not, and where there are NaNs, there is a second pass, which shifts by the mean. */
+/* One pass gives the variance as the mean of d * d minus the squared mean of d, with d = x - shift
+ * and the mean of the first block as shift. This is as exact as two passes while the shift lies
+ * within one standard deviation of the mean (half types: four). Otherwise, and for NaN, a second
+ * pass shifts by the mean. */
 ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double eps, int centered) {
   const double reach = sizeof(T) == 2 ? 16 : 1;
   double mean = 0, variance;
@@ -139,7 +202,7 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
       m = NAME(moments)(x, cols, shift, 1);
       variance = m.second - m.first * m.first;
     }
-    mean = isnan(m.first) ? (double)shift : (double)shift + m.first; /* an infinite mean stays */
+    mean = isnan(m.first) ? (double)shift : (double)shift + m.first; /* keeps an infinite mean */
   } else {
     variance = NAME(moments)(x, cols, 0, 0).second;
   }
@@ -151,65 +214,7 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
   return (NAME(row_t)){rounded, (ACC)rstd, (ACC)(((double)rounded - mean) * rstd)};
 }
 
-/* n elements of a row from column c on; `dropout` NULL: none. */
-ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y,
-                                       NAME(row_t) row, wide_place_t place, ahead_t ahead,
-                                       cpu_dropout_t *dropout, int64_t c, int n, int centered,
-                                       int stream) {
-  ACC v[BLOCK], weight[BLOCK], bias[BLOCK];
-  prefetch_later(x + c, BLOCK * sizeof(T), ahead);
-  NAME(load_block)(v, x + c, n);
-  NAME(load_wide)(weight, (const ACC *)args->weight, place, c);
-  if (centered) {
-    NAME(load_wide)(bias, (const ACC *)args->bias, place, c);
-    for (int k = 0; k < BLOCK; ++k) v[k] = FMA(v[k] - row.mean, row.rstd, row.offset);
-    for (int k = 0; k < BLOCK; ++k) v[k] = FMA(v[k], weight[k], bias[k]);
-  } else {
-    for (int k = 0; k < BLOCK; ++k) v[k] = v[k] * row.rstd * weight[k];
-  }
-  if (dropout) NAME(dropout_block)(v, dropout, y + c - (T *)args->y);
-  STORE(y + c, v, n, stream);
-}
-
-/* Part of a block: a function of its own, since loads and stores of a variable width are long. */
-static __attribute__((noinline)) void NAME(forward_part)(const norm_forward_args *args, const T *x,
-                                                         T *y, const NAME(row_t) * row,
-                                                         cpu_dropout_t *dropout, int64_t c, int n) {
-  NAME(forward_block)
-  (args, x, y, *row, NAME(wide_place)(c, args->cols), (ahead_t){0}, dropout, c, n, args->centered,
-   0);
-}
-
-/* Elements up to the next 64 bytes from p on, where the rest of a row can be streamed; 0 if that is no gain. */
-ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int gains) {
-  const int64_t head = (int64_t)((64 - (uintptr_t)p % 64) % 64 / sizeof(T));
-  return gains && head < cols ? head : 0;
-}
-
-ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, int64_t r,
-                                     ahead_t ahead, cpu_dropout_t *dropout, int centered,
-                                     int stream) {
-  const int64_t cols = args->cols;
-  T *y = (T *)args->y + r * cols;
-  const NAME(row_t) row = NAME(row_statistics)(x, cols, args->eps, centered);
-  if (args->mean) ((ACC *)args->mean)[r] = row.mean;
-  if (args->rstd) ((ACC *)args->rstd)[r] = row.rstd;
-  /* Stores that split cache lines are most of rms_norm's time in float32; for half types the head costs more. */
-  int64_t c = NAME(row_head)(y, cols, stream || (sizeof(T) >= 4 && cols >= 512));
-  if (c > 0) NAME(forward_part)(args, x, y, &row, dropout, 0, (int)c);
-  const wide_place_t place = NAME(wide_place)(c, cols);
-  const int64_t blocks_end = cols - (cols - c) % BLOCK;
-  if (stream && (uintptr_t)(y + c) % 64 == 0) {
-    for (; c < blocks_end; c += BLOCK) {
-      NAME(forward_block)(args, x, y, row, place, ahead, dropout, c, BLOCK, centered, 1);
-    }
-  } else {
-    for (; c < blocks_end; c += BLOCK) {
-      NAME(forward_block)(args, x, y, row, place, ahead, dropout, c, BLOCK, centered, 0);
-    }
-  }
-  if (c < cols) NAME(forward_part)(args, x, y, &row, dropout, c, (int)(cols - c));
-}
+/* ---- prologue of forward: sum = residual + dropout_x(x) ---- */
 
 ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahead_t x_ahead,
                                    ahead_t residual_ahead, cpu_dropout_t *dropout, int64_t c,
@@ -226,9 +231,8 @@ ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahe
   STORE((T *)args->sum + r * args->cols + c, v, n, 0);
 }
 
-/* sum's row r, which the norm then reads from the caches. */
-static __attribute__((noinline)) void NAME(add_row)(const norm_forward_args *args, int64_t r,
-                                                    cpu_dropout_t *dropout) {
+/* Writes row r of sum, which the norm then reads from the caches. */
+NOINLINE void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropout_t *dropout) {
   const int64_t cols = args->cols, blocks_end = cols - cols % BLOCK;
   const ahead_t x_ahead = row_ahead(args->x_stride, cols, sizeof(T), 1);
   const ahead_t residual_ahead = row_ahead(args->residual_stride, cols, sizeof(T), 1);
@@ -241,6 +245,73 @@ static __attribute__((noinline)) void NAME(add_row)(const norm_forward_args *arg
       NAME(add_block)(args, r, x_ahead, residual_ahead, NULL, c, BLOCK);
   }
   if (c < cols) NAME(add_block)(args, r, x_ahead, residual_ahead, dropout, c, (int)(cols - c));
+}
+
+/* ---- forward ---- */
+
+/* Epilogue of forward: y = dropout_y(y), stored. `i` is the index of the block's first element. */
+ALWAYS_INLINE void NAME(forward_epilogue)(T *p, ACC *restrict y, cpu_dropout_t *dropout, int64_t i,
+                                          int n, int stream) {
+  if (dropout) NAME(dropout_block)(y, dropout, i);
+  STORE(p, y, n, stream);
+}
+
+/* n elements of a row from column c on. `dropout` is y's, or NULL. */
+ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y,
+                                       NAME(row_t) row, wide_halves_t halves, ahead_t ahead,
+                                       cpu_dropout_t *dropout, int64_t c, int n, int centered,
+                                       int stream) {
+  ACC v[BLOCK], weight[BLOCK], bias[BLOCK];
+  prefetch_later(x + c, BLOCK * sizeof(T), ahead);
+  NAME(load_block)(v, x + c, n);
+  NAME(load_wide)(weight, (const ACC *)args->weight, halves, c);
+  NAME(normalise)(v, row, centered, centered);
+  if (centered) {
+    NAME(load_wide)(bias, (const ACC *)args->bias, halves, c);
+    for (int k = 0; k < BLOCK; ++k) v[k] = FMA(v[k], weight[k], bias[k]);
+  } else {
+    for (int k = 0; k < BLOCK; ++k) v[k] *= weight[k];
+  }
+  NAME(forward_epilogue)(y + c, v, dropout, y + c - (T *)args->y, n, stream);
+}
+
+/* A partial block: a function of its own, because loads and stores of variable width are long. */
+NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y,
+                                 const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
+                                 int n) {
+  const wide_halves_t halves = NAME(wide_halves)(c, args->cols);
+  const ahead_t none = {0};
+  NAME(forward_block)(args, x, y, *row, halves, none, dropout, c, n, args->centered, 0);
+}
+
+/* The number of elements before the next multiple of 64 bytes, or 0 if aligning does not pay. */
+ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int pays) {
+  const int64_t head = (int64_t)((64 - (uintptr_t)p % 64) % 64 / sizeof(T));
+  return pays && head < cols ? head : 0;
+}
+
+ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, int64_t r,
+                                     ahead_t ahead, cpu_dropout_t *dropout, int centered,
+                                     int stream) {
+  const int64_t cols = args->cols;
+  T *y = (T *)args->y + r * cols;
+  const NAME(row_t) row = NAME(row_statistics)(x, cols, args->eps, centered);
+  if (args->mean) ((ACC *)args->mean)[r] = row.mean;
+  if (args->rstd) ((ACC *)args->rstd)[r] = row.rstd;
+  /* In float32, stores that split cache lines take most of rms_norm's time. For half types the head
+   * costs more than it saves. */
+  int64_t c = NAME(row_head)(y, cols, stream || (sizeof(T) >= 4 && cols >= 512));
+  if (c > 0) NAME(forward_part)(args, x, y, &row, dropout, 0, (int)c);
+  const wide_halves_t halves = NAME(wide_halves)(c, cols);
+  const int64_t blocks_end = cols - (cols - c) % BLOCK;
+  if (stream && (uintptr_t)(y + c) % 64 == 0) {
+    for (; c < blocks_end; c += BLOCK)
+      NAME(forward_block)(args, x, y, row, halves, ahead, dropout, c, BLOCK, centered, 1);
+  } else {
+    for (; c < blocks_end; c += BLOCK)
+      NAME(forward_block)(args, x, y, row, halves, ahead, dropout, c, BLOCK, centered, 0);
+  }
+  if (c < cols) NAME(forward_part)(args, x, y, &row, dropout, c, (int)(cols - c));
 }
 
 ALWAYS_INLINE void NAME(forward_rows)(const norm_forward_args *args, int64_t begin, int64_t end,

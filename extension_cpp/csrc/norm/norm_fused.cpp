@@ -11,11 +11,10 @@ static auto add_layer_norm(const Tensor &x, const Tensor &residual, const Shape 
                            const Optional &seed) {
   const Outputs out = norm_forward({"add_layer_norm", x, normalized_shape, weight, bias, eps, true,
                                     with_statistics, &residual, p, seed});
-  if constexpr (with_statistics) {
+  if constexpr (with_statistics)
     return std::tuple{out.y, *out.sum, *out.mean, *out.rstd};
-  } else {
+  else
     return std::tuple{out.y, *out.sum};
-  }
 }
 
 template <bool with_statistics>
@@ -24,11 +23,10 @@ static auto add_rms_norm(const Tensor &x, const Tensor &residual, const Shape &n
                          const Optional &seed) {
   const Outputs out = norm_forward({"add_rms_norm", x, normalized_shape, weight, NONE, eps, false,
                                     with_statistics, &residual, p, seed});
-  if constexpr (with_statistics) {
+  if constexpr (with_statistics)
     return std::tuple{out.y, *out.sum, *out.rstd};
-  } else {
+  else
     return std::tuple{out.y, *out.sum};
-  }
 }
 
 template <bool with_statistics>
@@ -37,11 +35,10 @@ static auto layer_norm_dropout(const Tensor &x, const Shape &normalized_shape,
                                const Optional &seed) {
   const Outputs out = norm_forward({"layer_norm_dropout", x, normalized_shape, weight, bias, eps,
                                     true, with_statistics, nullptr, p, seed});
-  if constexpr (with_statistics) {
+  if constexpr (with_statistics)
     return std::tuple{out.y, *out.mean, *out.rstd};
-  } else {
+  else
     return out.y;
-  }
 }
 
 // add_layer_norm_backward and add_rms_norm_backward return the gradient of x, then residual's.

@@ -58,8 +58,8 @@ struct Backward {
   bool needs_dropped = false;  // only with needs_x and p > 0
 };
 
-// The gradients of the normalized tensor, weight and bias; `dropped` is dropout applied to the first
-// of them. A gradient that is not needed is an empty tensor.
+// The gradients of the normalized tensor, weight and bias; `dropped` is dropout applied to the
+// first of them. A gradient that is not needed is an empty tensor.
 struct Gradients {
   Tensor x, weight, bias, dropped;
 };
