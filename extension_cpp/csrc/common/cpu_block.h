@@ -1,11 +1,14 @@
-/* Blocks: the unit in which CPU kernels load, compute and store. A block is BLOCK elements widened to float (float64: double)
- * in a local array, which compilers keep in vector registers when every loop over it has the constant trip count BLOCK.
+/* Blocks: the unit in which CPU kernels load, compute and store. A block is BLOCK elements widened
+ * to float (float64: double) in a local array. Compilers keep the array in vector registers if
+ * every loop over it has the constant trip count BLOCK.
  *
- * Block order. bfloat16 blocks hold the even elements first and the odd ones after them, since widening a pair is then a
- * shift and a mask, with no shuffle; the other types keep memory order. Every load and store of a type uses the same order,
- * so element-by-element arithmetic and sums over blocks need not care; anything that looks at v[k]'s column must.
+ * Block order. A bfloat16 block holds the even elements first, then the odd ones: widening a pair
+ * is then a shift and a mask, without a shuffle. The other types keep memory order. Every load and
+ * store of a type uses the same order, so element-by-element arithmetic and sums over blocks need
+ * not know it. Code that depends on the column of v[k] must (column_<type>).
  *
- * A load of n < BLOCK elements fills the rest with zeros; a store of n < BLOCK writes n. Pass n as a constant where it is one. */
+ * A load of n < BLOCK elements fills the rest with zeros; a store of n < BLOCK writes n. Pass n as
+ * a constant where it is one. */
 #ifndef EXTENSION_CPP_CPU_BLOCK_H
 #define EXTENSION_CPP_CPU_BLOCK_H
 
@@ -20,10 +23,10 @@
 
 enum { BLOCK = 32 };
 
-typedef uint32_t __attribute__((may_alias, aligned(2)))
-pair_t; /* two neighbouring 16-bit elements */
+/* Two neighbouring 16-bit elements. */
+typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t;
 
-/* Which of a block's elements lane k holds. */
+/* The element of a block that lane k holds. */
 ALWAYS_INLINE int column_float64(int k) { return k; }
 ALWAYS_INLINE int column_float32(int k) { return k; }
 ALWAYS_INLINE int column_float16(int k) { return k; }
@@ -48,11 +51,11 @@ ALWAYS_INLINE uint32_t bfloat16_bits(float x) {
   return x != x ? 0x7fc00000u : rounded;
 }
 
-/* float16 without F16C: the integer way, equal to the instruction on every input. */
+/* float16 without F16C, in integer arithmetic. Equal to the instruction on every input. */
 ALWAYS_INLINE float float16_to_float(uint16_t half) {
   const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
   const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
-  /* 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals on the way. */
+  /* 2^112 changes the exponent's bias from 15 to 127 and normalises subnormals. */
   const float scaled = bits_float(magnitude) * 0x1p112f;
   const uint32_t bits = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : float_bits(scaled);
   return bits_float(bits | sign);
@@ -70,7 +73,8 @@ ALWAYS_INLINE uint16_t float_to_float16(float x) {
   return (uint16_t)(half | sign);
 }
 
-/* 64 bytes written past the caches; p must be aligned to 64. End a range of these with stream_fence(). */
+/* Streams 64 bytes past the caches. p must be aligned to 64. Call stream_fence() after the last of
+ * a range. */
 ALWAYS_INLINE void stream64(void *p, const void *v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512((__m512i *)p, _mm512_loadu_si512(v));
@@ -195,19 +199,22 @@ ALWAYS_INLINE void store_float16(uint16_t *restrict p, const float *restrict v, 
   }
 }
 
-/* Asks for the lines of `bytes` bytes that lie `ahead` bytes behind p: any address will do, one outside the tensor too. */
+/* Prefetches the cache lines of `bytes` bytes at p + ahead. Any address is allowed, also one
+ * outside the tensor. */
 ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
   const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead;
   for (int64_t byte = 0; byte < bytes; byte += 64)
     __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 3);
 }
 
-/* LOAD in a loop over all elements: also prefetches what comes 2 KiB later. With much arithmetic per block the processor does
- * not look far enough ahead itself (docs/decisions/013-cpu-streaming-and-prefetch.md). */
+/* LOAD in a loop over all elements, which also prefetches 2 KiB ahead. Where a block is much work,
+ * the hardware prefetcher does not look far enough ahead
+ * (docs/decisions/013-cpu-streaming-and-prefetch.md). */
 #define READ(v, p, n) (prefetch(p, 2048, BLOCK * (int64_t)sizeof *(p)), LOAD(v, p, n))
 
-/* Runs block(args, i, n, stream) over the elements of [begin, end), n = BLOCK but for the tail. With `stream`, `out` must be
- * where the block at `begin` is written; streaming needs it aligned to 64 bytes and is left out where it is not. */
+/* Calls block(args, i, n, stream) for the elements of [begin, end): n = BLOCK, and less for the
+ * tail. With `stream`, `out` must be the address to which the block at `begin` is written. Stores
+ * are streamed only if that is aligned to 64 bytes. */
 #define FOR_BLOCKS(block, args, begin, end, out, stream)                         \
   do {                                                                           \
     const int64_t blocks_end = (begin) + ((end) - (begin)) / BLOCK * BLOCK;      \

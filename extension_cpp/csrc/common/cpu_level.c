@@ -1,4 +1,5 @@
-/* Picks the instruction set once, when the library is loaded; afterwards both answers are constants. */
+/* Picks the instruction set once, when the library is loaded. From then on both answers are
+ * constants. */
 #define _GNU_SOURCE
 #include "common/cpu_level.h"
 
@@ -22,7 +23,7 @@ static cpu_level_t detect(void) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   unsigned eax, ebx, ecx = 0, edx;
-  /* clang 14 does not know the name "f16c", so ask cpuid: leaf 1, ecx bit 29. */
+  /* clang 14 does not know the name "f16c", so this reads cpuid: leaf 1, ecx bit 29. */
   const int f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
   if (!(f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")))
     return CPU_BASELINE;

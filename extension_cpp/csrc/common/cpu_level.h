@@ -1,12 +1,13 @@
-/* Instruction sets. Each <op>_cpu.c is compiled once per level, with CPU_LEVEL_<NAME> defined; CPU_ENTRY at its end gives
- * the level's object a symbol of its own, and the baseline object the public symbol that picks a level at run time.
+/* Instruction sets. Each <op>_cpu.c is compiled once per level, with CPU_LEVEL_<NAME> defined.
+ * CPU_ENTRY at the end of the file gives each level's object a symbol of its own, and the baseline
+ * object also the public symbol, which picks a level at run time.
  *
- *   baseline  what every x86-64 has (SSE2); on other machines the only level, and what the compiler takes for granted
+ *   baseline  SSE2, which every x86-64 has. Elsewhere the only level, the compiler's default
  *   v3        AVX2, FMA, F16C
  *   v4        AVX-512 F, BW, VL, DQ
  *
- * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4, read when the library is loaded, lowers the choice (PyTorch's own variable of
- * this kind is ATEN_CPU_CAPABILITY). */
+ * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 lowers the choice. It is read when the library is loaded.
+ * (PyTorch's own variable of this kind is ATEN_CPU_CAPABILITY.) */
 #ifndef EXTENSION_CPP_CPU_LEVEL_H
 #define EXTENSION_CPP_CPU_LEVEL_H
 
@@ -21,8 +22,8 @@ typedef enum { CPU_BASELINE, CPU_V3, CPU_V4 } cpu_level_t;
 cpu_level_t cpu_level(void);
 const char *cpu_level_name(cpu_level_t level);
 
-/* Whether a kernel that touches this many bytes should write past the caches: only when its data clearly exceeds the
- * last-level cache, for below that the next reader of the buffer would miss. */
+/* Whether a kernel that touches this many bytes should stream its stores past the caches. Only if
+ * they clearly exceed the last-level cache: else the next reader of the output would miss. */
 int cpu_should_stream(int64_t bytes);
 
 #ifdef __cplusplus
@@ -37,8 +38,9 @@ int cpu_should_stream(int64_t bytes);
 #define CPU_NAME(name) name##_baseline
 #endif
 
-/* CPU_ENTRY(f, args_type) exports `void f(int64_t begin, int64_t end, void *args)`, the form torch_parallel_for calls, over
- * `static void f##_range(int64_t begin, int64_t end, const args_type *args)` of this file. */
+/* CPU_ENTRY(f, args_type) exports `void f(int64_t begin, int64_t end, void *args)`, the signature
+ * that torch_parallel_for calls. It calls this file's `static void f##_range(int64_t begin, int64_t
+ * end, const args_type *args)`. */
 #define CPU_ENTRY_LEVEL(name, args_type)                        \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args);  \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args) { \

@@ -1,13 +1,15 @@
-/* Dropout for lane loops: the random bits of philox.h as masks, a bit an element, made ahead in a loop of their own. A block then
- * takes 32 of them, which may begin at any element, and what reads a row twice makes its mask once. */
+/* Dropout for lane loops. The random bits of philox.h become masks of one bit per element, which a
+ * loop of their own makes ahead of their use. A block takes 32 mask bits, from any element on. A
+ * kernel that reads a row twice makes the row's mask once. */
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
 #define EXTENSION_CPP_CPU_PHILOX_H
 
 #include "common/cpu_block.h"
 #include "common/philox.h"
 
-/* One word of as many counters as fit a vector, in the lower halves of 64 bits each, as the products come; what is in the upper
- * halves of factors and sums does no harm. */
+/* Lanes of the Philox rounds: one word of as many counters as fit a vector. A word is in the lower
+ * half of its 64 bits, because products need 64. The upper halves of factors and sums are
+ * ignored. */
 #if defined(__AVX512F__)
 enum { COUNTERS = 8 };
 #elif defined(__AVX2__)
@@ -18,7 +20,7 @@ enum { COUNTERS = 2 };
 typedef uint64_t __attribute__((vector_size(8 * COUNTERS))) lanes_t;
 typedef uint32_t __attribute__((vector_size(8 * COUNTERS))) half_lanes_t;
 
-/* The products of the lower halves. */
+/* The 64-bit products of the lower halves. */
 ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 #if defined(__AVX512F__)
   return (lanes_t)_mm512_mul_epu32((__m512i)c, _mm512_set1_epi64(multiplier));
@@ -33,14 +35,15 @@ ALWAYS_INLINE lanes_t multiply(lanes_t c, uint32_t multiplier) {
 
 ALWAYS_INLINE lanes_t upper_halves(lanes_t product) {
 #if defined(__AVX512F__)
-  return (lanes_t)_mm512_shuffle_epi32(
-      (__m512i)product, 0xf5); /* shifts have but one port, which the products need */
+  /* Not a shift: shifts run on one port only, which the products need. */
+  return (lanes_t)_mm512_shuffle_epi32((__m512i)product, 0xf5);
 #else
   return product >> 32;
 #endif
 }
 
-/* A byte for each counter, bit k for its element k, from the four words: whether the element's bits are above last_dropped. */
+/* Stores a byte per counter. Bit k says whether element k of the counter is kept: its bits, from
+ * the four words, exceed last_dropped. */
 ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_dropped) {
 #if defined(__AVX512F__)
   uint64_t bytes = 0;
@@ -66,21 +69,22 @@ ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_
 #endif
 }
 
-/* Elements, multiples of 64. Masks are made no further ahead, so that a processor can make them while it waits for memory. */
+/* In elements, multiples of 64: the room for masks, and how many are made at once. The latter are
+ * few, so that the processor can make them while it waits for memory. */
 enum { HELD = 16384, MADE_AT_ONCE = 512 };
 
-/* What dropout_t says, and the masks of [begin, end), which is empty at first and grows. */
+/* A dropout and the masks of elements [begin, end). The range is empty at first and grows. */
 typedef struct {
   uint64_t key[PHILOX_ROUNDS][2];
   double scale;
   float scale_float;
   uint32_t last_dropped;
   int64_t begin, end;         /* multiples of 64 */
-  int64_t until;              /* no mask is needed from here on */
-  uint8_t kept[HELD / 8 + 8]; /* of the last byte too, 64 bits are read */
+  int64_t until;              /* the first element that needs no mask */
+  uint8_t kept[HELD / 8 + 8]; /* 8 more: kept_bits reads 64 bits at any byte */
 } cpu_dropout_t;
 
-/* For elements up to `until`. */
+/* For elements before `until`. */
 static inline void cpu_dropout_init(cpu_dropout_t *state, const dropout_t *dropout, int64_t until) {
   const uint64_t seed = dropout->seed ? (uint64_t)*dropout->seed : 0;
   for (uint32_t round = 0; round < PHILOX_ROUNDS; ++round) {
@@ -94,7 +98,8 @@ static inline void cpu_dropout_init(cpu_dropout_t *state, const dropout_t *dropo
   state->until = until;
 }
 
-/* Makes masks ahead of element i, in place of the old ones where they do not follow those or have no room. */
+/* Makes masks from element i on. The new masks replace the old ones if they do not continue them or
+ * if the room is full. */
 static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int64_t i) {
   if (i < state->begin || i > state->end || state->end - state->begin > HELD - MADE_AT_ONCE) {
     state->begin = state->end = i - i % 64;
@@ -106,7 +111,7 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
   for (; state->end < stop || state->end % 64 != 0; state->end += 8 * COUNTERS) {
     const uint64_t counter = (uint64_t)state->end / 8;
     lanes_t word[4] = {counter + steps};
-    word[1] += counter >> 32; /* of all of them, since counters come in eights */
+    word[1] += counter >> 32; /* one high word for all lanes: they do not cross 2^32 */
 #pragma GCC unroll 7
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {
       const lanes_t product_0 = multiply(word[0], PHILOX_MULTIPLIER_0),
@@ -120,12 +125,14 @@ static __attribute__((noinline)) void cpu_dropout_make(cpu_dropout_t *state, int
   }
 }
 
-/* Masks of elements [i, i + n) at least, n <= MADE_AT_ONCE - 63; past `until`, of a block's rest. */
+/* Makes sure that the masks of elements [i, i + n) exist, n <= MADE_AT_ONCE - 63. Past `until`
+ * there are masks for the rest of one block. */
 ALWAYS_INLINE void cpu_dropout_hold(cpu_dropout_t *state, int64_t i, int64_t n) {
   if (__builtin_expect(i < state->begin || i + n > state->end, 0)) cpu_dropout_make(state, i);
 }
 
-/* Bit k: whether element i + k is kept; past a row's end too, for 0 * scale may be NaN. */
+/* Bit k: whether element i + k is kept. Blocks need it past the end of a row too: the rest of a
+ * block is 0, but 0 * scale may be NaN. */
 ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
   cpu_dropout_hold(state, i, BLOCK);
   const uint64_t at = (uint64_t)(i - state->begin);
@@ -134,13 +141,13 @@ ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {
   return (uint32_t)(bits >> at % 8);
 }
 
-/* x where `kept`, else 0, by arithmetic: of a selection gcc makes a branch where the loop around it is large. */
+/* x if `kept`, else 0, without a selection: in a large loop gcc makes a branch of a selection. */
 ALWAYS_INLINE float float_if(int kept, float x) {
   return bits_float(float_bits(x) & -(uint32_t)kept);
 }
 ALWAYS_INLINE double double_if(int kept, double x) { return kept ? x : 0; }
 
-/* Drops and scales a block, the one of elements [i, i + BLOCK). */
+/* Applies dropout to the block of elements [i, i + BLOCK). */
 #define DEFINE_DROPOUT_BLOCK(type, acc)                                                         \
   ALWAYS_INLINE void dropout_block_##type(acc *restrict v, cpu_dropout_t *dropout, int64_t i) { \
     const uint32_t kept = kept_bits(dropout, i);                                                \

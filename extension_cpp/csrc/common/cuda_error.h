@@ -1,4 +1,5 @@
-/* The CUDA runtime is linked into the library, hidden; shims reach it through here. */
+/* The CUDA runtime is linked into the library with hidden symbols. Shims reach it through this
+ * function. */
 #ifndef EXTENSION_CPP_CUDA_ERROR_H
 #define EXTENSION_CPP_CUDA_ERROR_H
 

@@ -1,9 +1,10 @@
-// Flat pointwise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j], where one more operand of f may be a row
-// that is broadcast: row[i % cols].
+// Flat pointwise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j]. One more
+// operand of f may be a row that is broadcast: row[i % cols].
 //
-// A block covers THREADS * VECTORS vectors of N elements; a thread loads all its vectors before it computes, so that several
-// 16-byte loads are in flight. Elements before the first aligned address and after the last whole vector go one by one.
-// Where the pointers are misaligned differently, N is the widest vector that all of them can share.
+// A CTA covers THREADS * VECTORS vectors of N elements. A thread loads all its vectors before it
+// computes, so that several 16-byte loads are in flight. Head elements, before the first aligned
+// address, and tail elements, after the last whole vector, are processed one by one. If the
+// pointers are misaligned differently, N is the widest vector that all of them allow.
 #ifndef EXTENSION_CPP_CUDA_POINTWISE_CUH
 #define EXTENSION_CPP_CUDA_POINTWISE_CUH
 
@@ -28,7 +29,8 @@ struct NoRow {
   static constexpr int OPERANDS = 0;
 };
 
-// The last operand of f is p[i % cols]. `whole`: every vector's columns are one aligned vector of p.
+// The last operand of f is p[i % cols]. `whole`: the columns of every vector are one aligned vector
+// of p.
 template <typename T>
 struct Row {
   static constexpr int OPERANDS = 1;
@@ -38,13 +40,14 @@ struct Row {
   bool aligned;
 };
 
-// Elements c to c + N - 1 of the 16-byte aligned row p, from the two aligned vectors that hold them.
+// Elements [c, c + N) of the 16-byte aligned row p, from the two aligned vectors that hold them.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
   static_assert(sizeof(T) * N == 16 && sizeof(T) == 2);
   const uint4 low = load_vector<T, N>(p + c / N * N), high = load_vector<T, N>(p + c / N * N + N);
   const int words = c % N / 2, half = c % 2 * 16;
-  // The words to skip, by selection (an index into registers would send them through memory); then half a word, by funnel.
+  // Skips whole words by selection (an index would move the registers to local memory), then half a
+  // word by a funnel shift.
   const bool two = words & 2, one = words & 1;
   const unsigned a0 = two ? low.z : low.x, a1 = two ? low.w : low.y, a2 = two ? high.x : low.z,
                  a3 = two ? high.y : low.w;
@@ -55,7 +58,8 @@ __device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
           __funnelshift_r(b2, b3, half), __funnelshift_r(b3, b4, half)};
 }
 
-// Index is uint32_t where it holds every element's number: 64-bit division costs as much as the rest of a kernel.
+// Index is uint32_t if it can hold every element's index: 64-bit division takes as long as the rest
+// of a kernel.
 template <typename Index, typename T, int N>
 __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) {
   int64_t c = static_cast<Index>(i) % static_cast<Index>(row.cols);
@@ -70,7 +74,7 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
   }
 }
 
-// COUNT vectors of N elements, the first at element i, the others `step` elements apart.
+// COUNT vectors of N elements: the first at element i, the others `step` elements apart.
 template <typename Index, typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
 __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
                                     int64_t i, int64_t step) {
@@ -146,7 +150,8 @@ cudaError_t launch_vectors(Tensors<T, IN, OUT> t, R row, F f, cudaStream_t strea
   return cudaGetLastError();
 }
 
-// launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream), with Row<T>{pointer, cols} at the end where f has a row operand.
+// launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream). With a row operand, Row<T>{pointer,
+// cols} comes last.
 template <typename T, int IN, int OUT, typename F, typename R = NoRow>
 cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
                    void *stream, R row = {}) {

@@ -1,4 +1,4 @@
-/* Element types of every op: the one enum that the C kernels, the CUDA kernels and the C++ shims share. */
+/* Element types of every op: one enum for the C kernels, the CUDA kernels and the C++ shims. */
 #ifndef EXTENSION_CPP_DTYPE_H
 #define EXTENSION_CPP_DTYPE_H
 

@@ -1,9 +1,10 @@
 /* Compiles the file named by KERNEL_BODY once per element type, with
- *   T                    the type in memory (halves: uint16_t)
- *   ACC                  the type of the arithmetic: float, for float64 double
- *   NAME(f)              f with the type's name behind it
+ *   T                    the type in memory (bfloat16, float16: uint16_t)
+ *   ACC                  the accumulation type: float, for float64 double
+ *   NAME(f)              f with the type's name appended: f_float32
  *   LOAD, STORE          the type's block functions of cpu_block.h
- * KERNEL_BODY is a header, so a debugger steps through its real lines. DISPATCH_DTYPE then calls the right copy. */
+ * KERNEL_BODY is a header, so a debugger steps through its real lines. DISPATCH_DTYPE then calls
+ * the function of a dtype. */
 #define NAME_(f, type) f##_##type
 #define NAME_EXPANDED(f, type) NAME_(f, type)
 

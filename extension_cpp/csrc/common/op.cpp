@@ -7,7 +7,7 @@
 
 #ifdef WITH_CUDA
 #include "common/cuda_error.h"
-// Weak: in a PyTorch without CUDA the symbol is missing, and the library must load all the same.
+// Weak: a PyTorch without CUDA does not have the symbol, and must still load the library.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
                                                                                    void **stream);
 #endif
@@ -147,7 +147,8 @@ Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like) {
   return allocate_strided(sizes, contiguous_strides(sizes), dtype, like);
 }
 
-// PyTorch's is_non_overlapping_and_dense: sorted by stride, each dimension starts where the smaller ones end.
+// As PyTorch's is_non_overlapping_and_dense: sorted by stride, each dimension begins where the
+// smaller ones end.
 bool is_dense(const Tensor &x) {
   if (x.is_contiguous()) return true;
   const Sizes sizes = x.sizes(), strides = x.strides();
@@ -171,7 +172,8 @@ Tensor allocate_like(const Tensor &x) {
                      : allocate(x.sizes(), dtype, x);
 }
 
-// Whether tensors of one shape have their elements in the same order; the stride of a dimension of size 1 means nothing.
+// Whether tensors of one shape store their elements in the same order. The stride of a dimension of
+// size 1 has no meaning.
 static bool same_strides(const Tensor &x, const Tensor &y) {
   const Sizes sizes = x.sizes(), a = x.strides(), b = y.strides();
   for (size_t i = 0; i < sizes.size(); ++i) {

@@ -1,5 +1,6 @@
-// What every op's shim needs from PyTorch, over the stable ABI alone: checks that speak in sentences, allocation, layouts,
-// and launch(), which runs a kernel on PyTorch's thread pool or on its current CUDA stream.
+// What the shim of every op uses, over PyTorch's stable ABI alone: checks that raise sentences,
+// allocation, layouts, and launch(), which runs a kernel on PyTorch's thread pool or on its current
+// CUDA stream.
 #ifndef EXTENSION_CPP_OP_H
 #define EXTENSION_CPP_OP_H
 
@@ -29,14 +30,14 @@ std::string to_string(Sizes sizes);          // "[2, 3]"
 std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
 std::string dtype_string(const Tensor &x);   // "float32"
 
-// x's element type; fails for any but the four that the kernels have.
+// x's element type. Fails unless it is one of the four that kernels support.
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x);
 
 // Fails unless x is on the device of `like`.
 void check_device(const char *op, const char *name, const Tensor &x, const char *like_name,
                   const Tensor &like);
 
-// The same, and then unless x has the dtype of `like`.
+// Fails unless x has the device and the dtype of `like`.
 void check_same(const char *op, const char *name, const Tensor &x, const char *like_name,
                 const Tensor &like);
 
@@ -47,7 +48,7 @@ void check_shape(const char *op, const char *name, const Tensor &x, const char *
 // Fails unless 0 <= p <= 1.
 void check_probability(const char *op, double p);
 
-// Fails unless seed is one int64 number on x's device: what a random op draws from (common/philox.h).
+// Fails unless seed is one int64 number on x's device. Random ops draw from it (common/philox.h).
 void check_seed(const char *op, const Tensor &seed, const Tensor &x);
 
 // ---- memory ----
@@ -58,26 +59,27 @@ ScalarType scalar_type(dtype_t dtype);
 Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like);
 Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like);
 
-// Whether x's elements fill one block of memory without gaps or overlap, in any order of dimensions.
+// Whether x's elements fill one block of memory without gaps or overlap, dimensions in any order.
 bool is_dense(const Tensor &x);
 
 // torch.empty_like: x's strides if x is dense, else contiguous ones.
 Tensor allocate_like(const Tensor &x);
 
-// x itself if it has the strides of the dense `like` (of the same shape), else a copy that has.
+// x itself if it has the strides of `like`, which is dense and of the same shape; else a copy that
+// has.
 Tensor with_strides_of(const Tensor &x, const Tensor &like);
 
 // x itself if it is contiguous, else a contiguous copy.
 Tensor as_contiguous(const Tensor &x);
 
-// `to` with the values of `from`: nothing to do where they are one tensor.
+// `to` with the values of `from`. Copies nothing if they are the same tensor.
 Tensor copy_into(const Tensor &to, const Tensor &from);
 
 // Fails if two elements of `out` share memory (an expanded tensor).
 void check_writable(const char *op, const Tensor &out);
 
-// Fails if the dense tensors `out` and `x` overlap without being one and the same. (Where one is not dense it is copied
-// before or after the kernel, so that overlap does no harm.)
+// Fails if the dense tensors `out` and `x` overlap without being the same. A tensor that is not
+// dense is copied before or after the kernel, so its overlap does no harm.
 void check_no_partial_overlap(const char *op, const Tensor &out, const char *name, const Tensor &x);
 
 // ---- launch ----
@@ -88,12 +90,12 @@ struct Kernel {
   int (*cuda)(const Args *args, void *stream);
 };
 
-// KERNEL(muladd_forward): muladd_forward_cpu with muladd_forward_cuda, where that was built.
+// KERNEL(muladd_forward): muladd_forward_cpu and, in a build with CUDA, muladd_forward_cuda.
 #ifdef WITH_CUDA
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, name##_cuda }
-#define ON_DEVICE_OF(x, name) \
-  ((x).is_cuda() ? name##_cuda : name##_cpu)  // for functions that both backends have
+// A function that both backends have, for the device of x.
+#define ON_DEVICE_OF(x, name) ((x).is_cuda() ? name##_cuda : name##_cpu)
 #else
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, nullptr }
@@ -105,7 +107,8 @@ void parallel_for(int64_t items, int64_t grain, void (*kernel)(int64_t, int64_t,
 void *current_cuda_stream(const Tensor &x);
 void check_cuda(const char *op, int error);
 
-// Runs the kernel where x lives. On the CPU over `items` work items, at least `grain` of them a thread.
+// Runs the kernel on x's device. On the CPU it runs over `items` work items; a thread gets at least
+// `grain`.
 template <typename Args>
 void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items,
             int64_t grain) {
@@ -114,10 +117,10 @@ void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor
   check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));
 }
 
-// An exp costs about as much as this many times the traffic of its element.
+// The time of an exp, in units of the traffic of its element.
 constexpr int64_t EXP_COST = 8;
 
-// The chunks worth a thread at `bytes` of traffic an element: 128 KiB.
+// On the CPU a thread gets at least this many chunks, for `bytes` of traffic per element: 128 KiB.
 inline int64_t flat_grain(int64_t bytes) { return ceil_div(128 << 10, CHUNK * bytes); }
 
 // launch() for a flat op over args.numel elements.
@@ -131,9 +134,10 @@ void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const T
 
 using torch::stable::detail::StableLibrary;
 
-// Register an operator that autograd knows, and its twin, for calls that record no gradient: <name>_no_grad, of the same
-// arguments, for which no Autograd kernel is registered. A schema is "name(arguments) -> results". The twin has the same results
-// and kernel, or, given both of its own, the first of these results: those behind them are for backward.
+// Register an operator with autograd, and its twin <name>_no_grad, for calls that record no
+// gradient: it has the same arguments and no Autograd kernel. A schema is "name(arguments) ->
+// results". By default the twin has the same results and kernel. With both of its own it returns
+// the first of the results: those after them serve backward only.
 void def_with_twin(StableLibrary &m, const std::string &schema,
                    const std::string &twin_results = "");
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);

@@ -1,13 +1,18 @@
-/* Random bits for dropout: Philox 4x32-7, a bijection of a counter of four words under a key of two, for C and CUDA. With seven
- * rounds it passes all of BigCrush (the source says); the ten that PyTorch takes are a margin which a mask does not need.
- * Which bits an element gets is fixed for ever, on every device: element i, in the order of a contiguous tensor, has word
- * i % 8 / 2 of philox((i / 8, high word of i / 8, 0, 0), (seed, high word of seed)), its halves exchanged where i is odd. Any part
- * of a mask can be made again from the seed alone, in any order.
+/* Random bits for dropout, for C and CUDA: Philox 4x32-7, a bijection of a counter of four words
+ * under a key of two. Seven rounds pass all of BigCrush (see the source); the ten that PyTorch
+ * takes are a margin that a mask does not need.
  *
- * Two elements share a word, for one each would take longer than half types take to read and write. Each has
- * its own probability to the last bit, p rounded to 2^-32; but what decides is its own half, unless that half is equal to the
- * threshold's. The probability that both are dropped therefore differs from p^2, by less than 2^-16 (at p = 0.5 not at all).
- * Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". */
+ * The bits of an element are fixed for ever, on every device. Element i of a contiguous tensor has
+ * word i % 8 / 2 of philox((i / 8, high word of i / 8, 0, 0), (seed, high word of seed)); where i
+ * is odd, the word's halves are exchanged. So any part of a mask can be made again from the seed
+ * alone, in any order.
+ *
+ * Two elements share a word, because one word each would take longer than half types take to read
+ * and write. Each element has its own probability to the last bit, p rounded to 2^-32. But its own
+ * half of the word decides, unless that half is equal to the threshold's. So the probability that
+ * both are dropped differs from p^2, by less than 2^-16 (at p = 0.5 not at all).
+ *
+ * Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". */
 #ifndef EXTENSION_CPP_PHILOX_H
 #define EXTENSION_CPP_PHILOX_H
 
@@ -46,7 +51,7 @@ static inline philox_t philox(philox_t counter, uint32_t key_0, uint32_t key_1) 
   return counter;
 }
 
-/* The counter of elements 8 * group to 8 * group + 7, and their words. */
+/* The counter of elements [8 * group, 8 * group + 8). */
 PHILOX_FUNCTION philox_t counter_of(int64_t group) {
   const philox_t counter = {{(uint32_t)group, (uint32_t)((uint64_t)group >> 32), 0, 0}};
   return counter;
@@ -56,16 +61,17 @@ static inline philox_t philox_of(int64_t seed, int64_t group) {
   return philox(counter_of(group), (uint32_t)seed, (uint32_t)((uint64_t)seed >> 32));
 }
 
-/* The bits of an element whose word this is. */
+/* The bits of an element, from its word. */
 PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) {
   return is_odd ? word << 16 | word >> 16 : word;
 }
 
-/* What a kernel is told of its dropout: an element whose bits are above last_dropped is kept and scaled, another one is 0. */
+/* A kernel's dropout argument. An element is kept and scaled if its bits exceed last_dropped, else
+ * it becomes 0. */
 typedef struct {
-  const int64_t *seed;   /* one number, in the memory of the device; NULL: no dropout */
+  const int64_t *seed;   /* (1), in the device's memory; NULL: no dropout */
   double scale;          /* 1 / (1 - p) */
-  float scale_float;     /* for all but float64; nvcc would convert anew for every element */
+  float scale_float;     /* for all but float64: nvcc would convert `scale` for every element */
   uint32_t last_dropped; /* round(p * 2^32) - 1, at least 0 */
 } dropout_t;
 

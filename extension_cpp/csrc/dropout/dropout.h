@@ -1,10 +1,11 @@
 /* dropout: y[i] = x[i] / (1 - p) if element i is kept, else 0
  *   x, y  (numel)  contiguous, one type, no overlap
- *   seed  one number, where the kernel runs: on CUDA it is never read by the host
- * 0 < p <= 1. Which elements are kept is a function of the seed and i alone (common/philox.h): the mask is never stored, and the
- * op applied to grad_out is its own backward. What is dropped is 0, a NaN too; what is kept is scaled in float (float64: double).
- * numel = 0 writes nothing. Deterministic.
- * Source: Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov 2014, JMLR 15. */
+ *   seed  (1)      int64, in the device's memory: the host never reads it
+ * 0 < p <= 1. The seed and i alone decide whether element i is kept (common/philox.h). So the mask
+ * is not stored, and backward is the same op applied to grad_out. A dropped element is 0, also if x
+ * is NaN. A kept element is scaled in float (float64: double). numel = 0 writes nothing.
+ * Deterministic.
+ * Source: Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov 2014, JMLR 15. */
 #ifndef EXTENSION_CPP_DROPOUT_H
 #define EXTENSION_CPP_DROPOUT_H
 
@@ -24,10 +25,10 @@ typedef struct {
   dtype_t dtype;
 } dropout_forward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
 void dropout_forward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t; returns a cudaError_t. */
+/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
 int dropout_forward_cuda(const dropout_forward_args *args, void *stream);
 
 #ifdef __cplusplus

@@ -1,4 +1,5 @@
-/* Compiled once per element type by dropout_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
+/* Compiled once per element type by dropout_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+ * LOAD and STORE). */
 
 typedef struct {
   const T *x;

@@ -1,6 +1,7 @@
-// dropout on the GPU: flat over the elements. A thread takes units of UNIT elements, which are whole 16-byte vectors, so that
-// one Philox serves four elements or eight; it loads all its units before it computes, so that several loads are in
-// flight. Where x is not aligned to 16 bytes, it is read in the widest vectors that it allows (y is a fresh allocation).
+// dropout on the GPU: flat over the elements. A thread takes units of UNIT elements, a whole number
+// of 16-byte vectors, so that one Philox call serves four or eight elements. It loads all its units
+// before it computes, so that several loads are in flight. If x is not aligned to 16 bytes, it is
+// read in the widest vectors that its address allows (y is a fresh allocation).
 #include "common/cuda_dropout.cuh"
 #include "common/cuda_vector.cuh"
 #include "common/range.h"
@@ -22,7 +23,7 @@ struct Parameters {
   int64_t numel;
 };
 
-// COUNT units, the first at element i, the others `step` elements apart.
+// COUNT units: the first at element i, the others `step` elements apart.
 template <typename T, int N, int COUNT>
 __device__ inline void some_units(const Parameters<T> &p, int64_t seed, int64_t i, int64_t step) {
   constexpr int VECTORS = UNIT<T> / N;

@@ -2,14 +2,15 @@
  * mish_backward: grad_x[i] = grad_out[i] mish'(x)
  * mish_double_backward: grad_x[i] = grad_grad_x[i] grad_out[i] mish''(x)
  *   every pointer  (numel), dense, all of one type and one element order, no overlap
- * numel = 0 writes nothing. NaN propagates; mish(-inf) is NaN, as PyTorch's. Deterministic.
+ * numel = 0 writes nothing. NaN propagates; mish(-inf) is NaN, as in PyTorch. Deterministic.
  *
  * With e = exp(x) and D = e^2 + 2 e + 2:
  *   tanh(log(1 + e)) = ((1 + e)^2 - 1) / ((1 + e)^2 + 1) = e (e + 2) / D
  *   mish'  = e ((e + 2) D + 4 x (1 + e)) / D^2
  *   mish'' = 4 e (1 + e) / D^2 * (2 + x (D - 2 e^2 (e + 2)) / (D (1 + e)))
- * No term cancels another where it matters, and one exp and one division serve. Above x = MISH_LINEAR mish is x to the last
- * bit and its derivatives are 1 and 0; below MISH_ZERO everything is 0. Source: Misra 2019, arXiv:1908.08681. */
+ * Terms do not cancel where it matters, and one exp and one division suffice. Above x = MISH_LINEAR
+ * mish(x) is x to the last bit and its derivatives are 1 and 0. Below MISH_ZERO all three are 0.
+ * Source: Misra 2019, arXiv:1908.08681. */
 #ifndef EXTENSION_CPP_MISH_H
 #define EXTENSION_CPP_MISH_H
 
@@ -44,12 +45,12 @@ typedef struct {
   dtype_t dtype;
 } mish_double_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
 void mish_forward_cpu(int64_t begin, int64_t end, void *args);
 void mish_backward_cpu(int64_t begin, int64_t end, void *args);
 void mish_double_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t; returns a cudaError_t. */
+/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
 int mish_forward_cuda(const mish_forward_args *args, void *stream);
 int mish_backward_cuda(const mish_backward_args *args, void *stream);
 int mish_double_backward_cuda(const mish_double_backward_args *args, void *stream);

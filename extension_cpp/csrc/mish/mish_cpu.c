@@ -1,11 +1,13 @@
-/* mish on the CPU: flat over the elements, a block at a time; the arithmetic is in mish_cpu_kernel.h. */
+/* mish on the CPU: flat over the elements, one block at a time. The arithmetic is in
+ * mish_cpu_kernel.h. */
 #include "mish/mish.h"
 
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
 
-/* exp(-746) is 0 in double; the scaled exp of float needs a selection from -131 on, and x exp(x) is 0 from -110 on. */
+/* exp(-746) is 0 in double. The scaled exp of float is invalid below -131, where a selection
+ * replaces it; x exp(x) is 0 in float below -110. */
 #define MISH_ZERO(x) _Generic((x), float : -110.0f, double : -750.0)
 #define MISH_LINEAR(x) _Generic((x), float : 20.0f, double : 24.0)
 

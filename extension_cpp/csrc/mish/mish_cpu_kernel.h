@@ -1,9 +1,10 @@
-/* Compiled once per element type by mish_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE).
+/* Compiled once per element type by mish_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD
+ * and STORE).
  *
- * exp comes scaled (cpu_math.h): `scaled` keeps the digits of an exp(x) that is too small for float until the last
- * multiplication, so that x exp(x) is right down to where float itself ends. */
+ * exp is scaled (cpu_math.h): `scaled` keeps the digits of an exp(x) that is too small for float
+ * until the last multiplication. So x exp(x) is right for every result that float can hold. */
 
-/* exp(x), scaled; 0 where x is so small that every result is 0. */
+/* exp(x), scaled. 0 where x is so small that every result is 0. */
 ALWAYS_INLINE ACC NAME(mish_exp)(ACC x) {
   const ACC scaled = EXP_SCALED(x);
   return x < MISH_ZERO(x) ? 0 : scaled;
@@ -19,7 +20,7 @@ ALWAYS_INLINE ACC NAME(mish_value)(ACC x) {
 ALWAYS_INLINE ACC NAME(mish_derivative)(ACC x) {
   const ACC scaled = NAME(mish_exp)(x), e = scaled * EXP_UNSCALE(x);
   const ACC denominator = FMA(e, e + 2, (ACC)2);
-  /* A quarter of it, so that no finite x overflows; exact, as the factor 4 at the end is. */
+  /* A quarter of it, so that no finite x overflows. This and the factor 4 at the end are exact. */
   const ACC numerator = FMA((e + 2) / 4, denominator, x * (1 + e));
   const ACC derivative = numerator / (denominator * denominator) * scaled * (4 * EXP_UNSCALE(x));
   return x > MISH_LINEAR(x) ? 1 : derivative;

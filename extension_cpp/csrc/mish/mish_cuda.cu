@@ -1,11 +1,13 @@
-// mish on the GPU: flat over the elements, two 16-byte vectors an operand and thread (common/cuda_pointwise.cuh). The
-// formulas are those of mish.h. exp2 and the division are the hardware's (2 ulp each), for float64 the exact ones.
+// mish on the GPU: flat over the elements, two 16-byte vectors per operand and thread
+// (common/cuda_pointwise.cuh). The formulas are in mish.h. exp2 and the division are the hardware's
+// (2 ulp each); float64 uses the exact ones.
 #include "common/cuda_pointwise.cuh"
 #include "mish/mish.h"
 
-// exp(x) as scaled * UNSCALE. float32: exp(x) * 2^64, so that x exp(x) keeps its digits where exp(x) alone has none left; x is
-// reduced to |r| <= ln2/2 first, for the hardware's exp2 errs with the size of its argument. Half types need neither, and with
-// eight elements a vector the instructions are what limits them.
+// exp(x) as scaled * UNSCALE. float32: exp(x) * 2^64, so that x exp(x) keeps its digits where
+// exp(x) alone underflows. x is first reduced to |r| <= ln2/2, because the error of the hardware's
+// exp2 grows with its argument. Half types need neither, and with eight elements per vector they
+// are limited by instructions.
 template <typename T>
 struct Exp {
   static constexpr float UNSCALE = 1.0f;
@@ -44,7 +46,7 @@ template <typename T, typename A = acc_t<T>>
 __device__ inline A mish_derivative(A x) {
   const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
   const A denominator = fma(e, e + 2, A(2));
-  // A quarter of it, so that no finite x overflows; exact, as the factor 4 at the end is.
+  // A quarter of it, so that no finite x overflows. This and the factor 4 at the end are exact.
   const A numerator = fma((e + 2) / 4, denominator, x * (1 + e));
   return x > linear_from(x)
              ? A(1)

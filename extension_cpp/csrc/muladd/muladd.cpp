@@ -11,7 +11,7 @@ static void check_inputs(const Tensor &a, const Tensor &b) {
   check_shape("muladd", "b", b, "a", a);
 }
 
-// out is dense and of a's shape; a and b are read in its order of elements.
+// out is dense and has a's shape. a and b are read in out's element order.
 static void run_forward(const Tensor &a, const Tensor &b, double c, const Tensor &out) {
   if (out.numel() == 0) return;
   const Tensor a_like_out = with_strides_of(a, out), b_like_out = with_strides_of(b, out);

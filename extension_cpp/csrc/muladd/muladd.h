@@ -1,9 +1,10 @@
 /* muladd: out[i] = a[i] * b[i] + c
  * muladd_backward: grad_a[i] = grad_out[i] * b[i], grad_b[i] = grad_out[i] * a[i]
- *   every pointer  (numel), dense, all of one type and one element order; out may be a or b itself, else no overlap
- *   c              any value of the type; halves use it in float
- * numel = 0 writes nothing. NaN propagates. The product and the sum are rounded once (fma) in float, for float64 in double;
- * the baseline instruction set rounds twice. Deterministic. */
+ *   every pointer  (numel), dense, all of one type and one element order; out may be a or b itself,
+ *                  else no overlap
+ *   c              any value of the type; bfloat16 and float16 use it in float
+ * numel = 0 writes nothing. NaN propagates. The product and the sum are rounded once (fma) in
+ * float, for float64 in double; the baseline instruction set rounds twice. Deterministic. */
 #ifndef EXTENSION_CPP_MULADD_H
 #define EXTENSION_CPP_MULADD_H
 
@@ -33,11 +34,11 @@ typedef struct {
   dtype_t dtype;
 } muladd_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
 void muladd_forward_cpu(int64_t begin, int64_t end, void *args);
 void muladd_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t; returns a cudaError_t. */
+/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
 int muladd_forward_cuda(const muladd_forward_args *args, void *stream);
 int muladd_backward_cuda(const muladd_backward_args *args, void *stream);
 

@@ -1,4 +1,5 @@
-/* muladd on the CPU: flat over the elements, a block at a time; the arithmetic is in muladd_cpu_kernel.h. */
+/* muladd on the CPU: flat over the elements, one block at a time. The arithmetic is in
+ * muladd_cpu_kernel.h. */
 #include "muladd/muladd.h"
 
 #include "common/cpu_block.h"

@@ -1,4 +1,5 @@
-/* Compiled once per element type by muladd_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
+/* Compiled once per element type by muladd_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+ * LOAD and STORE). */
 
 ALWAYS_INLINE void NAME(muladd_forward_block)(const muladd_forward_args *args, int64_t i, int n,
                                               int stream) {
@@ -28,7 +29,7 @@ ALWAYS_INLINE void NAME(muladd_backward_block)(const muladd_backward_args *args,
 }
 
 static void NAME(muladd_backward)(const muladd_backward_args *args, int64_t begin, int64_t end) {
-  /* Both outputs come fresh from the allocator, which aligns them alike. */
+  /* The allocator aligns both outputs alike: they are fresh. */
   const int stream =
       cpu_should_stream(5 * args->numel * (int64_t)sizeof(T)) && (uintptr_t)args->grad_b % 64 == 0;
   FOR_BLOCKS(NAME(muladd_backward_block), args, begin, end, (T *)args->grad_a + begin, stream);

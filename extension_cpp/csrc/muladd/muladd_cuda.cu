@@ -1,4 +1,5 @@
-// muladd on the GPU: flat over the elements, two 16-byte vectors an operand and thread (common/cuda_pointwise.cuh).
+// muladd on the GPU: flat over the elements, two 16-byte vectors per operand and thread
+// (common/cuda_pointwise.cuh).
 #include "common/cuda_pointwise.cuh"
 #include "muladd/muladd.h"
 

@@ -5,8 +5,8 @@
  *   grad_x = rstd[r] * (g - mean_c(g) - xhat * mean_c(g * xhat))    rms_norm: without mean_c(g)
  *   grad_weight[c] = sum_r(grad_out * xhat),  grad_bias[c] = sum_r(grad_out)
  * Fused forms; a call has at most one:
- *   residual   sum = residual + dropout_x(x), rounded to x's type, replaces x above. In backward x is
- *              sum, grad_x is its gradient with grad_sum (through sum itself) added, and
+ *   residual   sum = residual + dropout_x(x), rounded to x's type, replaces x above. In backward x
+ *              is sum, grad_x is its gradient with grad_sum (through sum itself) added, and
  *              grad_dropped = dropout_x(grad_x) is the gradient of x.
  *   dropout_y  y = dropout_y(norm(x)); backward applies dropout_y to grad_out first.
  * Element r * cols + c of a dropout draws the bits of that index (common/philox.h). Outputs must

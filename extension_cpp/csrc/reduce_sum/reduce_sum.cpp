@@ -1,11 +1,12 @@
-// reduce_sum: schema, checks, the plan of passes, allocation and registration. The kernels' contract is in
-// reduce_sum.h.
+// reduce_sum: schema, checks, the plan of passes, allocation and registration. reduce_sum.h has the
+// kernels' contract.
 //
-// x is seen as it lies in memory: dimensions sorted by stride, sizes of 1 left out, neighbours merged that are all
-// summed or all kept. A pass sums away one such group, the largest first, so that what the next pass reads is small;
-// between passes the sums stay in double. A group that alone would keep few threads busy, or add too many terms in
-// one chain, is cut into chunks whose sums a second launch adds up. Everything here depends on shapes and strides
-// alone, never on the number of threads.
+// x is treated by its layout in memory: dimensions are sorted by stride, sizes of 1 dropped, and
+// neighbours merged that are both summed or both kept. A pass sums over one such group, the largest
+// first, so that the next pass reads little. Between passes the sums stay in double. A group that
+// alone would keep few threads busy, or would add too many terms in one chain, is cut into chunks,
+// whose sums a second launch adds up. All of this depends on shapes and strides alone, never on the
+// number of threads.
 #include "reduce_sum/reduce_sum.h"
 
 #include <algorithm>
@@ -21,7 +22,8 @@ struct Group {
   bool summed;
 };
 
-// Which dimensions are summed. None and () mean all; a 0-d tensor has the dimensions 0 and -1, as in PyTorch.
+// The dimensions that are summed. None and () mean all; a 0-d tensor has the dimensions 0 and -1,
+// as in PyTorch.
 static std::vector<bool> summed_dims(const Tensor &x,
                                      const std::optional<std::vector<int64_t>> &dim) {
   if (!dim || dim->empty()) return std::vector<bool>(x.dim(), true);
@@ -40,7 +42,7 @@ static std::vector<bool> summed_dims(const Tensor &x,
   return summed;
 }
 
-// The dimensions of x that have a stride to speak of, outermost in memory first.
+// The dimensions of x that are larger than 1, outermost in memory first.
 static std::vector<int64_t> memory_order(const Tensor &x) {
   std::vector<int64_t> order;
   for (int64_t d = 0; d < x.dim(); ++d) {
@@ -64,8 +66,8 @@ static std::vector<Group> merge(const std::vector<Group> &groups) {
 
 static int64_t round_up(int64_t a, int64_t step) { return ceil_div(a, step) * step; }
 
-// Terms a chunk on the CPU: at most 256 work items, each worth a thread's while, and no chain of more than 1024
-// additions.
+// Terms per chunk on the CPU: at most 256 work items, each worth a thread, and no chain of more
+// than 1024 additions.
 static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size) {
   const int64_t tiles = reduce_sum_tiles(pass.inner),
                 step = SUM_ROWS * reduce_sum_rows_as_one(pass.inner);
@@ -74,8 +76,9 @@ static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size)
   return round_up(std::min(std::max(for_items, for_bytes), 1024 * step), step);
 }
 
-// Terms a chunk on CUDA: cut only where fewer than 1024 blocks would run, then into a few waves of blocks that read
-// at least one or two times what they have in flight (32 KiB); no chain of more than 8192 additions.
+// Terms per chunk on CUDA. A sum is cut only if fewer than 1024 CTAs would run: then into a few
+// waves of CTAs that each read at least one or two times the bytes that they have in flight (32
+// KiB). No chain has more than 8192 additions.
 static int64_t plan_chunk_cuda(const reduce_sum_args &pass, int64_t element_size) {
   const bool rows = pass.inner == 1;
   const int64_t row_bytes = pass.inner * element_size, tiles = ceil_div(row_bytes, 512);
@@ -112,7 +115,8 @@ static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inn
   const int64_t chunk =
       x.is_cuda() ? plan_chunk_cuda(whole, element_size) : plan_chunk_cpu(whole, element_size);
   if (chunk >= reduce) return launch_pass(x, whole, element_size);
-  // Rows narrower than what a warp reads are taken several as one where they divide; the second launch adds them up.
+  // Several rows that are narrower than a warp's read count as one, if their number allows. The
+  // second launch adds up their columns.
   int64_t as_one = 1;
   if (x.is_cuda() && inner > 1) {
     while (as_one * inner * element_size < 512 && reduce % (2 * as_one) == 0) as_one *= 2;
@@ -133,11 +137,12 @@ static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inn
   launch_pass(x, whole, sizeof(double));
 }
 
-// Sums x, whose memory is `groups` (outermost first), into out, whose memory is the kept groups.
+// Sums x, whose memory is `groups` (outermost first), into out, whose memory is the groups that are
+// kept.
 static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor &out) {
   const auto is_summed = [](const Group &group) { return group.summed; };
   const auto product = [](int64_t n, const Group &group) { return n * group.size; };
-  // Where only dimensions of size 1 are summed: a pass that copies.
+  // If only dimensions of size 1 are summed, one pass copies.
   if (std::none_of(groups.begin(), groups.end(), is_summed))
     groups.insert(groups.begin(), {1, true});
   Tensor current = x;
@@ -156,8 +161,8 @@ static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor 
   }
 }
 
-// Strides for a result of these sizes whose kept dimensions lie in x's order. kept[d]: the result's dimension for x's
-// d, or -1.
+// Strides for a result of these sizes, in which the kept dimensions have x's order. kept[d] is the
+// result's dimension for x's dimension d, or -1.
 static std::vector<int64_t> strides_like(const std::vector<int64_t> &sizes,
                                          const std::vector<int64_t> &order,
                                          const std::vector<int64_t> &kept) {
@@ -198,8 +203,8 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
     run_passes(dense, merge(groups), out);
     return out;
   }
-  // The kept dimensions lie in another order than the result's: sum first, then put the sums, which are fewer, in
-  // order.
+  // The kept dimensions have another order than the result's. Sums first, then permutes the sums,
+  // which are fewer.
   const Tensor as_x_lies = allocate_strided(sizes, strides_like(sizes, order, kept), dtype, x);
   run_passes(dense, merge(groups), as_x_lies);
   Tensor result = out;

@@ -1,13 +1,14 @@
-/* reduce_sum: one pass of a sum over one dimension, in chunks,
+/* reduce_sum: one pass of a sum over one dimension, in chunks:
  *   out[o,c,i] = sum of x[o,r,i] over r in [c * chunk, min((c + 1) * chunk, reduce))
- *   x    (outer, reduce, inner)  contiguous, of type dtype, at any address that type allows
- *   out  (outer, chunks, inner)  contiguous, of type out_dtype (dtype or float64), aligned to 16 bytes, not over x;
- *                                chunks = ceil(reduce / chunk), at least 1
- * Any size may exceed 2^31. reduce = 0 goes with chunk = chunks = inner = 1 and writes zeros; outer = 0 or inner = 0 is
- * not launched. NaN and infinities propagate. A few dozen terms at most are added in float, all further sums in double.
- * Deterministic: the order is a function of the shape (on CUDA also of x's address modulo 16), never of threads or
- * instruction set. The op is a row of such passes (reduce_sum.cpp): one for each run of summed dimensions, two where
- * that run is cut in chunks. */
+ *   x    (outer, reduce, inner)  contiguous, of type dtype, at any address valid for that type
+ *   out  (outer, chunks, inner)  contiguous, of type out_dtype (dtype or float64), aligned to 16
+ *                                bytes, no overlap; chunks = ceil(reduce / chunk), at least 1
+ * Any size may exceed 2^31. reduce = 0 needs chunk = chunks = inner = 1 and writes zeros; outer = 0
+ * or inner = 0 is not launched. NaN and infinities propagate. At most a few dozen terms are added
+ * in float, all further sums in double. Run-to-run deterministic: the order depends on the shape
+ * (on CUDA also on x's address modulo 16), never on threads or the instruction set. The op is a
+ * sequence of such passes (reduce_sum.cpp): one for each run of summed dimensions, two if the run
+ * is cut into chunks. */
 #ifndef EXTENSION_CPP_REDUCE_SUM_H
 #define EXTENSION_CPP_REDUCE_SUM_H
 
@@ -28,25 +29,27 @@ typedef struct {
   dtype_t dtype, out_dtype;
 } reduce_sum_args;
 
-/* How the CPU kernel tiles columns. SUM_BLOCK columns are summed at once, SUM_ROWS rows at a time. A tile has at least
- * SUM_TILE columns (fewer only where inner has) and less than twice as many. */
+/* How the CPU kernel tiles columns. It sums SUM_BLOCK columns at once, SUM_ROWS rows at a time. A
+ * tile has at least SUM_TILE columns (fewer only if inner has) and less than twice as many. */
 enum { SUM_BLOCK = 32, SUM_ROWS = 8, SUM_TILE = 1024 };
 
 static inline int64_t reduce_sum_tiles(int64_t inner) {
   return inner < SUM_TILE ? 1 : inner / SUM_TILE;
 }
 
-/* How many rows count as one, so that narrow rows fill whole blocks: the smallest power of two that makes it so. */
+/* How many rows count as one, so that narrow rows fill whole blocks: the smallest power of two that
+ * does. */
 static inline int64_t reduce_sum_rows_as_one(int64_t inner) {
   int64_t rows = 1;
   while (inner < SUM_BLOCK && rows * inner % SUM_BLOCK != 0) rows *= 2;
   return rows;
 }
 
-/* CPU: items [begin, end) of outer * chunks * reduce_sum_tiles(inner); args points to the struct. */
+/* CPU: items [begin, end) of outer * chunks * reduce_sum_tiles(inner). args points to the
+ * struct. */
 void reduce_sum_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t; returns a cudaError_t. One launch. */
+/* CUDA: on a cudaStream_t. Returns a cudaError_t. One launch. */
 int reduce_sum_cuda(const reduce_sum_args *args, void *stream);
 
 #ifdef __cplusplus

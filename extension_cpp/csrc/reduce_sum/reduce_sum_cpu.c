@@ -1,8 +1,8 @@
-/* reduce_sum on the CPU. An item is a tile of columns over the rows of one chunk: eight rows of a block of 32 columns
- * are added in lanes and the lanes added to totals in double, which stay in the first-level cache. Rows narrower than
- * a block are taken several as one, so a sum over the last dimension (rows of one column) runs the same loop with 32
- * rows as one and folds the 32 totals in the end. The order of every sum is in the source: no instruction set and no
- * thread changes it. */
+/* reduce_sum on the CPU. An item is a tile of columns over the rows of one chunk. Lanes add eight
+ * rows of a block of 32 columns, and then go to totals in double, which stay in the first-level
+ * cache. Several rows narrower than a block count as one. So a sum over the last dimension (rows of
+ * one column) runs the same loop, with 32 rows as one, and adds up the 32 totals at the end. The
+ * source fixes the order of every sum: no instruction set and no thread changes it. */
 #include "reduce_sum/reduce_sum.h"
 
 #include "common/cpu_block.h"
@@ -16,8 +16,8 @@ ALWAYS_INLINE double widen_float32(float x) { return x; }
 ALWAYS_INLINE double widen_float16(uint16_t x) { return float16_to_float(x); }
 ALWAYS_INLINE double widen_bfloat16(uint16_t x) { return bits_float((uint32_t)x << 16); }
 
-/* Where block b of a tile of `width` columns begins: the last one overlaps its neighbour rather than being cut, and
- * both arrive at the same sums. */
+/* Where block b of a tile of `width` columns begins. The last block overlaps its neighbour instead
+ * of being cut; both compute the same sums. */
 ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
   return b * BLOCK < width - BLOCK ? b * BLOCK : width - BLOCK;
 }

@@ -1,6 +1,7 @@
-/* Compiled once per element type by reduce_sum_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
+/* Compiled once per element type by reduce_sum_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+ * LOAD and STORE). */
 
-/* Loads a row of a block and asks for the one `ahead` bytes later. */
+/* Loads a row of a block and prefetches the one `ahead` bytes later. */
 ALWAYS_INLINE void NAME(load_row)(ACC *restrict row, const T *restrict p, int64_t ahead) {
   prefetch(p, ahead, BLOCK * (int64_t)sizeof(T));
   LOAD(row, p, BLOCK);
@@ -23,8 +24,9 @@ ALWAYS_INLINE void NAME(add_row)(double *restrict total, const T *restrict p) {
   for (int k = 0; k < BLOCK; ++k) total[k] += (double)row[k];
 }
 
-/* total[b][k] = the sum over the rows of lane k of block b, (blocks, BLOCK); rows are `stride` elements apart. The
- * next eight rows, at least 4 KiB away, are asked for early: without, bfloat16 reads a fifth slower. */
+/* total[b][k] = the sum over the rows of lane k of block b, (blocks, BLOCK). Rows are `stride`
+ * elements apart. Prefetches the next eight rows, at least 4 KiB ahead: without that, bfloat16
+ * reads a fifth slower. */
 ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t rows,
                                     int64_t stride, int64_t width) {
   const int64_t blocks = ceil_div(width, BLOCK);
@@ -43,7 +45,7 @@ ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t 
   }
 }
 
-/* Puts a block's totals in memory order. */
+/* Stores a block's totals in memory order. */
 ALWAYS_INLINE void NAME(order_block)(double *total) {
   double lane[BLOCK];
   if (NAME(column)(1) == 1) return;
@@ -51,7 +53,7 @@ ALWAYS_INLINE void NAME(order_block)(double *total) {
   for (int k = 0; k < BLOCK; ++k) total[NAME(column)(k)] = lane[k];
 }
 
-/* A contiguous span, shorter than two blocks: lanes of double at once. */
+/* A contiguous span shorter than two blocks: in double lanes from the start. */
 ALWAYS_INLINE double NAME(sum_short)(const T *p, int64_t n) {
   double lane[8] = {0};
   int64_t i = 0;
@@ -78,7 +80,7 @@ static double NAME(sum_long)(const T *p, int64_t n) {
   return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
-/* Items [begin, end) of a sum over contiguous spans; sums are stored in batches. */
+/* Items [begin, end) of a sum over contiguous spans. Sums are stored in batches. */
 static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t end) {
   double sums[64];
   int64_t o = begin / args->chunks, c = begin % args->chunks;
@@ -99,7 +101,7 @@ static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t 
   }
 }
 
-/* Rows narrower than a block: several as one, whose totals are folded in a tree. */
+/* Rows narrower than a block: several count as one, and a tree adds up their totals. */
 static void NAME(sum_narrow)(const reduce_sum_args *args, const T *p, int64_t rows, int64_t out) {
   double total[BLOCK * BLOCK];
   const int64_t inner = args->inner, as_one = reduce_sum_rows_as_one(inner), width = as_one * inner;

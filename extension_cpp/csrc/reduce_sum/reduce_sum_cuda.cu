@@ -1,23 +1,27 @@
-// reduce_sum on the GPU, in three kernels. Every thread walks over 16-byte vectors, four to eight of them in flight,
-// adds what a batch brings in float (at most 64 terms; float64: double) and everything after that in double.
+// reduce_sum on the GPU, in three kernels. Every thread walks over 16-byte vectors, with four to
+// eight in flight. It adds the elements of a batch in float (at most 64 terms; float64: double) and
+// everything after that in double.
 //
-//   sum_spans      inner = 1: part of a warp, a warp or a block sums a contiguous span. Its 16-byte-aligned interior is
-//                  read in vectors, the elements before and after it one by one.
-//   sum_few_rows   a thread owns a vector of columns and walks down the rows: for many columns, or very few rows.
-//   sum_many_rows  a block owns up to 512 bytes of columns; its threads are laid out (row groups, vectors), each walks
-//                  down every so-manieth row, and the row groups are folded in shared memory.
+//   sum_spans      inner = 1: a part of a warp, a warp or a CTA sums a contiguous span. The aligned
+//                  interior is read in vectors, head and tail elements one by one.
+//   sum_few_rows   A thread owns a vector of columns and walks down the rows. For many columns, or
+//                  very few rows.
+//   sum_many_rows  A CTA owns up to 512 bytes of columns. Its threads are laid out (row groups,
+//                  vectors); with G row groups, each walks down every G-th row. The row groups are
+//                  added up in shared memory.
 //
-// sum_many_rows reads aligned vectors whatever the width of a row: the row groups are a multiple of a vector's
-// elements, so all rows of a thread have one misalignment, and its columns begin that many elements earlier. A tile's
-// columns then take one vector more than they fill, which its neighbour reads again.
+// sum_many_rows reads aligned vectors whatever the width of a row: the number of row groups is a
+// multiple of a vector's elements, so all rows of a thread have the same misalignment, and its
+// columns begin that many elements earlier. The columns of a tile then take one vector more than
+// they fill; the neighbouring tile reads it again.
 #include "common/cuda_reduce.cuh"
 #include "common/cuda_vector.cuh"
 #include "reduce_sum/reduce_sum.h"
 
 namespace {
 
-// Where a kernel would take more registers, __launch_bounds__ keeps three blocks on a multiprocessor: 48 KiB in
-// flight.
+// __launch_bounds__ keeps three CTAs on an SM, 48 KiB in flight, for kernels that would take more
+// registers.
 constexpr int LOG_THREADS = 8;
 constexpr int THREADS = 1 << LOG_THREADS;
 constexpr int LOG_TILE_VECTORS = 5;  // 512 bytes of a row
@@ -25,8 +29,8 @@ constexpr int LOG_TILE_VECTORS = 5;  // 512 bytes of a row
 template <typename T>
 constexpr int LANES = 16 / sizeof(T);  // elements a vector
 
-// The vector at p, or zeros without touching memory. A predicated load: nvcc turns an if into a branch and then has
-// one load in flight where there should be many.
+// The vector at p, or zeros without access to memory. A predicated load: nvcc turns an if into a
+// branch, and then has one load in flight instead of many.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_if(bool valid, const T *p) {
   Vector<T, N> v;
@@ -51,8 +55,9 @@ __device__ inline Vector<T, N> load_if(bool valid, const T *p) {
   return v;
 }
 
-// Loads the vectors at p + j * stride, j < count, and calls add(sum) with the sums over every U of them. The next
-// batch is under way while one is added: within a batch nvcc would mix additions with loads and wait at the first.
+// Loads the vectors at p + j * stride, j < count, and calls add(sum) with the sums over every U of
+// them. The next batch is in flight while one is added: within one batch nvcc would mix additions
+// with loads and wait for the first load.
 template <typename T, int N, int U, typename Add>
 __device__ inline void walk(const T *p, int64_t count, int64_t stride, Add &&add) {
   Vector<T, N> x[U], next[U];
@@ -97,14 +102,15 @@ __device__ inline void store_sum(const reduce_sum_args &args, int64_t i, double 
 
 __host__ __device__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// a / b, in 32 bits where they suffice: a division in 64 costs as much as a whole thread of sum_few_rows.
+// a / b, in 32 bits if they suffice: a 64-bit division takes as long as a whole thread of
+// sum_few_rows.
 __device__ inline int64_t quotient(int64_t a, int64_t b) {
   if ((static_cast<uint64_t>(a | b) >> 32) == 0)
     return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
 }
 
-// The rows [begin, end) of chunk number oc = o * chunks + c, and where o's rows begin.
+// The rows [begin, end) of chunk number oc = o * chunks + c, and where the rows of o begin.
 struct Rows {
   int64_t begin, end, base;
 };
@@ -128,7 +134,8 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   const int width = 1 << log_width;
   const int64_t head = smaller((16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / sizeof(T), n);
   const int64_t vectors = (n - head) / N, tail = head + vectors * N;
-  // At most N - 1 elements at either end, and at least N lanes. Loaded here, added at the end, so that nothing waits for them.
+  // At most N - 1 elements at either end, and at least N lanes. They are loaded here and added at
+  // the end, so that nothing waits for them.
   const acc_t<T> first = lane < head ? to_acc(p[lane]) : acc_t<T>(0);
   const acc_t<T> last = tail + lane < n ? to_acc(p[tail + lane]) : acc_t<T>(0);
   double total = 0;
@@ -144,7 +151,7 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   return total + first + last;
 }
 
-// A group of 2^log_width lanes a span; WHOLE_BLOCK: a block a span, 2^log_width is THREADS.
+// A group of 2^log_width lanes per span. WHOLE_BLOCK: a CTA per span, 2^log_width is THREADS.
 template <typename T, int U, bool WHOLE_BLOCK>
 __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int log_width) {
   const int64_t spans = args.outer * args.chunks;
@@ -167,7 +174,8 @@ __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int l
   }
 }
 
-// ---- inner > 1: a thread sums N columns over all rows of a chunk; N elements are aligned in every row ----
+// ---- inner > 1: a thread sums N columns over all rows of a chunk; N elements are aligned in every
+// row ----
 
 template <typename T, int N>
 __device__ inline void store_sums(const reduce_sum_args &args, dtype_t dtype, int64_t i,
@@ -202,15 +210,15 @@ __global__ void __launch_bounds__(THREADS, 3) sum_few_rows(reduce_sum_args args)
 
 // ---- inner > 1: a block sums a tile of columns ----
 
-// total[k] += the sum of x[offset + j * stride + k] over j < count, where these are elements of x.
+// total[k] += the sum of x[offset + j * stride + k] over j < count, for the indices inside x.
 template <typename T>
 __device__ inline void sum_column_vector(const reduce_sum_args &args, int64_t offset, int64_t count,
                                          int64_t stride, double (&total)[LANES<T>]) {
   constexpr int N = LANES<T>;
   const T *x = static_cast<const T *>(args.x);
   const int64_t numel = args.outer * args.reduce * args.inner;
-  // The vectors of the first and the last rows may begin before x or end behind it: there elements are read one by
-  // one.
+  // The vectors of the first and last rows may begin before x or end after it. Those are read
+  // element by element.
   const auto one_by_one = [&](int64_t begin) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -268,10 +276,10 @@ __global__ void __launch_bounds__(THREADS, 3)
 
 // ---- launchers ----
 
-// The loops inside the kernels take what exceeds a grid.
+// If the grid is too small, the loops inside the kernels process the rest.
 unsigned grid(int64_t blocks) { return static_cast<unsigned>(smaller(blocks, 1 << 30)); }
 
-// The smallest power of two that is at least n, but 2^limit at most.
+// The smallest power of two that is at least n, but at most 2^limit.
 int log_at_least(int64_t n, int limit) {
   int log = 0;
   while ((1 << log) < n && log < limit) ++log;
@@ -286,8 +294,8 @@ void launch_spans(const reduce_sum_args &args, cudaStream_t stream) {
     sum_spans<T, 4, true><<<grid(spans), THREADS, 0, stream>>>(args, LOG_THREADS);
     return;
   }
-  // About sixteen vectors a lane: a row costs some two hundred instructions besides its loads. At least as many lanes as a
-  // vector has elements (sum_span).
+  // About sixteen vectors per lane: a row takes some two hundred instructions besides its loads. At
+  // least as many lanes as a vector has elements (sum_span).
   const int log_lanes = log_at_least(LANES<T>, 5),
             log_wanted = log_at_least(ceil_div(vectors, 16), 5);
   const int log_width = log_wanted > log_lanes ? log_wanted : log_lanes;
@@ -319,7 +327,7 @@ void launch_columns(const reduce_sum_args &args, cudaStream_t stream) {
     return static_cast<int64_t>((1 << log_vectors) - shared) * N;
   };
   int log_vectors = log_at_least(ceil_div(args.inner, N) + shared, LOG_TILE_VECTORS);
-  // 64 bytes of a row are enough to read at full speed, and more blocks are needed to read from everywhere.
+  // 64 bytes of a row suffice for full speed, and more CTAs are needed to read from all of memory.
   while (log_vectors > 2 && spans * ceil_div(args.inner, columns(log_vectors)) < 128) --log_vectors;
   const int64_t blocks = spans * ceil_div(args.inner, columns(log_vectors));
   sum_many_rows<T><<<grid(blocks), THREADS, 0, stream>>>(args, log_vectors, columns(log_vectors));

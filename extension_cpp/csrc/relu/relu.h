@@ -1,7 +1,8 @@
 /* relu: y[i] = x[i] < 0 ? 0 : x[i]
  * relu_backward: grad_x[i] = y[i] <= 0 ? 0 : grad_out[i]
  *   every pointer  (numel), dense, all of one type and one element order, no overlap
- * numel = 0 writes nothing. A NaN in x stays NaN in y, and there grad_x is grad_out, as PyTorch's. Deterministic. */
+ * numel = 0 writes nothing. A NaN in x is a NaN in y, and grad_x there is grad_out, as in PyTorch.
+ * Deterministic. */
 #ifndef EXTENSION_CPP_RELU_H
 #define EXTENSION_CPP_RELU_H
 
@@ -27,11 +28,11 @@ typedef struct {
   dtype_t dtype;
 } relu_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
 void relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void relu_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t; returns a cudaError_t. */
+/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
 int relu_forward_cuda(const relu_forward_args *args, void *stream);
 int relu_backward_cuda(const relu_backward_args *args, void *stream);
 

@@ -1,4 +1,5 @@
-/* relu on the CPU: flat over the elements, a block at a time; the arithmetic is in relu_cpu_kernel.h. */
+/* relu on the CPU: flat over the elements, one block at a time. The arithmetic is in
+ * relu_cpu_kernel.h. */
 #include "relu/relu.h"
 
 #include "common/cpu_block.h"

@@ -1,4 +1,5 @@
-// relu on the GPU: flat over the elements, two 16-byte vectors an operand and thread (common/cuda_pointwise.cuh).
+// relu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
+// (common/cuda_pointwise.cuh).
 #include "common/cuda_pointwise.cuh"
 #include "relu/relu.h"
 

@@ -1,4 +1,5 @@
-// scale_bias_relu: schemas, checks, allocation and registration. The kernels' contract is in scale_bias_relu.h.
+// scale_bias_relu: schemas, checks, allocation and registration. scale_bias_relu.h has the kernels'
+// contract.
 #include "scale_bias_relu/scale_bias_relu.h"
 
 #include "common/op.h"
@@ -16,7 +17,8 @@ static dtype_t check_inputs(const char *op, const Tensor &x, const Tensor &bias)
   return dtype;
 }
 
-// The kernels work on rows: contiguous memory with the bias along the last dimension. x's strides are given back at the end.
+// The kernels work on rows: contiguous memory, with the bias along the last dimension. At the end
+// the result gets x's strides.
 static Tensor scale_bias_relu(const Tensor &x, const Tensor &bias, double scale) {
   const dtype_t dtype = check_inputs("scale_bias_relu", x, bias);
   const Tensor y = allocate_like(x);

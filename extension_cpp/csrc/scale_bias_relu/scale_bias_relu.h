@@ -1,14 +1,16 @@
 /* scale_bias_relu: y[r,c] = relu(x[r,c] * scale + bias[c])
- * scale_bias_relu_backward, with g[r,c] = y[r,c] > 0 ? grad_out[r,c] : 0 (and grad_out where y is NaN):
+ * scale_bias_relu_backward, with g[r,c] = y[r,c] > 0 or NaN ? grad_out[r,c] : 0:
  *   grad_x[r,c] = g[r,c] * scale,  grad_bias[c] = sum_r g[r,c]
  *   x, y, grad_out, grad_x  (rows, cols)  contiguous, one type, no overlap
  *   bias, grad_bias         (cols)        the same type
- *   grad_x, grad_bias       either may be NULL: not computed
- *   partial                 scratch: doubles, scale_bias_relu_partial_cpu() or _cuda() of them; NULL if grad_bias is
- * rows = 0 gives grad_bias = 0 and else writes nothing. NaN propagates. x * scale + bias is rounded once (fma) in float, for
- * float64 in double, in both directions alike, so that the mask is the forward's own.
- * grad_bias: each part of the rows is summed in float lanes that are flushed to double; the parts, which the shape alone
- * fixes, are added in order. Deterministic, bit for bit at any number of threads. */
+ *   grad_x, grad_bias       either may be NULL: it is not computed
+ *   partial                 scratch of scale_bias_relu_partial_cpu() or _cuda() doubles; NULL if
+ *                           grad_bias is NULL
+ * rows = 0 gives grad_bias = 0 and writes nothing else. NaN propagates. x * scale + bias is rounded
+ * once (fma) in float, for float64 in double. Backward computes it the same way, so that its mask
+ * is forward's.
+ * grad_bias: float lanes sum each part of the rows and are flushed to double. The parts, which the
+ * shape alone fixes, are added in order. Run-to-run deterministic, at any number of threads. */
 #ifndef EXTENSION_CPP_SCALE_BIAS_RELU_H
 #define EXTENSION_CPP_SCALE_BIAS_RELU_H
 
@@ -42,14 +44,15 @@ typedef struct {
   dtype_t dtype;
 } scale_bias_relu_backward_args;
 
-/* The CPU backward is cut into items: parts of the rows times tiles of TILE columns, fixed by the shape alone. */
+/* The CPU backward is cut into items: parts of the rows times tiles of TILE columns. The shape
+ * alone fixes them. */
 enum { SCALE_BIAS_RELU_TILE = 2048 };
 
 static inline int64_t scale_bias_relu_tiles(int64_t cols) {
   return ceil_div(cols, SCALE_BIAS_RELU_TILE);
 }
 
-/* At most 256 items where rows are many, and at least 64 rows a part. */
+/* At most 256 items if there are many rows, and at least 64 rows per part. */
 static inline int64_t scale_bias_relu_part_rows(int64_t rows, int64_t cols) {
   const int64_t parts = ceil_div(256, scale_bias_relu_tiles(cols));
   return 64 * ceil_div(ceil_div(rows, parts), 64);
@@ -63,13 +66,14 @@ static inline int64_t scale_bias_relu_partial_cpu(int64_t rows, int64_t cols) {
   return scale_bias_relu_parts(rows, cols) * scale_bias_relu_tiles(cols) * SCALE_BIAS_RELU_TILE;
 }
 
-/* CPU. Forward: chunks [begin, end) of CHUNK of the rows * cols elements. Backward: items [begin, end) of parts * tiles;
- * then, for grad_bias, tiles [begin, end). args points to the struct. */
+/* CPU; args points to the struct. Forward: chunks [begin, end) of CHUNK of the rows * cols
+ * elements. Backward: items [begin, end) of parts * tiles; then, for grad_bias, tiles [begin,
+ * end). */
 void scale_bias_relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_backward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_grad_bias_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t; returns a cudaError_t. */
+/* CUDA: on a cudaStream_t. Returns a cudaError_t. */
 int scale_bias_relu_forward_cuda(const scale_bias_relu_forward_args *args, void *stream);
 int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args *args, void *stream);
 int64_t scale_bias_relu_partial_cuda(int64_t rows, int64_t cols);

@@ -1,6 +1,7 @@
-/* scale_bias_relu on the CPU. Forward: flat over the elements, so that one wide row is shared by threads as well as many
- * narrow ones. Backward: one pass over a part of the rows and a tile of columns at a time; the tile's bias and its running
- * sums stay in the first-level cache. The arithmetic is in scale_bias_relu_cpu_kernel.h. */
+/* scale_bias_relu on the CPU. Forward is flat over the elements, so that threads share one wide row
+ * as well as many narrow ones. Backward takes a tile of columns and a part of the rows at a time,
+ * in one pass: the tile's bias and running sums stay in the first-level cache. The arithmetic is in
+ * scale_bias_relu_cpu_kernel.h. */
 #include "scale_bias_relu/scale_bias_relu.h"
 
 #include "common/cpu_block.h"

@@ -1,6 +1,7 @@
-/* Compiled once per element type by scale_bias_relu_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
+/* Compiled once per element type by scale_bias_relu_cpu.c (common/for_each_dtype.h defines T, ACC,
+ * NAME, LOAD and STORE). */
 
-/* n elements from flat index i on, which lie in one row from column c on. */
+/* n elements from flat index i on. They lie in one row, from column c on. */
 ALWAYS_INLINE void NAME(forward_block)(const scale_bias_relu_forward_args *args, int64_t i,
                                        int64_t c, int n, int stream) {
   const ACC scale = (ACC)args->scale;
@@ -18,7 +19,8 @@ static void NAME(scale_bias_relu_forward)(const scale_bias_relu_forward_args *ar
   const int stream = cpu_should_stream(2 * args->rows * cols * (int64_t)sizeof(T));
   for (int64_t i = begin, c = begin % cols; i < end; c = 0) {
     const int64_t row_end = i + (cols - c) < end ? i + (cols - c) : end;
-    /* A row of odd width begins anywhere: up to the next 64 bytes it goes alone, so that the rest can be streamed. */
+    /* A row of odd width may begin anywhere. The elements before the next multiple of 64 bytes are
+     * stored apart, so that the rest can be streamed. */
     const int64_t head = (int64_t)((64 - (uintptr_t)((T *)args->y + i) % 64) % 64 / sizeof(T));
     if (stream && head > 0 && head < row_end - i) {
       NAME(forward_block)(args, i, c, (int)head, 0);
@@ -43,7 +45,7 @@ typedef struct {
   ACC sums[TILE];
 } NAME(tile_t);
 
-/* n elements from flat index i on, in the tile from column t of the tile on. */
+/* n elements from flat index i on, from the tile's column t on. */
 ALWAYS_INLINE void NAME(backward_block)(const scale_bias_relu_backward_args *args,
                                         NAME(tile_t) *restrict tile, int64_t i, int64_t t, int n,
                                         int want_x, int want_bias, int stream) {

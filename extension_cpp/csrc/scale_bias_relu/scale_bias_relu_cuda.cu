@@ -1,12 +1,15 @@
-// scale_bias_relu on the GPU. Forward is flat over the elements, with the bias as the broadcast row (common/cuda_pointwise.cuh).
+// scale_bias_relu on the GPU. Forward is flat over the elements, with the bias as the broadcast row
+// (common/cuda_pointwise.cuh).
 //
-// Backward: a thread owns one 16-byte vector of columns and strides over the rows of its block's share, LOADS rows in flight.
-// The bias of its columns stays in registers and so do the sums of g, while grad_x leaves in the same pass. The sums are folded
-// over the block's thread rows and written as one partial row a block; a second kernel adds these in order. Nothing is atomic.
+// Backward: a thread owns one 16-byte vector of columns and strides over the rows of its CTA's
+// share, with LOADS rows in flight. The bias of its columns and the sums of g stay in registers,
+// and grad_x is written in the same pass. The CTA adds up the sums of its thread rows and writes
+// them as one partial row. A second kernel adds the partial rows in order. There are no atomics.
 //
-// Odd widths. Row r begins (phase + r * cols) % N elements past an aligned address. The rows of one thread are a multiple of N
-// apart, so that it is the same for all of them: a thread's columns are fixed and every access is aligned, whatever the width.
-// Vectors that straddle the end of a row are read whole and written element by element.
+// Unaligned rows. Row r begins (phase + r * cols) % N elements after an aligned address. The rows
+// of a thread are a multiple of N apart, so this number is the same for all of them: a thread's
+// columns are fixed and every access is aligned, whatever the width. A vector that straddles the
+// end of a row is read whole and written element by element.
 #include "common/cuda_pointwise.cuh"
 #include "common/cuda_vector.cuh"
 #include "scale_bias_relu/scale_bias_relu.h"
@@ -23,20 +26,20 @@ struct Backward {
   acc_t<T> scale;
   int64_t rows;
   int64_t cols;
-  int64_t tiles;  // blocks that share a row
-  int64_t share;  // rows of one block
-  int phase;      // elements from an aligned address to x[0]; grad_out and grad_x have the same
-  int halo;  // columns by which the tiles of different rows are shifted: 0, or N - 1 where rows are not aligned
+  int64_t tiles;  // CTAs that share a row
+  int64_t share;  // rows of a CTA
+  int phase;      // elements from an aligned address to x[0]; the same for grad_out and grad_x
+  int halo;       // largest shift of a row's tile, in columns: N - 1 if rows are unaligned, else 0
 };
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 2;
 constexpr int BLOCKS_PER_SM = 4;
-constexpr int WAVE =
-    132 *
-    BLOCKS_PER_SM;  // an H100's multiprocessors; fixed, so that sums do not depend on the chip
+// CTAs of a wave on the 132 SMs of an H100. Fixed, so that sums do not depend on the GPU.
+constexpr int WAVE = 132 * BLOCKS_PER_SM;
 
-// Blocks over the rows, at least 64 rows each: of the counts up to eight waves, the first that fills its last wave best.
+// Row blocks: at least 64 rows each. Of the counts up to eight waves, the first that fills its last
+// wave best.
 int64_t row_blocks(int64_t rows, int64_t tiles) {
   const int64_t most = ceil_div(rows, 64);
   int64_t best = most < 1 ? most : 1;
@@ -49,7 +52,8 @@ int64_t row_blocks(int64_t rows, int64_t tiles) {
   return best;
 }
 
-// How a shape is cut up, for vectors of n elements: tiles of threads_x vectors, row blocks of equal shares.
+// How a shape is split, for vectors of n elements: tiles of threads_x vectors, row blocks of equal
+// shares.
 struct Geometry {
   int threads_x;
   int threads_y;
@@ -60,8 +64,8 @@ struct Geometry {
 
 constexpr int MAX_THREADS_X = 32;
 constexpr int MAX_THREADS_Y = 64;
-constexpr int MIN_THREADS_Y =
-    8;  // and always a multiple of every n, so that a thread's rows have one phase
+// A multiple of every n, as threads_y always is, so that the rows of a thread have one phase.
+constexpr int MIN_THREADS_Y = 8;
 
 Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
   Geometry g;
@@ -75,7 +79,7 @@ Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
   return g;
 }
 
-// One element: adds to the sum and returns what to write.
+// One element: adds to the sum and returns the value to write.
 template <typename T>
 __device__ inline acc_t<T> one_element(const Backward<T> &p, acc_t<T> x, acc_t<T> g, acc_t<T> bias,
                                        acc_t<T> &sum) {
@@ -84,8 +88,8 @@ __device__ inline acc_t<T> one_element(const Backward<T> &p, acc_t<T> x, acc_t<T
   return masked * p.scale;
 }
 
-// One row's vector from column c on, at flat index i; of a vector that straddles the row's end, only what lies in the row is
-// written. (Its sums outside the row are never read.)
+// One vector of a row, from column c on, at flat index i. If it straddles the row's end, only the
+// elements in the row are written. (Its sums outside the row are never read.)
 template <typename T, int N>
 __device__ inline void one_vector(const Backward<T> &p, int64_t i, int64_t c,
                                   const Vector<T, N> &x_raw, const Vector<T, N> &g_raw,
@@ -106,7 +110,8 @@ __device__ inline void one_vector(const Backward<T> &p, int64_t i, int64_t c,
   }
 }
 
-// The same element by element, for the vectors that reach out of the tensor: before its first row, behind its last.
+// The same element by element, for vectors that extend past the tensor: before its first row or
+// after its last.
 template <typename T, int N>
 __device__ inline void one_edge(const Backward<T> &p, int64_t i, int64_t c,
                                 const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
@@ -119,8 +124,8 @@ __device__ inline void one_edge(const Backward<T> &p, int64_t i, int64_t c,
   }
 }
 
-// LOADS rows of this thread from row r on, all loaded before the first is used. (No condition here: nvcc would make branches of
-// it, and have one load in flight in place of many.)
+// LOADS rows of this thread from row r on. All are loaded before the first is used. There is no
+// condition here: nvcc would make branches of it, with one load in flight instead of many.
 template <typename T, int N, int LOADS>
 __device__ inline void some_rows(const Backward<T> &p, int64_t r, int step, int64_t c,
                                  const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
@@ -137,8 +142,9 @@ __device__ inline void some_rows(const Backward<T> &p, int64_t r, int step, int6
   }
 }
 
-// The block's sums, folded over its thread rows in order, to its place in `partial`: (row block, tile, halo + width) sums, the
-// first of them for column tile * width - halo. Thread row y begins `shift[y]` columns before tile * width.
+// Adds up the sums of the CTA's thread rows in order, and writes them to `partial`: (row block,
+// tile, halo + width) sums, the first of which is for column tile * width - halo. Thread row y
+// begins `shift[y]` columns before tile * width.
 template <typename T, int N>
 __device__ inline void write_partial(const Backward<T> &p, int shift, const acc_t<T> (&sum)[N]) {
   __shared__ acc_t<T> fold[THREADS * N];
@@ -173,7 +179,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Backwa
 #pragma unroll
     for (int k = 0; k < N; ++k)
       bias[k] = c + k >= 0 && c + k < p.cols ? to_acc(p.bias[c + k]) : acc_t<T>(0);
-    // The vectors that reach out of the tensor: of those that straddle a row's end, the first row's or the last row's.
+    // The vectors that extend past the tensor: those that straddle a row's end, in the first row or
+    // the last.
     if (c < 0 && r == 0) {
       one_edge<T, N>(p, c, c, bias, sum);
       r += step;
@@ -187,8 +194,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Backwa
   if (p.partial != nullptr) write_partial<T, N>(p, shift, sum);
 }
 
-// grad_bias[c] = the partial sums of its column, in order of the row blocks; a column in the halo of two tiles has two a block.
-// Eight interleaved chains a column, folded in order.
+// grad_bias[c] = the partial sums of its column, in order of the row blocks. A column in the halo
+// of two tiles has two per row block. Eight interleaved chains per column, added up in order.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     grad_bias_kernel(const acc_t<T> *partial, T *grad_bias, int64_t row_blocks, int64_t cols,
@@ -246,7 +253,7 @@ cudaError_t backward(Backward<T> p, T *grad_bias, cudaStream_t stream) {
 
 }  // namespace
 
-// Enough for every vector width and phase that the pointers may ask for.
+// Enough for every vector width and phase that the pointers may require.
 extern "C" int64_t scale_bias_relu_partial_cuda(int64_t rows, int64_t cols) {
   int64_t most = 0;
   for (const int vector : {1, 2, 4, 8}) {
