@@ -1,5 +1,6 @@
-// kernel_template: y[b][d] = f(x[b][d]) on [B, D], float32, the ATen way: at::Tensor, TORCH_LIBRARY and accessors that know
-// the strides. Here are the schemas, the checks and the CPU kernels; the CUDA kernels are in kernel_template_cuda.cu.
+// kernel_template: y[b][d] = f(x[b][d]) on [B, D], float32, the ATen way: at::Tensor,
+// TORCH_LIBRARY, and accessors that know the strides. This file has the schemas, the checks and the
+// CPU kernels; kernel_template_cuda.cu has the CUDA kernels.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -22,7 +23,7 @@ void check_input(const char *name, const at::Tensor &x) {
   TORCH_CHECK(x.dim() == 2, "expected ", name, " of shape [B, D], but got ", x.sizes());
 }
 
-// The dispatcher picks a kernel if any argument is on its device, so that the others may be elsewhere.
+// The dispatcher picks a kernel if any argument is on its device, so the others may be elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);
@@ -34,7 +35,7 @@ void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
 
 // ---- CPU: rows on PyTorch's threads ----
 
-// Rows worth a thread: 32768 elements. Rows of width 0 count as one element.
+// A thread gets at least this many rows: 32768 elements. Rows of width 0 count as one element.
 static int64_t grain(int64_t cols) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
 }

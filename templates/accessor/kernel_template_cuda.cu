@@ -1,5 +1,6 @@
-// kernel_template on the GPU. A block takes a row, its threads stride over the columns: neighbouring threads touch neighbouring
-// addresses. Both loops run up to the sizes that the accessors know, so that no index leaves the tensor.
+// kernel_template on the GPU. A CTA takes a row and its threads stride over the columns:
+// neighbouring threads access neighbouring addresses. Both loops run up to the sizes in the
+// accessors, so that no index leaves the tensor.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -40,7 +41,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
   }
 }
 
-// A PackedTensorAccessor32 multiplies indices with strides in 32 bits; the kernels' indices go one step past the sizes.
+// A PackedTensorAccessor32 multiplies indices by strides in 32 bits. The kernels' indices go one
+// step past the sizes.
 void check_32_bits(const char *name, const at::Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
                 most = (int64_t{1} << 31) - 65536;
@@ -48,7 +50,7 @@ void check_32_bits(const char *name, const at::Tensor &x) {
               " elements, but got ", last + 1);
 }
 
-// Enough blocks to fill every GPU; rows beyond that come in the kernels' loops.
+// Enough CTAs to fill every GPU. The kernels' loops process the rows beyond that.
 int blocks(const at::Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
 
 at::Tensor forward(const at::Tensor &x) {

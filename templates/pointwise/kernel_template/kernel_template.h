@@ -26,11 +26,11 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU: chunks [begin, end) of CHUNK elements; args points to the struct. */
+/* CPU: chunks [begin, end) of CHUNK elements. args points to the struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t, the current device being that of the tensors; returns a cudaError_t. */
+/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

@@ -1,4 +1,5 @@
-/* kernel_template on the CPU: flat over the elements, a block at a time. The arithmetic is in kernel_template_cpu_kernel.h. */
+/* kernel_template on the CPU: flat over the elements, one block at a time. The arithmetic is in
+ * kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include "common/cpu_block.h"

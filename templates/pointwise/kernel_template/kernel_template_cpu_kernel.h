@@ -1,4 +1,5 @@
-/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE). */
+/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC,
+ * NAME, LOAD and STORE). */
 
 ALWAYS_INLINE ACC NAME(value)(ACC x) { return x * x; }
 ALWAYS_INLINE ACC NAME(derivative)(ACC x) { return 2 * x; }

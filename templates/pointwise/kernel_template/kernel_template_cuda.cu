@@ -1,4 +1,5 @@
-// kernel_template on the GPU: flat over the elements, two 16-byte vectors an operand and thread (common/cuda_pointwise.cuh).
+// kernel_template on the GPU: flat over the elements, two 16-byte vectors per operand and thread
+// (common/cuda_pointwise.cuh).
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda_pointwise.cuh"
@@ -8,7 +9,7 @@ namespace {
 using forward_args = kernel_template_forward_args;
 using backward_args = kernel_template_backward_args;
 
-// A is float, for float64 double. in[j] is operand j of the launch below.
+// A is the accumulation type: float, for float64 double. in[j] is operand j of the launch below.
 struct Forward {
   template <typename A>
   __device__ void operator()(const A (&in)[1], A (&out)[1]) const {

@@ -1,4 +1,5 @@
-// kernel_template: schemas, checks, allocation and registration. The kernels' contract is in kernel_template.h.
+// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
+// contract.
 #include "kernel_template/kernel_template.h"
 
 #include <algorithm>
@@ -26,12 +27,13 @@ static int64_t row_count(const Tensor &x) {
   return rows;
 }
 
-// The rows worth a thread: 128 KiB of traffic.
+// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
 static int64_t row_grain(const Tensor &x) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
 }
 
-// The rows whose share of grad_weight is summed at a time: at least 16, and so many that there are at most 256 parts.
+// How many rows are summed as one part of grad_weight: at least 16, and so many that there are at
+// most 256 parts.
 static int64_t rows_of_a_part(int64_t rows) { return std::max<int64_t>(16, ceil_div(rows, 256)); }
 
 static dtype_t statistics_dtype(dtype_t dtype) {
@@ -47,7 +49,7 @@ static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight,
   const Tensor rstd = allocate({row_shape.data(), row_shape.size()}, statistics_dtype(dtype), x);
   if (rstd.numel() == 0) return {y, rstd};
   const Tensor x_rows = as_contiguous(x),
-               weight_row = as_contiguous(weight);  // in locals: the kernel reads them
+               weight_row = as_contiguous(weight);  // named locals: the kernel reads them
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
   args.weight = weight_row.const_data_ptr();

@@ -1,15 +1,17 @@
-/* kernel_template: y[r,c] = x[r,c] * rstd[r] * weight[c],  rstd[r] = 1 / sqrt(mean_c(x[r,c]^2) + eps)
+/* kernel_template: y[r,c] = x[r,c] * rstd[r] * weight[c], rstd[r] = 1 / sqrt(mean_c(x[r,c]^2) +
+ * eps)
  * kernel_template_backward, with g[r,c] = grad_out[r,c] * weight[c]:
  *   grad_x[r,c] = rstd[r] * (g[r,c] - x[r,c] * rstd[r]^2 * mean_c(g[r,c] * x[r,c]))
  *   grad_weight[c] = sum_r(grad_out[r,c] * x[r,c] * rstd[r])
  *   x, y, grad_out, grad_x  (rows, cols)  contiguous, one type, no overlap
  *   weight, grad_weight     (cols)        the same type
  *   rstd                    (rows)        float, for float64 double; kept for backward
- *   grad_x, grad_weight     either may be NULL: not computed
- *   partial                 (parts, wide_cols)  scratch; NULL if grad_weight is
- * rows = 0 gives grad_weight = 0 and else writes nothing; cols = 0 gives rstd = NaN. NaN propagates. Computes in float
- * (float64: double). grad_weight: part_rows rows at a time are summed in double, and then these sums in order; the shape alone
- * fixes the parts, so that the result is the same, bit for bit, in every run and at any number of threads. */
+ *   grad_x, grad_weight     either may be NULL: it is not computed
+ *   partial                 (parts, wide_cols)  scratch; NULL if grad_weight is NULL
+ * rows = 0 gives grad_weight = 0 and writes nothing else; cols = 0 gives rstd = NaN. NaN
+ * propagates. Computes in float (float64: double). grad_weight: each part of part_rows rows is
+ * summed in double, and then the parts are added in order. The shape alone fixes the parts:
+ * run-to-run deterministic, at any number of threads. */
 #pragma once
 
 #include "common/dtype.h"
@@ -46,13 +48,13 @@ typedef struct {
   dtype_t dtype;
 } kernel_template_backward_args;
 
-/* CPU: rows [begin, end); parts [begin, end); then, for grad_weight, blocks [begin, end) of 32 columns. args points to the
- * struct. */
+/* CPU: rows [begin, end); parts [begin, end); then, for grad_weight, blocks [begin, end) of 32
+ * columns. args points to the struct. */
 void kernel_template_forward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_backward_cpu(int64_t begin, int64_t end, void *args);
 void kernel_template_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 
-/* CUDA: on a cudaStream_t, the current device being that of the tensors; returns a cudaError_t. */
+/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */
 int kernel_template_forward_cuda(const kernel_template_forward_args *args, void *stream);
 int kernel_template_backward_cuda(const kernel_template_backward_args *args, void *stream);
 

@@ -1,6 +1,6 @@
-/* kernel_template on the CPU. Forward: a row at a time, read twice while it is in the cache. Backward: a part of the rows at a
- * time, each row read twice and its share of grad_weight added to the part's sums. The arithmetic is in
- * kernel_template_cpu_kernel.h. */
+/* kernel_template on the CPU. Forward takes one row at a time and reads it twice while it is in the
+ * cache. Backward takes one part of the rows at a time; it reads each row twice and adds the row's
+ * share of grad_weight to the part's sums. The arithmetic is in kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
 #include <math.h>
@@ -11,7 +11,7 @@
 typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;
 
-/* Elements of a block that begins at column c. */
+/* The number of elements in the block that begins at column c. */
 ALWAYS_INLINE int block_size(int64_t c, int64_t cols) {
   return cols - c < BLOCK ? (int)(cols - c) : BLOCK;
 }

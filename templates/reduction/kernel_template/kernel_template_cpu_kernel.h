@@ -1,6 +1,6 @@
-/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE).
- * Blocks begin at multiples of BLOCK columns in every tensor, and a block past the row's end is filled with zeros, which add
- * nothing to a sum. */
+/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC,
+ * NAME, LOAD and STORE). Blocks begin at multiples of BLOCK columns in every tensor. A block that
+ * extends past the row's end is filled with zeros, which add nothing to a sum. */
 
 /* The sum of a row's lanes, in a fixed order. */
 ALWAYS_INLINE double NAME(fold)(const ACC *lanes) {
@@ -28,7 +28,8 @@ static void NAME(forward_row)(const forward_args *args, int64_t row) {
   }
 }
 
-/* grad_x of one row, and its share of grad_weight added to sums; both where they are wanted. */
+/* grad_x of one row, and the row's share of grad_weight, added to sums; each only if it is
+ * needed. */
 static void NAME(backward_row)(const backward_args *args, int64_t row, double *restrict sums) {
   const T *x = (const T *)args->x + row * args->cols,
           *grad_out = (const T *)args->grad_out + row * args->cols;

@@ -1,6 +1,7 @@
-// kernel_template on the GPU. Forward: a block a row, the threads strided over its columns. Backward: a block a part of the
-// rows; each thread keeps to its own columns, so that it alone adds to their sums, and a second kernel adds the parts in order.
-// Nothing is atomic. Element by element, for reading; csrc/norm is the same shape at the speed of memory.
+// kernel_template on the GPU. Forward: one CTA per row, its threads strided over the columns.
+// Backward: one CTA per part of the rows. Each thread keeps to its own columns, so that it alone
+// adds to their sums; a second kernel adds the parts in order. There are no atomics. Written
+// element by element, for reading: csrc/norm is the same computation at the speed of memory.
 #include "kernel_template/kernel_template.h"
 
 #include "common/cuda_reduce.cuh"
@@ -88,7 +89,7 @@ extern "C" int kernel_template_backward_cuda(const backward_args *args, void *st
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
     const cudaStream_t on = static_cast<cudaStream_t>(stream);
-    if (args->rows > 0) {  // a grid of no blocks is an error
+    if (args->rows > 0) {  // a grid of 0 CTAs is an error
       backward_kernel<T><<<static_cast<unsigned>(args->parts), THREADS, 0, on>>>(*args);
       const cudaError_t error = cudaGetLastError();
       if (error != cudaSuccess) return error;
