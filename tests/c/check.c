@@ -29,7 +29,7 @@ uint16_t half_bits(dtype_t dtype, double x) {
   if (isnan(x)) return (uint16_t)(sign | 0x7fff);
   if (magnitude >= format->largest + unit_at(format, format->largest) / 2)
     return (uint16_t)(sign | infinity);
-  /* The addition leaves no bits below one: the processor rounds, to even. */
+  /* The addition leaves no bits below one: the processor rounds to even. */
   const int exponent = unit_exponent(format, magnitude);
   const double units = magnitude * power_of_2(-exponent) + 0x1p52 - 0x1p52;
   const unsigned step = (unsigned)(exponent + fraction_bits - format->least);
@@ -49,7 +49,7 @@ static double decode_half(const format_t *format, unsigned bits) {
 double half_value(dtype_t dtype, uint16_t bits) {
   static double table[2][1 << 16];
   double *values = table[dtype == DTYPE_FLOAT16];
-  if (values[1] == 0) { /* the bits 1 are the smallest number there is */
+  if (values[1] == 0) { /* the bits 1 are the smallest number */
     for (unsigned i = 0; i < 1 << 16; ++i) values[i] = decode_half(&formats[dtype], i);
   }
   return values[bits];
@@ -65,7 +65,8 @@ void set_element(dtype_t dtype, void *p, int64_t i, double value) {
   if (dtype == DTYPE_FLOAT64) {
     ((double *)p)[i] = value;
   } else if (dtype == DTYPE_FLOAT32) {
-    /* What is past the largest float by half a unit or more is infinity: said here, since C leaves the cast undefined. */
+    /* A number half a unit or more above the largest float becomes infinity. This is explicit
+     * because C leaves the cast undefined. */
     const int overflows = fabs(value) >= 0x1.ffffffp127;
     ((float *)p)[i] = overflows ? copysignf(INFINITY, (float)copysign(1, value)) : (float)value;
   } else {
@@ -77,7 +78,7 @@ int close_to(dtype_t dtype, double got, double want, double slack) {
   if (isnan(want)) return isnan(got);
   if (isfinite(got) && fabs(got - want) <= slack + unit_at(&formats[dtype], fabs(want) + slack) / 2)
     return 1;
-  double nearest[1]; /* infinite for a want past the type's range */
+  double nearest[1]; /* infinite if `want` is past the type's range */
   set_element(dtype, nearest, 0, want);
   return got == element(dtype, nearest, 0);
 }

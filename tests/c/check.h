@@ -1,5 +1,6 @@
-/* What every C test shares: failing, the number formats as an independent model, random data, guarded buffers.
- * The tests are one program, tests.c, without torch; tests/test_c.py builds and runs it at every instruction set. */
+/* What the C tests share: CHECK, an independent model of the number formats, random data, guarded
+ * buffers. The tests are one program, tests.c, without torch. tests/test_c.py builds it and runs it
+ * at every instruction set. */
 #ifndef EXTENSION_CPP_TESTS_CHECK_H
 #define EXTENSION_CPP_TESTS_CHECK_H
 
@@ -27,11 +28,11 @@ extern const char *const dtype_names[DTYPES];
     if (!(condition)) FAIL(__VA_ARGS__); \
   } while (0)
 
-/* ---- number formats: nothing here comes from the code under test ---- */
+/* ---- number formats: independent of the code under test ---- */
 
 typedef struct {
   size_t size;
-  int precision; /* bits of the significand, the leading one included */
+  int precision; /* bits of the significand, including the leading one */
   int least;     /* exponent of the smallest normal number */
   double largest;
 } format_t;
@@ -46,7 +47,7 @@ static inline double power_of_2(int exponent) {
   return power;
 }
 
-/* The exponent of the distance between neighbours at |x|; for infinite and NaN x an unspecified number. */
+/* The exponent of the distance between neighbours at |x|. Unspecified for infinity and NaN. */
 static inline int unit_exponent(const format_t *format, double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -59,17 +60,18 @@ static inline double unit_at(const format_t *format, double x) {
   return exponent < -1022 ? ldexp(1, exponent) : power_of_2(exponent);
 }
 
-/* x rounded to bfloat16 or float16, nearest with ties to even, as its bits; NaN gives one of its NaNs. */
+/* The bits of x rounded to bfloat16 or float16, to nearest, ties to even. NaN gives one of the
+ * type's NaNs. */
 uint16_t half_bits(dtype_t dtype, double x);
 double half_value(dtype_t dtype, uint16_t bits);
 
 double element(dtype_t dtype, const void *p, int64_t i);
 void set_element(dtype_t dtype, void *p, int64_t i, double value);
 
-/* Whether `got`, a number of the type, is `want` up to `slack` and half a unit of the type. */
+/* Whether `got`, a number of the type, is within `slack` and half a unit of the type of `want`. */
 int close_to(dtype_t dtype, double got, double want, double slack);
 
-/* Half a unit in the last place of 1 in the type that kernels compute in: float, for float64 double. */
+/* Half a unit in the last place of 1 in the accumulation type: float, for float64 double. */
 static inline double rounding(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? 0x1p-53 : 0x1p-24; }
 
 /* ---- data ---- */
@@ -77,19 +79,22 @@ static inline double rounding(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? 0
 uint64_t random_bits(uint64_t *state);
 double random_between(uint64_t *state, double low, double high);
 
-/* n elements between -range and range; with `specials`, about one in eight is NaN, infinite, zero, huge or tiny. */
+/* n elements between -range and range. With `specials`, about one in eight is NaN, infinite, zero,
+ * huge or tiny. */
 void *random_elements(dtype_t dtype, int64_t n, double range, int specials, uint64_t seed);
 
-/* n multiples of 1/64 between -2 and 2: exact in every type, and so are a few thousand of them summed in float. */
+/* n multiples of 1/64 between -2 and 2. They are exact in every type; sums of a few thousand are
+ * exact in float. */
 void *random_exact(dtype_t dtype, int64_t n, uint64_t seed);
 
 /* n doubles, all 0. */
 double *doubles(int64_t n);
 
-/* A hash of n elements; all NaNs count as one. */
+/* A hash of n elements. All NaNs count as equal. */
 uint64_t hash_elements(uint64_t hash, dtype_t dtype, const void *p, int64_t n);
 
-/* Hands every step-th float, by its bits, to visit(), SWEEP at a time; the last lot is filled up with 1. */
+/* Calls visit() with every step-th float, in the order of their bits, SWEEP at a time. The last
+ * call is filled up with 1. */
 enum { SWEEP = 4096 };
 void sweep_floats(uint32_t step, void (*visit)(const float *x, void *context), void *context);
 
@@ -101,35 +106,39 @@ typedef struct {
 
 static inline void worst_add(worst_t *worst, double error, double at) {
   if (isnan(worst->error) || error <= worst->error)
-    return; /* a NaN error stays, and passes no bound */
+    return; /* a NaN error stays, and fails every bound */
   *worst = (worst_t){error, at};
 }
 
 /* ---- guarded buffers ---- */
 
-/* Memory between two guards that hold a pattern. The address sanitizer sees reads of the guards, buffer_check() writes. */
+/* Memory between two guards that hold a pattern. The address sanitizer detects reads of the guards,
+ * buffer_check() writes. */
 typedef struct {
   unsigned char *base;
   unsigned char *data;
   size_t bytes;
 } buffer_t;
 
-/* Starts `offset` bytes past a multiple of 64. Filled with a pattern that is the right result of nothing. */
+/* The data begins `offset` bytes past a multiple of 64. It is filled with a pattern that is not a
+ * right result anywhere. */
 buffer_t buffer_new(size_t bytes, size_t offset);
 buffer_t buffer_copy(const void *data, size_t bytes, size_t offset);
-/* Fails, naming `what`, unless the guards hold their pattern and, where `expected` is not NULL, the data is `expected`. */
+/* Fails, naming `what`, unless the guards hold their pattern and the data equals `expected` (if
+ * that is not NULL). */
 void buffer_check(const buffer_t *buffer, const void *expected, const char *what);
-/* Fails unless bytes [begin, end) are those of `expected` and all others still hold the pattern. */
+/* Fails unless bytes [begin, end) equal those of `expected` and all others still hold the
+ * pattern. */
 void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end,
                        const char *what);
 void buffer_free(buffer_t *buffer);
 
-/* ---- what the kernels are told about streaming ---- */
+/* ---- what cpu_should_stream tells the kernels ---- */
 
-extern int should_stream;       /* what cpu_should_stream answers */
-extern int64_t streaming_bytes; /* what it was last asked */
+extern int should_stream;       /* what cpu_should_stream returns */
+extern int64_t streaming_bytes; /* its last argument */
 
-/* ---- the tests; `step` is the distance of the floats that a sweep visits ---- */
+/* ---- the tests; a sweep visits every step-th float ---- */
 
 void test_exp(uint32_t step);
 void test_mish(uint32_t step);

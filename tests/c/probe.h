@@ -1,5 +1,5 @@
-/* The blocks of csrc/common that have no symbol of their own, as kernels: compiled and dispatched like an op's, so that
- * each is tested as each instruction set compiles it. */
+/* Kernels for the parts of csrc/common that have no symbol of their own. They are compiled and
+ * dispatched like those of an op, so each part is tested as each instruction set compiles it. */
 #ifndef EXTENSION_CPP_TESTS_PROBE_H
 #define EXTENSION_CPP_TESTS_PROBE_H
 
@@ -34,17 +34,17 @@ typedef struct {
   dtype_t dtype;
 } store_args;
 
-/* half[i] = x[i] rounded for i in [begin, end), a multiple of BLOCK; x lies in block order. */
+/* half[i] = x[i] rounded, for i in [begin, end), a multiple of BLOCK. x is in block order. */
 void store_all_cpu(int64_t begin, int64_t end, void *args);
 
 typedef struct {
   uint8_t *kept; /* end - begin */
   dropout_t dropout;
   int64_t
-      back; /* before each block, the one so far behind is asked for, where there is one; 0: none */
+      back; /* before each block, makes the mask of the block `back` elements earlier; 0: none */
 } kept_args;
 
-/* Whether elements [begin, end) are kept, a block at a time. */
+/* Whether elements [begin, end) are kept, one block at a time. */
 void kept_cpu(int64_t begin, int64_t end, void *args);
 
 #endif

@@ -14,7 +14,7 @@ static void exp_cpu_range(int64_t begin, int64_t end, const exp_args *args) {
   }
 }
 
-/* As kernels call them: n a constant for whole blocks. */
+/* As kernels call them: n is a constant for whole blocks. */
 #define LOAD_BLOCK(type, element, lane)                                     \
   if (n == BLOCK)                                                           \
     load_##type((lane *)args->lanes, (const element *)args->memory, BLOCK); \

@@ -1,11 +1,12 @@
-/* The block functions of cpu_block.h: loads, stores, their order, and the rounding of floats to halves. */
+/* The block functions of cpu_block.h: loads, stores, their order, and rounding from float to
+ * bfloat16 and float16. */
 #include "check.h"
 #include "common/cpu_level.h"
 #include "probe.h"
 
 enum { LANES = 32 };
 
-/* Which element lane k of a block holds, as cpu_block.h promises. */
+/* The element of a block that lane k holds, as cpu_block.h defines it. */
 static int element_of_lane(dtype_t dtype, int k) {
   if (dtype != DTYPE_BFLOAT16) return k;
   return k < LANES / 2 ? 2 * k : 2 * (k - LANES / 2) + 1;
@@ -15,7 +16,8 @@ static int same_number(double a, double b) {
   return isnan(a) ? isnan(b) : a == b && !signbit(a) == !signbit(b);
 }
 
-/* n elements loaded give their values, lanes past them 0; stored again they are the same, and nothing past them changes. */
+/* Loading n elements gives their values, and 0 in the lanes after them. Storing them gives the same
+ * bytes and changes nothing after them. */
 static void check_block(dtype_t dtype, const unsigned char *elements, int n, size_t offset,
                         int stream) {
   const size_t size = formats[dtype].size, lane_size = dtype == DTYPE_FLOAT64 ? 8 : 4;
@@ -70,7 +72,7 @@ typedef struct {
   uint64_t hash[DTYPES];
 } store_sweep;
 
-/* Element by element the sweep's order is memory order; the kernel wants block order. */
+/* The sweep is in memory order, element by element; the kernel expects block order. */
 static void to_block_order(dtype_t dtype, float *to, const float *from) {
   for (int block = 0; block < SWEEP; block += LANES) {
     for (int k = 0; k < LANES; ++k) to[block + k] = from[block + element_of_lane(dtype, k)];
@@ -99,7 +101,8 @@ static void visit(const float *x, void *context) {
 void test_stores(uint32_t step) {
   store_sweep all = {0};
   sweep_floats(step, visit, &all);
-  /* The steps between halves, where ties and the ends of the range lie, with their neighbours on both sides. */
+  /* The floats halfway between neighbours of a 16-bit type, for ties and the ends of its range, and
+   * their neighbours on both sides. */
   for (int d = DTYPE_BFLOAT16; d <= DTYPE_FLOAT16; ++d) {
     float x[SWEEP];
     int n = 0;

@@ -1,10 +1,11 @@
-/* Philox against its published vectors, in lanes against one at a time; dropout over sizes, offsets, streaming and ranges. */
+/* Philox: against its published vectors, and lanes against one counter at a time. dropout: sizes,
+ * offsets, streaming and ranges. */
 #include "check.h"
 #include "common/range.h"
 #include "dropout/dropout.h"
 #include "probe.h"
 
-/* Of the file kat_vectors of Random123, the authors' library: philox4x32 with 7 rounds. */
+/* From the file kat_vectors of Random123, the authors' library: philox4x32 with 7 rounds. */
 static void check_vectors(void) {
   static const struct {
     philox_t counter;
@@ -28,7 +29,8 @@ static void check_vectors(void) {
   }
 }
 
-/* Masks at every alignment, past the counter's low word, over more elements than are held, and when blocks far behind push them out. */
+/* Masks at every alignment, past the counter's low word, of more elements than the state holds, and
+ * when a block far back evicts them. */
 static void check_masks(void) {
   static const int64_t seeds[] = {0, 1, INT64_MAX, 0x0123456789abcdef, -1};
   static const int64_t starts[] = {0, 4096, 8 * 0xfffffff8LL, 1LL << 40},
@@ -56,7 +58,7 @@ static void check_masks(void) {
   printf("bits philox %016llx\n", (unsigned long long)hash);
 }
 
-/* p as bits: its multiple of 2^-32, at least one and at most all. */
+/* p in bits: its multiple of 2^-32, at least 1 and at most 2^32. */
 static void check_thresholds(void) {
   static const struct {
     double p;
@@ -133,7 +135,8 @@ void test_dropout_sizes(uint32_t step) {
   }
 }
 
-/* Chunks in one range, each by itself, and streamed: the same bits; one chunk alone writes nothing else. */
+/* Chunks in one range, one by one, and streamed give the same bits. One chunk alone writes nothing
+ * else. */
 void test_dropout_ranges(uint32_t step) {
   (void)step;
   for (int dtype = 0; dtype < DTYPES; ++dtype) {

@@ -1,4 +1,4 @@
-/* exp_scaled_float over the range that its callers keep to, against libm's exp in double. */
+/* exp_scaled_float over the range that its callers use, against libm's exp in double. */
 #include "check.h"
 #include "common/cpu_level.h"
 #include "probe.h"
@@ -27,6 +27,6 @@ void test_exp(uint32_t step) {
   sweep_floats(step, visit, &all);
   printf("exp: at most %.4f units, at %a\n", all.worst.error, all.worst.at);
   printf("bits exp %016llx\n", (unsigned long long)all.hash);
-  /* Over all floats in the range 0.986 without fma, at -5.86, and 1.009 with it, at -5.85. */
+  /* Over all floats in the range: 0.986 at -5.86 without fma, 1.009 at -5.85 with it. */
   CHECK(all.worst.error <= 1.01, "exp: %.4f units off at %a", all.worst.error, all.worst.at);
 }

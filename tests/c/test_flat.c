@@ -1,4 +1,5 @@
-/* The ops that work element by element: sizes around the tail, storage offsets, streaming, guards, and how work is split. */
+/* The elementwise ops: sizes around the tail, storage offsets, streaming, guards, and how work is
+ * split. */
 #include "check.h"
 #include "mish/mish.h"
 #include "mish_reference.h"
@@ -15,8 +16,8 @@ typedef struct {
   dtype_t dtype;
 } flat_call;
 
-/* What an element should be. `slack` bounds the errors of the arithmetic before the result is rounded to its type, given
- * `unit`, the error of one rounding. */
+/* The expected values of an element. `slack` bounds the errors of the arithmetic before the result
+ * is rounded to its type. `unit` is the error of one rounding. */
 typedef struct {
   double want[OUTPUTS], slack[OUTPUTS];
 } flat_want;
@@ -33,7 +34,7 @@ static void call_muladd(const flat_call *c, int64_t begin, int64_t end) {
   muladd_forward_cpu(begin, end, &args);
 }
 
-/* The product is rounded where there is no fma; the sum in any case, to float first if the type is a half. */
+/* Without fma the product is rounded. The sum always is, to float first if the type has 16 bits. */
 static flat_want want_muladd(const double *in, double unit) {
   const double product = in[0] * in[1], want = fma(in[0], in[1], muladd_c);
   return (flat_want){{want}, {unit * (fabs(product) + fabs(want)) + 0x1p-149}};
@@ -70,8 +71,9 @@ static flat_want want_relu_backward(const double *in, double unit) {
   return (flat_want){{in[1] <= 0 ? 0 : in[0]}, {0}};
 }
 
-/* test_mish.c bounds float's errors: 4.3, 9 and 12.5 units of the result, at most twice as many roundings; near the zeros of
- * the derivatives they are a few roundings of the terms, of size |x| exp(x), that cancel. */
+/* test_mish.c bounds float's errors: 4.3, 9 and 12.5 units of the result; this allows twice as many
+ * roundings. Near the zeros of the derivatives, the errors are a few roundings of the terms that
+ * cancel, of size |x| exp(x). */
 static double mish_slack(double x, double want, double unit) {
   return unit * (25 * fabs(want) + 4 * fmin(1, fabs(x) * exp(fmin(x, 1)))) + 0x1p-148;
 }
@@ -121,7 +123,7 @@ static const flat_op ops[] = {
 };
 enum { OPS = sizeof ops / sizeof *ops };
 
-/* One op on one set of inputs, with what every element should be. */
+/* One op on one set of inputs, with the expected values of every element. */
 typedef struct {
   const flat_op *op;
   dtype_t dtype;
@@ -160,7 +162,7 @@ static void check_output(const flat_case *c, int k, const void *got) {
   }
 }
 
-/* Buffer j lies offsets[j] elements past a multiple of 64 bytes; the inputs come first. */
+/* Buffer j begins offsets[j] elements past a multiple of 64 bytes. The inputs come first. */
 static void run_case(const flat_case *c, const int *offsets) {
   const size_t size = formats[c->dtype].size, bytes = (size_t)c->numel * size;
   const int inputs = c->op->inputs, outputs = c->op->outputs;
@@ -209,7 +211,8 @@ void test_flat_sizes(uint32_t step) {
         flat_case c = new_case(&ops[op], (dtype_t)dtype, sizes[s]);
         for (should_stream = 0; should_stream < 2; ++should_stream) {
           for (int offset = 0; offset < OFFSETS; ++offset) {
-            /* All alike, then each its own: an output that is aligned beside one that is not. */
+            /* First all alike, then each different: an output that is aligned beside one that is
+             * not. */
             for (int skew = 0; skew < 2; ++skew) {
               int offsets[INPUTS + OUTPUTS];
               for (int j = 0; j < INPUTS + OUTPUTS; ++j) offsets[j] = (offset + j * skew) % OFFSETS;
@@ -225,8 +228,8 @@ void test_flat_sizes(uint32_t step) {
   }
 }
 
-/* The chunks in one range, each by itself from the last to the first, and in two ranges: the same bits. One chunk alone, and
- * an empty range, write nothing else. */
+/* The chunks in one range, one by one from the last to the first, and in two ranges give the same
+ * bits. One chunk alone writes nothing else, and an empty range writes nothing. */
 static uint64_t check_ranges(const flat_case *c) {
   const size_t bytes = (size_t)c->numel * formats[c->dtype].size;
   const int64_t chunks = ceil_div(c->numel, CHUNK);

@@ -1,4 +1,5 @@
-/* mish, its derivative and its second derivative: over the floats, and over all halves. */
+/* mish and its first and second derivatives: over the floats, and over all bfloat16 and float16
+ * numbers. */
 #include "check.h"
 #include "mish/mish.h"
 #include "mish_reference.h"
@@ -6,7 +7,8 @@
 enum { FORWARD, BACKWARD, DOUBLE_BACKWARD, FUNCTIONS };
 static const char *const names[FUNCTIONS] = {"mish", "mish'", "mish''"};
 
-/* Where a function is near one of its zeros, an error in units of the result has no bound; there the absolute one has. */
+/* Near a zero of a function its error in units of the result has no bound, but its absolute error
+ * has. */
 static int near_zero(int function, double x) {
   if (function == BACKWARD) return x > -1.6 && x < -0.7; /* -1.1924 */
   if (function == DOUBLE_BACKWARD)
@@ -14,7 +16,8 @@ static int near_zero(int function, double x) {
   return 0;
 }
 
-/* By contract (mish.h) the derivatives of float and the halves are 1 and 0 from 20 on; what is left out is below 1e-15. */
+/* By contract (mish.h) the derivatives in float and the 16-bit types are 1 and 0 from 20 on. This
+ * neglects less than 1e-15. */
 static mish_t reference(double x) { return x > 20 ? (mish_t){x, 1, 0} : mish_reference(x); }
 
 static void check_reference(void) {
@@ -27,7 +30,7 @@ static void check_reference(void) {
     const mish_t mish = mish_reference(x);
     const double got[FUNCTIONS] = {mish.value, mish.first, mish.second};
     for (int f = 0; f < FUNCTIONS; ++f) {
-      /* 1 - w has lost the digits of w that long double has not. */
+      /* 1 - w has lost digits of w that long double keeps. */
       const long double slack =
           (near_zero(f, x) ? 4e-16L : 4e-15L * fabsl(want[f])) + (x > 0 ? 8e-19L * (1 + x) : 0);
       CHECK(fabsl(got[f] - want[f]) <= slack, "the reference of %s(%a) is %a, not %La", names[f], x,
@@ -50,7 +53,7 @@ static void run(int function, dtype_t dtype, const void *x, const void *ones, vo
 
 typedef struct {
   worst_t normal; /* in units of the result */
-  worst_t tiny;   /* the same below the smallest normal number, where the unit no longer shrinks */
+  worst_t tiny;   /* the same below the smallest normal number, where the unit is constant */
   worst_t zero;   /* near a zero of the function, in units of 2^-24 */
   uint64_t hash;
 } mish_sweep;
@@ -86,8 +89,9 @@ static void visit(const float *x, void *context) {
 }
 
 void test_mish(uint32_t step) {
-  /* What all floats show, rounded up: few roundings, whose errors meet with one sign in mish at -5.13, in mish' at -1.78
-   * and in mish'' at 8.67. Near -92, below 2^-126, the last multiplication rounds once more. */
+  /* The largest errors over all floats, rounded up. They are few roundings, whose errors have the
+   * same sign in mish at -5.13, in mish' at -1.78 and in mish'' at 8.67. Near -92, below 2^-126, the
+   * last multiplication rounds once more. */
   static const struct {
     double normal, tiny, zero;
   } bounds[FUNCTIONS] = {{4.3, 1.4, 0}, {9, 1.4, 1.3}, {12.5, 1.4, 2.2}};
@@ -115,7 +119,8 @@ void test_mish(uint32_t step) {
   }
 }
 
-/* A half has 65536 values: all of them, each right but for the rounding to the type and what float's errors add to it. */
+/* All 65536 values of a 16-bit type. Each is right up to the rounding to the type and float's
+ * errors. */
 void test_mish_halves(uint32_t step) {
   enum { ALL = 1 << 16 };
   static uint16_t x[ALL], ones[ALL], y[ALL];
@@ -140,7 +145,8 @@ void test_mish_halves(uint32_t step) {
       printf("%s %s: %.5f units at %.9g\n", names[f], dtype_names[d], worst.error, worst.at);
       printf("bits %s %s %016llx\n", names[f], dtype_names[d],
              (unsigned long long)hash_elements(0, dtype, y, ALL));
-      /* Half a unit is the rounding to the type; near the zeros of the derivatives float16's units get small too. */
+      /* Half a unit is the rounding to the type. Near the zeros of the derivatives float16's units
+       * get small too. */
       CHECK(worst.error <= 0.56, "%s %s: %.5f units off at %a", names[f], dtype_names[d],
             worst.error, worst.at);
     }

@@ -1,5 +1,5 @@
-/* layer_norm and rms_norm: shapes around the block, the flush and the tile; layouts, gradients left out, hostile rows; guards,
- * streaming, and how work is split. */
+/* layer_norm and rms_norm: widths around the block, the flush and the tile; layouts, missing
+ * gradients, hostile rows, guards, streaming, and how work is split. */
 #include "check.h"
 #include "norm/norm.h"
 
@@ -13,8 +13,8 @@ typedef struct {
   int64_t rows, cols, x_stride, grad_out_stride;
   dtype_t dtype, weight_dtype;
   int centered;      /* layer_norm */
-  int offset;        /* of every buffer, in elements past a multiple of 64 bytes */
-  double eps, value; /* what x varies around */
+  int offset;        /* of every buffer: elements past a multiple of 64 bytes */
+  double eps, value; /* x varies around `value` */
   void *in[INPUTS];  /* weight and bias may be NULL */
   double *want[OUTPUTS], *slack[OUTPUTS];
 } norm_case;
@@ -73,20 +73,21 @@ static row_t row_of(const norm_case *c, int64_t r) {
   return (row_t){mean, 1 / sqrtl(squares / (long double)c->cols + (long double)c->eps), largest};
 }
 
-/* Roundings of a sum along a row: an addition for each of a lane's columns, of which there are at most 128, and the fold. */
+/* Roundings of a sum along a row: one per column of a lane, at most 128, and those of the fold. */
 static double row_roundings(const norm_case *c) {
   return (double)(c->cols < 4096 ? ceil_div(c->cols, 32) : 128) + 4 +
          (c->dtype == DTYPE_FLOAT64 ? 16 : 0);
 }
 
-/* The mean is off by the roundings of a sum of differences, each up to twice the largest; the variance by those of a sum of
- * squares that exceeds it by a factor of 2, for halves of 17. */
+/* The error of the mean: the roundings of a sum of differences, each up to twice the largest. The
+ * error of the variance: the roundings of a sum of squares that exceeds it by a factor of 2, for
+ * 16-bit types 17. */
 static void set_forward(norm_case *c) {
   const double unit = rounding(c->dtype), roundings = row_roundings(c);
   for (int64_t r = 0; r < c->rows; ++r) {
     const row_t row = row_of(c, r);
-    const double rounded = c->dtype == DTYPE_FLOAT64 ? unit * fabs((double)row.mean)
-                                                     : 0; /* float's mean is in double */
+    /* Except in float64, the mean is computed in double. */
+    const double rounded = c->dtype == DTYPE_FLOAT64 ? unit * fabs((double)row.mean) : 0;
     const double rstd = (double)row.rstd,
                  mean_slack = 2 * roundings * unit * (double)row.largest + 2 * rounded;
     const double factor = formats[c->dtype].size == 2 ? 17 : 2,
@@ -107,7 +108,8 @@ static void set_forward(norm_case *c) {
   }
 }
 
-/* From the mean and rstd that the kernel is given. A column is summed in float 64 rows at a time. */
+/* Uses the mean and rstd that the kernel gets. A column is summed in float for 64 rows at a
+ * time. */
 static void set_backward(norm_case *c) {
   const double unit = rounding(c->dtype), roundings = row_roundings(c);
   const double column_roundings = (c->rows < 64 ? (double)c->rows : 64) + 4 + (double)c->rows / 64;
@@ -157,8 +159,8 @@ static norm_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int centere
     if (k >= WEIGHT && variant % 4 == k) continue; /* NULL */
     c.in[k] = random_elements(input_dtype(&c, k), input_count(&c, k), 3, 0, (uint64_t)(k + 1));
     const int64_t stride = k == X ? c.x_stride : c.grad_out_stride;
-    for (int64_t i = 0; k < WEIGHT && i < input_count(&c, k);
-         ++i) { /* what lies between the rows is none of theirs */
+    /* Elements between the rows are not read. */
+    for (int64_t i = 0; k < WEIGHT && i < input_count(&c, k); ++i) {
       if (i % stride >= cols) set_element(dtype, c.in[k], i, (double)NAN);
     }
   }
@@ -171,7 +173,7 @@ static void set_wants(norm_case *c) {
     c->want[k] = doubles(count(c, k)), c->slack[k] = doubles(count(c, k));
   }
   set_forward(c);
-  for (int k = MEAN; k <= RSTD; ++k) { /* backward gets them rounded */
+  for (int k = MEAN; k <= RSTD; ++k) { /* backward gets rounded ones */
     for (int64_t r = 0; r < c->rows && computed_in(c) == DTYPE_FLOAT32; ++r)
       c->want[k][r] = (double)(float)c->want[k][r];
   }
@@ -194,7 +196,8 @@ static void check_output(const norm_case *c, int output, const buffer_t *got) {
   }
 }
 
-/* Calls kernel over [0, n): in one range; each by itself, the last first; or in two ranges of which the second comes first. */
+/* Calls kernel over [0, n): in one range; item by item, from the last to the first; or in two
+ * ranges, the second first. */
 enum { WHOLE, REVERSED, TWO, WAYS };
 static void split(void (*kernel)(int64_t, int64_t, void *), int64_t n, void *args, int way) {
   if (way == WHOLE) kernel(0, n, args);
@@ -236,7 +239,7 @@ static void run_forward(const norm_case *c, const buffer_t *in, int way, const b
   buffer_free(&weight), buffer_free(&bias);
 }
 
-/* The gradients that are not wanted are NULL. */
+/* Gradients that are not needed are NULL. */
 static void run_backward(const norm_case *c, const buffer_t *in, int way, const int *wanted,
                          const buffer_t *out) {
   buffer_t weight = widen(c, in, WEIGHT, way), statistics[2];
@@ -283,7 +286,7 @@ static void new_outputs(const norm_case *c, buffer_t *out) {
   }
 }
 
-/* Forward, and backward for every set of gradients; returns a hash of it all. */
+/* Forward, and backward for every set of gradients. Returns a hash of all results. */
 static uint64_t run_case(const norm_case *c) {
   uint64_t hash = 0;
   buffer_t in[INPUTS], out[OUTPUTS];
@@ -330,7 +333,7 @@ void test_norm_sizes(uint32_t step) {
   }
 }
 
-/* Rows that break a careless variance: `at` +- spread, in which the first `far` columns are at 0. */
+/* Rows for which a careless variance fails: `at` +- spread, with the first `far` columns at 0. */
 void test_norm_hostile(uint32_t step) {
   static const struct {
     double at, spread;
@@ -358,8 +361,7 @@ void test_norm_hostile(uint32_t step) {
       hash = 31 * hash + run_case(&c);
       free_case(&c);
     }
-    for (int i = 0; i < 12;
-         ++i) { /* NaN and infinity reach all of their row and nothing of the next */
+    for (int i = 0; i < 12; ++i) { /* NaN and infinity affect all of their row, and no other row */
       norm_case c = new_case(2, 67, (dtype_t)dtype, i % 2, 0);
       set_element(c.dtype, c.in[X], (const int64_t[]){0, 31, 66}[i / 4],
                   i / 2 % 2 ? (double)NAN : -(double)INFINITY);
@@ -399,7 +401,8 @@ static uint64_t check_ranges(const norm_case *c) {
   return hash;
 }
 
-/* One row of forward alone writes nothing else, statistics that are not wanted neither; an empty range nothing at all. */
+/* One row of forward alone writes nothing else, and no statistics if they are NULL. An empty range
+ * writes nothing. */
 static void check_alone(const norm_case *c) {
   buffer_t in[INPUTS], out[2][OUTPUTS], wide[2];
   new_inputs(c, in), new_outputs(c, out[0]), new_outputs(c, out[1]);
@@ -431,13 +434,14 @@ static void check_alone(const norm_case *c) {
   for (int k = 0; k < 2; ++k) buffer_free(&wide[k]);
 }
 
-/* Many rows of one number: a column summed in float by itself, a part of the rows at a time, would be off by more. */
+/* Many rows of one number. A column summed in float alone, a part of the rows at a time, would have
+ * a larger error. */
 static void check_long_columns(void) {
   norm_case c = new_case(1 << 17, 2, DTYPE_FLOAT32, 1, 0);
   for (int64_t i = 0; i < 2 * c.rows; ++i)
     ((float *)c.in[X])[i] = i % 2 ? 2 : 0, ((float *)c.in[GRAD_OUT])[i] = 4.0f / 3;
   set_wants(&c);
-  /* 64 equal terms are a few roundings off, some hundreds of them a few hundred. */
+  /* The sum of 64 equal terms is a few roundings off, a sum of some hundreds a few hundred. */
   for (int k = 0; k < 2; ++k) {
     c.slack[GRAD_BIAS][k] = c.slack[GRAD_WEIGHT][k] = 24 * 0x1p-24 * fabs(c.want[GRAD_BIAS][k]);
   }
@@ -445,7 +449,7 @@ static void check_long_columns(void) {
   free_case(&c);
 }
 
-/* One long row of one number: its lanes summed in float to the end would be off by more. */
+/* One long row of one number. Lanes summed in float to the end would have a larger error. */
 static void check_long_row(void) {
   norm_case c = new_case(1, 1 << 18, DTYPE_FLOAT32, 0, 0);
   for (int64_t i = 0; i < c.cols; ++i) ((float *)c.in[X])[i] = 4.0f / 3;

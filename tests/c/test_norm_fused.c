@@ -1,5 +1,6 @@
-/* The fused norms against the same thing done one kernel after the other. With p = 0.5 what is kept is scaled by 2, exactly, so
- * that both round alike and the bits must be equal; only a half's gradient of the sum is rounded once less. */
+/* The fused norms against the same computation, one kernel after the other. With p = 0.5 kept
+ * elements are scaled by 2, which is exact, so both round alike and the bits must be equal. Only
+ * the gradient of the sum is rounded once less in 16-bit types. */
 #include "check.h"
 #include "dropout/dropout.h"
 #include "norm/norm.h"
@@ -7,8 +8,7 @@
 typedef struct {
   int64_t rows, cols;
   dtype_t dtype;
-  int centered, add, drop,
-      offset; /* offset: of every buffer, in elements past a multiple of 64 bytes */
+  int centered, add, drop, offset; /* offset: of every buffer, in elements past 64 bytes */
   int64_t seed;
 } fused_case;
 
@@ -125,7 +125,8 @@ static void run_composed(const fused_case *c, const buffer_t *in, void *const *w
   buffer_free(&dropped);
 }
 
-/* The same bits; but a half below 2^-14 is rounded less finely before it is doubled than after. */
+/* The same bits. But a 16-bit number below 2^-14 is rounded less finely before it is doubled than
+ * after. */
 static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
   if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y))
     return memcmp(a->data, b->data, a->bytes) == 0;
@@ -144,7 +145,7 @@ static void check_outputs(const fused_case *c, const buffer_t *got, const buffer
     if (k == GRAD_X && c->add && size_of(c) == 2) {
       for (int64_t i = 0; i < c->rows * c->cols; ++i) {
         const double a = element(c->dtype, got[k].data, i), b = element(c->dtype, want[k].data, i);
-        /* The composition rounds the norm's gradient, and both the sum. */
+        /* The composition rounds the norm's gradient; both round the sum. */
         CHECK(fabs(a - b) <= 2 * unit_at(&formats[c->dtype], 8),
               "fused norm: grad_x %lld is %a, not %a", (long long)i, a, b);
       }
@@ -198,8 +199,9 @@ static uint64_t run_case(const fused_case *c) {
   return hash;
 }
 
-/* add with and without dropout, and dropout of the result, over widths at every alignment of a row's first element,
- * of one row of masks made at once, of two and of more than are held (common/cpu_philox.h). */
+/* The add ops with and without dropout, and dropout of y. The widths give every alignment of a
+ * row's first element, and masks of one row made at once, of two, and of more than a state holds
+ * (common/cpu_philox.h). */
 void test_norm_fused(uint32_t step) {
   static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},   {5, 66},
                                       {9, 1023}, {4, 1024}, {3, 1026}, {2, 4100},
@@ -216,7 +218,7 @@ void test_norm_fused(uint32_t step) {
                       forms[i / 2 % 3][1],
                       0,
                       0x0123456789abcdef + i};
-      if (!c.add && !c.centered) continue;         /* there is no rms_norm with dropout */
+      if (!c.add && !c.centered) continue;         /* no op drops rms_norm's y */
       if (step > 1000 && c.cols > 16384) continue; /* minutes under sanitizers */
       hash = 31 * hash + run_case(&c);
       should_stream = 1;

@@ -1,4 +1,5 @@
-/* scale_bias_relu: shapes around the block, the tile and the parts; guards, offsets, streaming, and how work is split. */
+/* scale_bias_relu: shapes around the block, the tile and the parts; guards, offsets, streaming, and
+ * how work is split. */
 #include "check.h"
 #include "scale_bias_relu/scale_bias_relu.h"
 
@@ -21,9 +22,10 @@ static size_t bytes_of(const sbr_case *c, int output) {
   return (size_t)count(c, output) * formats[c->dtype].size;
 }
 
-/* The exact data needs no slack: products, sums and the lanes' sums over rows are all exact in float. Random data errs by a
- * rounding or two an element; where scale * x + bias is nearly 0 rounding may turn the mask; and a sum of at most 64 rows
- * in float is 64 roundings off, of the size of the terms added up. */
+/* Exact data needs no slack: products, sums and the lanes' sums over rows are all exact in float.
+ * Random data has an error of a rounding or two per element. If scale * x + bias is nearly 0,
+ * rounding may flip the mask. A sum of at most 64 rows in float is 64 roundings off, relative to
+ * the sum of the terms' magnitudes. */
 static void set_wants(sbr_case *c, int exact) {
   const double unit = exact ? 0 : rounding(c->dtype);
   for (int k = 0; k < OUTPUTS; ++k)
@@ -50,9 +52,8 @@ static sbr_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int exact) {
   c.grad_out =
       exact ? random_exact(dtype, rows * cols, 2) : random_elements(dtype, rows * cols, 3, 0, 2);
   c.bias = exact ? random_exact(dtype, cols, 3) : random_elements(dtype, cols, 3, 0, 3);
-  if (exact &&
-      rows >
-          1) { /* the first, a middle and the last element, which pass; an infinity that is cut off */
+  /* NaN in the first, a middle and the last element, which passes; an infinity that relu drops. */
+  if (exact && rows > 1) {
     set_element(dtype, c.x, 0, (double)NAN);
     set_element(dtype, c.grad_out, (rows / 2) * cols, (double)NAN);
     set_element(dtype, c.x, (rows / 2) * cols, -(double)INFINITY);
@@ -79,7 +80,8 @@ static void check_output(const sbr_case *c, int output, const buffer_t *got) {
   }
 }
 
-/* Calls kernel over [0, n): in one range; each by itself, the last first; or in two ranges of which the second comes first. */
+/* Calls kernel over [0, n): in one range; item by item, from the last to the first; or in two
+ * ranges, the second first. */
 enum { WHOLE, REVERSED, TWO, WAYS };
 static void split(void (*kernel)(int64_t, int64_t, void *), int64_t n, void *args, int way) {
   if (way == WHOLE) kernel(0, n, args);
@@ -93,7 +95,7 @@ static void run_forward(const sbr_case *c, const buffer_t *in, int way, buffer_t
   split(scale_bias_relu_forward_cpu, ceil_div(c->rows * c->cols, CHUNK), &args, way);
 }
 
-/* grad_x or grad_bias NULL: not computed. */
+/* grad_x or grad_bias may be NULL: it is not computed. */
 static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_t *grad_x,
                          buffer_t *grad_bias) {
   const int64_t tiles = scale_bias_relu_tiles(c->cols),
@@ -117,7 +119,8 @@ static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_
   buffer_free(&partial);
 }
 
-/* Forward and the three forms of backward, every buffer `offset` elements past a multiple of 64 bytes. */
+/* Forward and the three forms of backward. Every buffer begins `offset` elements past a multiple of
+ * 64 bytes. */
 static void run_case(const sbr_case *c, int offset) {
   const size_t at = (size_t)offset * formats[c->dtype].size;
   const void *const data[3] = {c->x, c->grad_out, c->bias};
@@ -190,14 +193,16 @@ static uint64_t check_ranges(const sbr_case *c) {
   return hash;
 }
 
-/* Many rows of one number: a column summed in float by itself, a part of the rows at a time, would be off by more. */
+/* Many rows of one number. A column summed in float alone, a part of the rows at a time, would have
+ * a larger error. */
 static void check_long_columns(void) {
   sbr_case c = new_case(1 << 18, 1, DTYPE_FLOAT32, 0);
   for (int64_t i = 0; i < c.rows; ++i) ((float *)c.x)[i] = 1, ((float *)c.grad_out)[i] = 4.0f / 3;
   ((float *)c.bias)[0] = 1;
   for (int k = 0; k < OUTPUTS; ++k) free(c.want[k]), free(c.slack[k]);
   set_wants(&c, 0);
-  /* Errors of equal terms partly cancel: 64 of them are a few roundings off, a thousand many. */
+  /* Errors of equal terms partly cancel: the sum of 64 is a few roundings off, of a thousand
+   * many. */
   c.slack[GRAD_BIAS][0] /= 32;
   run_case(&c, 0);
   free_case(&c);

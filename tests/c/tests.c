@@ -1,9 +1,11 @@
-/* tests <name> [step]: runs one test, at the instruction set that EXTENSION_CPP_CPU_LEVEL asks for; exits with 0 if it
- * passes. Lines that begin with "bits" hold hashes of results, equal at all instruction sets that have FMA. */
+/* tests <name> [step]: runs one test, at the instruction set that EXTENSION_CPP_CPU_LEVEL names.
+ * Exits with 0 if it passes. Lines that begin with "bits" hold hashes of results, which are equal
+ * at all instruction sets with FMA. */
 #include "check.h"
 #include "common/cpu_level.h"
 
-/* tests/test_c.py builds common/cpu_level.c with its cpu_should_stream renamed, so that small data can stream too. */
+/* tests/test_c.py builds common/cpu_level.c with its cpu_should_stream renamed, so that small data
+ * can be streamed too. */
 int real_cpu_should_stream(int64_t bytes);
 
 int should_stream = 0;
