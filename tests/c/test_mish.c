@@ -89,9 +89,9 @@ static void visit(const float *x, void *context) {
 }
 
 void test_mish(uint32_t step) {
-  /* The largest errors over all floats, rounded up. They are few roundings, whose errors have the
-   * same sign in mish at -5.13, in mish' at -1.78 and in mish'' at 8.67. Near -92, below 2^-126, the
-   * last multiplication rounds once more. */
+  /* The largest errors over all floats, rounded up. They come from few roundings, whose errors add
+   * up in mish at -5.13, in mish' at -1.78 and in mish'' at 8.67. Near -92, below 2^-126, the last
+   * multiplication rounds once more. */
   static const struct {
     double normal, tiny, zero;
   } bounds[FUNCTIONS] = {{4.3, 1.4, 0}, {9, 1.4, 1.3}, {12.5, 1.4, 2.2}};

@@ -52,7 +52,7 @@ static sbr_case new_case(int64_t rows, int64_t cols, dtype_t dtype, int exact) {
   c.grad_out =
       exact ? random_exact(dtype, rows * cols, 2) : random_elements(dtype, rows * cols, 3, 0, 2);
   c.bias = exact ? random_exact(dtype, cols, 3) : random_elements(dtype, cols, 3, 0, 3);
-  /* NaN in the first, a middle and the last element, which passes; an infinity that relu drops. */
+  /* NaN and infinities, some of which propagate; relu removes the others. */
   if (exact && rows > 1) {
     set_element(dtype, c.x, 0, (double)NAN);
     set_element(dtype, c.grad_out, (rows / 2) * cols, (double)NAN);
