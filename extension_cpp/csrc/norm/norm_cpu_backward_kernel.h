@@ -77,9 +77,10 @@ ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, const NAME(grad
   }
 }
 
-ALWAYS_INLINE void NAME(load_row)(ACC *restrict xhat, ACC *restrict grad_out,
-                                  const NAME(grad_row_t) * row, const fused_t *fused, int64_t c,
-                                  int n, int centered) {
+/* xhat, and grad_out after the prologue. */
+ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out,
+                                      const NAME(grad_row_t) * row, const fused_t *fused, int64_t c,
+                                      int n, int centered) {
   NAME(load_block)(xhat, row->x + c, n);
   NAME(load_block)(grad_out, row->grad_out + c, n);
   NAME(backward_prologue)(grad_out, row, fused, c);
@@ -96,7 +97,7 @@ ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum,
     prefetch_output(row->grad_x + c, BLOCK * sizeof(T));
     if (fused && row->grad_dropped) prefetch_output(row->grad_dropped + c, BLOCK * sizeof(T));
   }
-  NAME(load_row)(xhat, g, row, fused, c, n, centered);
+  NAME(load_columns)(xhat, g, row, fused, c, n, centered);
   NAME(grad_x_sums)(products, sum, g, xhat, weight, centered);
 }
 
@@ -108,7 +109,7 @@ ALWAYS_INLINE void NAME(second_pass)(const NAME(grad_row_t) * row, const fused_t
   ACC xhat[BLOCK], g[BLOCK];
   prefetch_later(row->x + c, BLOCK * sizeof(T), row->x_ahead);
   prefetch_later(row->grad_out + c, BLOCK * sizeof(T), row->grad_ahead);
-  NAME(load_row)(xhat, g, row, fused, c, n, needs & CENTERED);
+  NAME(load_columns)(xhat, g, row, fused, c, n, needs & CENTERED);
   NAME(grad_weight_sums)(grad_weight, grad_bias, g, xhat, needs);
   if (needs & GRAD_X) {
     NAME(grad_x)(g, xhat, weight, row->statistics.rstd, row->slope, row->level);

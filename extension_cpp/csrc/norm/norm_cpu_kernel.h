@@ -75,8 +75,8 @@ ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n)
 
 /* ---- the formulas: each stands here once, and every path of the CPU calls it ---- */
 
-/* Moments. Adds d = x - shift of n elements to `sum` and d * d to `squares`. Without `centered` the
- * shift is 0 and there is no sum. */
+/* Moments, for every pass of row_statistics. Adds d = x - shift of n elements to `sum` and d * d to
+ * `squares`. Without `centered` the shift is 0 and there is no sum. */
 ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares, const T *x,
                                        ACC shift, int n, int centered) {
   ACC d[BLOCK];
@@ -91,13 +91,38 @@ ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares,
   for (int k = 0; k < BLOCK; ++k) squares[k] = FMA(d[k], d[k], squares[k]);
 }
 
+/* Moments in double, for rows whose squares leave float's range: their mean and variance. */
+NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, double *mean,
+                                   double *variance) {
+  double shift = 0, first = 0, second = 0;
+  for (int pass = !centered; pass < 2; ++pass) {
+    shift += first;
+    first = second = 0;
+    for (int64_t c = 0; c < cols; c += BLOCK) {
+      const int n = cols - c < BLOCK ? (int)(cols - c) : BLOCK;
+      ACC v[BLOCK];
+      NAME(load_part)(v, x + c, n);
+      for (int k = 0; k < BLOCK; ++k) {
+        const double d = NAME(column)(k) < n ? (double)v[k] - shift : 0;
+        first += d;
+        second += d * d;
+      }
+    }
+    first /= (double)cols;
+    second /= (double)cols;
+  }
+  *mean = isnan(first) ? shift : shift + first;
+  *variance = centered ? second - first * first : second;
+}
+
 /* What normalise needs of a row. `offset` corrects for the rounding of `mean`: (rounded mean -
  * exact mean) * rstd. */
 typedef struct {
   ACC mean, rstd, offset;
 } NAME(row_t);
 
-/* Normalise. x becomes xhat. Backward gets the rounded mean from the forward, and has no offset. */
+/* Normalise, for forward and both passes of backward. x becomes xhat. Backward has the rounded mean
+ * that forward stored, and no offset. */
 ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centered, int has_offset) {
   if (centered) {
     for (int k = 0; k < BLOCK; ++k) x[k] -= row.mean;
@@ -109,8 +134,9 @@ ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centere
   }
 }
 
-/* Gradient of x, first pass. With g = grad_out * weight, adds g * xhat to `products` and g to
- * `sum`. xhat is computed block by block: a sum of g * x could leave float's range. */
+/* Gradient of x, its sums over the row (first_pass). With g = grad_out * weight, adds g * xhat to
+ * `products` and g to `sum`. xhat is computed block by block: a sum of g * x could leave float's
+ * range. */
 ALWAYS_INLINE void NAME(grad_x_sums)(ACC *restrict products, ACC *restrict sum, ACC *restrict g,
                                      const ACC *restrict xhat, const ACC *restrict weight,
                                      int centered) {
@@ -121,7 +147,7 @@ ALWAYS_INLINE void NAME(grad_x_sums)(ACC *restrict products, ACC *restrict sum, 
   for (int k = 0; k < BLOCK; ++k) products[k] = FMA(g[k], xhat[k], products[k]);
 }
 
-/* Gradient of x, second pass. grad_out becomes grad_out * weight * rstd + xhat * slope + level,
+/* Gradient of x (second_pass). grad_out becomes grad_out * weight * rstd + xhat * slope + level,
  * with slope = -rstd * mean_c(g * xhat) and level = -rstd * mean_c(g). Overwrites xhat. */
 ALWAYS_INLINE void NAME(grad_x)(ACC *restrict grad_out, ACC *restrict xhat,
                                 const ACC *restrict weight, ACC rstd, ACC slope, ACC level) {
@@ -129,7 +155,7 @@ ALWAYS_INLINE void NAME(grad_x)(ACC *restrict grad_out, ACC *restrict xhat,
   for (int k = 0; k < BLOCK; ++k) grad_out[k] = FMA(grad_out[k] * rstd, weight[k], xhat[k]);
 }
 
-/* Weight gradients. Adds grad_out * xhat to grad_weight and grad_out to grad_bias. */
+/* Weight gradients (second_pass). Adds grad_out * xhat to grad_weight and grad_out to grad_bias. */
 ALWAYS_INLINE void NAME(grad_weight_sums)(ACC *restrict grad_weight, ACC *restrict grad_bias,
                                           const ACC *restrict grad_out, const ACC *restrict xhat,
                                           int needs) {
@@ -160,30 +186,6 @@ ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift,
     c = end;
   }
   return (NAME(moments_t)){total / (double)cols, total_squares / (double)cols};
-}
-
-/* Mean and variance of rows whose squares leave float's range: the moments in double. */
-NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, double *mean,
-                                   double *variance) {
-  double shift = 0, first = 0, second = 0;
-  for (int pass = !centered; pass < 2; ++pass) {
-    shift += first;
-    first = second = 0;
-    for (int64_t c = 0; c < cols; c += BLOCK) {
-      const int n = cols - c < BLOCK ? (int)(cols - c) : BLOCK;
-      ACC v[BLOCK];
-      NAME(load_part)(v, x + c, n);
-      for (int k = 0; k < BLOCK; ++k) {
-        const double d = NAME(column)(k) < n ? (double)v[k] - shift : 0;
-        first += d;
-        second += d * d;
-      }
-    }
-    first /= (double)cols;
-    second /= (double)cols;
-  }
-  *mean = isnan(first) ? shift : shift + first;
-  *variance = centered ? second - first * first : second;
 }
 
 /* One pass gives the variance as the mean of d * d minus the squared mean of d, with d = x - shift
