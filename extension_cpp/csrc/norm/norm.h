@@ -97,10 +97,9 @@ static inline int64_t norm_wide_cols(int64_t cols) {
 }
 
 /* Backward splits the rows into parts, and the columns of the weight gradients into tiles. The
- * shape fixes both. There are at most 256 parts, and no more than 8 or as many as fit 16 MiB of
- * scratch (float64: a third more). Summing a part costs as much as some rows, so a part has at
- * least 64 rows; wide rows, of which there may be few, need only 2^18 elements, but at least 8
- * rows. */
+ * shape fixes both. There are at most 256 parts, and their sums fit 16 MiB of scratch (float64: a
+ * third more), unless there are only 8. Summing a part costs as much as some rows, so a part has at
+ * least 64 rows. Where rows are wide, 2^18 elements are enough, but at least 8 rows. */
 enum { NORM_TILE = 2048 };
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   const int64_t wide = norm_wide_cols(cols), fitting = (16 << 20) / (24 * wide);
