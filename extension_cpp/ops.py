@@ -34,7 +34,8 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
             itself, and must not overlap them otherwise.
 
     Returns:
-        A tensor of ``a``'s shape, and of ``a``'s strides where ``a`` is dense; ``out`` if given.
+        A tensor of ``a``'s shape, and of ``a``'s strides where ``a`` is dense, else dense and in ``a``'s order of
+        dimensions, as torch.empty_like; ``out`` if given.
 
     Raises:
         RuntimeError: ``b`` or ``out`` differs from ``a`` in shape, dtype or device, a dtype is not floating point, or
@@ -117,7 +118,8 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
         scale: the factor.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense.
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
+        dimensions, as torch.empty_like.
 
     Raises:
         RuntimeError: ``x`` has no dimension, ``bias`` is not (features,) or differs from ``x`` in dtype or device, or a
@@ -193,7 +195,8 @@ def relu(x: Tensor) -> Tensor:
         x: any shape.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense.
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
+        dimensions, as torch.empty_like.
 
     Raises:
         RuntimeError: the dtype is not floating point.
@@ -247,9 +250,9 @@ def mish(x: Tensor) -> Tensor:
         x: any shape.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense. Small results keep their digits (x *
-        exp(x) down to where float32 ends), large ones are ``x``; at -inf the result is NaN, as
-        torch.nn.functional.mish's.
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
+        dimensions, as torch.empty_like. Small results keep their digits (x * exp(x) down to where float32 ends), large
+        ones are ``x``; at -inf the result is NaN, as torch.nn.functional.mish's.
 
     Raises:
         RuntimeError: the dtype is not floating point.

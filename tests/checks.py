@@ -23,8 +23,30 @@ ODD_WIDTHS = (33, 129, 257, 385, 513, 769, 1025, 1537, 2049, 3001, 4097, 5121, 8
 LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels_last")
 
 
-def with_layout(x: Tensor, layout: str) -> Tensor:
+@dataclass(frozen=True)
+class Strides:
+    """A layout of up to len(order) dimensions: any order in memory, gaps, an offset, and expanded dimensions."""
+
+    order: tuple[int, ...]  # the outermost dimension first
+    steps: tuple[int, ...]  # a dimension's stride is so many times what lies inside it
+    expanded: frozenset[int]
+    offset: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """The values of x (of the first slice of an expanded dimension) in memory of this layout."""
+        strides, size = [0] * x.dim(), 1
+        for d in (d for d in reversed(self.order) if d < x.dim()):
+            strides[d] = size * self.steps[d]
+            size = strides[d] * max(1 if d in self.expanded else x.shape[d], 1)
+        values = x[tuple(slice(1) if d in self.expanded else slice(None) for d in range(x.dim()))]
+        memory = x.new_full((self.offset + size,), 7.0)
+        return memory.as_strided(values.shape, strides, self.offset).copy_(values).expand(x.shape)
+
+
+def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
     """The values of x (expanded: of its first slice) in memory of another layout."""
+    if isinstance(layout, Strides):
+        return layout.of(x)
     if layout == "sliced":
         wide = x.new_full([*x.shape[:-1], 2 * x.shape[-1] + 1], 7.0)
         wide[..., 1::2] = x
@@ -45,7 +67,7 @@ def maker(
     dtype: torch.dtype,
     *,
     seed: int = 0,
-    layout: str = "contiguous",
+    layout: str | Strides = "contiguous",
     spread: float = 1.0,
     mean: float = 0.0,
 ) -> Make:
@@ -74,6 +96,16 @@ def convert(sample: Sample, dtype: torch.dtype) -> Sample:
         return x.detach().to(dtype).requires_grad_(x.requires_grad) if floating else x
 
     return Sample(tuple(one(x) for x in sample.args), {key: one(x) for key, x in sample.kwargs.items()})
+
+
+def with_float_weights(sample: Sample) -> Sample:
+    """The same call with float32 leaves of one dimension beside the others."""
+
+    def one(x: Any) -> Any:
+        weight = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 1
+        return x.detach().float().requires_grad_(x.requires_grad) if weight else x
+
+    return Sample((sample.args[0], *(one(x) for x in sample.args[1:])), sample.kwargs)
 
 
 def leaves(sample: Sample) -> list[Tensor]:
@@ -110,7 +142,7 @@ def _eighths(shape: tuple[int, ...]) -> Tensor:
     return torch.randint(-16, 17, shape, generator=generator).double() / 8
 
 
-def random_grad(layout: str = "contiguous") -> Callable[[Tensor], Tensor]:
+def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tensor]:
     """The same values for every dtype and device: multiples of 1/8 up to 2, exact in all of them."""
 
     def grad_out(output: Tensor) -> Tensor:

@@ -14,12 +14,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from tests.checks import LAYOUTS, Calls, as_tuple, check, convert, leaves, maker, random_grad, run
+from tests.checks import (
+    LAYOUTS,
+    Calls,
+    Strides,
+    as_tuple,
+    check,
+    convert,
+    leaves,
+    maker,
+    random_grad,
+    run,
+    with_float_weights,
+)
 from tests.opspec import DTYPES, OpSpec, Sample, all_specs, timed_specs
 
 SPECS = all_specs()
@@ -309,11 +323,15 @@ def test_compile_fullgraph_with_dynamic_shapes(spec: OpSpec, device: str) -> Non
         assert len(set(counts)) == 1, f"{spec.name}: compiled again for another shape"
 
 
+# What transpose(1, 2) makes of one third of a packed QKV of (batch, rows, heads, width).
+PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(), offset=8)
+
+
 @every_op
 def test_compile_with_inductor(spec: OpSpec, device: str) -> None:
-    """The default backend, the op between PyTorch's own, with an input that is not contiguous."""
+    """The default backend, the op between PyTorch's own, with inputs that are permuted and have gaps."""
     torch._dynamo.reset()
-    for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (6, 40)):
+    for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
 
         def model(*args: object, sample: Sample = sample) -> torch.Tensor:
             outputs = as_tuple(spec.function(*args, **sample.kwargs))
@@ -326,21 +344,99 @@ def test_compile_with_inductor(spec: OpSpec, device: str) -> None:
         break
 
 
+class EveryOp(torch.nn.Module):
+    """One sample of every op, on inputs that are permuted and have gaps: sums over a dimension of the results."""
+
+    def __init__(self, samples: list[tuple[OpSpec, Sample]]) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def forward(self, tensors: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        for (spec, sample), inputs in zip(self.samples, tensors, strict=True):
+            left = iter(inputs)
+            args = [next(left) if isinstance(x, torch.Tensor) else x for x in sample.args]
+            outputs = as_tuple(spec.function(*args, **sample.kwargs))
+            results += [output.sum(1) if output.dim() > 1 else output for output in outputs]
+        return results
+
+
+def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
+    """AOTInductor's code reads a result at the strides that the fake promises, and checks nothing."""
+    make = maker(device, torch.float32, layout=PERMUTED)
+    samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
+    tensors = [[x.detach() for x in sample.args if isinstance(x, torch.Tensor)] for _, sample in samples]
+    model = EveryOp(samples)
+    program = torch.export.export(model, (tensors,))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    for ours, eager in zip(torch._inductor.aoti_load_package(path)(tensors), model(tensors), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def _calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
+    """The operators that the forward, the backward and, where there is one, the second order call."""
+    grad_out = random_grad(layout)
+    with Calls() as calls:
+        outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        first = torch.autograd.grad(
+            outputs, leaves(sample), [grad_out(output) for output in outputs], create_graph=spec.second_order
+        )
+        again = [gradient for gradient in first if gradient.requires_grad]
+        if again:
+            torch.autograd.grad(again, leaves(sample), [grad_out(g) for g in again], allow_unused=True)
+    return calls
+
+
+def _with_twin(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
+    """An operator beside its no-grad overload."""
+    name = op._schema.name.split("::")[1].removesuffix("_no_grad")
+    return [getattr(torch.ops.extension_cpp, each).default for each in (name, f"{name}_no_grad")]
+
+
+def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
+    """Shape, dtype and strides of every fake, for every operator that the sample reaches, beside the real results."""
+    for called, args, kwargs in _calls_of_every_order(spec, sample, layout).made:
+        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+        for op in _with_twin(called):
+            reals = as_tuple(op(*args, **kwargs))
+            with FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+                promises = as_tuple(op(*fakes, **kwargs))
+            for real, fake in zip(reals, promises, strict=True):
+                assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device), f"{op} {what}"
+                for size, promised, stride in zip(real.shape, fake.stride(), real.stride(), strict=True):
+                    assert size == 1 or promised == stride or real.numel() == 0, (
+                        f"{op} {what}: the fake promises strides {fake.stride()} for {real.stride()}"
+                    )
+
+
 @every_op
 def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
     for shape, layout in itertools.product([(6, 33), (2, 3, 4, 37), (1, 3, 1, 5), (3, 0)], LAYOUTS):
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
-            sample = Sample(tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in sample.args), sample.kwargs)
-            reals = as_tuple(spec.function(*sample.args, **sample.kwargs))
-            with FakeTensorMode() as mode:
-                fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in sample.args]
-                promises = as_tuple(spec.function(*fakes, **sample.kwargs))
-            for real, fake in zip(reals, promises, strict=True):
-                assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
-                for size, promised, stride in zip(real.shape, fake.stride(), real.stride(), strict=True):
-                    assert size == 1 or promised == stride or real.numel() == 0, (
-                        f"{shape} {layout}: {fake.stride()} for {real.stride()}"
-                    )
+            for each in (sample, *([with_float_weights(sample)] if spec.float_weights else [])):
+                _check_fakes(spec, each, layout, f"{shape} {layout}")
+
+
+ANY_STRIDES = st.builds(
+    Strides,
+    order=st.permutations(range(4)).map(tuple),
+    steps=st.tuples(*[st.integers(1, 3)] * 4),
+    expanded=st.frozensets(st.integers(0, 3), max_size=2),
+    offset=st.integers(0, 3),
+)
+
+
+@every_op
+@settings(deadline=None, derandomize=True, max_examples=50, suppress_health_check=list(HealthCheck))
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), first=ANY_STRIDES, second=ANY_STRIDES)
+def test_fake_has_the_real_strides_of_any_layout(
+    spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
+) -> None:
+    """Any order of dimensions, gaps, offsets, expanded dimensions and dimensions of size 1."""
+    turns = itertools.cycle([maker(device, torch.float32, layout=layout) for layout in (first, second)])
+    for sample in spec.sample_inputs(lambda shape: next(turns)(shape), shape):
+        _check_fakes(spec, sample, second, f"{shape} {first}, others {second}")
 
 
 def _bits(x: torch.Tensor) -> bytes:

@@ -80,7 +80,7 @@ def objects_of(mutant: Mutant) -> list[str]:
         name, *inputs = entry.replace(": #deps", "\n").split("\n")
         parts = Path(name).parts
         if (
-            folder in parts
+            (folder in parts or Path(name).stem == mutant.file.name)
             and parts[0] not in others
             and any(line.strip() == str(ROOT / mutant.file) for line in inputs)
         ):

@@ -20,7 +20,8 @@ def kernel_template(x: Tensor) -> Tensor:
         x: any shape.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense.
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
+        dimensions, as torch.empty_like.
 
     Raises:
         RuntimeError: the dtype is not floating point.

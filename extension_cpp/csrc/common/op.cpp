@@ -166,10 +166,42 @@ bool is_dense(const Tensor &x) {
   return true;
 }
 
+// 1 if dimension a of x lies outside dimension b in memory, -1 if it lies inside, 0 if sizes and strides do not tell.
+static int compare_dims(const Tensor &x, size_t a, size_t b) {
+  const int64_t stride_a = x.stride(a), stride_b = x.stride(b);
+  if (stride_a == 0 || stride_b == 0) return 0;
+  if (stride_a != stride_b) return stride_a < stride_b ? -1 : 1;
+  return x.size(a) > x.size(b) ? 1 : 0;
+}
+
+// The strides that PyTorch's pointwise operators give a result: x's own if x is dense, else dense strides in x's order of
+// dimensions. The insertion sort is PyTorch's (infer_dense_strides in ATen/ExpandUtils.cpp): where the order is
+// ambiguous, another algorithm would choose another one.
+static std::vector<int64_t> preserved_strides(const Tensor &x) {
+  if (is_dense(x)) return {x.strides().begin(), x.strides().end()};
+  const auto dims = static_cast<size_t>(x.dim());
+  std::vector<size_t> order(dims);  // the innermost dimension first
+  for (size_t i = 0; i < dims; ++i) order[i] = dims - 1 - i;
+  for (size_t i = 1; i < dims; ++i) {
+    for (size_t place = i, j = i; j-- > 0;) {
+      const int comparison = compare_dims(x, order[j], order[place]);
+      if (comparison < 0) break;
+      if (comparison == 0) continue;
+      std::swap(order[j], order[place]);
+      place = j;
+    }
+  }
+  std::vector<int64_t> strides(dims);
+  int64_t stride = 1;
+  for (const size_t d : order) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(x.size(d), 1);
+  }
+  return strides;
+}
+
 Tensor allocate_like(const Tensor &x) {
-  const dtype_t dtype = check_dtype("allocate_like", "x", x);
-  return is_dense(x) ? allocate_strided(x.sizes(), x.strides(), dtype, x)
-                     : allocate(x.sizes(), dtype, x);
+  return allocate_strided(x.sizes(), preserved_strides(x), check_dtype("allocate_like", "x", x), x);
 }
 
 // Whether tensors of one shape store their elements in the same order. The stride of a dimension of

@@ -62,7 +62,7 @@ Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like);
 // Whether x's elements fill one block of memory without gaps or overlap, dimensions in any order.
 bool is_dense(const Tensor &x);
 
-// torch.empty_like: x's strides if x is dense, else contiguous ones.
+// As torch.empty_like: x's strides if x is dense, else dense strides in x's order of dimensions.
 Tensor allocate_like(const Tensor &x);
 
 // x itself if it has the strides of `like`, which is dense and of the same shape; else a copy that
