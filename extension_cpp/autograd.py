@@ -4,7 +4,7 @@ An Autograd kernel in Python runs at every call, with gradients and without, and
 small tensors it is most of the time. So each operator that has one has a twin that has not, <name>_no_grad: the same
 arguments, kernels and fake. It may go without the results at the end that only a backward pass reads, by a function of
 its own (def_with_twin in csrc/common/op.h). It is called in the operator's place under no_grad, and in a backward pass
-that is not differentiated itself.
+that is not differentiated itself, unless a graph records the call: a graph captured under no_grad may be trained later.
 
 Where gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up
 defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is needed here:
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
+from torch._guards import TracingContext
+from torch.fx import _symbolic_trace as symbolic_trace
 from torch.library import Library
 
 # Of a call's keys those that come after autograd: the bits of a set are in the order of dispatch. PythonDispatcher, the
@@ -36,7 +38,7 @@ TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
 def operators(namespace: str) -> SimpleNamespace:
     """The operators that have a twin, as functions of arguments by position, with the twin's results.
 
-    Under no_grad they call the twin.
+    Under no_grad they call the twin, unless a graph records the call.
     """
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
     return SimpleNamespace(
@@ -53,17 +55,37 @@ def _overload(op: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
+def _is_differentiable() -> bool:
+    """Whether a call must go to the operator itself, which has a derivative, and not to its twin."""
+    return torch.is_grad_enabled() or _is_recorded()
+
+
+def _is_recorded() -> bool:
+    """Whether a graph may record this call: torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace.
+
+    torch.compile is not among them: it guards on the grad mode, and nothing differentiates its backward graphs.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler._is_exporting_flag  # is_exporting() is always true where torch.compile traces it
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return TracingContext.try_get() is None
+    return torch._C._is_tracing() or symbolic_trace._is_fx_tracing_flag
+
+
 def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
     count = len(twin._schema.returns)
 
     def call(*args: Any) -> Any:
-        return (op if torch.is_grad_enabled() else twin)(*args)
+        return (op if _is_differentiable() else twin)(*args)
 
     def call_for_first(*args: Any) -> Any:
-        return op(*args)[0] if torch.is_grad_enabled() else twin(*args)
+        return op(*args)[0] if _is_differentiable() else twin(*args)
 
     def call_for_some(*args: Any) -> Any:
-        return op(*args)[:count] if torch.is_grad_enabled() else twin(*args)
+        if not _is_differentiable():
+            return twin(*args)
+        results = op(*args)
+        return tuple([results[i] for i in range(count)])  # one by one, as torch.fx has a Proxy for them all
 
     return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some
 

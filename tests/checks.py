@@ -253,7 +253,3 @@ class Calls(TorchDispatchMode):
         if func.namespace == "extension_cpp":
             self.made.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-    def twins(self) -> set[bool]:
-        """Whether each was a twin."""
-        return {func._schema.name.endswith("_no_grad") for func, _, _ in self.made}

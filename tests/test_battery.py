@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -584,22 +586,85 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
 def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
     """Under no_grad and in a plain backward pass; each gives the operator's bits, and passes opcheck itself."""
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
-        with Calls() as forward:
-            outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
-        grads_out = [torch.ones_like(output) for output in outputs]
-        with Calls() as differentiable:
-            expected = torch.autograd.grad(outputs, leaves(sample), grads_out, create_graph=True)
-        with Calls() as backward:
-            grads = torch.autograd.grad(outputs, leaves(sample), grads_out)
-        with Calls() as no_grad, torch.no_grad():
-            results = as_tuple(spec.function(*sample.args, **sample.kwargs))
-        assert forward.twins() == {False} and no_grad.twins() == {True}
-        assert (differentiable.twins(), backward.twins()) in [({False}, {True}), (set(), set())]
-        for a, b in zip((*outputs, *expected), (*results, *grads), strict=True):
-            assert torch.equal(a, b) and a.stride() == b.stride()
-        for op, args, kwargs in (*no_grad.made, *backward.made):
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+
+        def twins(name: str, call: Callable[[], object], found: dict[str, Any] = found) -> set[bool]:
+            """Whether each of our operators that a call runs is a twin."""
+
+            def keep() -> None:
+                found[name] = as_tuple(call())  # type: ignore[arg-type]
+
+            events, _ = profiled(keep, device)
+            return {event.endswith("_no_grad") for event in events if event.startswith("extension_cpp::")}
+
+        forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
+        assert twins("outputs", forward) == {False}
+        grads_out = [torch.ones_like(output) for output in found["outputs"]]
+        backward = functools.partial(
+            torch.autograd.grad, found["outputs"], leaves(sample), grads_out, retain_graph=True
+        )
+        kinds = [twins("gradients", functools.partial(backward, create_graph=True)), twins("plain", backward)]
+        assert kinds in ([{False}, {True}], [set(), set()])
+        with torch.no_grad():
+            assert twins("results", forward) == {True}
+        for a, b in [("outputs", "results"), ("gradients", "plain")]:
+            for x, y in zip(found[a], found[b], strict=True):
+                assert torch.equal(x, y) and x.stride() == y.stride()
+        for called, args, kwargs in _calls_of_every_order(spec, sample, "contiguous").made:
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
-            torch.library.opcheck(op, args, kwargs)
+            torch.library.opcheck(_with_twin(called)[1], args, kwargs)
+
+
+class OneCall(torch.nn.Module):
+    """A sample as a module: x comes in, other tensors are parameters and buffers."""
+
+    def __init__(self, spec: OpSpec, sample: Sample) -> None:
+        super().__init__()
+        self.function = functools.partial(spec.function, **sample.kwargs)
+        self.others = list(sample.args[1:])
+        for i, x in enumerate(self.others):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                self.register_parameter(f"tensor_{i}", torch.nn.Parameter(x.detach()))
+            elif isinstance(x, torch.Tensor):
+                self.register_buffer(f"tensor_{i}", x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        others = [getattr(self, f"tensor_{i}", other) for i, other in enumerate(self.others)]
+        outputs = self.function(x, *others)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
+    "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
+    "strict torch.export": lambda module, x: torch.export.export(module, (x,), strict=True).module(),
+    "make_fx": lambda module, x: make_fx(module)(x),
+    "symbolic_trace": lambda module, x: torch.fx.symbolic_trace(module),
+    "jit.trace": lambda module, x: torch.jit.trace(module, (x,)),
+}
+
+
+@every_op
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_captured_graphs_train(spec: OpSpec, capture: str, gradients: bool, device: str) -> None:
+    """What was captured under no_grad may be trained later: it gives eager's results and every gradient."""
+    if capture == "jit.trace" and sys.version_info >= (3, 14):
+        pytest.skip("torch.jit does not support Python 3.14")
+    for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
+        module, x = OneCall(spec, sample), sample.args[0].detach()
+        with torch.set_grad_enabled(gradients):
+            captured = CAPTURES[capture](module, x)
+        results = []
+        for each in (captured, module):
+            each.zero_grad()
+            leaf = x.clone().requires_grad_()
+            outputs = each(leaf)
+            torch.autograd.backward(outputs, [random_grad()(output) for output in outputs])
+            parameters = [*module.parameters()] if capture in ("make_fx", "symbolic_trace") else [*each.parameters()]
+            results.append([*outputs, leaf.grad, *(parameter.grad for parameter in parameters)])
+        for ours, eager in zip(*results, strict=True):
+            assert ours is not None and torch.equal(ours, eager)
 
 
 @every_op

@@ -30,7 +30,7 @@ def test_copies_and_pickles(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("module", MODULES + ADD, ids=lambda module: type(module).__name__)
 def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
-    """For any number of rows, after a turn through a file; without gradients they have the twin in them."""
+    """For any number of rows, after a turn through a file; what stands in them has a derivative."""
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     inputs = tuple(torch.randn(4, 33) for _ in range(1 + (module in ADD)))
     with torch.set_grad_enabled(gradients):
@@ -40,7 +40,7 @@ def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
     buffer.seek(0)
     loaded = torch.export.load(buffer)
     ours = {str(node.target) for node in loaded.graph.nodes if "extension_cpp" in str(node.target)}
-    assert isinstance(module, Dropout) or {name.endswith("_no_grad.default") for name in ours} == {not gradients}
+    assert isinstance(module, Dropout) or (ours and not any("_no_grad" in name for name in ours))
     inputs = tuple(torch.randn(7, 33) for _ in inputs)
     torch.testing.assert_close(loaded.module()(*inputs), module(*inputs), rtol=0, atol=0)
 
