@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from extension_cpp import checks
 from extension_cpp.autograd import operators, register_autocast, register_autograd, register_fake
 
 _ops = operators("extension_cpp")
@@ -57,16 +58,26 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
 
 @register_fake("extension_cpp::muladd")
 def _(a: Tensor, b: Tensor, c: float) -> Tensor:
+    checks.check_dtype("muladd", "a", a)
+    checks.check_like("muladd", "b", b, "a", a)
     return torch.empty_like(a)
 
 
 @torch.library.register_fake("extension_cpp::muladd.out")
 def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
-    return None
+    checks.check_dtype("muladd", "a", a)
+    checks.check_like("muladd", "b", b, "a", a)
+    checks.check_like("muladd", "out", out, "a", a)
+    checks.check_writable("muladd", out)
+    checks.check_no_partial_overlap("muladd", out, "a", a)
+    checks.check_no_partial_overlap("muladd", out, "b", b)
 
 
 @register_fake("extension_cpp::muladd_backward")
 def _(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    checks.check_dtype("muladd_backward", "a", a)
+    checks.check_like("muladd_backward", "grad_out", grad_out, "a", a)
+    checks.check_like("muladd_backward", "b", b, "a", a)
     return torch.empty_like(a), torch.empty_like(a)
 
 
@@ -131,8 +142,17 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
     return _ops.scale_bias_relu(x, bias, scale)
 
 
+def _check_scale_bias_relu(op: str, x: Tensor, bias: Tensor) -> None:
+    checks.check_dtype(op, "x", x)
+    checks.check_same(op, "bias", bias, "x", x)
+    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
+    expected = f"expected bias of shape [{x.shape[-1]}], the last dimension of x"
+    checks.check_sizes(op, bias.shape, x.shape[-1:], f"{expected}, but got {list(bias.shape)}")
+
+
 @register_fake("extension_cpp::scale_bias_relu")
 def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    _check_scale_bias_relu("scale_bias_relu", x, bias)
     return torch.empty_like(x)
 
 
@@ -140,6 +160,8 @@ def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
 def _(
     grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
+    _check_scale_bias_relu("scale_bias_relu_backward", x, bias)
+    checks.check_like("scale_bias_relu_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
 
 
@@ -208,11 +230,14 @@ def relu(x: Tensor) -> Tensor:
 
 @register_fake("extension_cpp::relu")
 def _(x: Tensor) -> Tensor:
+    checks.check_dtype("relu", "x", x)
     return torch.empty_like(x)
 
 
 @register_fake("extension_cpp::relu_backward")
 def _(grad_out: Tensor, y: Tensor) -> Tensor:
+    checks.check_dtype("relu_backward", "y", y)
+    checks.check_like("relu_backward", "grad_out", grad_out, "y", y)
     return torch.empty_like(y)
 
 
@@ -264,16 +289,22 @@ def mish(x: Tensor) -> Tensor:
 
 @register_fake("extension_cpp::mish")
 def _(x: Tensor) -> Tensor:
+    checks.check_dtype("mish", "x", x)
     return torch.empty_like(x)
 
 
 @register_fake("extension_cpp::mish_backward")
 def _(grad_out: Tensor, x: Tensor) -> Tensor:
+    checks.check_dtype("mish_backward", "x", x)
+    checks.check_like("mish_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x)
 
 
 @register_fake("extension_cpp::mish_double_backward")
 def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor) -> Tensor:
+    checks.check_dtype("mish_double_backward", "x", x)
+    checks.check_like("mish_double_backward", "grad_grad_x", grad_grad_x, "x", x)
+    checks.check_like("mish_double_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x)
 
 
@@ -335,8 +366,18 @@ def _reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
     return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 
+def _check_dims(x: Tensor, dim: Sequence[int] | None) -> None:
+    dims, seen = max(x.dim(), 1), set[int]()  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
+    for d in dim or ():
+        checks.check("reduce_sum", -dims <= d < dims, f"expected dim in [{-dims}, {dims - 1}], but got {d}")
+        checks.check("reduce_sum", d % dims not in seen, f"expected each dim once, but got {d % dims} twice")
+        seen.add(d % dims)
+
+
 @register_fake("extension_cpp::reduce_sum")
 def _(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    checks.check_dtype("reduce_sum", "x", x)
+    _check_dims(x, dim)
     reduced = _reduced_dims(x, dim)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape) if keepdim or d not in reduced]
     return x.new_empty(shape)
@@ -384,15 +425,10 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     both are dropped has a probability within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7 of
     Salmon et al. 2011.
     """
-    _check_probability("dropout", p)
+    checks.check_probability("dropout", p)
     if p == 0 or not training:
         return x
     return _ops.dropout(x, p, _seed(x, p))
-
-
-def _check_probability(op: str, p: float) -> None:
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"extension_cpp::{op}: expected p to be between 0 and 1, but got {p}")
 
 
 def _seed(x: Tensor, p: float) -> Tensor:
@@ -404,6 +440,9 @@ def _seed(x: Tensor, p: float) -> Tensor:
 
 @register_fake("extension_cpp::dropout")
 def _(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    checks.check_dtype("dropout", "x", x)
+    checks.check_probability("dropout", p)
+    checks.check_seed("dropout", seed, x)
     return x.new_empty(x.shape)
 
 
@@ -462,6 +501,64 @@ def _statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
     return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
 
 
+def _check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:
+    checks.check_device(op, name, weight, "x", x)
+    half = x.dtype.itemsize < 4
+    checks.check(
+        op,
+        weight.dtype == x.dtype or (half and weight.dtype == torch.float32),
+        f"expected {name} to be {checks.dtype_name(x)} like x{' or float32' if half else ''}, "
+        f"but got {checks.dtype_name(weight)}",
+    )
+    expected = f"expected {name} of shape {list(normalized_shape)}, normalized_shape"
+    checks.check_sizes(op, weight.shape, normalized_shape, f"{expected}, but got {list(weight.shape)}")
+
+
+def _check_norm(
+    op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
+) -> None:
+    """check_inputs of csrc/norm/norm.cpp."""
+    dims = len(normalized_shape)
+    checks.check_dtype(op, "x", x)
+    checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
+    expected = f"expected normalized_shape to be the last dimensions of x, of shape {list(x.shape)}"
+    checks.check_sizes(op, x.shape[-dims:], normalized_shape, f"{expected}, but got {list(normalized_shape)}")
+    if weight is not None:
+        _check_weight(op, "weight", weight, x, normalized_shape)
+    if bias is not None:
+        _check_weight(op, "bias", bias, x, normalized_shape)
+        if weight is not None:
+            checks.check_same(op, "bias", bias, "weight", weight)
+
+
+def _check_norm_backward(
+    op: str,
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    statistics: dict[str, Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+) -> None:
+    """The checks of norm_backward in csrc/norm/norm.cpp; statistics by name."""
+    _check_norm(op, x, normalized_shape, weight, bias)
+    checks.check_like(op, "grad_out", grad_out, "x", x)
+    expected = _statistics(x, normalized_shape)
+    for name, given in statistics.items():
+        checks.check_device(op, name, given, "x", x)
+        message = f"expected {name} as the forward returned it"
+        checks.check(op, given.dtype == expected.dtype and given.is_contiguous(), message)
+        checks.check(op, given.numel() == expected.numel(), message)
+
+
+def _check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
+    """check_dropout of csrc/norm/norm_fused.cpp."""
+    checks.check_probability(op, p)
+    if seed is not None:
+        checks.check_seed(op, seed, x)
+    checks.check(op, p == 0 or seed is not None, "expected a seed with p > 0, but got None")
+
+
 @register_fake("extension_cpp::layer_norm")
 def _(
     x: Tensor,
@@ -470,6 +567,7 @@ def _(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_norm("layer_norm", x, normalized_shape, weight, bias)
     return x.new_empty(x.shape), _statistics(x, normalized_shape), _statistics(x, normalized_shape)
 
 
@@ -486,6 +584,8 @@ def _(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = {"mean": mean, "rstd": rstd}
+    _check_norm_backward("layer_norm_backward", grad_out, x, normalized_shape, statistics, weight, bias)
     some = next((w for w in (weight, bias) if w is not None), x)
     grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
     grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)
@@ -636,6 +736,7 @@ def rms_norm(
 def _(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
+    _check_norm("rms_norm", x, normalized_shape, weight)
     return x.new_empty(x.shape), _statistics(x, normalized_shape)
 
 
@@ -649,6 +750,7 @@ def _(
     needs_grad_x: bool,
     needs_grad_weight: bool,
 ) -> tuple[Tensor, Tensor]:
+    _check_norm_backward("rms_norm_backward", grad_out, x, normalized_shape, {"rstd": rstd}, weight)
     grad_weight = (x if weight is None else weight).new_empty(list(normalized_shape) if needs_grad_weight else 0)
     return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
 
@@ -726,7 +828,7 @@ def add_layer_norm(
     of dropout for the same seed, and is not stored: backward saves ``s``, two numbers a row, and the seed. Without
     dropout one tensor is the gradient of both ``x`` and ``residual``.
     """
-    _check_probability("add_layer_norm", p)
+    checks.check_probability("add_layer_norm", p)
     p = p if training else 0.0
     x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
@@ -735,7 +837,8 @@ def add_layer_norm(
 
 def _under_autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """A branch comes in half there, and the residual stream in float32."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != residual.dtype:
+    device = x.device.type  # meta has no autocast
+    if x.dtype != residual.dtype and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.promote_types(x.dtype, residual.dtype)
         return x.to(dtype), residual.to(dtype)
     return x, residual
@@ -752,8 +855,28 @@ def _(
     p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_norm("add_layer_norm", x, normalized_shape, weight, bias)
+    checks.check_like("add_layer_norm", "residual", residual, "x", x)
+    _check_dropout("add_layer_norm", p, seed, x)
     mean, rstd = _statistics(x, normalized_shape), _statistics(x, normalized_shape)
     return x.new_empty(x.shape), x.new_empty(x.shape), mean, rstd
+
+
+def _check_add_norm_backward(
+    op: str,
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    s: Tensor,
+    normalized_shape: Sequence[int],
+    statistics: dict[str, Tensor],
+    weights: Sequence[Tensor | None],
+    p: float,
+    seed: Tensor | None,
+) -> None:
+    if grad_sum is not None:
+        checks.check_like(op, "grad_sum", grad_sum, "sum", s)
+    _check_dropout(op, p, seed, s)
+    _check_norm_backward(op, grad_out, s, normalized_shape, statistics, *weights)
 
 
 def _add_norm_gradients(
@@ -791,6 +914,17 @@ def _(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, ...]:
+    _check_add_norm_backward(
+        "add_layer_norm_backward",
+        grad_out,
+        grad_sum,
+        sum,
+        normalized_shape,
+        {"mean": mean, "rstd": rstd},
+        (weight, bias),
+        p,
+        seed,
+    )
     needs = (needs_grad_weight, needs_grad_bias)
     return _add_norm_gradients(sum, (weight, bias), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
 
@@ -927,7 +1061,7 @@ def add_rms_norm(
     for the same seed, and is not stored: backward saves ``s``, a number a row, and the seed. Without dropout one tensor
     is the gradient of both ``x`` and ``residual``.
     """
-    _check_probability("add_rms_norm", p)
+    checks.check_probability("add_rms_norm", p)
     p = p if training else 0.0
     x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
@@ -944,6 +1078,9 @@ def _(
     p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_norm("add_rms_norm", x, normalized_shape, weight)
+    checks.check_like("add_rms_norm", "residual", residual, "x", x)
+    _check_dropout("add_rms_norm", p, seed, x)
     return x.new_empty(x.shape), x.new_empty(x.shape), _statistics(x, normalized_shape)
 
 
@@ -961,6 +1098,9 @@ def _(
     needs_grad_residual: bool,
     needs_grad_weight: bool,
 ) -> tuple[Tensor, ...]:
+    _check_add_norm_backward(
+        "add_rms_norm_backward", grad_out, grad_sum, sum, normalized_shape, {"rstd": rstd}, (weight,), p, seed
+    )
     needs = (needs_grad_weight,)
     return _add_norm_gradients(sum, (weight,), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
 
@@ -1054,7 +1194,7 @@ def layer_norm_dropout(
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. The mask is that of dropout for the same seed, and
     is not stored: backward saves ``x``, two numbers a row, and the seed. Autocast does what it does to layer_norm.
     """
-    _check_probability("layer_norm_dropout", p)
+    checks.check_probability("layer_norm_dropout", p)
     if p == 0 or not training:
         return layer_norm(x, normalized_shape, weight, bias, eps)
     return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))
@@ -1070,6 +1210,8 @@ def _(
     p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_norm("layer_norm_dropout", x, normalized_shape, weight, bias)
+    _check_dropout("layer_norm_dropout", p, seed, x)
     return x.new_empty(x.shape), _statistics(x, normalized_shape), _statistics(x, normalized_shape)
 
 
@@ -1088,6 +1230,9 @@ def _(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_dropout("layer_norm_dropout_backward", p, seed, x)
+    statistics = {"mean": mean, "rstd": rstd}
+    _check_norm_backward("layer_norm_dropout_backward", grad_out, x, normalized_shape, statistics, weight, bias)
     some = next((w for w in (weight, bias) if w is not None), x)
     grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
     grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)

@@ -28,7 +28,7 @@ FIRST_OP = {"pointwise": "square", "reduction": "rms_norm"}  # what the template
 # A new package's own files, in templates/package, and those that it has in common with this one.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE", "build_library.py", "setup.py"]
-SHARED += ["extension_cpp/autograd.py", "extension_cpp/py.typed"]
+SHARED += ["extension_cpp/autograd.py", "extension_cpp/checks.py", "extension_cpp/py.typed"]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
 SHARED += ["tests/test_battery.py", "tests/test_library.py"]

@@ -1,5 +1,6 @@
 """Every promise of docs and specs, over every op, dtype and device there is."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -36,7 +37,7 @@ from tests.checks import (
     run,
     with_float_weights,
 )
-from tests.opspec import DTYPES, OpSpec, Sample, all_specs, timed_specs
+from tests.opspec import DTYPES, ErrorSample, OpSpec, Sample, all_specs, timed_specs
 
 SPECS = all_specs()
 ROOT = Path(__file__).resolve().parent.parent
@@ -256,6 +257,36 @@ def test_bad_input_gets_its_sentence(spec: OpSpec, device: str) -> None:
         assert str(error.value) == sample.message
         if out is not None:
             assert torch.equal(out, before), f"{sample.message}: out was written"
+
+
+def _on_meta(sample: ErrorSample) -> ErrorSample:
+    """The same call on meta tensors; those that share memory share it there, too."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def one(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        storage = x.untyped_storage()
+        flat = torch.empty(storage.nbytes() // x.itemsize, dtype=x.dtype, device="meta")
+        flat = storages.setdefault(storage.data_ptr(), flat)
+        return flat.as_strided(x.shape, x.stride(), x.storage_offset()).requires_grad_(x.requires_grad)
+
+    kwargs = {key: one(x) for key, x in sample.kwargs.items()}
+    return ErrorSample(tuple(one(x) for x in sample.args), sample.message, kwargs)
+
+
+@every_op
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda", "meta"])
+def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> None:
+    """With the same sentence, on tensors without data: else torch.export succeeds, and the program fails at run time.
+    FakeTensors are on "cuda" on a machine without a GPU, too."""
+    with FakeTensorMode() if fake_device != "meta" else contextlib.nullcontext():
+        samples = list(spec.error_inputs("cpu" if fake_device == "meta" else fake_device))
+        for sample in map(_on_meta, samples) if fake_device == "meta" else samples:
+            for gradients in (True, *(() if "require grad" in sample.message else (False,))):
+                with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
+                    spec.function(*sample.args, **sample.kwargs)
+                assert str(error.value) == sample.message
 
 
 VIEWS_AND_COPIES = {

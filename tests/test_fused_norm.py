@@ -530,3 +530,13 @@ def test_layer_norm_dropout_under_autocast_has_layer_norms_dtype(device: str) ->
     for run in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)):
         with torch.autocast(device, torch.bfloat16):
             assert run(extension_cpp.layer_norm_dropout)(x, (33,)).dtype == extension_cpp.layer_norm(x, (33,)).dtype
+
+
+@pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm"])
+def test_modules_on_meta_ask_no_autocast(name: str) -> None:
+    """PyTorch has no autocast for meta tensors, and raises where it is asked for it."""
+    module = getattr(extension_cpp.nn, name)(8, device="meta")
+    x = torch.empty(3, 8, device="meta")
+    assert [output.shape for output in module(x, x)] == [x.shape, x.shape]
+    with pytest.raises(RuntimeError, match="expected residual to be float32 like x, but got float64"):
+        module(x, x.double())

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from extension_cpp import checks
 from extension_cpp.autograd import operators, register_autograd, register_fake
 
 _ops = operators("extension_cpp")
@@ -33,11 +34,14 @@ def kernel_template(x: Tensor) -> Tensor:
 
 @register_fake("extension_cpp::kernel_template")
 def _(x: Tensor) -> Tensor:
+    checks.check_dtype("kernel_template", "x", x)
     return torch.empty_like(x)
 
 
 @register_fake("extension_cpp::kernel_template_backward")
 def _(grad_out: Tensor, x: Tensor) -> Tensor:
+    checks.check_dtype("kernel_template_backward", "x", x)
+    checks.check_like("kernel_template_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x)
 
 

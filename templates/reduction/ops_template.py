@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from extension_cpp import checks
 from extension_cpp.autograd import operators, register_autograd, register_fake
 
 _ops = operators("extension_cpp")
@@ -34,8 +35,18 @@ def kernel_template(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return _ops.kernel_template(x, weight, eps)[0]
 
 
+def _check_kernel_template(op: str, x: Tensor, weight: Tensor) -> None:
+    """The kernel's checks, with its sentences."""
+    checks.check_dtype(op, "x", x)
+    checks.check_same(op, "weight", weight, "x", x)
+    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
+    expected = f"expected weight of shape [{x.shape[-1]}], the last dimension of x"
+    checks.check_sizes(op, weight.shape, x.shape[-1:], f"{expected}, but got {list(weight.shape)}")
+
+
 @register_fake("extension_cpp::kernel_template")
 def _(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    _check_kernel_template("kernel_template", x, weight)
     statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
     return x.new_empty(x.shape), x.new_empty([*x.shape[:-1], 1], dtype=statistics)
 
@@ -44,6 +55,14 @@ def _(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
 def _(
     grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
+    op = "kernel_template_backward"
+    _check_kernel_template(op, x, weight)
+    checks.check_like(op, "grad_out", grad_out, "x", x)
+    checks.check_device(op, "rstd", rstd, "x", x)
+    statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
+    as_returned = rstd.dtype == statistics and rstd.is_contiguous()
+    checks.check(op, as_returned, "expected rstd as the forward returned it")
+    checks.check_sizes(op, rstd.shape, [*x.shape[:-1], 1], "expected rstd as the forward returned it")
     grad_weight = weight.new_empty(weight.shape if needs_grad_weight else 0)
     return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
 

@@ -1,0 +1,92 @@
+"""The checks of csrc/common/op.h for fakes: the same conditions, order and sentences, on tensors without data.
+
+A fake that accepts what the kernel refuses lets torch.export succeed, and the program fails at run time. Conditions go
+through torch._check, which serves symbolic sizes, too.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def fail(op: str, message: str) -> NoReturn:
+    raise RuntimeError(f"extension_cpp::{op}: {message}")
+
+
+def check(op: str, condition: Any, message: str) -> None:
+    """Fails unless the condition, a bool or a SymBool, holds."""
+    torch._check(condition, lambda: f"extension_cpp::{op}: {message}")
+
+
+def dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def check_sizes(op: str, sizes: Sequence[Any], expected: Sequence[Any], message: str) -> None:
+    """Size by size, since a symbolic one answers with a SymBool."""
+    check(op, len(sizes) == len(expected), message)
+    for size, other in zip(sizes, expected, strict=True):
+        check(op, size == other, message)
+
+
+def check_dtype(op: str, name: str, x: Tensor) -> None:
+    expected = f"expected {name} to be float64, float32, bfloat16 or float16"
+    check(op, x.dtype in DTYPES, f"{expected}, but got {dtype_name(x)}")
+
+
+def check_device(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    check(op, x.device == like.device, f"expected {name} on {like.device} like {like_name}, but got {x.device}")
+
+
+def check_same(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    check_device(op, name, x, like_name, like)
+    expected = f"expected {name} to be {dtype_name(like)} like {like_name}"
+    check(op, x.dtype == like.dtype, f"{expected}, but got {dtype_name(x)}")
+
+
+def check_shape(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    expected = f"expected {name} of shape {list(like.shape)} like {like_name}"
+    check_sizes(op, x.shape, like.shape, f"{expected}, but got {list(x.shape)}")
+
+
+def check_like(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    """check_same, then check_shape."""
+    check_same(op, name, x, like_name, like)
+    check_shape(op, name, x, like_name, like)
+
+
+def check_probability(op: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        fail(op, f"expected p to be between 0 and 1, but got {p:g}")
+
+
+def check_seed(op: str, seed: Tensor, x: Tensor) -> None:
+    check_device(op, "seed", seed, "x", x)
+    check(op, seed.dtype == torch.int64, f"expected seed to be int64, but got {dtype_name(seed)}")
+    check(op, seed.numel() == 1, f"expected seed to have one element, but got shape {list(seed.shape)}")
+
+
+def check_writable(op: str, out: Tensor) -> None:
+    for d, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if size > 1:
+            check(op, stride != 0, f"expected out without internal overlap, but got stride 0 in dimension {d}")
+
+
+def check_no_partial_overlap(op: str, out: Tensor, name: str, x: Tensor) -> None:
+    """Dense tensors of one storage are the same elements, or have none in common."""
+    if out.untyped_storage()._cdata != x.untyped_storage()._cdata or not (is_dense(out) and is_dense(x)):
+        return
+    begin, other, size = out.storage_offset(), x.storage_offset(), out.numel()
+    apart = begin >= other + size or other >= begin + size
+    same = begin == other and out.stride() == x.stride()
+    message = f"expected out to be {name} itself or to share no memory with it, but they overlap in part"
+    check(op, size == 0 or apart or same, message)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether torch.empty_like keeps x's strides."""
+    return torch.empty_like(x).stride() == x.stride()
