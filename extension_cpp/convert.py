@@ -1,18 +1,22 @@
-"""nn.convert: an existing model over this package's ops, in place.
+"""nn.convert: an existing model over this package's ops, in place, and nn.revert: back.
 
 A module is converted by changing its class, so that it stays the same object with the same parameters, buffers, hooks
 and training state, wherever in the model and under however many names it is registered.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
 import sys
+import types
+import warnings
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from extension_cpp import info, nn, ops
 
@@ -22,9 +26,9 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
 class Converted(NamedTuple):
-    """What convert did, by the modules' names in the model ("" is the model itself)."""
+    """What convert or revert did, by the modules' names in the model ("" is the model itself)."""
 
-    changed: dict[str, str]  # the function that it calls now
+    changed: dict[str, str]  # the function that it calls now; by revert, its class
     left: dict[str, str]  # why
 
 
@@ -33,10 +37,11 @@ def convert(model: torch.nn.Module) -> Converted:
 
     Changed are torch.nn.LayerNorm, RMSNorm and Dropout (whose masks are others then, from the same seed), and every
     other module that computes what layer_norm or rms_norm computes over the last dimension, as the RMSNorm classes of
-    Hugging Face models do: those are run on a probe, and compared with the formulas, with weight and with 1 + weight
-    (Gemma), in float32 and the half types, whatever they are called. They stay instances of their class, and return
-    the dtype that they returned. Parameters (shared ones stay shared), their dtypes, buffers, hooks, training state,
-    state_dict and repr are as before; a second call changes nothing.
+    Hugging Face models do: those are run on probes, and compared with the formulas, with weight and with 1 + weight
+    (Gemma), in float32 and the half types, in training and evaluation, gradients too, whatever they are called. They
+    stay instances of their class, take their input by the name that it had, and return the dtype that they returned,
+    under autocast, too. Parameters (shared ones stay shared), their dtypes, buffers, hooks, training state, state_dict
+    and repr are as before; a second call changes nothing, and revert undoes it.
 
     Inside, the arithmetic is float32 (float64: float64), rounded once. A class that rounds to half before it multiplies
     by the weight (Llama's) rounds twice, so in half types the two differ by up to 1.5 eps of each element; one that
@@ -50,7 +55,8 @@ def convert(model: torch.nn.Module) -> Converted:
         calls now, and ``left``, a sentence for each norm or dropout that was left as it was. The latter are those that
         compute something else, take more than the input, are parametrized, TorchScript, or had their forward replaced
         on the instance; in-place dropouts, which the op could only copy, and subclasses of Dropout; and those whose
-        parameters are of a dtype, device or tensor class that the ops do not take.
+        parameters are of a dtype, device or tensor class that the ops do not take, or are empty, as sharding leaves
+        them. No module is changed before all are decided.
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.
@@ -61,18 +67,62 @@ def convert(model: torch.nn.Module) -> Converted:
         raise TypeError(f"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got {type(model)}")
     result = Converted({}, {})
     ours = (nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.AddLayerNorm, nn.AddRMSNorm, _FormulaNorm)
+    classes: list[tuple[str, torch.nn.Module, type]] = []
+    recognised: dict[Any, Formula | str] = {}
     for name, module in model.named_modules():
         if isinstance(module, ours) or not _may_be_norm(module):
             continue
-        found = _obstacle(module) or _class_for(module)
+        found = _obstacle(module) or _class_for(module, recognised)
         if isinstance(found, type):
-            module.__class__ = found
-            result.changed[name] = _function(found)
+            classes.append((name, module, found))
         elif (_called_norm(module) or isinstance(module, torch.nn.Dropout)) and ".parametrizations." not in f".{name}":
             result.left[name] = f"{_class_name(module)}: {found}"
+    for name, module, found in classes:
+        vars(module).pop("forward", None)  # its class's own, which would stand before the new class's
+        module.__class__ = found
+        result.changed[name] = _function(found)
+    _forget_what_was_compiled(result)
+    return result
+
+
+def revert(model: torch.nn.Module) -> Converted:
+    """Undoes convert, in place: every converted module has its class again.
+
+    Args:
+        model: any module; it may be a norm itself.
+
+    Returns:
+        Two dicts by module name: ``changed``, the class that each module has again, and ``left``, a sentence for each
+        that something else put a class of its own on top of. Modules that were made as extension_cpp.nn.LayerNorm,
+        RMSNorm or Dropout become torch.nn's; the others of extension_cpp.nn have no class to go back to.
+
+    Raises:
+        TypeError: ``model`` is not a torch.nn.Module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"extension_cpp.nn.revert: expected model to be a torch.nn.Module, but got {type(model)}")
+    result = Converted({}, {})
+    for name, module in model.named_modules():
+        original = _original(type(module))
+        if original is not None:
+            module.__class__ = original
+            result.changed[name] = original.__name__
+        elif issubclass(type(module), _FormulaNorm):
+            result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
+    _forget_what_was_compiled(result)
+    return result
+
+
+def _original(converted: type) -> type | None:
+    """The class that a converted module had."""
+    if issubclass(converted, _FormulaNorm) and converted.__bases__[0] is _FormulaNorm:
+        return converted.original
+    return {nn.LayerNorm: torch.nn.LayerNorm, nn.RMSNorm: torch.nn.RMSNorm, nn.Dropout: torch.nn.Dropout}.get(converted)
+
+
+def _forget_what_was_compiled(result: Converted) -> None:
     if result.changed and "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    return result
 
 
 def _class_name(module: torch.nn.Module) -> str:
@@ -96,10 +146,10 @@ def _parameters(module: torch.nn.Module) -> dict[str, Tensor]:
 def _obstacle(module: torch.nn.Module) -> str | None:
     """What forbids to change this module, whatever it computes."""
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is TorchScript; convert the model before it is scripted"
+        return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized; convert the model before the parametrization is registered"
-    if "forward" in vars(module):
+    if _is_replaced(module):
         return "its forward was replaced on the instance"
     for name, parameter in _parameters(module).items():
         if type(parameter) not in (torch.nn.Parameter, Tensor):
@@ -113,13 +163,20 @@ def _obstacle(module: torch.nn.Module) -> str | None:
     return None
 
 
+def _is_replaced(module: torch.nn.Module) -> bool:
+    """Whether the instance has a forward that is not its class's, as `module.forward = module.forward` leaves."""
+    forward = vars(module).get("forward")
+    own = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return forward is not None and not (own and forward.__func__ is type(module).forward)
+
+
 @functools.cache
 def _has_cuda() -> bool:
     build = info.read_build()
     return build is not None and build.cuda is not None
 
 
-def _class_for(module: torch.nn.Module) -> type | str:
+def _class_for(module: torch.nn.Module, recognised: dict[Any, "Formula | str"]) -> type | str:
     """The class that runs the module on our ops, or why there is none."""
     if type(module) is torch.nn.LayerNorm:
         return nn.LayerNorm
@@ -129,10 +186,28 @@ def _class_for(module: torch.nn.Module) -> type | str:
         if type(module) is not torch.nn.Dropout:
             return "a subclass of torch.nn.Dropout, and what it draws cannot be compared"
         return "it works in place, which the op could only copy" if module.inplace else nn.Dropout
-    with torch.device("cpu"):  # the caller's may be meta
-        formula = _recognise(module)
+    state = _plain_state(module)
+    formula = recognised.get(state) if state is not None else None
+    if formula is None:
+        with torch.device("cpu"):  # the caller's may be meta
+            formula = recognised[state] = _recognise(module)
+    if isinstance(formula, str):
+        return formula
     original: type = type(module)
-    return formula if isinstance(formula, str) else _formula_class(original, formula)
+    try:
+        return _formula_class(original, formula)
+    except Exception as error:  # of its metaclass or its __init_subclass__
+        return f"it computes {formula}, but its class cannot be subclassed ({error})"
+
+
+def _plain_state(module: torch.nn.Module) -> Any:
+    """All that decides what a module computes, but for its parameters' values; None where that cannot be compared."""
+    own = {name: value for name, value in vars(module).items() if name not in vars(torch.nn.Module())}
+    if any(not isinstance(value, (bool, int, float, str, type(None))) for value in own.values()):
+        return None
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in _parameters(module).items())
+    buffers = any(buffer is not None for buffer in module._buffers.values())
+    return type(module), shapes, buffers, tuple((name, type(value), value) for name, value in sorted(own.items()))
 
 
 def _function(converted: type) -> str:
@@ -152,34 +227,68 @@ class Formula(NamedTuple):
     eps: str  # the names of the attributes
     weight: str | None
     bias: str | None
-    result: str  # a key of RESULTS
+    input: str  # the name of forward's argument
+    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
 
     def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
         weight: Tensor | None = getattr(module, self.weight) if self.weight else None
         bias: Tensor | None = getattr(module, self.bias) if self.bias else None
-        dtype = RESULTS[self.result](x.dtype, x.dtype if weight is None else weight.dtype)
-        x = x.to(torch.promote_types(x.dtype, dtype))
-        arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
-        if weight is not None and self.offset:
-            weight = self.offset + weight.to(arithmetic)
-        if weight is not None and weight.dtype != x.dtype:
-            weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
-        eps = getattr(module, self.eps)
-        if self.centered:
-            return ops.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
-        return ops.rms_norm(x, x.shape[-1:], weight, eps).to(dtype)
+        return _norm(x, weight, bias, self.centered, self.offset, getattr(module, self.eps), self.results)
 
     def __str__(self) -> str:
         function = "layer_norm" if self.centered else "rms_norm"
         return f"{function} with {self.offset} + {self.weight}" if self.offset else function
 
 
-# The dtype of the result, of x's dtype and the weight's.
+# The dtype of the result, of x's dtype, the weight's and the device type.
 RESULTS = {
-    "x": lambda x, weight: x,
-    "promoted": lambda x, weight: torch.promote_types(x, weight),
-    "half weight": lambda x, weight: weight if weight in HALF else torch.promote_types(x, weight),  # T5
+    "x": lambda x, weight, device: x,
+    "promoted": lambda x, weight, device: torch.promote_types(x, weight),
+    "half weight": lambda x, weight, device: weight if weight in HALF else torch.promote_types(x, weight),  # T5
+    # Under autocast: PyTorch's layer_norm, and what casts its input to autocast's dtype (Nemotron).
+    "float32 at least": lambda x, weight, device: torch.promote_types(x, torch.float32),
+    "autocast": lambda x, weight, device: x if x is torch.float64 else torch.get_autocast_dtype(device),
 }
+
+# Where PyTorch's rules for dtypes differ: without autocast, and under that of a device type.
+CONTEXTS = ("", "cpu", "cuda")
+
+
+def _context(device: str) -> int:
+    """The index in CONTEXTS of the rules that hold now."""
+    return CONTEXTS.index(device) if device in CONTEXTS and torch.is_autocast_enabled(device) else 0
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def _norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    centered: bool,
+    offset: int,
+    eps: float,
+    results: tuple[str, ...],
+) -> Tensor:
+    device = x.device.type
+    dtype = RESULTS[results[_context(device)]](x.dtype, x.dtype if weight is None else weight.dtype, device)
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
+    shape = _row_shape(x if weight is None else weight)
+    if weight is not None and offset:
+        weight = offset + weight.to(arithmetic)
+    if weight is not None and weight.dtype != x.dtype:
+        weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
+    if centered:
+        return ops.layer_norm(x, shape, weight, bias, eps).to(dtype)
+    return ops.rms_norm(x, shape, weight, eps).to(dtype)
+
+
+def _row_shape(x: Tensor) -> Any:
+    if not torch.jit.is_tracing():
+        return x.shape[-1:]
+    with warnings.catch_warnings():  # sizes are tensors there; a norm's width is a constant
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return [int(x.shape[-1])]
 
 
 class _FormulaNorm:
@@ -188,11 +297,13 @@ class _FormulaNorm:
     formula: ClassVar[Formula]
     original: ClassVar[type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.formula(self, x)  # type: ignore[arg-type]  # the class it is mixed into has the rest
+    def __prepare_scriptable__(self) -> NoReturn:
+        nn.refuse_script(self)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies without the class, which no module holds: it is made again."""
+        if _original(type(self)) is None:  # a class on top, which pickles as classes do
+            return super().__reduce_ex__(protocol)
         return _blank, (self.original, self.formula), *super().__reduce_ex__(protocol)[2:]
 
 
@@ -200,7 +311,15 @@ class _FormulaNorm:
 def _formula_class(original: type, formula: Formula) -> type:
     """A subclass of both, of the original's name: models look for "RMSNorm" in it to initialize weights."""
     names = {"__module__": __name__, "__doc__": original.__doc__, "original": original, "formula": formula}
+    names["forward"] = _forward_of(formula.input)
     return type(original.__name__, (_FormulaNorm, original), names)
+
+
+def _forward_of(name: str) -> Any:
+    """A forward whose argument has the name that the original's has, since it may be called by it."""
+    namespace: dict[str, Any] = {}
+    exec(f"def forward(self, {name}):\n    return self.formula(self, {name})", namespace)
+    return namespace["forward"]
 
 
 def _blank(original: type, formula: Formula) -> torch.nn.Module:
@@ -213,7 +332,7 @@ def _blank(original: type, formula: Formula) -> torch.nn.Module:
 def _recognise(module: torch.nn.Module) -> Formula | str:
     """The formula that a module computes, found by running it on probes, or why it is none."""
     names, shapes = list(_parameters(module)), {tuple(p.shape) for p in _parameters(module).values()}
-    floats = sorted((name for name, value in vars(module).items() if isinstance(value, float)), key=_not_called_eps)
+    floats = sorted(_float_attributes(module), key=_not_called_eps)
     try:
         taken = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -222,6 +341,11 @@ def _recognise(module: torch.nn.Module) -> Formula | str:
         return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
     if any(buffer is not None for buffer in module._buffers.values()):
         return "it has buffers"
+    for name, value in vars(module).items():
+        if any(isinstance(x, Tensor) for x in torch.utils._pytree.tree_leaves(value)) and name != "_parameters":
+            return f"its {name} is a tensor and neither a parameter nor a buffer"
+    if any(0 in shape for shape in shapes):
+        return "its parameters are empty, as sharding leaves them; convert the model before it is sharded"
     if len(names) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
         return "it has other parameters than a weight and a bias over the last dimension"
     if not floats:
@@ -235,68 +359,176 @@ def _recognise(module: torch.nn.Module) -> Formula | str:
     ):
         if (offset and weight is None) or (bias is not None and not centered):
             continue
-        formula = Formula(centered, offset, eps, weight, bias, "x")
-        if all(_agrees(module, formula, width, torch.float32, dims) for dims in (2, 3, 4)):
+        formula = Formula(centered, offset, eps, weight, bias, taken[0].name, ())
+        if any(
+            all(_agrees(module, formula, width, torch.float32, dims, training=training) for dims in (2, 3, 4))
+            for training in (True, False)
+        ):
             break
     else:
         return "it computes neither layer_norm nor rms_norm over the last dimension"
-    for dtype in HALF:
-        if not _agrees(module, formula, width, dtype, 3):
-            return f"it computes {formula}, but in {dtype} it is further from it than roundings of the result explain"
-    results = list(_result_dtypes(module, width))
-    for rule, dtype_of in RESULTS.items():
-        if all(dtype_of(x, w) == result for x, w, result in results):
-            return formula._replace(result=rule)
-    return f"it computes {formula}, with results of dtypes that follow no known rule"
+    return _difference(module, formula, width, floats) or _with_results(module, formula, width)
 
 
-def _not_called_eps(name: str) -> bool:
-    return "eps" not in name
+def _float_attributes(module: torch.nn.Module) -> set[str]:
+    """Names of the instance's own and of its classes' numbers with a fraction."""
+    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    return {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
 
 
-def _run(module: torch.nn.Module, x: Tensor, parameters: list[Tensor]) -> Tensor | None:
-    """Runs the class's forward with other parameters, without hooks; None if it raises."""
+def _difference(module: torch.nn.Module, formula: Formula, width: int, floats: list[str]) -> str | None:
+    """What else the module does than the formula that it computes in one mode, or None."""
+    for training in (True, False):
+        mode = {"training": training}
+        if not _agrees(module, formula, width, torch.float32, 3, **mode):
+            return f"it computes {formula} in {'evaluation' if training else 'training'} only"
+        if not _gradients_agree(module, formula, width, **mode):
+            return f"it computes {formula}, but its gradients are others"
+        for name in floats:
+            other = {name: 1.5 * getattr(module, name) + (0.0 if getattr(module, name) else 0.25)}
+            if not _agrees(module, formula, width, torch.float32, 3, **mode, **other):
+                return f"it computes {formula}, but what it does with its {name} is something else"
+        for dtype in HALF:
+            if not _agrees(module, formula, width, dtype, 3, **mode):
+                return f"it computes {formula}, but in {dtype} it is further from it than roundings explain"
+    return None
+
+
+def _with_results(module: torch.nn.Module, formula: Formula, width: int) -> Formula | str:
+    """The formula with the rules for its results' dtypes, or why there is none."""
+    taken = {(x, weight) for x, weight, _ in _result_dtypes(module, width, "")}
+    found = []
+    for context in CONTEXTS:
+        results = [
+            (x, weight, result)
+            for x, weight, result in _result_dtypes(module, width, context)
+            if (x, weight) in taken or (context and torch.float64 not in (x, weight))
+        ]
+        device = context or "cpu"
+        rules = (rule for rule, of in RESULTS.items() if all(of(x, w, device) == result for x, w, result in results))
+        rule = next(rules, None)
+        if rule is None or not results:
+            where = f" under autocast on {context}" if context else ""
+            return f"it computes {formula}, with results of dtypes that follow no known rule{where}"
+        found.append(rule)
+    return formula._replace(results=tuple(found))
+
+
+def _not_called_eps(name: str) -> tuple[bool, str]:
+    return "eps" not in name, name
+
+
+def _twin(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any) -> torch.nn.Module:
+    """A module of its class with other parameters and attributes, and without hooks."""
     twin = copy.copy(module)
+    vars(twin).pop("forward", None)
     names = _parameters(module)
     held = {name: None for name in module._parameters}
     twin._parameters = {**held, **dict(zip(names, map(torch.nn.Parameter, parameters), strict=True))}
+    vars(twin).update(attributes)
+    return twin
+
+
+@contextlib.contextmanager
+def _autocast(device: str) -> Iterator[None]:
+    """Autocast of a device type alone, "": none; on a machine without the device, too."""
+    before = {each: torch.is_autocast_enabled(each) for each in ("cpu", "cuda")}
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        for each in before:
+            torch.set_autocast_enabled(each, each == device)
+        yield
+    finally:
+        for each, enabled in before.items():
+            torch.set_autocast_enabled(each, enabled)
+
+
+def _run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
+    """Runs the class's forward; None if it raises."""
+    try:
+        with _autocast(context), torch.random.fork_rng(devices=[]):
             y = twin.forward(x)
     except Exception:  # whatever a stranger's code raises: it is not our formula
         return None
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
 
 
-def _agrees(module: torch.nn.Module, formula: Formula, width: int, dtype: torch.dtype, dims: int) -> bool:
-    """Compares with the formula in float64, on rows of spread 1, of mean 3, and so small that eps counts.
+def _probe(formula: Formula, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:
+    """Rows of spread 1, of mean 3, and so small that eps counts; a weight and a bias."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
+    rows[2:4] += 3
+    rows[4:] *= abs(eps) ** 0.5
+    weights = [torch.randn(width, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)]
+    x = rows.to(dtype).reshape((6, width) if dims == 2 else (2, *(1,) * (dims - 3), 3, width))
+    return [x, *weights[: (formula.weight is not None) + (formula.bias is not None)]]
+
+
+def _exact(formula: Formula, eps: float, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The formula in plain tensor operations."""
+    xhat = x - (x.mean(-1, keepdim=True) if formula.centered else 0)
+    xhat = xhat * (xhat.square().mean(-1, keepdim=True) + eps).rsqrt()
+    scaled = xhat if weight is None else xhat * (formula.offset + weight)
+    return scaled if bias is None else scaled + bias
+
+
+def _agrees(
+    module: torch.nn.Module, formula: Formula, width: int, dtype: torch.dtype, dims: int, **attributes: Any
+) -> bool:
+    """Compares with the formula in float64, with some of the module's attributes changed.
 
     The bound in float32 is that of sums of up to 2^16 squares, added in a tree, and of x - mean at that mean (16 to 20
     roundings, half an eps each); in half, of an xhat, a product and a result rounded, and a row's statistics.
     """
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
+    eps = attributes.get(formula.eps, getattr(module, formula.eps))
+    x, *parameters = _probe(formula, eps, width, dtype, dims)
+    with torch.no_grad():
+        y = _run(_twin(module, parameters, **attributes), x.clone())
+        if y is None:
+            return False
+        exact = _exact(formula, eps, x.double(), *(parameter.double() for parameter in parameters))
+        bound = (16 if dtype is torch.float32 else 4) * EPS[dtype] * exact.abs().max()
+        return bool((y.double() - exact).abs().max() <= bound)
+
+
+def _gradients_agree(module: torch.nn.Module, formula: Formula, width: int, **attributes: Any) -> bool:
+    """Compares the gradients with the formula's, row by row: statistics or a weight that are detached show here.
+
+    The bound is far from rounding, some 100 eps of a row, and far from a missing term, which is as large as the others.
+    """
     eps = getattr(module, formula.eps)
-    rows[2:4] += 3
-    rows[4:] *= abs(eps) ** 0.5
-    weight, bias = (torch.randn(width, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-    x = rows.to(dtype).reshape((6, width) if dims == 2 else (2, *(1,) * (dims - 3), 3, width))
-    y = _run(module, x.clone(), [weight, bias][: len(_parameters(module))])
-    if y is None:
-        return False
-    exact = x.double() - (x.double().mean(-1, keepdim=True) if formula.centered else 0)
-    exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt()
-    exact = exact * (formula.offset + weight.double()) if formula.weight else exact
-    exact = exact + bias.double() if formula.bias else exact
-    bound = (16 if dtype is torch.float32 else 4) * EPS[dtype] * exact.abs().max()
-    return bool((y.double() - exact).abs().max() <= bound)
+    x, *parameters = _probe(formula, eps, width, torch.float32, 2)
+    leaves = [each.double().requires_grad_() for each in (x, *parameters)]
+    grad_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    with torch.enable_grad():
+        wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
+        twin, x = _twin(module, parameters, **attributes), x.clone().requires_grad_()
+        y = _run(twin, x * 1)  # not a leaf, which forward could not change in place
+        if y is None or not y.requires_grad:
+            return False
+        own = [x, *_parameters(twin).values()]
+        try:
+            got = torch.autograd.grad(y, own, grad_out.to(y.dtype), allow_unused=True)
+        except Exception:  # of a stranger's backward
+            return False
+    return all(
+        a is not None and bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())
+        for a, b in zip(got, wanted, strict=True)
+    )
 
 
-def _result_dtypes(module: torch.nn.Module, width: int) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """x's dtype, the parameters' and the result's, for all that the module takes."""
+def _result_dtypes(
+    module: torch.nn.Module, width: int, context: str
+) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+    """x's dtype, the parameters' and the result's, for all that the module takes there.
+
+    The tensors of CUDA's are fake: they know the dtypes, and need no GPU.
+    """
     count = len(_parameters(module))
-    for x in DTYPES:
-        for weight in DTYPES if count else (x,):
-            y = _run(module, torch.ones(2, 3, width, dtype=x), [torch.ones(width, dtype=weight)] * count)
-            if y is not None:
-                yield x, weight, y.dtype
+    with torch.no_grad(), FakeTensorMode() if context == "cuda" else contextlib.nullcontext():
+        device = context or "cpu"
+        for x in DTYPES:
+            for weight in DTYPES if count else (x,):
+                parameters = [torch.ones(width, dtype=weight, device=device)] * count
+                y = _run(_twin(module, parameters), torch.ones(2, 3, width, dtype=x, device=device), context)
+                if y is not None:
+                    yield x, weight, y.dtype

@@ -1,6 +1,7 @@
 """Modules over the ops, with the names and habits of torch.nn."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -8,9 +9,25 @@ from torch import Tensor
 from extension_cpp import ops
 from extension_cpp.convert import Converted as Converted
 from extension_cpp.convert import convert as convert
+from extension_cpp.convert import revert as revert
 
 
-class ScaleBiasReLU(torch.nn.Module):
+def refuse_script(module: object) -> NoReturn:
+    raise RuntimeError(
+        f"extension_cpp.nn: torch.jit.script cannot compile {type(module).__name__}, whose forward is Python code that "
+        "chooses between operators; use torch.export or torch.jit.trace, or, for a converted model, "
+        "extension_cpp.nn.revert first"
+    )
+
+
+class _NotScriptable:
+    """Gets torch.jit.script a sentence of ours, in place of the compiler's about Python that it does not know."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
+
+
+class ScaleBiasReLU(_NotScriptable, torch.nn.Module):
     """``relu(x * scale + bias)`` with a learned bias over the last dimension.
 
     Args:
@@ -47,53 +64,57 @@ class ScaleBiasReLU(torch.nn.Module):
         return f"features={self.features}, scale={self.scale}"
 
 
-class ReLU(torch.nn.Module):
+class ReLU(_NotScriptable, torch.nn.Module):
     """``max(x, 0)`` element by element; any shape."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.relu(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.relu(input)
 
 
-class Mish(torch.nn.Module):
+class Mish(_NotScriptable, torch.nn.Module):
     """``x * tanh(softplus(x))`` element by element; any shape."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.mish(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.mish(input)
 
 
-class Dropout(torch.nn.Dropout):
+class Dropout(_NotScriptable, torch.nn.Dropout):
     """torch.nn.Dropout over extension_cpp.dropout.
 
     With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Dropout; that takes a copy more, and no
     less memory.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = ops.dropout(x, self.p, self.training)
-        return x.copy_(y) if self.inplace and y is not x else y
+    def forward(self, input: Tensor) -> Tensor:
+        y = ops.dropout(input, self.p, self.training)
+        return input.copy_(y) if self.inplace and y is not input else y
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(_NotScriptable, torch.nn.LayerNorm):
     """torch.nn.LayerNorm, arguments, parameters and state_dict included, over extension_cpp.layer_norm.
 
     The parameters may be float32 where the input is half; the result has the input's dtype.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_NotScriptable, torch.nn.RMSNorm):
     """torch.nn.RMSNorm, arguments, parameters and state_dict included, over extension_cpp.rms_norm.
 
     The weight may be of any floating dtype, as torch.nn.RMSNorm's; the result has the input's dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor | None = self.weight
-        if weight is not None and weight.dtype != x.dtype:
-            weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
-        return ops.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:
+        weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+    return ops.rms_norm(x, normalized_shape, weight, eps)
 
 
 def _probability(p: float) -> float:
@@ -103,7 +124,7 @@ def _probability(p: float) -> float:
     return p
 
 
-class AddLayerNorm(torch.nn.LayerNorm):
+class AddLayerNorm(_NotScriptable, torch.nn.LayerNorm):
     """``s = residual + dropout(x, p)``; returns ``(layer_norm(s), s)``, over extension_cpp.add_layer_norm.
 
     torch.nn.LayerNorm's arguments, parameters and state_dict, and:
@@ -136,7 +157,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
         return f"{super().extra_repr()}, p={self.p}"
 
 
-class AddRMSNorm(torch.nn.RMSNorm):
+class AddRMSNorm(_NotScriptable, torch.nn.RMSNorm):
     """``s = residual + dropout(x, p)``; returns ``(rms_norm(s), s)``, over extension_cpp.add_rms_norm.
 
     torch.nn.RMSNorm's arguments, parameters and state_dict, and:

@@ -431,6 +431,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     return _ops.dropout(x, p, _seed(x, p))
 
 
+@torch.fx.wrap  # torch.fx records the call: it has no device to give to torch.randint
 def _seed(x: Tensor, p: float) -> Tensor:
     """One number for the whole of x, on its device, so that no random number passes through the host."""
     if p == 1:  # nothing is kept, whatever the seed
@@ -489,8 +490,8 @@ def layer_norm(
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and a mean and a reciprocal
     standard deviation a row, in float32 (float64: float64). The variance is summed around a number near the mean, in as
     many passes as lose no digits; the rows of the weight gradients are summed in a fixed order. Under autocast on CUDA
-    half inputs are cast to float32 and so is the result, as PyTorch's own; on the CPU, and for rms_norm, PyTorch casts
-    nothing, and nor does this. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    half inputs are cast to float32 and so is the result, as PyTorch's own; on the CPU PyTorch casts nothing, and nor
+    does this. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
     return _ops.layer_norm(x, normalized_shape, weight, bias, eps)
 
@@ -726,7 +727,8 @@ def rms_norm(
             device; or ``x`` is not floating point.
 
     Differentiable in ``x`` and ``weight``, to any order. Backward saves ``x`` and a reciprocal root mean square a row,
-    in float32 (float64: float64); the rows of the weight gradient are summed in a fixed order. Source: Zhang and
+    in float32 (float64: float64); the rows of the weight gradient are summed in a fixed order. Autocast does what it
+    does to PyTorch's own: from torch 2.12 on, half inputs and the result are cast to float32 on CUDA. Source: Zhang and
     Sennrich 2019, arXiv:1910.07467.
     """
     return _ops.rms_norm(x, normalized_shape, weight, eps)
@@ -773,6 +775,8 @@ def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tens
 
 
 register_autograd("extension_cpp::rms_norm", _rms_norm_backward, setup_context=_rms_norm_setup_context)
+if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
+    register_autocast("extension_cpp::rms_norm", "cuda", torch.float32)
 
 
 def _rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -835,10 +839,11 @@ def add_layer_norm(
     return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)
 
 
+@torch.fx.wrap  # torch.fx knows no dtypes
 def _under_autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """A branch comes in half there, and the residual stream in float32."""
-    device = x.device.type  # meta has no autocast
-    if x.dtype != residual.dtype and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    device = x.device.type
+    if x.dtype != residual.dtype and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # meta has none
         dtype = torch.promote_types(x.dtype, residual.dtype)
         return x.to(dtype), residual.to(dtype)
     return x, residual

@@ -127,6 +127,7 @@ def page() -> str:
         "| module | meaning |\n|---|---|\n"
         + "\n".join(row(f"`{call(name, module)}`", summary(module)) for name, module in modules().items()),
         described("convert", extension_cpp.nn.convert),
+        described("revert", extension_cpp.nn.revert),
     ]
     return "\n\n".join(parts) + "\n"
 

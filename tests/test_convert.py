@@ -1,11 +1,14 @@
 """nn.convert: whole models from transformers beside themselves unconverted, and every way in which a module is left."""
 
+import contextlib
 import copy
+import inspect
 import io
+import itertools
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # every model here is made from its configuration
 
@@ -13,6 +16,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import weight_norm
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -22,6 +27,7 @@ from transformers.models.sam2.modeling_sam2 import Sam2LayerNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import extension_cpp
+from extension_cpp import nn
 from extension_cpp.nn import convert
 
 HALF = [torch.bfloat16, torch.float16]
@@ -330,6 +336,15 @@ class OwnNorm(torch.nn.Module):
         return torch.nn.functional.rms_norm(x, (64,), self.weight, self.eps)
 
 
+class LayerNormSubclass(torch.nn.LayerNorm):
+    pass
+
+
+class OwnLayerNorm(OwnNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (64,), self.weight, None, self.eps)
+
+
 class EpsOutsideNorm(OwnNorm):
     def forward(self, x: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
@@ -372,6 +387,69 @@ class ConstantEpsNorm(OwnNorm):
         return torch.nn.functional.rms_norm(x, (64,), self.weight, 1e-3)
 
 
+class TrainingNorm(OwnNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.training else 2)
+
+
+class EvaluationNorm(OwnNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.training else 1)
+
+
+class GainNorm(OwnNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class BiasNorm(OwnNorm):
+    """The number belongs to the class."""
+
+    shift = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
+class UnusedEpsNorm(OwnNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (64,), self.weight, 1e-3)
+
+
+class DetachedStatisticsNorm(OwnNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.detach().square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+class DetachedWeightNorm(OwnNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (64,), self.weight.detach(), self.eps)
+
+
+class TensorNorm(OwnNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = [torch.ones(64)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gains[0]
+
+
+class FinalNorm(OwnNorm):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("FinalNorm is final")
+
+
+def sharded() -> torch.nn.Module:
+    norm = LlamaRMSNorm(64)
+    norm.weight = torch.nn.Parameter(torch.empty(0))
+    return norm
+
+
 def replaced_forward() -> torch.nn.Module:
     norm = LlamaRMSNorm(64)
     norm.forward = lambda x: x
@@ -387,7 +465,7 @@ LEFT = {
         lambda: torch.nn.GroupNorm(4, 64),
     ],
     "its forward takes (x: ": [GatedNorm],
-    "further from it than roundings of the result explain": [lambda: HalfNorm(eps=1e-6)],
+    "further from it than roundings explain": [lambda: HalfNorm(eps=1e-6)],
     "results of dtypes that follow no known rule": [OddDtypeNorm],
     "none of its attributes is a number that could be eps": [ConstantEpsNorm],
     "it has buffers": [lambda: torch.nn.BatchNorm1d(64)],
@@ -397,13 +475,22 @@ LEFT = {
     "it works in place": [lambda: torch.nn.Dropout(0.5, inplace=True)],
     "a subclass of torch.nn.Dropout": [type("OwnDropout", (torch.nn.Dropout,), {})],
     "its rows are too short to tell": [lambda: LlamaRMSNorm(1)],
+    "it computes rms_norm in training only": [TrainingNorm],
+    "it computes rms_norm in evaluation only": [EvaluationNorm],
+    "what it does with its gain is something else": [GainNorm],
+    "what it does with its shift is something else": [BiasNorm],
+    "what it does with its eps is something else": [UnusedEpsNorm],
+    "its gradients are others": [DetachedStatisticsNorm, DetachedWeightNorm],
+    "its gains is a tensor and neither a parameter nor a buffer": [TensorNorm],
+    "its class cannot be subclassed (FinalNorm is final)": [FinalNorm],
+    "its parameters are empty, as sharding leaves them": [sharded],
 }
 
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_left_and_why(reason: str) -> None:
-    for make_norm in LEFT[reason]:
-        model = torch.nn.Sequential(make_norm(), torch.nn.Linear(64, 64))
+    for make_norm, training in itertools.product(LEFT[reason], (True, False)):
+        model = torch.nn.Sequential(make_norm(), torch.nn.Linear(64, 64)).train(training)
         kind = type(model[0])
         changed, left = convert(model)
         assert not changed and list(left) == ["0"] and type(model[0]) is kind
@@ -414,7 +501,9 @@ def test_left_and_why(reason: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_is_left() -> None:
     scripted = torch.jit.script(torch.nn.Sequential(torch.nn.LayerNorm(8)))
-    reason = "LayerNorm: it is TorchScript; convert the model before it is scripted"
+    reason = (
+        "LayerNorm: it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
+    )
     assert convert(scripted) == ({}, {"0": reason})
 
 
@@ -441,3 +530,219 @@ def test_dropout(device: str) -> None:
 def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got"):
         convert([torch.nn.LayerNorm(8)])  # type: ignore[arg-type]  # that is the mistake
+
+
+# ---- autocast ----
+
+
+@contextlib.contextmanager
+def autocast(device: str, enabled: bool) -> Iterator[None]:
+    """torch.autocast, for a device that is not there, too."""
+    before = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before)
+
+
+AUTOCAST_NORMS = NORMS | {
+    "a subclass of torch layer": lambda: LayerNormSubclass(64),
+    "own layer": OwnLayerNorm,
+    "own rms": OwnNorm,
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["autocast", "no autocast"])
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", AUTOCAST_NORMS)
+def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> None:
+    """The result has the dtype that the original module's has, on FakeTensors, which need no GPU."""
+    stock = AUTOCAST_NORMS[name]()
+    ours = copy.deepcopy(stock)
+    assert convert(ours).changed
+    compared = 0
+    for dtype, half in itertools.product(DTYPES, HALF):
+        parameters = {key: parameter.to(dtype) for key, parameter in stock.named_parameters()}
+        for x_dtype in DTYPES:
+            with FakeTensorMode(), autocast(fake_device, enabled):
+                torch.set_autocast_dtype(fake_device, half)
+                given = {key: torch.empty(p.shape, dtype=dtype, device=fake_device) for key, p in parameters.items()}
+                x = torch.empty(5, 4, 64, dtype=x_dtype, device=fake_device)
+                try:
+                    want = torch.func.functional_call(stock, given, (x,)).dtype
+                except RuntimeError:
+                    continue
+                casts = enabled and fake_device == "cuda" and torch.float64 not in (dtype, x_dtype)
+                if not casts and not takes(stock, dtype, x_dtype):
+                    continue
+                assert torch.func.functional_call(ours, given, (x,)).dtype == want, (x_dtype, dtype, half)
+                compared += 1
+    assert compared >= 8
+
+
+def takes(norm: torch.nn.Module, dtype: torch.dtype, x_dtype: torch.dtype) -> bool:
+    """Whether a module takes inputs and parameters of these dtypes on the CPU; PyTorch's fakes refuse less."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        try:
+            copy.deepcopy(norm).to(dtype)(torch.zeros(5, 4, 64, dtype=x_dtype))
+        except RuntimeError:
+            return False
+    return True
+
+
+# ---- captured by tracers ----
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
+def test_a_llama_is_traced(gradients: bool) -> None:
+    """torch.jit.trace, its own check included; the traced model trains."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make("llama", torch.float32).eval()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.model(tokens).logits
+
+    model = Logits()
+    convert(model)
+    tokens = torch.randint(1, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.set_grad_enabled(gradients):
+        traced = torch.jit.trace(model, (tokens,))
+    want = torch.autograd.grad(model(tokens).sin().sum(), [*model.parameters()])
+    got = torch.autograd.grad(traced(tokens).sin().sum(), [*model.parameters()])
+    for ours, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+CAPTURES = {
+    "symbolic_trace": lambda model, x: torch.fx.symbolic_trace(model),
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "jit.trace": lambda model, x: torch.jit.trace(model, (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_captured(name: str, capture: str) -> None:
+    """Captured under no_grad, the norm alone and in a model; the graph trains."""
+    if capture == "jit.trace" and sys.version_info >= (3, 14):
+        pytest.skip("torch.jit does not support Python 3.14")
+    norm = NORMS[name]()
+    convert(norm)
+    x = torch.randn(5, 4, 64)
+    for model in (norm, torch.nn.Sequential(torch.nn.Linear(64, 64), norm)):
+        with torch.no_grad():
+            captured = CAPTURES[capture](model, x)
+        leaf, again = (x.clone().requires_grad_() for _ in range(2))
+        captured(leaf).sin().sum().backward()
+        model(again).sin().sum().backward()
+        torch.testing.assert_close(leaf.grad, again.grad, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", NORMS)
+def test_scripting_gets_a_sentence_that_is_true(name: str) -> None:
+    model = torch.nn.Sequential(NORMS[name]())
+    convert(model)
+    with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile .*, whose forward is Python code that"):
+        torch.jit.script(model)
+    if name.startswith("torch layer"):  # the others' own code is beyond torch.jit.script
+        nn.revert(model)
+        torch.jit.script(model)
+
+
+# ---- what others do to a converted module, and the way back ----
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_revert(name: str) -> None:
+    norm = NORMS[name]()
+    stock = copy.deepcopy(norm)
+    kind, state = type(norm), vars(norm).keys()
+    model = torch.nn.Sequential(norm, torch.nn.Dropout(0.5), extension_cpp.nn.AddLayerNorm(64))
+    convert(model)
+    assert nn.revert(model) == ({"0": kind.__name__, "1": "Dropout"}, {})
+    assert model[0] is norm and type(norm) is kind and vars(norm).keys() == state
+    assert type(model[1]) is torch.nn.Dropout and type(model[2]) is extension_cpp.nn.AddLayerNorm
+    x = torch.randn(5, 4, 64)
+    assert torch.equal(norm(x), stock(x))
+    assert nn.revert(model) == ({}, {}) and len(convert(model).changed) == 2
+
+
+def test_revert_takes_modules() -> None:
+    with pytest.raises(TypeError, match=r"extension_cpp.nn.revert: expected model to be a torch.nn.Module, but got"):
+        nn.revert([torch.nn.LayerNorm(8)])  # type: ignore[arg-type]  # that is the mistake
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_called_by_name(name: str) -> None:
+    norm = NORMS[name]()
+    (argument,) = inspect.signature(norm.forward).parameters
+    convert(norm)
+    x = torch.randn(5, 4, 64)
+    assert torch.equal(norm(**{argument: x}), norm(x))
+    dropout = torch.nn.Dropout(0.0)
+    convert(dropout)
+    assert torch.equal(dropout(input=x), x)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_forward_of_its_own_is_not_replaced(name: str) -> None:
+    """`module.forward = module.forward`, as accelerate leaves it behind."""
+    norm = NORMS[name]()
+    norm.forward = norm.forward
+    assert convert(norm).changed
+    x = torch.randn(5, 4, 64, requires_grad=True)
+    assert type(norm(x).grad_fn).__name__ != type(NORMS[name]()(x).grad_fn).__name__, "the old forward still runs"
+
+
+def test_a_class_on_top_survives_copies_and_pickles() -> None:
+    norm = LlamaRMSNorm(64)
+    convert(norm)
+    top = type("OnTop", (type(norm),), {"__module__": __name__, "mark": 1})
+    norm.__class__ = globals()["OnTop"] = top
+    x = torch.randn(5, 64)
+    for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(twin) is top and torch.equal(twin(x), norm(x))
+    reason = "OnTop: a class was put on top of the converted one; take it off first"
+    assert nn.revert(norm) == ({}, {"": reason})
+
+
+def test_all_are_decided_before_one_is_changed() -> None:
+    """What raises while a class is looked at leaves the model as it was."""
+
+    class Hostile(OwnNorm):
+        @property
+        def forward(self) -> object:  # type: ignore[override]  # nobody expects it
+            raise ZeroDivisionError
+
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), Hostile())
+    with pytest.raises(ZeroDivisionError):
+        convert(model)
+    assert type(model[0]) is torch.nn.LayerNorm
+
+
+def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose class, numbers and shapes are the same; others each."""
+    seen: list[int] = []
+    forward = LlamaRMSNorm.forward
+
+    def counted(self: LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
+        seen.append(1)
+        return forward(self, hidden_states)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", counted)
+    convert(torch.nn.Sequential(LlamaRMSNorm(64)))
+    once = len(seen)
+    convert(torch.nn.Sequential(*(LlamaRMSNorm(64) for _ in range(4))))
+    assert len(seen) == 2 * once
+    convert(torch.nn.Sequential(LlamaRMSNorm(64), LlamaRMSNorm(64, eps=1e-3), LlamaRMSNorm(32)))
+    assert len(seen) == 5 * once

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -116,3 +117,29 @@ def test_saved_tensors_are_few() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
             function()
         assert len(saved) == kept
+
+
+CAPTURED = [*MODULES, Dropout(0.3), AddLayerNorm(33, p=0.3), AddRMSNorm(33, p=0.3)]
+
+
+@pytest.mark.parametrize("module", CAPTURED, ids=lambda module: type(module).__name__)
+def test_symbolic_trace(module: torch.nn.Module) -> None:
+    """In training, too; the graph draws other random numbers at each run."""
+    inputs = [torch.randn(4, 33) for _ in range(1 + isinstance(module, (AddLayerNorm, AddRMSNorm)))]
+    with torch.no_grad():
+        traced = torch.fx.symbolic_trace(module)
+    results = []
+    for each in (module, traced):
+        torch.manual_seed(0)
+        results.append(each(*inputs))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    if getattr(module, "p", 0) and module.training:
+        assert not torch.equal(torch.cat([*traced(*inputs)]), torch.cat([*results[0]]))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("module", CAPTURED, ids=lambda module: type(module).__name__)
+def test_scripting_gets_a_sentence(module: torch.nn.Module) -> None:
+    with pytest.raises(RuntimeError, match=f"torch.jit.script cannot compile {type(module).__name__}, whose forward"):
+        torch.jit.script(module)
