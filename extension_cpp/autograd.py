@@ -7,8 +7,10 @@ its own (def_with_twin in csrc/common/op.h). It is called in the operator's plac
 that is not differentiated itself, unless a graph records the call: a graph captured under no_grad may be trained later.
 
 Where gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up
-defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is needed here:
+defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is wanted here:
 
+* Transforms of torch.func are refused, and forward-mode differentiation gets a tangent of zero without a word. Here the
+  first work, and the second has the operator in plain tensor operations, or raises.
 * The guard keeps what runs below from recording gradients. autograd.Function has switched them off by then, and where
   no argument requires grad there are none to record.
 * Lists of tensors would have to be flattened. Operators that have some are refused.
@@ -20,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch._guards import TracingContext
+from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as symbolic_trace
 from torch.library import Library
 
@@ -61,12 +65,15 @@ def _is_differentiable() -> bool:
 
 
 def _is_recorded() -> bool:
-    """Whether a graph may record this call: torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace.
+    """Whether a graph may record this call: torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace;
+    or forward-mode differentiation may follow it.
 
     torch.compile is not among them: it guards on the grad mode, and nothing differentiates its backward graphs.
     """
     if torch.compiler.is_compiling():
         return torch.compiler._is_exporting_flag  # is_exporting() is always true where torch.compile traces it
+    if forward_ad._current_level >= 0:  # which no_grad does not switch off
+        return True
     if torch._C._len_torch_dispatch_stack() > 0:
         return TracingContext.try_get() is None
     return torch._C._is_tracing() or symbolic_trace._is_fx_tracing_flag
@@ -113,10 +120,21 @@ def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> No
         torch.library.register_autocast(name, device_type, cast_inputs)
 
 
+def has_tangent(*args: Any) -> bool:
+    """Whether forward-mode differentiation goes through one of these."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
+    )
+
+
 def register_autograd(
-    op: str, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+    op: str,
+    backward: Callable[..., Any],
+    *,
+    setup_context: Callable[..., Any] | None = None,
+    plain: Callable[..., Any] | None = None,
 ) -> None:
-    """Gives an operator its derivative, as torch.library.register_autograd does.
+    """Gives an operator its derivative, as torch.library.register_autograd does, and under torch.func's transforms.
 
     Args:
         op: "namespace::name" of an operator that writes to no argument and takes and returns no list of tensors, and
@@ -126,6 +144,8 @@ def register_autograd(
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what backward reads; ``inputs`` and
             ``ctx.needs_input_grad`` have an entry for each of these arguments, defaults included. An operator with
             keyword-only arguments gets them as ``keyword_only_inputs``, too.
+        plain: the operator in plain tensor operations, called in its place where an argument has a tangent of
+            forward-mode differentiation. None: there forward mode raises RuntimeError.
 
     Raises:
         NotImplementedError: the operator's schema is not of that kind.
@@ -134,7 +154,7 @@ def register_autograd(
     overload = _overload(op)
     _check_schema(overload._schema)
     library = Library(namespace, "FRAGMENT")
-    library.impl(name, _autograd_kernel(overload, backward, setup_context), "Autograd", with_keyset=True)
+    library.impl(name, _autograd_kernel(overload, backward, setup_context, plain), "Autograd", with_keyset=True)
     registrations[op] = library
 
 
@@ -149,7 +169,10 @@ def _check_schema(schema: Any) -> None:
 
 
 def _autograd_kernel(
-    op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any] | None
+    op: Any,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., Any] | None,
+    plain: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     by_position = [argument for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
@@ -159,7 +182,12 @@ def _autograd_kernel(
     # Function.apply takes no keywords, and one more argument is one more gradient: what is none comes last, as a pair.
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
-        output = op.redispatch(keys, *inputs, **keywords)
+        if torch._C._are_functorch_transforms_active():
+            # Function switches gradients off for the levels below, too, where other transforms record theirs.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                output = op.redispatch(keys, *inputs, **keywords)
+        else:
+            output = op.redispatch(keys, *inputs, **keywords)
         ctx.needs_input_grad = ctx.needs_input_grad[:-1]
         if setup_context is not None:
             given = {"keyword_only_inputs": keyword_defaults | keywords} if keyword_only else {}
@@ -173,15 +201,27 @@ def _autograd_kernel(
     # Made by type(), because PyTorch takes the name in grad_fn from the class while it is made.
     functions = {"forward": staticmethod(forward), "backward": staticmethod(with_none)}
     node: Any = type(op._schema.name.split("::")[1], (torch.autograd.Function,), functions)
-    apply = node.apply
+    # Function.apply without its check that refuses torch.func's transforms: their dispatch has brought the tensors to
+    # the level of one transform, where this kernel records like the kernels of PyTorch's own operators.
+    single_level_apply = super(torch.autograd.Function, node).apply
+
+    def apply(*args: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return single_level_apply(*args)
+        with enable_single_level_autograd_function():
+            return single_level_apply(*args)
 
     def kernel(keys: DispatchKeySet, *args: Any, **keywords: Any) -> Any:
         keys = keys & _AFTER_AUTOGRAD
+        if forward_ad._current_level >= 0 and has_tangent(*args):
+            if plain is None:
+                raise RuntimeError(f"{op._schema.name}: forward-mode differentiation is not implemented")
+            return plain(*args, *defaults[len(args) :], **keywords)
         if torch.is_grad_enabled():
             for arg in args:
                 if isinstance(arg, Tensor) and arg.requires_grad:
                     # The dispatcher leaves out trailing arguments that are their defaults.
-                    return apply(*args, *defaults[len(args) :], (keys, keywords))
+                    return apply(*unwrap_dead_wrappers(args), *defaults[len(args) :], (keys, keywords))
         return op.redispatch(keys, *args, **keywords)
 
     return kernel

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks
-from extension_cpp.autograd import operators, register_autocast, register_autograd, register_fake
+from extension_cpp import checks, plain
+from extension_cpp.autograd import has_tangent, operators, register_autocast, register_autograd, register_fake
 
 _ops = operators("extension_cpp")
 
@@ -52,6 +52,8 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
         raise RuntimeError(
             "extension_cpp::muladd: expected a and b not to require grad with out=, which is not differentiable"
         )
+    if has_tangent(a, b, out):
+        raise RuntimeError("extension_cpp::muladd: expected no tangents with out=, which is not differentiable")
     torch.ops.extension_cpp.muladd.out(a, b, c, out=out)
     return out
 
@@ -96,7 +98,7 @@ def _muladd_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor 
     return *_ops.muladd_backward(grad_out, a, b), None
 
 
-register_autograd("extension_cpp::muladd", _muladd_backward, setup_context=_muladd_setup_context)
+register_autograd("extension_cpp::muladd", _muladd_backward, setup_context=_muladd_setup_context, plain=plain.muladd)
 
 
 def _muladd_backward_setup_context(
@@ -113,7 +115,10 @@ def _muladd_double_backward(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor) 
 
 
 register_autograd(
-    "extension_cpp::muladd_backward", _muladd_double_backward, setup_context=_muladd_backward_setup_context
+    "extension_cpp::muladd_backward",
+    _muladd_double_backward,
+    setup_context=_muladd_backward_setup_context,
+    plain=plain.muladd_backward,
 )
 
 
@@ -178,7 +183,10 @@ def _scale_bias_relu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None
 
 
 register_autograd(
-    "extension_cpp::scale_bias_relu", _scale_bias_relu_backward, setup_context=_scale_bias_relu_setup_context
+    "extension_cpp::scale_bias_relu",
+    _scale_bias_relu_backward,
+    setup_context=_scale_bias_relu_setup_context,
+    plain=plain.scale_bias_relu,
 )
 
 
@@ -204,6 +212,7 @@ register_autograd(
     "extension_cpp::scale_bias_relu_backward",
     _scale_bias_relu_double_backward,
     setup_context=_scale_bias_relu_backward_setup_context,
+    plain=plain.scale_bias_relu_backward,
 )
 
 
@@ -250,7 +259,7 @@ def _relu_backward(ctx: Any, grad_out: Tensor) -> Tensor:
     return _ops.relu_backward(grad_out, y)
 
 
-register_autograd("extension_cpp::relu", _relu_backward, setup_context=_relu_setup_context)
+register_autograd("extension_cpp::relu", _relu_backward, setup_context=_relu_setup_context, plain=plain.relu)
 
 
 def _relu_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -262,7 +271,12 @@ def _relu_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, None]:
     return _ops.relu_backward(grad_grad_x, y), None
 
 
-register_autograd("extension_cpp::relu_backward", _relu_double_backward, setup_context=_relu_backward_setup_context)
+register_autograd(
+    "extension_cpp::relu_backward",
+    _relu_double_backward,
+    setup_context=_relu_backward_setup_context,
+    plain=plain.relu_backward,
+)
 
 
 # ---- mish ----
@@ -317,7 +331,7 @@ def _mish_backward(ctx: Any, grad_out: Tensor) -> Tensor:
     return _ops.mish_backward(grad_out, x)
 
 
-register_autograd("extension_cpp::mish", _mish_backward, setup_context=_mish_setup_context)
+register_autograd("extension_cpp::mish", _mish_backward, setup_context=_mish_setup_context, plain=plain.mish)
 
 
 def _mish_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -329,7 +343,12 @@ def _mish_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor
     return _ops.mish_backward(grad_grad_x, x), _ops.mish_double_backward(grad_grad_x, grad_out, x)
 
 
-register_autograd("extension_cpp::mish_backward", _mish_double_backward, setup_context=_mish_backward_setup_context)
+register_autograd(
+    "extension_cpp::mish_backward",
+    _mish_double_backward,
+    setup_context=_mish_backward_setup_context,
+    plain=plain.mish_backward,
+)
 
 
 def _mish_no_third_order(ctx: Any, grad: Tensor) -> None:
@@ -396,7 +415,9 @@ def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None
     return grad_out.expand(ctx.shape), None, None
 
 
-register_autograd("extension_cpp::reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context)
+register_autograd(
+    "extension_cpp::reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context, plain=plain.reduce_sum
+)
 
 
 # ---- dropout ----
@@ -457,7 +478,9 @@ def _dropout_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
     return _ops.dropout(grad_out, ctx.p, seed), None, None
 
 
-register_autograd("extension_cpp::dropout", _dropout_backward, setup_context=_dropout_setup_context)
+register_autograd(
+    "extension_cpp::dropout", _dropout_backward, setup_context=_dropout_setup_context, plain=plain.dropout
+)
 
 
 # ---- layer_norm ----
@@ -620,7 +643,9 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[T
     )
 
 
-register_autograd("extension_cpp::layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context)
+register_autograd(
+    "extension_cpp::layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context, plain=plain.layer_norm
+)
 # For one device type alone: of two registrations torch.compile takes the second for both.
 register_autocast("extension_cpp::layer_norm", "cuda", torch.float32)
 
@@ -638,25 +663,20 @@ def _norm_second_order(
     respect to grad_out, x and weight. `grads` are the three that come in, None where that gradient was not computed;
     not `centered`: rms_norm.
 
-    In plain tensor operations of x, so that autograd takes it from here to any order. With P(z) = z - mean(z) - xhat *
-    mean(xhat * z), grad_x is rstd * P(grad_out * weight), and P is symmetric; rms_norm leaves out the mean(z).
+    In plain tensor operations of x, so that autograd takes it from here to any order. With P of plain.project, grad_x
+    is rstd * P(grad_out * weight), and P is symmetric.
     """
     grad_grad_x, grad_grad_weight, grad_grad_bias = grads
     dims, dtype = tuple(range(-len(normalized_shape), 0)), rstd.dtype
     g, v = grad_out.to(dtype), None if grad_grad_x is None else grad_grad_x.to(dtype)
     w = None if weight is None else weight.to(dtype)
+    xhat, rstd = plain.normalize(x.to(dtype), dims, rstd, centered)
 
     def mean(z: Tensor) -> Tensor:
         return z.mean(dims, keepdim=True)
 
-    d = x.to(dtype) - mean(x.to(dtype)) if centered else x.to(dtype)
-    variance = mean(d.square())
-    # rstd as the forward had it, but as a function of x: what it adds to the variance is a constant.
-    rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
-    xhat = d * rstd
-
     def project(z: Tensor) -> Tensor:
-        return z - (mean(z) if centered else 0) - xhat * mean(xhat * z)
+        return plain.project(z, xhat, dims, centered)
 
     grad_grad_out, grad_x, grad_weight = torch.zeros_like(xhat), torch.zeros_like(xhat), None
     if v is not None:
@@ -701,6 +721,7 @@ register_autograd(
     "extension_cpp::layer_norm_backward",
     _layer_norm_double_backward,
     setup_context=_layer_norm_backward_setup_context,
+    plain=plain.layer_norm_backward,
 )
 
 
@@ -774,7 +795,9 @@ def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tens
     return grad_x if needs_x else None, None, grad_weight if needs_weight else None, None
 
 
-register_autograd("extension_cpp::rms_norm", _rms_norm_backward, setup_context=_rms_norm_setup_context)
+register_autograd(
+    "extension_cpp::rms_norm", _rms_norm_backward, setup_context=_rms_norm_setup_context, plain=plain.rms_norm
+)
 if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
     register_autocast("extension_cpp::rms_norm", "cuda", torch.float32)
 
@@ -793,7 +816,10 @@ def _rms_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, 
 
 
 register_autograd(
-    "extension_cpp::rms_norm_backward", _rms_norm_double_backward, setup_context=_rms_norm_backward_setup_context
+    "extension_cpp::rms_norm_backward",
+    _rms_norm_double_backward,
+    setup_context=_rms_norm_backward_setup_context,
+    plain=plain.rms_norm_backward,
 )
 
 
@@ -987,7 +1013,10 @@ def _add_layer_norm_backward(
 
 
 register_autograd(
-    "extension_cpp::add_layer_norm", _add_layer_norm_backward, setup_context=_add_layer_norm_setup_context
+    "extension_cpp::add_layer_norm",
+    _add_layer_norm_backward,
+    setup_context=_add_layer_norm_setup_context,
+    plain=plain.add_layer_norm,
 )
 
 
@@ -1028,6 +1057,7 @@ register_autograd(
     "extension_cpp::add_layer_norm_backward",
     _add_layer_norm_double_backward,
     setup_context=_add_layer_norm_backward_setup_context,
+    plain=plain.add_layer_norm_backward,
 )
 
 
@@ -1150,7 +1180,12 @@ def _add_rms_norm_backward(
     )
 
 
-register_autograd("extension_cpp::add_rms_norm", _add_rms_norm_backward, setup_context=_add_rms_norm_setup_context)
+register_autograd(
+    "extension_cpp::add_rms_norm",
+    _add_rms_norm_backward,
+    setup_context=_add_rms_norm_setup_context,
+    plain=plain.add_rms_norm,
+)
 
 
 def _add_rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -1168,6 +1203,7 @@ register_autograd(
     "extension_cpp::add_rms_norm_backward",
     _add_rms_norm_double_backward,
     setup_context=_add_rms_norm_backward_setup_context,
+    plain=plain.add_rms_norm_backward,
 )
 
 
@@ -1274,7 +1310,10 @@ def _layer_norm_dropout_backward(ctx: Any, grad_out: Tensor | None, *_: None) ->
 
 
 register_autograd(
-    "extension_cpp::layer_norm_dropout", _layer_norm_dropout_backward, setup_context=_layer_norm_dropout_setup_context
+    "extension_cpp::layer_norm_dropout",
+    _layer_norm_dropout_backward,
+    setup_context=_layer_norm_dropout_setup_context,
+    plain=plain.layer_norm_dropout,
 )
 register_autocast("extension_cpp::layer_norm_dropout", "cuda", torch.float32)
 
@@ -1300,4 +1339,5 @@ register_autograd(
     "extension_cpp::layer_norm_dropout_backward",
     _layer_norm_dropout_double_backward,
     setup_context=_layer_norm_dropout_backward_setup_context,
+    plain=plain.layer_norm_dropout_backward,
 )

@@ -63,6 +63,8 @@ class OpSpec:
     # Kernels on the GPU for one forward and one backward.
     launches: tuple[int, int]
     second_order: bool = True
+    # The reference in elementary operations, where PyTorch's own operator errs under torch.func's transforms.
+    in_steps: Callable[..., Any] | None = None
     positional: bool = False  # what an element becomes depends on where it lies
     # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0

@@ -12,6 +12,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -178,10 +179,39 @@ def test_vmap(tensors) -> None:
     torch.testing.assert_close(gradients(mapped, tensors), expected)
 
 
-def test_func_grad_gets_pytorchs_sentence(tensors) -> None:
-    """As with torch.library.register_autograd: no derivative is silently left out."""
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: layer_norm(x, *tensors[1:]).sum())(tensors[0].detach())
+def test_func_grad_is_autograds(tensors) -> None:
+    """The same bits; the battery has every transform."""
+    (expected,) = torch.autograd.grad(layer_norm(*tensors).sin().sum(), tensors[:1])
+    got = torch.func.grad(lambda x: layer_norm(x, *tensors[1:]).sin().sum())(tensors[0].detach())
+    assert torch.equal(got, expected)
+
+
+def test_forward_mode_without_a_plain_form_raises() -> None:
+    x = torch.ones(3)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"scaled: forward-mode .* is not implemented"):
+        torch.ops.autograd_test.scaled(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
+def test_dual_tensors(gradients, tensors) -> None:
+    """Outside of torch.func; no_grad switches off the other mode alone. Without a tangent the kernel runs."""
+    x, weight, bias = (tensor.detach() for tensor in tensors)
+    with torch.set_grad_enabled(gradients), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.cos())
+        ours = forward_ad.unpack_dual(layer_norm(dual, weight, bias))
+        exact = forward_ad.unpack_dual(torch.nn.functional.layer_norm(dual, (5,), weight, bias))
+        torch.testing.assert_close(ours, exact)
+        assert torch.equal(layer_norm(x, weight, bias), layer_norm(*tensors).detach())
+        for out in (x.clone(), dual):
+            with pytest.raises(RuntimeError, match="muladd: expected no tangents with out="):
+                extension_cpp.muladd(dual, x, 1.0, out=out)
+
+
+def test_third_derivative_of_mish_is_refused_in_forward_mode() -> None:
+    x = torch.ones(3, dtype=torch.float64)
+    second = torch.func.grad(lambda x: torch.func.grad(lambda x: extension_cpp.mish(x).sum())(x).sum())
+    with pytest.raises(RuntimeError, match=r"extension_cpp::mish.*not implemented"):
+        torch.func.jvp(second, (x,), (x,))
 
 
 def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
@@ -281,8 +311,13 @@ def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -
     def function(x: Tensor) -> Tensor:
         return layer_norm(x, *tensors[1:]).sum()
 
-    with torch.no_grad(), pytest.raises(RuntimeError, match="functorch transforms"):
-        transform(function, x) if transform is torch.func.vjp else transform(function)(x)
+    (expected,) = torch.autograd.grad(layer_norm(*tensors).sum(), tensors[:1])
+    with torch.no_grad():
+        if transform is torch.func.vjp:
+            (got,) = torch.func.vjp(function, x)[1](torch.ones((), dtype=x.dtype, device=x.device))
+        else:
+            got = transform(function)(x)
+    torch.testing.assert_close(got, expected)
 
 
 def test_no_grad_inside_a_transform(tensors) -> None:

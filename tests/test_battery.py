@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -146,7 +147,8 @@ def test_opcheck(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_gradcheck(spec: OpSpec, device: str) -> None:
-    """The float64 kernels against finite differences, for several layouts; the second order where promised."""
+    """The float64 kernels against finite differences, for several layouts; the second order where promised, and
+    forward mode."""
     for shape, layout in [((3, 5), "contiguous"), ((2, 3, 4), "transposed"), ((2, 3), "sliced")]:
         for sample in spec.sample_inputs(maker(device, torch.float64, layout=layout, seed=3), shape):
             tensors = leaves(sample)
@@ -156,9 +158,101 @@ def test_gradcheck(spec: OpSpec, device: str) -> None:
                 args = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in sample.args]
                 return spec.function(*args, **sample.kwargs)
 
-            torch.autograd.gradcheck(function, tensors)
+            torch.autograd.gradcheck(function, tensors, check_forward_ad=True)
             if spec.second_order:
-                torch.autograd.gradgradcheck(function, tensors)
+                torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True)
+
+
+@every_op
+@every_dtype
+def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Shape, dtype and value of every result, of every operator that a sample reaches, where tensors have tangents."""
+    for sample in spec.sample_inputs(maker(device, dtype), (5, 33)):
+        for each in (sample, *([with_float_weights(sample)] if spec.float_weights and dtype.itemsize == 2 else [])):
+            for op, args, kwargs in _calls_of_every_order(spec, each, "contiguous").made:
+                args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+                expected = as_tuple(op(*args, **kwargs))
+                with forward_ad.dual_level():
+                    duals = (
+                        forward_ad.make_dual(x, torch.ones_like(x))
+                        if isinstance(x, torch.Tensor) and x.is_floating_point()
+                        else x
+                        for x in args
+                    )
+                    try:
+                        results = [forward_ad.unpack_dual(x).primal for x in as_tuple(op(*duals, **kwargs))]
+                    except RuntimeError as error:
+                        assert str(error).endswith(": forward-mode differentiation is not implemented")
+                        assert "backward" in str(error), "the forward has a plain form"
+                        continue
+                for a, b in zip(results, expected, strict=True):
+                    # Sums of 33 columns or 5 rows of terms of about 1, and a product or two of each.
+                    size = max(1.0, b.abs().max().item()) if b.numel() else 0.0
+                    torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * size)
+
+
+Scalar = Callable[..., torch.Tensor]
+
+
+def _jvp(f: Scalar, tensors: tuple[torch.Tensor, ...]) -> Any:
+    return torch.func.jvp(f, tensors, tuple(x.cos() for x in tensors))
+
+
+def _all(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(range(len(tensors)))
+
+
+def _total(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.sin().sum() for x in tensors]).sum()
+
+
+def _second(f: Scalar, x: tuple[torch.Tensor, ...]) -> Any:
+    return torch.func.grad(lambda *x: _total(torch.func.grad(f, _all(x))(*x)), _all(x))(*x)
+
+
+# Of a scalar function of several tensors.
+FIRST_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
+    "grad": lambda f, x: torch.func.grad(f, _all(x))(*x),
+    "vjp": lambda f, x: torch.func.vjp(f, *x)[1](torch.tensor(2.0, dtype=x[0].dtype, device=x[0].device)),
+    "jvp": _jvp,
+    "jvp under no_grad": lambda f, x: torch.no_grad()(_jvp)(f, x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f, _all(x))(*x),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(f, _all(x)))(*(torch.stack([t, t + 1]) for t in x)),
+}
+SECOND_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
+    "grad of grad": _second,
+    "jvp of grad": lambda f, x: _jvp(torch.func.grad(f, _all(x)), x),
+    "grad of jvp": lambda f, x: torch.func.grad(lambda *x: _jvp(f, x)[1], _all(x))(*x),
+    "jvp of jvp": lambda f, x: _jvp(lambda *x: _jvp(f, x)[1], x),
+    "hessian": lambda f, x: torch.func.hessian(f, _all(x))(*x),
+    "jacrev of jacrev": lambda f, x: torch.func.jacrev(torch.func.jacrev(f, _all(x)), _all(x))(*x),
+}
+
+
+@every_op
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("transform", [*FIRST_ORDER, *SECOND_ORDER])
+def test_torch_func(spec: OpSpec, transform: str, device: str) -> None:
+    """Every transform of torch.func, as of the reference in float64."""
+    apply = (FIRST_ORDER | SECOND_ORDER)[transform]
+    for sample in spec.sample_inputs(maker(device, torch.float64, seed=3), (2, 3)):
+        primals = tuple(x.detach() for x in leaves(sample))
+
+        def scalar(function: Callable[..., Any], sample: Sample = sample) -> Scalar:
+            def of(*tensors: torch.Tensor) -> torch.Tensor:
+                given = iter(tensors)
+                args = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in sample.args]
+                return _total(as_tuple(function(*args, **sample.kwargs)))
+
+            return of
+
+        if transform in SECOND_ORDER and not spec.second_order and transform not in ("grad of jvp", "jvp of jvp"):
+            with pytest.raises(RuntimeError, match=r"extension_cpp::.* is not implemented"):
+                apply(scalar(spec.function), primals)
+            continue
+        got, want = apply(scalar(spec.function), primals), apply(scalar(spec.in_steps or spec.reference), primals)
+        for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, want)), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @every_op

@@ -85,10 +85,18 @@ def _kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tup
     return grad_x if needs_x else None, grad_weight if needs_weight else None, None
 
 
+def _kernel_template_plain(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same in plain tensor operations, for forward-mode differentiation."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * rstd * weight).to(x.dtype), rstd.detach()
+
+
 register_autograd(
     "extension_cpp::kernel_template",
     _kernel_template_backward,
     setup_context=_kernel_template_setup_context,
+    plain=_kernel_template_plain,
 )
 
 

@@ -25,6 +25,11 @@ def terms(sample):
     return (2 + layer_norm.terms(Sample((s, normalized_shape, weight, bias, eps)))) / (1 - p)
 
 
+def in_steps(x, residual, normalized_shape, weight, bias, eps, p, seed):
+    s = residual + extension_cpp.reference.dropout(x, p, seed=seed)
+    return layer_norm.in_steps(s, normalized_shape, weight, bias, eps), s
+
+
 def error_inputs(device):
     x, w, seed = torch.ones(2, 3, device=device), torch.ones(3, device=device), seed_of(device)
     op = "extension_cpp::add_layer_norm: expected"
@@ -73,6 +78,7 @@ SPEC = OpSpec(
     keeps_strides=False,
     positional=True,
     terms=terms,
+    in_steps=in_steps,
     launches=(1, 2),
     float_weights=True,
     variants={"p0": Bench(partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(8, 15))},

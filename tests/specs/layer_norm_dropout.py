@@ -21,6 +21,10 @@ def terms(sample):
     return layer_norm.terms(Sample(sample.args[:5])) / (1 - sample.args[5])
 
 
+def in_steps(x, normalized_shape, weight, bias, eps, p, seed):
+    return extension_cpp.reference.dropout(layer_norm.in_steps(x, normalized_shape, weight, bias, eps), p, seed=seed)
+
+
 def error_inputs(device):
     x, w, seed = torch.ones(2, 3, device=device), torch.ones(3, device=device), seed_of(device)
     op = "extension_cpp::layer_norm_dropout: expected"
@@ -57,6 +61,7 @@ SPEC = OpSpec(
     keeps_strides=False,
     positional=True,
     terms=terms,
+    in_steps=in_steps,
     launches=(1, 2),
     float_weights=True,
 )

@@ -1,0 +1,275 @@
+"""The operators in plain tensor operations, for what a kernel cannot do: forward-mode differentiation.
+
+Each function takes an operator's arguments and returns its results, so that PyTorch differentiates it in any mode and
+to any order. register_autograd calls it in the kernel's place where an argument has a tangent. The results' values are
+the kernel's but for rounding.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def muladd(a: Tensor, b: Tensor, c: float) -> Tensor:
+    return a * b + c
+
+
+def muladd_backward(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return grad_out * b, grad_out * a
+
+
+def relu(x: Tensor) -> Tensor:
+    return torch.relu(x)
+
+
+def relu_backward(grad_out: Tensor, y: Tensor) -> Tensor:
+    return torch.where(y <= 0, 0, grad_out)
+
+
+def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
+    return torch.relu(x * scale + bias)
+
+
+def scale_bias_relu_backward(
+    grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
+) -> tuple[Tensor, Tensor]:
+    g = relu_backward(grad_out, scale_bias_relu(x, bias, scale))
+    grad_bias = g.sum_to_size(bias.shape) if needs_grad_bias else bias.new_empty(0)
+    return g * scale if needs_grad_x else x.new_empty(0), grad_bias
+
+
+def mish(x: Tensor) -> Tensor:
+    return torch.nn.functional.mish(x)
+
+
+def mish_backward(grad_out: Tensor, x: Tensor) -> Tensor:
+    t = torch.tanh(torch.nn.functional.softplus(x))
+    return grad_out * (t + x * (1 - t * t) * torch.sigmoid(x))
+
+
+def reduce_sum(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    return torch.sum(x, tuple(dim or ()), keepdim)
+
+
+def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
+    factors = torch.ops.extension_cpp.dropout_no_grad(torch.ones_like(x.detach()), p, seed)
+    return torch.where(factors == 0, 0, x * factors)
+
+
+def _maybe_dropout(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    return x if seed is None or p == 0 else dropout(x, p, seed)
+
+
+# ---- the norms: over the last dimensions, in float32 (float64: float64) ----
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
+    """xhat and rstd as functions of x, rstd of the value that the forward had: what it adds to the variance is a
+    constant. Not `centered`: rms_norm."""
+    d = x - x.mean(dims, keepdim=True) if centered else x
+    variance = d.square().mean(dims, keepdim=True)
+    rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
+    return d * rstd, rstd
+
+
+def project(z: Tensor, xhat: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
+    """z - mean(z) - xhat * mean(xhat * z), by which rstd times z goes from the gradient of xhat to that of x."""
+    return z - (z.mean(dims, keepdim=True) if centered else 0) - xhat * (xhat * z).mean(dims, keepdim=True)
+
+
+def _dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(-len(normalized_shape), 0))
+
+
+def _norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims, z = _dims(normalized_shape), wide(x)
+    mean = z.mean(dims, keepdim=True)
+    d = z - mean if centered else z
+    rstd = (d.square().mean(dims, keepdim=True) + (torch.finfo(z.dtype).eps if eps is None else eps)).rsqrt()
+    y = d * rstd
+    y = y if weight is None else y * wide(weight)
+    y = y if bias is None else y + wide(bias)
+    return y.to(x.dtype), mean.detach(), rstd.detach()
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _norm(x, normalized_shape, weight, bias, eps, True)
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> tuple[Tensor, Tensor]:
+    y, _, rstd = _norm(x, normalized_shape, weight, None, eps, False)
+    return y, rstd
+
+
+def _norm_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    like: Tensor,
+    centered: bool,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients of x, weight and bias, those of weight and bias of the dtype of `like`; empty where not needed."""
+    dims, g = _dims(normalized_shape), wide(grad_out)
+    xhat, rstd = normalize(wide(x), dims, rstd, centered)
+    gw = g if weight is None else g * wide(weight)
+    needs_x, *needs_weights = needs
+    gradients = [(rstd * project(gw, xhat, dims, centered)).to(x.dtype) if needs_x else x.new_empty(0)]
+    for term, needed in zip((g * xhat, g), needs_weights, strict=False):
+        total = term.sum_to_size(tuple(normalized_shape)).to(like.dtype)
+        gradients.append(total if needed else like.new_empty(0))
+    return gradients
+
+
+def layer_norm_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    like = next((w for w in (weight, bias) if w is not None), x)
+    return tuple(_norm_backward(grad_out, x, normalized_shape, rstd, weight, like, True, needs))
+
+
+def rms_norm_backward(
+    grad_out: Tensor, x: Tensor, normalized_shape: Sequence[int], rstd: Tensor, weight: Tensor | None, *needs: bool
+) -> tuple[Tensor, ...]:
+    like = x if weight is None else weight
+    return tuple(_norm_backward(grad_out, x, normalized_shape, rstd, weight, like, False, needs))
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, ...]:
+    s = residual + _maybe_dropout(x, p, seed)
+    y, mean, rstd = layer_norm(s, normalized_shape, weight, bias, eps)
+    return y, s, mean, rstd
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, ...]:
+    s = residual + _maybe_dropout(x, p, seed)
+    y, rstd = rms_norm(s, normalized_shape, weight, eps)
+    return y, s, rstd
+
+
+def _add_norm_backward(
+    gradients: Sequence[Tensor],
+    grad_sum: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    needs_x: bool,
+    needs_residual: bool,
+) -> tuple[Tensor, ...]:
+    """From the norm's gradients; without dropout x's gradient is residual's, and x's own is empty."""
+    total, *weights = gradients
+    if grad_sum is not None and (needs_x or needs_residual):
+        total = total + grad_sum
+    return _maybe_dropout(total, p, seed) if needs_x and p > 0 else total.new_empty(0), total, *weights
+
+
+def add_layer_norm_backward(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    needs_x: bool,
+    needs_residual: bool,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    of_norm = (needs_x or needs_residual, *needs)
+    gradients = layer_norm_backward(grad_out, sum, normalized_shape, mean, rstd, weight, bias, *of_norm)
+    return _add_norm_backward(gradients, grad_sum, p, seed, needs_x, needs_residual)
+
+
+def add_rms_norm_backward(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    needs_x: bool,
+    needs_residual: bool,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    of_norm = (needs_x or needs_residual, *needs)
+    gradients = rms_norm_backward(grad_out, sum, normalized_shape, rstd, weight, *of_norm)
+    return _add_norm_backward(gradients, grad_sum, p, seed, needs_x, needs_residual)
+
+
+def layer_norm_dropout(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, ...]:
+    y, mean, rstd = layer_norm(x, normalized_shape, weight, bias, eps)
+    return _maybe_dropout(y, p, seed), mean, rstd
+
+
+def layer_norm_dropout_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    dropped = _maybe_dropout(grad_out, p, seed)
+    return layer_norm_backward(dropped, x, normalized_shape, mean, rstd, weight, bias, *needs)
