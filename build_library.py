@@ -180,6 +180,11 @@ def quote(*flags: list[str]) -> str:
     return shlex.join(itertools.chain(*flags)).replace("$", "$$")
 
 
+def escape(path: Path) -> str:
+    """A path as the build lines of a ninja file hold it; ninja_syntax leaves a $ as it is."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
     """nvcc with its flags, and what the link needs of its toolkit."""
     # nvcc wants the compiler itself, not the cache in front of it.
@@ -201,6 +206,11 @@ def write_ninja(folder: Path) -> None:
 
     torch = torch_folder()
     cc, cxx, nvcc = compiler("CC", "cc", "gcc"), compiler("CXX", "c++", "g++"), find_nvcc()
+    if nvcc and "$" in str(CSRC):
+        raise BuildError(
+            f"nvcc takes what follows the $ in {CSRC} for a variable: build in a folder without one, or set "
+            "USE_CUDA=0 to build for the CPU only."
+        )
     debug = os.environ.get("DEBUG", "0") == "1"
     optimise = ["-O0", "-g"] if debug else ["-O3"]
     levels = X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
@@ -232,7 +242,7 @@ def write_ninja(folder: Path) -> None:
 
         def add(rule: str, source: Path, flags: list[str], prefix: str = "") -> None:
             objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
-            ninja.build([objects[-1]], rule, [str(source)], variables={"flags": quote(flags)})
+            file.write(f"build {objects[-1]}: {rule} {escape(source)}\n  flags = {quote(flags)}\n")
 
         for source in sorted(CSRC.rglob("*.c")):
             # Only kernels differ by level; what lies in common/ is built once.

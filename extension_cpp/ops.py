@@ -9,6 +9,7 @@ run and number of threads. A wrong argument raises RuntimeError with a sentence 
 was expected and what came.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -373,12 +374,21 @@ def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool 
         The sums, contiguous, of ``x``'s dtype. A sum over no elements is 0.
 
     Raises:
-        RuntimeError: ``dim`` is out of range or named twice, or the dtype is not floating point.
+        RuntimeError: ``dim`` is no int, out of range or named twice, or the dtype is not floating point.
 
     Differentiable, to any order; the gradient is an expanded view and costs nothing. Sums pass through float32 lanes
     (float64: float64) of at most a few dozen terms and then through float64, in an order that the shape alone fixes.
     """
-    return _ops.reduce_sum(x, (dim,) if isinstance(dim, int) else dim, keepdim)
+    return _ops.reduce_sum(x, (dim,) if type(dim) is int else _as_dims(dim), keepdim)
+
+
+def _as_dims(dim: Any) -> tuple[int, ...] | None:
+    """The dimensions that a caller names, by anything that is an index; a bool is none, as in torch.sum."""
+    dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
+    for d in dims or ():
+        if isinstance(d, bool) or not hasattr(d, "__index__"):
+            checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
+    return dims if dims is None else tuple(operator.index(d) for d in dims)
 
 
 def _reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:

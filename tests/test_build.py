@@ -179,7 +179,7 @@ def steps(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def small_tree(tmp_path_factory) -> Path:
     """A copy of the sources with a single op, built for the CPU."""
-    root = tmp_path_factory.mktemp("a tree")
+    root = tmp_path_factory.mktemp("a $tree $ of $$: one")
     csrc = ROOT / "extension_cpp" / "csrc"
     for part in ("common", "muladd"):
         shutil.copytree(csrc / part, root / "extension_cpp" / "csrc" / part)
@@ -213,19 +213,24 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     assert sorted(steps(folder)) == sorted(expected)
 
 
-def test_header_change_rebuilds_cu(small_tree, monkeypatch):
+def test_header_change_rebuilds_cu(small_tree, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     if build_library.find_nvcc() is None:
         pytest.skip("there is no nvcc")
+    tree = tmp_path / "a tree"
+    shutil.copytree(small_tree / "extension_cpp", tree / "extension_cpp")
+    folder = tree / "build" / "cuda"
+    folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", small_tree / "extension_cpp" / "csrc")
-    folder = small_tree / "build" / "cuda"
-    folder.mkdir()
+    with pytest.raises(build_library.BuildError, match=r"nvcc takes what follows the .* for a variable: build in a"):
+        build_library.write_ninja(folder)
+    monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
     target = "common/cuda_error.cu.o"
     built = run(sys.executable, "-m", "ninja", "-C", folder, target)
     assert built.returncode == 0, built.stdout
     assert target not in steps(folder)
-    touch(small_tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h")
+    touch(tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h")
     assert target in steps(folder)
 
 

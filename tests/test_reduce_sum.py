@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,3 +145,9 @@ def test_infinities_and_nan(device):
             x.view(200, -1)[position, 0] = float("nan")
             result = reduce_sum(x, dim).view(-1)
             assert torch.isnan(result[0]) and not torch.isnan(result[1:]).any()
+
+
+@pytest.mark.parametrize("dim", [np.int64(1), (np.int32(0), -1), [1], torch.tensor(1), torch.Size([0])], ids=repr)
+def test_dims_are_what_torch_takes(dim: object, device: str) -> None:
+    x = torch.randn(2, 3, device=device)
+    torch.testing.assert_close(reduce_sum(x, dim), torch.sum(x, dim))  # type: ignore[arg-type]  # as torch.sum's stub

@@ -30,6 +30,8 @@ def error_inputs(device):
     yield ErrorSample((x, 2), f"{op} dim in [-2, 1], but got 2")
     yield ErrorSample((x, (0, -3)), f"{op} dim in [-2, 1], but got -3")
     yield ErrorSample((x[0, 0], 1), f"{op} dim in [-1, 0], but got 1")
+    for dim in (True, (0, False), 1.0, "1"):
+        yield ErrorSample((x, dim), f"{op} dim to be an int, a sequence of ints or None, but got {dim!r}")
     yield ErrorSample((x, (1, 1)), f"{op} each dim once, but got 1 twice")
     yield ErrorSample((x, (1, 0, -1)), f"{op} each dim once, but got 1 twice")
 
