@@ -73,7 +73,8 @@ def registered_plainly() -> Iterator[None]:
         del library
         for name, (function, setup_context) in ours.items():
             if name not in autograd.registrations:
-                autograd.register_autograd(name, function, setup_context=setup_context)
+                in_steps = getattr(ops.plain, name.split("::")[1])
+                autograd.register_autograd(name, function, setup_context=setup_context, plain=in_steps)
 
 
 class Calls:

@@ -34,7 +34,9 @@ _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.Autogr
     DispatchKey.PythonDispatcher
 )
 
-registrations: dict[str, Library] = {}  # of Autograd kernels, by operator; one lasts as long as its Library
+# Of Autograd kernels by operator, of fakes and autocast kernels by the key and the operator; one lasts as long as its
+# Library. Kept where they outlive this module: PyTorch takes none a second time, and the package may be imported again.
+registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of extension_cpp", {})
 
 TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
 
@@ -97,18 +99,30 @@ def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
     return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some
 
 
+def _library(key: str, op: str) -> Library:
+    """For a registration, in place of that of an earlier import."""
+    earlier = registrations.pop(key, None)
+    if earlier is not None:
+        earlier._destroy()
+    registrations[key] = Library(op.split("::")[0], "FRAGMENT")
+    return registrations[key]
+
+
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator, and with as many of its results as it has for its twin."""
+    """torch.library.register_fake for an operator, and with as many of its results as it has for its twin, if any."""
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.register_fake(op, fake)
+        torch.library.register_fake(op, fake, lib=_library(f"Fake {op}", op))
+        if op + TWIN not in torch._C._dispatch_get_all_op_names():
+            return fake
         results_of_op, count = (len(_overload(name)._schema.returns) for name in (op, op + TWIN))
 
         def of_twin(*args: Any, **keywords: Any) -> Any:
             results = fake(*args, **keywords)
             return results[0] if count == 1 else results[:count]
 
-        torch.library.register_fake(op + TWIN, fake if count == results_of_op else of_twin)
+        twin = fake if count == results_of_op else of_twin
+        torch.library.register_fake(op + TWIN, twin, lib=_library(f"Fake {op}{TWIN}", op))
         return fake
 
     return register
@@ -117,7 +131,8 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
     """torch.library.register_autocast for an operator and its twin."""
     for name in (op, op + TWIN):
-        torch.library.register_autocast(name, device_type, cast_inputs)
+        library = _library(f"Autocast {device_type} {name}", op)
+        torch.library.register_autocast(name, device_type, cast_inputs, lib=library)
 
 
 def has_tangent(*args: Any) -> bool:
@@ -150,12 +165,11 @@ def register_autograd(
     Raises:
         NotImplementedError: the operator's schema is not of that kind.
     """
-    namespace, name = op.split("::")
+    name = op.split("::")[1]
     overload = _overload(op)
     _check_schema(overload._schema)
-    library = Library(namespace, "FRAGMENT")
+    library = _library(op, op)
     library.impl(name, _autograd_kernel(overload, backward, setup_context, plain), "Autograd", with_keyset=True)
-    registrations[op] = library
 
 
 def _check_schema(schema: Any) -> None:

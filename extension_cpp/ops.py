@@ -66,7 +66,7 @@ def _(a: Tensor, b: Tensor, c: float) -> Tensor:
     return torch.empty_like(a)
 
 
-@torch.library.register_fake("extension_cpp::muladd.out")
+@register_fake("extension_cpp::muladd.out")
 def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
     checks.check_dtype("muladd", "a", a)
     checks.check_like("muladd", "b", b, "a", a)

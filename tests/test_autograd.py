@@ -4,6 +4,8 @@ opcheck, torch.compile, second derivatives, no_grad, inference mode and threads 
 autocast is test_norm.py's.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -331,3 +333,47 @@ def test_no_grad_inside_a_transform(tensors) -> None:
 
     assert torch.equal(torch.func.grad(function)(x), 2 * x.relu() * x)
     assert torch.equal(torch.func.grad(lambda x: torch.func.grad(function)(x).sum())(x), 2 * x.relu())
+
+
+AGAIN = """
+import importlib, sys
+import torch, extension_cpp
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+def works(package):
+    for _ in range(2):
+        x = torch.randn(4, 3, requires_grad=True)
+        for y in (package.mish(x), package.layer_norm(x, (3,)), package.nn.RMSNorm(3)(x)):
+            y.sum().backward()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            package.layer_norm(x, (3,))
+        torch.func.jvp(package.relu, (x.detach(),), (x.detach(),))
+        with FakeTensorMode():
+            package.muladd(torch.empty(3), torch.empty(3), 1.0, out=torch.empty(3))
+
+def modules():
+    return [name for name in sys.modules if name.split(".")[0] == "extension_cpp"]
+
+for name in modules():
+    importlib.reload(sys.modules[name])
+    works(extension_cpp)
+first = extension_cpp
+for _ in range(2):
+    for name in modules():
+        del sys.modules[name]
+    again = importlib.import_module("extension_cpp")
+    assert again is not first
+    works(again)
+    works(first)  # whoever holds it goes on
+del first, extension_cpp
+import gc
+gc.collect()
+works(again)
+print("works")
+"""
+
+
+def test_importing_again_and_reloading() -> None:
+    """As notebooks and test runners do."""
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", AGAIN], capture_output=True, text=True)
+    assert done.stdout == "works\n", done.stderr
