@@ -99,8 +99,8 @@ def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
     return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some
 
 
-def _library(key: str, op: str) -> Library:
-    """For a registration, in place of that of an earlier import."""
+def library_for(key: str, op: str) -> Library:
+    """A Library for one registration, in place of that of an earlier import."""
     earlier = registrations.pop(key, None)
     if earlier is not None:
         earlier._destroy()
@@ -112,7 +112,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """torch.library.register_fake for an operator, and with as many of its results as it has for its twin, if any."""
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.register_fake(op, fake, lib=_library(f"Fake {op}", op))
+        torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
         if op + TWIN not in torch._C._dispatch_get_all_op_names():
             return fake
         results_of_op, count = (len(_overload(name)._schema.returns) for name in (op, op + TWIN))
@@ -122,7 +122,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             return results[0] if count == 1 else results[:count]
 
         twin = fake if count == results_of_op else of_twin
-        torch.library.register_fake(op + TWIN, twin, lib=_library(f"Fake {op}{TWIN}", op))
+        torch.library.register_fake(op + TWIN, twin, lib=library_for(f"Fake {op}{TWIN}", op))
         return fake
 
     return register
@@ -131,7 +131,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
     """torch.library.register_autocast for an operator and its twin."""
     for name in (op, op + TWIN):
-        library = _library(f"Autocast {device_type} {name}", op)
+        library = library_for(f"Autocast {device_type} {name}", op)
         torch.library.register_autocast(name, device_type, cast_inputs, lib=library)
 
 
@@ -168,7 +168,7 @@ def register_autograd(
     name = op.split("::")[1]
     overload = _overload(op)
     _check_schema(overload._schema)
-    library = _library(op, op)
+    library = library_for(op, op)
     library.impl(name, _autograd_kernel(overload, backward, setup_context, plain), "Autograd", with_keyset=True)
 
 

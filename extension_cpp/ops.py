@@ -5,8 +5,8 @@ csrc/<op>/<op>.cpp allocates. reference.py holds the same functions in plain PyT
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA, computes in float32 (float64: in float64), lets
 NaN propagate, takes any strides, storage offset and number of elements, and is deterministic: the same bits for every
-run and number of threads. A wrong argument raises RuntimeError with a sentence that names the op, the argument, what
-was expected and what came.
+run and number of threads. On a jagged nested tensor all but reduce_sum work on values(). A wrong argument raises
+RuntimeError with a sentence that names the op, the argument, what was expected and what came.
 """
 
 import operator
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from extension_cpp import checks, plain
-from extension_cpp.autograd import has_tangent, operators, register_autocast, register_autograd, register_fake
+from extension_cpp.autograd import TWIN, has_tangent, operators, register_autocast, register_autograd, register_fake
+from extension_cpp.nested import register_nested
 
 _ops = operators("extension_cpp")
 
@@ -1351,3 +1352,10 @@ register_autograd(
     setup_context=_layer_norm_dropout_backward_setup_context,
     plain=plain.layer_norm_dropout_backward,
 )
+
+
+# ---- jagged nested tensors ----
+
+for _name in vars(_ops):
+    for _op in (_name, _name + TWIN):
+        register_nested(getattr(torch.ops.extension_cpp, _op).default)

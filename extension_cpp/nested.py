@@ -1,0 +1,61 @@
+"""Jagged nested tensors: operators that work row by row, or element by element, work on all rows at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from extension_cpp import checks
+from extension_cpp.autograd import TWIN, library_for
+
+# What has no meaning row by row: the sum over a dimension may be over the jagged one.
+NOT_BY_ROWS = ("reduce_sum",)
+
+
+def register_nested(op: Any) -> None:
+    """Runs an operator on the values of jagged nested tensors that have the same offsets."""
+    overload = op._schema.name.split("::")[1]
+    name = overload.removesuffix(TWIN)
+    rule = _refuse(name) if name in NOT_BY_ROWS else _by_rows(name)
+    library = library_for(f"Nested {op}", op._schema.name)
+    torch.library.register_torch_dispatch(op, NestedTensor, rule, lib=library)
+    if name != overload:  # other devices have a fallback for operators without a derivative
+        library.impl(overload, torch.library.fallthrough_kernel, "AutogradNestedTensor")
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def rule(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        checks.fail(name, "expected no nested tensor; call it on the tensor's values()")
+
+    return rule
+
+
+def _by_rows(name: str) -> Callable[..., Any]:
+    def rule(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = next(x for x in args if isinstance(x, NestedTensor))
+        for argument, x in zip(func._schema.arguments, args, strict=False):
+            if isinstance(x, NestedTensor):
+                _check(name, argument.name, x, first)
+            elif argument.name == "normalized_shape":
+                dims = first.dim() - 2
+                expected = f"expected normalized_shape to have at most {dims} dimensions, those behind the jagged one"
+                checks.check(name, len(x) <= dims, f"{expected}, but got {list(x)}")
+        results = func(*(x.values() if isinstance(x, NestedTensor) else x for x in args), **kwargs)
+        shape = first.values().shape
+        return torch.utils._pytree.tree_map_only(Tensor, lambda y: _like(y, first) if y.shape == shape else y, results)
+
+    return rule
+
+
+def _check(name: str, argument: str, x: NestedTensor, like: NestedTensor) -> None:
+    jagged = f"expected {argument} to be jagged in dimension 1"
+    checks.check(name, x._ragged_idx == 1, f"{jagged}, but got {x._ragged_idx}")
+    same = x._size[1] == like._size[1]
+    checks.check(name, same, f"expected {argument} to have the offsets of the other nested tensors")
+
+
+def _like(values: Tensor, nested: NestedTensor) -> Tensor:
+    """The nested tensor with other values."""
+    return torch.nested.nested_tensor_from_jagged(values, nested.offsets(), nested.lengths())

@@ -1,0 +1,93 @@
+"""Jagged nested tensors: what the ops do with their values, and what they refuse."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import extension_cpp
+from extension_cpp.nn import convert
+from tests.checks import as_tuple, maker, random_grad
+from tests.opspec import OpSpec, all_specs
+
+BY_ROWS = [spec for spec in all_specs() if spec.name != "reduce_sum"]
+every_op = pytest.mark.parametrize("spec", BY_ROWS, ids=str)
+
+
+def offsets(device: str) -> Tensor:
+    """Rows of 3, none, 4 and 1."""
+    return torch.tensor([0, 3, 3, 7, 8], device=device)
+
+
+@every_op
+@pytest.mark.parametrize("shape", [(8, 6), (8, 4, 6)], ids=str)
+def test_nested_is_on_values(spec: OpSpec, shape: tuple[int, ...], device: str) -> None:
+    """The same bits as on values(), with and without gradients; the offsets of the input."""
+    lengths = offsets(device)
+    for sample in spec.sample_inputs(maker(device, torch.float32), shape):
+        if any(isinstance(arg, tuple) and len(arg) == len(shape) for arg in sample.args):
+            continue  # normalized over the jagged dimension: refused, below
+
+        def run(nested: bool, sample=sample) -> list[Tensor]:
+            leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in sample.args]
+            given = [
+                torch.nested.nested_tensor_from_jagged(x, lengths)
+                if nested and isinstance(x, Tensor) and x.shape == sample.args[0].shape
+                else x
+                for x in leaves
+            ]
+            outputs = as_tuple(spec.function(*given, **sample.kwargs))
+            with torch.no_grad():
+                for a, b in zip(outputs, as_tuple(spec.function(*given, **sample.kwargs)), strict=True):
+                    assert not nested or (a.is_nested and b.is_nested and torch.equal(a.offsets(), lengths))
+                    assert torch.equal(a.values(), b.values()) if nested else torch.equal(a, b)
+            values = [output.values() if nested else output for output in outputs]
+            torch.autograd.backward(values, [random_grad()(value) for value in values])
+            return [*values, *(x.grad for x in leaves if isinstance(x, Tensor) and x.requires_grad)]
+
+        for a, b in zip(run(True), run(False), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(6), torch.nn.RMSNorm(6), torch.nn.Dropout(0.0)], ids=repr)
+def test_converted_modules(norm: torch.nn.Module, device: str) -> None:
+    stock = norm.to(device)
+    ours = copy.deepcopy(stock)
+    assert convert(ours).changed
+    values = torch.randn(8, 6, device=device)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets(device))
+    with warnings.catch_warnings():  # PyTorch's own rms_norm says that it is not fused here
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(ours(x).values(), stock(x).values())
+
+
+def refused() -> dict[str, tuple]:
+    """A sentence, and the call that gets it."""
+    values, weight = torch.ones(8, 6), torch.ones(6)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets("cpu"))
+    others = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 2, 4, 8]))
+    turned = torch.nested.nested_tensor_from_jagged(torch.ones(8, 6, 2), offsets("cpu")).transpose(1, 2)
+    last = "at most 1 dimensions, those behind the jagged one, but got"
+    return {
+        "muladd: expected b to have the offsets of the other nested tensors": (extension_cpp.muladd, x, others, 1.0),
+        "relu: expected x to be jagged in dimension 1, but got 2": (extension_cpp.relu, turned),
+        f"layer_norm: expected normalized_shape to have {last} [8, 6]": (extension_cpp.layer_norm, x, (8, 6)),
+        "reduce_sum: expected no nested tensor; call it on the tensor's values()": (extension_cpp.reduce_sum, x),
+        "rms_norm: expected weight of shape [6], normalized_shape, but got [2]": (
+            extension_cpp.rms_norm,
+            x,
+            (6,),
+            weight[:2],
+        ),
+    }
+
+
+@pytest.mark.parametrize("sentence", refused())
+def test_refused(sentence: str) -> None:
+    function, *arguments = refused()[sentence]
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
+            function(*arguments)
+        assert str(error.value) == f"extension_cpp::{sentence}"
