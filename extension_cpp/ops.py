@@ -44,7 +44,8 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
         RuntimeError: ``b`` or ``out`` differs from ``a`` in shape, dtype or device, a dtype is not floating point, or
             ``out`` requires grad, overlaps itself, or overlaps an input in part.
 
-    Differentiable in ``a`` and ``b``, to any order; not with ``out``. The result is rounded once (fused multiply-add).
+    Differentiable in ``a`` and ``b``, to any order; not with ``out``. The result is rounded once (fused multiply-add),
+    and on an x86 CPU without that instruction the product, too.
     """
     if out is None:
         return _ops.muladd(a, b, c)

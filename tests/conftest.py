@@ -1,11 +1,19 @@
 """Options, devices, and poisoned memory: an element that a kernel forgets to write is never right by luck."""
 
+import atexit
 import ctypes
 import os
+import shutil
+import tempfile
 
 # Threads that wait by spinning take the cores from those that work, on a machine that does something else as well.
 # OpenMP reads this when torch is loaded, here and in what the tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Inductor's cache of an earlier run would hide that a fake has changed. One for this run and what it starts.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import pytest
 import torch

@@ -7,10 +7,11 @@ import gc
 import hashlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,56 @@ def test_torch_func(spec: OpSpec, transform: str, device: str) -> None:
             torch.testing.assert_close(a, b)
 
 
+def _subsets(items: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Every one but the empty one."""
+    items = tuple(items)
+    return itertools.chain.from_iterable(itertools.combinations(items, n + 1) for n in range(len(items)))
+
+
+def _derivatives(
+    function: Callable[..., Any], sample: Sample, needed: tuple[int, ...], used: tuple[int, ...], second: bool
+) -> list[torch.Tensor]:
+    """The gradients of those arguments through those outputs, and those of each subset of the gradients."""
+    args = [
+        x.detach().requires_grad_(i in needed) if isinstance(x, torch.Tensor) else x for i, x in enumerate(sample.args)
+    ]
+    wanted = [args[i] for i in needed]
+    outputs = as_tuple(function(*args, **sample.kwargs))
+    outputs = tuple(outputs[i] for i in used)
+    grads_out = [random_grad()(output).requires_grad_(second) for output in outputs]
+
+    def grad(
+        of: Sequence[torch.Tensor], by: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        pairs = [(x, g) for x, g in zip(of, grads, strict=True) if x.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(x) for x in by]
+        of, grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(of, by, grads, create_graph=second, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, by, strict=True)]
+
+    first = grad(outputs, wanted, grads_out)
+    found = [*first]
+    for some in _subsets(first if second else ()):
+        found += grad(some, [*wanted, *grads_out], [g.detach().cos() for g in some])
+    return [x.detach() for x in found]
+
+
+@every_op
+def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
+    """First and second order where some inputs require grad and some results are used; gradcheck takes all."""
+    for sample in spec.sample_inputs(maker(device, torch.float64, seed=4), (3, 5)):
+        tensors = [i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad]
+        count = len(as_tuple(spec.function(*sample.args, **sample.kwargs)))
+        for needed, used in itertools.product(_subsets(tensors), _subsets(range(count))):
+            both = [
+                _derivatives(function, sample, needed, used, spec.second_order)
+                for function in (spec.function, spec.in_steps or spec.reference)
+            ]
+            for ours, exact in zip(*both, strict=True):
+                torch.testing.assert_close(ours, exact, msg=lambda text, at=(needed, used): f"{at}: {text}")
+
+
 @every_op
 def test_checkpointing(spec: OpSpec, device: str) -> None:
     """Forward runs again in backward, and gives the same bits."""
@@ -381,6 +432,50 @@ def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> Non
                 with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
                     spec.function(*sample.args, **sample.kwargs)
                 assert str(error.value) == sample.message
+
+
+def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
+    """What an operator must not take in an argument's place, beside those others."""
+    if isinstance(x, torch.Tensor):
+        yield x.cfloat() if x.is_floating_point() else x.float()
+        yield x.int()
+        tensors = [other for other in others.values() if isinstance(other, torch.Tensor)]
+        if x.is_floating_point() and any(other.is_floating_point() for other in tensors):
+            yield x.double()
+        if name == "seed" or "normalized_shape" in others or any(other.shape == x.shape for other in tensors):
+            yield torch.cat([x.reshape(-1), x.reshape(-1)[:1]])
+        if tensors:
+            yield x.to("meta")
+    elif name == "p":
+        yield from (-0.5, 1.5, float("nan"))
+    elif name == "normalized_shape":
+        yield from ((), (*x, 2), (2, *x[1:]), (1, 1, 1, 1, *x))
+    elif name == "dim":
+        yield from ((7,), (-7,), (0, 0))
+
+
+@every_op
+def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
+    """Of backward operators and no-grad overloads, too, by kernels and fakes in the same words: an argument that is
+    wrong by itself is refused in a sentence that names it."""
+    refused = 0
+    for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
+        for called, args, kwargs in _calls_of_every_order(spec, sample, "contiguous").made:
+            args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            given = {argument.name: x for argument, x in zip(called._schema.arguments, args, strict=False)}
+            for op, (i, name) in itertools.product(_with_twin(called), enumerate(given)):
+                for wrong in _wrong(name, args[i], {other: x for other, x in given.items() if other != name}):
+                    call = [*args[:i], wrong, *args[i + 1 :]]
+                    with pytest.raises(RuntimeError) as error:
+                        op(*call, **kwargs)
+                    message = str(error.value)
+                    assert message.startswith(f"{called._schema.name}: expected "), message
+                    assert re.search(rf"\b({name}|dim|seed)\b", message), message
+                    with FakeTensorMode() as mode, pytest.raises(RuntimeError) as fake_error:
+                        op(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call), **kwargs)
+                    assert str(fake_error.value) == message
+                    refused += 1
+    assert refused > 0
 
 
 VIEWS_AND_COPIES = {

@@ -252,3 +252,17 @@ def test_more_than_two_to_the_31_elements(device: str) -> None:
     x = torch.ones(2**31 + 5, dtype=torch.bfloat16, device=device)
     y = op(x, 0.5, 8)[-4099:]
     assert torch.equal(y.cpu() != 0, mask(8, 0.5, 2**31 + 5 - 4099, 4099))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
+    """An element is dropped where its 32 random bits are below p * 2^32: at p of just those bits it is kept, and at the
+    next p it is dropped."""
+    seed = seed_of(device)
+    x = torch.ones(4099, dtype=dtype, device=device)
+    bits = extension_cpp.reference.philox(seed, x.numel()).tolist()
+    for index in (0, 1, 31, 32, 1000, 4095, 4096, 4098):
+        at, above = (extension_cpp.ops._ops.dropout(x, word / 2**32, seed) for word in (bits[index], bits[index] + 1))
+        assert at[index] != 0 and above[index] == 0
+        for kept, word in ((at != 0, bits[index]), (above != 0, bits[index] + 1)):
+            assert kept.tolist() == [other >= word for other in bits]

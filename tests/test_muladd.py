@@ -1,5 +1,9 @@
 """What only muladd promises: out=, and its place in a compiled graph."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -54,6 +58,38 @@ def test_out_may_interleave_with_an_input(device: str) -> None:
     assert torch.equal(buffer[:, ::2], a)
 
 
+def test_out_may_overlap_what_is_read_first(device: str) -> None:
+    """Tensors with gaps are read as a whole before one is written, also where they share elements, of many blocks and
+    threads."""
+    rows, cols = 4099, 130
+    buffer = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(device)
+    b = buffer[1:, ::2].cos()
+    expected = extension_cpp.muladd(buffer[1:, ::2].clone(), b, 0.5)
+    out = extension_cpp.muladd(buffer[1:, ::2], b, 0.5, out=buffer[:-1, ::2])
+    assert torch.equal(out, expected)
+
+
+def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
+    buffer = torch.zeros(1 << 20, device=device)
+    for shift in (1, 7, 4096, (1 << 19) - 1):
+        a, out = buffer[: 1 << 19], buffer[shift : shift + (1 << 19)]
+        for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
+            with pytest.raises(RuntimeError, match="to share no memory with it, but they overlap in part"):
+                extension_cpp.muladd(first, second, 1.0, out=out)
+    a, out = buffer[: 1 << 19], buffer[1 << 19 :]  # neighbours
+    assert torch.equal(extension_cpp.muladd(a, a, 1.0, out=out), torch.ones_like(a))
+
+
+@pytest.mark.parametrize("frozen", ["a", "b"])
+def test_out_with_one_input_frozen(frozen: str, device: str) -> None:
+    a, b, expected = inputs((5,), device)
+    (b if frozen == "a" else a).requires_grad_()
+    with pytest.raises(RuntimeError, match="expected a and b not to require grad with out="):
+        extension_cpp.muladd(a, b, 0.5, out=torch.empty(5, device=device))
+    with torch.no_grad():
+        assert torch.equal(extension_cpp.muladd(a, b, 0.5, out=torch.empty(5, device=device)), expected)
+
+
 def test_out_with_inputs_that_require_grad(device: str) -> None:
     """No silent loss of gradients: an error with grad on, a result under no_grad."""
     a, b, expected = inputs((5,), device)
@@ -92,3 +128,33 @@ def test_gradients_only_for_what_needs_them(device: str) -> None:
     (gradient,) = torch.autograd.grad(result.sum(), b)
     assert torch.equal(gradient, a)
     assert len(saved) == 1 and saved[0].data_ptr() == a.data_ptr()
+
+
+FUSED = """
+import ctypes, platform, torch, extension_cpp
+from fractions import Fraction
+level = ctypes.CDLL(extension_cpp.LIBRARY).extension_cpp_cpu_level
+level.restype = ctypes.c_char_p
+fused = level() != b"baseline" or platform.machine() != "x86_64"
+generator = torch.Generator().manual_seed(0)
+for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    a = torch.rand(4099, generator=generator, dtype=torch.float64).add(1).to(dtype)
+    b = (1 / a.double()).to(dtype)
+    got = extension_cpp.muladd(a, b, -1.0)
+    exact = [float(Fraction(x) * Fraction(y) - 1) for x, y in zip(a.tolist(), b.tolist())]
+    once, twice = torch.tensor(exact, dtype=wide).to(dtype), (a.to(wide) * b.to(wide) - 1).to(dtype)
+    assert torch.equal(got, once if fused else twice), dtype
+    assert dtype not in (torch.float32, torch.float64) or not torch.equal(once, twice)
+print(level().decode())
+"""
+
+
+@pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
+def test_rounded_once_where_the_instruction_exists(level: str) -> None:
+    """What a * b loses when it is rounded is what is left of a * b - 1 where b is 1 / a. The baseline of x86 has no
+    fused multiply-add and rounds the product, too."""
+    environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
+    done = subprocess.run([sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() <= level, "a level that was not asked for"

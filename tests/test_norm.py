@@ -1,5 +1,6 @@
 """What only the norms promise: mixed dtypes, many rows, frozen weights, the modules, two GPUs."""
 
+import itertools
 import threading
 
 import pytest
@@ -88,6 +89,28 @@ def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device:
     assert torch.equal(extension_cpp.layer_norm(x, (cols,), weight, bias), bias.expand_as(x))
     normed, total = extension_cpp.add_layer_norm(x, torch.zeros_like(x), (cols,), weight, bias)
     assert torch.equal(normed, bias.expand_as(x)) and torch.equal(total, x)
+
+
+@pytest.mark.parametrize("cols", [33, 64, 1000, 5120, 20000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, cols: int, device: str) -> None:
+    """The variance is summed around a number near the mean, which the first elements are taken to show."""
+    for far, count in itertools.product((1e3, -1e5), (1, 16, 31, 32)):
+        x = torch.randn(5, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        x[:, :count] += far
+        x = x.to(dtype).to(device).requires_grad_()
+        exact = x.detach().double().requires_grad_()
+        if dtype is torch.float64:  # PyTorch's own is no better; two passes over the rows are
+            centered = exact - exact.mean(-1, keepdim=True)
+            want = centered * (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        else:
+            want = torch.nn.functional.layer_norm(exact, (cols,))
+        got = extension_cpp.layer_norm(x, (cols,))
+        grad_out = torch.randn(5, cols, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+        (grad,), (wanted,) = torch.autograd.grad(got, x, grad_out.to(dtype)), torch.autograd.grad(want, exact, grad_out)
+        eps = torch.finfo(dtype).eps
+        for a, b in ((got, want), (grad, wanted)):  # 32 roundings of the largest of a row
+            assert ((a.double() - b).abs().amax(-1) <= 32 * eps * b.abs().amax(-1)).all(), (far, count)
 
 
 @pytest.mark.parametrize("cols", [24, 33, 768, 1025, 1536, 6144, 20484, 20483, 49152])

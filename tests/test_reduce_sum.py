@@ -151,3 +151,33 @@ def test_infinities_and_nan(device):
 def test_dims_are_what_torch_takes(dim: object, device: str) -> None:
     x = torch.randn(2, 3, device=device)
     torch.testing.assert_close(reduce_sum(x, dim), torch.sum(x, dim))  # type: ignore[arg-type]  # as torch.sum's stub
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape, dim", [((3, 70001), 1), ((70001, 3), 0), ((300, 40, 301), (0, 2)), ((700, 1100), None)]
+)
+def test_sums_that_cancel(shape: tuple[int, ...], dim: object, dtype: torch.dtype, device: str) -> None:
+    """Between passes and chunks sums stay in double: the result is the exact sum rounded once, but for float32 lanes of
+    a few dozen terms each. Partial sums are beyond float16's range, and large beside the total."""
+    generator = torch.Generator().manual_seed(0)
+    size = 500.0 if dtype is torch.float16 else 1e4
+    half = torch.randn(shape, generator=generator).mul(size).to(dtype)
+    x = torch.stack(
+        [half, -half.flip([d for d in range(len(shape)) if dim is None or d in torch.tensor(dim).view(-1)])]
+    )
+    x += torch.randn(x.shape, generator=generator).to(dtype)
+    x = x.flatten(0, 1) if dim is None or 0 in torch.tensor(dim).view(-1) else torch.cat([*x], 1)
+    exact = torch.sum(x.double(), dim)  # type: ignore[arg-type]  # as torch.sum's stub
+    got = reduce_sum(x.to(device), dim).cpu()  # type: ignore[arg-type]
+    lanes = torch.finfo(torch.float32).eps * x.double().abs().max() * 64 * (x.numel() / exact.numel() / 64) ** 0.5
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+    assert got.dtype == dtype and ((got.double() - exact).abs() <= rounding + lanes).all()
+
+
+def test_partial_sums_beyond_float16(device: str) -> None:
+    """60000 several times, and as often less 60000."""
+    for shape, dim in (((2, 5000), 1), ((5000, 2), 0)):
+        x = torch.full(shape, 60000.0, dtype=torch.float16, device=device)
+        x.narrow(dim, 2500, 2500).neg_()
+        assert reduce_sum(x, dim).tolist() == [0.0, 0.0]

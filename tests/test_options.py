@@ -1,0 +1,68 @@
+"""Options of the public functions away from their defaults, in every combination, against the reference."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import extension_cpp
+from extension_cpp import reference
+from tests.checks import as_tuple, random_grad
+
+EPS = (1e-5, 0.5)
+P = ({}, {"p": 0.0}, {"p": 0.3}, {"p": 1.0}, {"p": 0.3, "training": False}, {"p": 1.0, "training": False})
+
+
+def affine(*names: str) -> Iterator[dict[str, Any]]:
+    """Each weight, given by name, or not."""
+    for given in itertools.product((True, False), repeat=len(names)):
+        yield {name: torch.randn(6) for name, is_given in zip(names, given, strict=True) if is_given}
+
+
+def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    x, residual = torch.randn(5, 6), torch.randn(5, 6)
+    for c in (0.0, -1.5):
+        yield "muladd", (x, residual, c), {}
+    for options in ({}, {"scale": 0.0}, {"scale": -2.0}):
+        yield "scale_bias_relu", (x, torch.randn(6)), options
+    for dim, keepdim in itertools.product((None, (), 0, -1, (0, 1), (-1,), [1, 0]), (True, False)):
+        yield "reduce_sum", (x,), {"dim": dim, "keepdim": keepdim}
+    for options in P:
+        yield "dropout", (x,), options
+    for weights, eps in itertools.product(affine("weight", "bias"), EPS):
+        yield "layer_norm", (x, (6,)), {**weights, "eps": eps}
+        for options in P:
+            yield "add_layer_norm", (x, residual, (6,)), {**weights, "eps": eps, **options}
+            yield "layer_norm_dropout", (x, (6,)), {**weights, "eps": eps, **options}
+    for weights, eps in itertools.product(affine("weight"), (*EPS, None)):
+        yield "rms_norm", (x, (6,)), {**weights, "eps": eps}
+        for options in P:
+            yield "add_rms_norm", (x, residual, (6,)), {**weights, "eps": eps, **options}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_options(dtype: torch.dtype, device: str) -> None:
+    """Results and gradients; both draw the same seed."""
+
+    def leaf(x: Any) -> Any:
+        return x.to(device, dtype).requires_grad_() if isinstance(x, torch.Tensor) else x
+
+    torch.manual_seed(0)
+    names = set()
+    for name, args, kwargs in calls():
+        found = []
+        for module in (extension_cpp, reference):
+            given, options = [leaf(x) for x in args], {key: leaf(x) for key, x in kwargs.items()}
+            torch.manual_seed(7)
+            outputs = as_tuple(getattr(module, name)(*given, **options))
+            leaves = [x for x in (*given, *options.values()) if isinstance(x, torch.Tensor)]
+            grads = torch.autograd.grad(outputs, leaves, [random_grad()(y) for y in outputs], materialize_grads=True)
+            found.append([*outputs, *grads])
+        for ours, exact in zip(*found, strict=True):
+            message = f"{name} {args[1:]} {kwargs}"
+            torch.testing.assert_close(ours, exact, msg=lambda text, message=message: f"{message}: {text}")
+        names.add(name)
+    public = {name for name in extension_cpp.__all__ if callable(getattr(extension_cpp, name))}
+    assert names == public - {"relu", "mish"}, "those have no options"
