@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix bench budgets docs lint format sanitize wheel clean FORCE
+.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs lint format sanitize wheel clean FORCE
 
 ifdef PYTHON
 READY :=
@@ -94,6 +94,11 @@ wheel: $(READY)  ## dist/*.whl: one file for every Python from 3.10 and torch fr
 matrix: wheel  ## test that wheel on the oldest and newest torch and every Python of this machine (downloads gigabytes)
 	$(call need,rich)
 	@$(PYTHON) scripts/matrix.py dist/*.whl $(ARGS)
+
+mutants: $(READY)  ## plant 150 small errors one by one and count those that no test sees (hours); ARGS="--count 20"
+	$(call need,$(TEST_NEEDS) universalmutator)
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m scripts.mutants $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, clang-format
 	$(call need,ruff mypy clang_format)
