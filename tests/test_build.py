@@ -197,6 +197,69 @@ def touch(path: Path) -> None:
     os.utime(path, ns=(later, later))
 
 
+@pytest.fixture
+def builds(monkeypatch, tmp_path) -> list[list[str]]:
+    """The commands of ninja; each writes a library of other bytes than the one before."""
+    commands: list[list[str]] = []
+
+    def ninja(command: list[str], **_) -> subprocess.CompletedProcess:
+        commands.append(command)
+        (Path(command[command.index("-C") + 1]) / build_library.LIBRARY).write_bytes(bytes([len(commands)]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("USE_CUDA", "0")
+    monkeypatch.setattr(build_library, "ROOT", tmp_path)
+    monkeypatch.setattr(build_library, "write_ninja", lambda folder: None)
+    monkeypatch.setattr(build_library.subprocess, "run", ninja)
+    return commands
+
+
+def test_variables_of_the_build(builds, monkeypatch, tmp_path):
+    """MAX_JOBS bounds the jobs, DEBUG has a folder of its own, VERBOSE shows the steps."""
+    build_library.build(tmp_path / "library.so")
+    monkeypatch.setenv("MAX_JOBS", "3")
+    build_library.build(tmp_path / "library.so")
+    monkeypatch.setenv("DEBUG", "1")
+    monkeypatch.setenv("VERBOSE", "1")
+    build_library.build(tmp_path / "library.so")
+    ninja = [sys.executable, "-m", "ninja", "-C"]
+    release, debug = (str(tmp_path / "build" / f"{kind}-cpu") for kind in ("release", "debug"))
+    assert builds[0] == [*ninja, release, "--quiet"]
+    assert builds[1] == [*ninja, release, "-j", "3", "--quiet"]
+    assert builds[2] == [*ninja, debug, "-j", "3"]
+
+
+def test_library_in_use_is_replaced_not_rewritten(builds, tmp_path):
+    """A process that has it open goes on with what it mapped, and nobody sees half a file."""
+    library = tmp_path / "package" / "library.so"
+    build_library.build(library)
+    with library.open("rb") as in_use:
+        build_library.build(library)
+        assert in_use.read() == bytes([1]) and library.read_bytes() == bytes([2])
+    assert list(library.parent.iterdir()) == [library]
+
+
+def test_a_build_that_fails_leaves_the_library(builds, monkeypatch, tmp_path):
+    library = tmp_path / "library.so"
+    build_library.build(library)
+    monkeypatch.setattr(build_library.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(SystemExit, match="the compilation failed; the first message above says where"):
+        build_library.build(library)
+    assert library.read_bytes() == bytes([1])
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp_path, debug):
+    monkeypatch.setenv("USE_CUDA", "0")
+    monkeypatch.setenv("DEBUG", debug)
+    build_library.write_ninja(tmp_path)
+    text = (tmp_path / "build.ninja").read_text()
+    for rule in ("c", "cxx"):
+        command = re.search(rf"^rule {rule}\n  command = (.*)", text, re.MULTILINE)[1]
+        assert ("-O0 -g" in command) is (debug == "1") and ("-O3" in command) is (debug == "0")
+    assert f"debug={debug}" in text
+
+
 def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
