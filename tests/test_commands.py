@@ -174,6 +174,8 @@ def machine(*capabilities: tuple[int, int], **changes) -> Machine:
         (build(), machine((9, 0)), []),
         (build(), machine((10, 0)), []),
         (build("13.0", "7.5", "8.0"), machine((8, 6)), []),
+        (build("13.0", "7.5"), machine((7, 5)), []),
+        (build(), machine((9, 0), driver="580.0"), []),
         (build("12.8", "8.0"), machine((8, 0), driver="525.60.13", driver_cuda="12.0", torch_cuda="12.8"), []),
         (build(), machine((9, 0), driver=None, driver_cuda=None), []),
         (build(), machine((8, 6)), ["does not cover GPU86", 'TORCH_CUDA_ARCH_LIST="8.6" make build']),

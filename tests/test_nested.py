@@ -73,6 +73,7 @@ def refused() -> dict[str, tuple]:
     return {
         "muladd: expected b to have the offsets of the other nested tensors": (extension_cpp.muladd, x, others, 1.0),
         "relu: expected x to be jagged in dimension 1, but got 2": (extension_cpp.relu, turned),
+        "muladd: expected b to be jagged in dimension 1, but got 2": (extension_cpp.muladd, x, turned, 1.0),
         f"layer_norm: expected normalized_shape to have {last} [8, 6]": (extension_cpp.layer_norm, x, (8, 6)),
         "reduce_sum: expected no nested tensor; call it on the tensor's values()": (extension_cpp.reduce_sum, x),
         "rms_norm: expected weight of shape [6], normalized_shape, but got [2]": (

@@ -221,6 +221,35 @@ def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
     assert signal.getsignal(signal.SIGINT) is at_interrupt
 
 
+@pytest.mark.parametrize("what", ["new", "new-package"])
+def test_a_second_interrupt_does_not_stop_the_undoing(tree, tmp_path, monkeypatch, what):
+    arguments = ["new", "my_op"] if what == "new" else ["new-package", str(tmp_path / "far"), "--name", "my_kernels"]
+    before, interrupts = contents(tmp_path), []
+    write_text = Path.write_text
+
+    def stopping(path: Path, text: str) -> None:
+        write_text(path, text)
+        interrupts.append(path)
+        if len(interrupts) == 5:
+            raise KeyboardInterrupt
+
+    def interrupted(action):
+        def run(path: Path, *arguments, **options):
+            interrupts.append(path)
+            signal.raise_signal(signal.SIGINT)
+            return action(path, *arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(Path, "write_text", stopping)
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(Path, name, interrupted(getattr(Path, name)))
+    with contextlib.suppress(KeyboardInterrupt):
+        command.main(arguments)
+    monkeypatch.undo()
+    assert len(interrupts) > 8 and contents(tmp_path) == before
+
+
 # ---- what is written ----
 
 
