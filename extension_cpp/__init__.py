@@ -41,6 +41,7 @@ load_error: ImportError | None = None
 try:
     _load()
     # The operators must exist before these modules register fakes and gradients for them.
+    from extension_cpp import nested as nested
     from extension_cpp import nn, reference
     from extension_cpp.ops import (
         add_layer_norm,

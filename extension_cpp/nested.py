@@ -1,4 +1,7 @@
-"""Jagged nested tensors: operators that work row by row, or element by element, work on all rows at once."""
+"""Jagged nested tensors: operators that work row by row, or element by element, work on all rows at once.
+
+Importing this module registers a rule for every operator; one that is not in BY_ROWS refuses nested tensors.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,18 +10,19 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from extension_cpp import checks
+from extension_cpp import checks, ops
 from extension_cpp.autograd import TWIN, library_for
 
-# What has no meaning row by row: the sum over a dimension may be over the jagged one.
-NOT_BY_ROWS = ("reduce_sum",)
+BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "dropout", "layer_norm", "rms_norm"]
+BY_ROWS += ["add_layer_norm", "add_rms_norm", "layer_norm_dropout"]
 
 
 def register_nested(op: Any) -> None:
     """Runs an operator on the values of jagged nested tensors that have the same offsets."""
     overload = op._schema.name.split("::")[1]
     name = overload.removesuffix(TWIN)
-    rule = _refuse(name) if name in NOT_BY_ROWS else _by_rows(name)
+    forward = name.removesuffix("_backward").removesuffix("_double")
+    rule = _by_rows(name) if forward in BY_ROWS else _refuse(name)
     library = library_for(f"Nested {op}", op._schema.name)
     torch.library.register_torch_dispatch(op, NestedTensor, rule, lib=library)
     if name != overload:  # other devices have a fallback for operators without a derivative
@@ -59,3 +63,8 @@ def _check(name: str, argument: str, x: NestedTensor, like: NestedTensor) -> Non
 def _like(values: Tensor, nested: NestedTensor) -> Tensor:
     """The nested tensor with other values."""
     return torch.nested.nested_tensor_from_jagged(values, nested.offsets(), nested.lengths())
+
+
+for _name in vars(ops._ops):
+    for _op in (_name, _name + TWIN):
+        register_nested(getattr(torch.ops.extension_cpp, _op).default)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from extension_cpp import checks, plain
-from extension_cpp.autograd import TWIN, has_tangent, operators, register_autocast, register_autograd, register_fake
-from extension_cpp.nested import register_nested
+from extension_cpp.autograd import has_tangent, operators, register_autocast, register_autograd, register_fake
 
 _ops = operators("extension_cpp")
 
@@ -1353,10 +1352,3 @@ register_autograd(
     setup_context=_layer_norm_dropout_backward_setup_context,
     plain=plain.layer_norm_dropout_backward,
 )
-
-
-# ---- jagged nested tensors ----
-
-for _name in vars(_ops):
-    for _op in (_name, _name + TWIN):
-        register_nested(getattr(torch.ops.extension_cpp, _op).default)
