@@ -204,9 +204,9 @@ def test_dual_tensors(gradients, tensors) -> None:
         exact = forward_ad.unpack_dual(torch.nn.functional.layer_norm(dual, (5,), weight, bias))
         torch.testing.assert_close(ours, exact)
         assert torch.equal(layer_norm(x, weight, bias), layer_norm(*tensors).detach())
-        for out in (x.clone(), dual):
+        for a, b, out in ((dual, x, x.clone()), (x, dual, x.clone()), (x, x, dual)):
             with pytest.raises(RuntimeError, match="muladd: expected no tangents with out="):
-                extension_cpp.muladd(dual, x, 1.0, out=out)
+                extension_cpp.muladd(a, b, 1.0, out=out)
 
 
 def test_third_derivative_of_mish_is_refused_in_forward_mode() -> None:
