@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import extension_cpp
+from extension_cpp import nested
 from extension_cpp.nn import convert
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, all_specs
 
-BY_ROWS = [spec for spec in all_specs() if spec.name != "reduce_sum"]
-every_op = pytest.mark.parametrize("spec", BY_ROWS, ids=str)
+every_op = pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec.name in nested.BY_ROWS], ids=str)
 
 
 def offsets(device: str) -> Tensor:
@@ -30,20 +30,20 @@ def test_nested_is_on_values(spec: OpSpec, shape: tuple[int, ...], device: str) 
         if any(isinstance(arg, tuple) and len(arg) == len(shape) for arg in sample.args):
             continue  # normalized over the jagged dimension: refused, below
 
-        def run(nested: bool, sample=sample) -> list[Tensor]:
+        def run(is_nested: bool, sample=sample) -> list[Tensor]:
             leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in sample.args]
             given = [
                 torch.nested.nested_tensor_from_jagged(x, lengths)
-                if nested and isinstance(x, Tensor) and x.shape == sample.args[0].shape
+                if is_nested and isinstance(x, Tensor) and x.shape == sample.args[0].shape
                 else x
                 for x in leaves
             ]
             outputs = as_tuple(spec.function(*given, **sample.kwargs))
             with torch.no_grad():
                 for a, b in zip(outputs, as_tuple(spec.function(*given, **sample.kwargs)), strict=True):
-                    assert not nested or (a.is_nested and b.is_nested and torch.equal(a.offsets(), lengths))
-                    assert torch.equal(a.values(), b.values()) if nested else torch.equal(a, b)
-            values = [output.values() if nested else output for output in outputs]
+                    assert not is_nested or (a.is_nested and b.is_nested and torch.equal(a.offsets(), lengths))
+                    assert torch.equal(a.values(), b.values()) if is_nested else torch.equal(a, b)
+            values = [output.values() if is_nested else output for output in outputs]
             torch.autograd.backward(values, [random_grad()(value) for value in values])
             return [*values, *(x.grad for x in leaves if isinstance(x, Tensor) and x.requires_grad)]
 
@@ -92,3 +92,11 @@ def test_refused(sentence: str) -> None:
         with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
             function(*arguments)
         assert str(error.value) == f"extension_cpp::{sentence}"
+
+
+@pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec.name not in nested.BY_ROWS], ids=str)
+def test_others_refuse(spec: OpSpec, device: str) -> None:
+    for sample in spec.sample_inputs(maker(device, torch.float32), (8, 6)):
+        x = torch.nested.nested_tensor_from_jagged(sample.args[0].detach(), offsets(device))
+        with pytest.raises(RuntimeError, match=f"extension_cpp::{spec.name}: expected no nested tensor"):
+            spec.function(x, *sample.args[1:], **sample.kwargs)
