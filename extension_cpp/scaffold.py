@@ -11,8 +11,10 @@ import keyword
 import re
 import shlex
 import signal
+import subprocess
 import symtable
 import sys
+import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +35,7 @@ SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
 SHARED += ["tests/test_battery.py", "tests/test_library.py"]
 
-LONGEST = 28  # longer names would break the lines of a template, which are laid out for 120 columns
+LONGEST = 28  # longer names would break the lines of Python in a template, which are laid out for 120 columns
 C_KEYWORDS = re.findall(
     r"\w+",
     """
@@ -47,6 +49,8 @@ C_KEYWORDS = re.findall(
     """,
 )
 TORCH_NAMESPACES = ("aten", "prim", "prims", "at", "c10", "std")  # of operators and of C++
+
+C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
 
 PLACEHOLDER = re.compile("kernel_template|ops_template")
 
@@ -245,6 +249,22 @@ def plan_package(folder: Path, name: str, kind: str) -> Plan:
 # ---- writing ----
 
 
+def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
+    """The texts with the C among them as `make lint` wants it: where its lines break hangs on how long the name is.
+
+    As they are where clang-format is not installed; `make format` does it later.
+    """
+    program = Path(sysconfig.get_path("scripts")) / "clang-format"
+    if not program.exists():
+        return texts
+
+    def in_style(path: Path, text: str) -> str:
+        command: list[str | Path] = [program, f"--style=file:{TREE / '.clang-format'}", f"--assume-filename={path}"]
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+
+    return {path: in_style(path, text) if path.suffix in C_SUFFIXES else text for path, text in texts.items()}
+
+
 def make_folder(folder: Path, made: list[Path]) -> None:
     if folder.is_dir():
         return
@@ -273,7 +293,7 @@ def write(plan: Plan) -> None:
     made: list[Path] = []
     before = {path: path.read_bytes() for path in plan.changed}
     try:
-        for path, text in plan.new.items():
+        for path, text in laid_out(plan.new).items():
             make_folder(path.parent, made)
             made.append(path)
             path.write_text(text)

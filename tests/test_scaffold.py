@@ -25,7 +25,6 @@ LONG = "a2345678901234567890123_6789"  # as long as a name may be
 NOT_COPIED = [".git", ".venv", ".matrix", ".*_cache", ".hypothesis", "__pycache__"]
 NOT_COPIED += ["build", "dist", "out", "*.so", "*.egg-info"]
 TRACES = re.compile(r"(kernel|ops|test|spec|reference|docs)_template", re.IGNORECASE)
-C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
 
 
 def run(*words, **options) -> subprocess.CompletedProcess:
@@ -58,7 +57,7 @@ def lint(folder: Path, mypy: bool, *only: str) -> None:
     run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".", cwd=folder)
     if mypy:
         run(sys.executable, "-m", "mypy", *only, cwd=folder)
-    sources = [path for path in folder.rglob("*") if path.suffix in C_SUFFIXES and "build" not in path.parts]
+    sources = [path for path in folder.rglob("*") if path.suffix in scaffold.C_SUFFIXES and "build" not in path.parts]
     run(Path(sysconfig.get_path("scripts")) / "clang-format", "--dry-run", "-Werror", *sources, cwd=folder)
 
 
