@@ -12,8 +12,9 @@ from rich.console import Console
 
 import extension_cpp
 from benchmarks import __main__ as command
-from benchmarks import compare, host, peers, plot, report, results, run
+from benchmarks import compare, host, norm_plans, peers, plot, report, results, run
 from benchmarks.table import table
+from benchmarks.timing import Time
 from tests.checks import as_tuple
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
@@ -372,3 +373,38 @@ def test_a_file_that_is_none(tmp_path, text, message) -> None:
         path.write_text(text)
     with pytest.raises(SystemExit, match=rf"^error: .*{message}"):
         command.main(["compare", str(path), str(path)])
+
+
+def test_shapes_of_the_norms(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Each shape that holds a width is timed alone, and all may be picked again afterwards."""
+    allowed = []
+    allow = norm_plans.allow
+
+    def take_turns(calls, device, rounds, ready):
+        allowed.clear()
+        for name in calls:
+            monkeypatch.setattr(norm_plans, "allow", lambda shapes: allowed.append(shapes) or allow(shapes))
+            ready(name)
+            if name != "copy":
+                assert norm_plans.plan_of(case)["shape"] == name
+        return {name: Time(1e-3 * (index + 1), 0, 0) for index, name in enumerate(calls)}
+
+    monkeypatch.setattr(norm_plans, "take_turns", take_turns)
+    (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
+    for backward, cols, kernels in ((False, 1024, {"row"}), (True, 4096, {"persistent", "pipeline"})):
+        case = run.Case(spec, "bfloat16", 5000, cols, backward, None, "large")
+        before = norm_plans.plan_of(case)
+        lines = list(norm_plans.measure(case, "cpu", 9))
+        assert {line["kernel"] for line in lines} == kernels and len(lines) > 2
+        assert allowed == [norm_plans.ALL, *(1 << line["shape"] for line in lines), norm_plans.ALL]
+        assert [line["is_picked"] for line in lines].count(True) == 1
+        assert [line["percent_of_copy"] for line in lines[:2]] == ["50.0", "33.3"]
+        assert norm_plans.plan_of(case) == before
+        assert set(lines[0]) == set(norm_plans.COLUMNS)
+
+
+def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(["norm_plans"])
+    assert "no GPU" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 // The norms on the GPU, from a call to its kernels: the problem and the device give a plan
 // (norm_plan.h), the plan names the kernel. Here are also the launches of the fallback, and the sum of
 // the partial rows.
-#include <atomic>
 #include <utility>
 
 #include "norm/norm_generic.cuh"
@@ -55,8 +54,6 @@ static cudaError_t ask_device(Device &device, int number) {
   }
   return error;
 }
-
-static std::atomic<uint64_t> allowed_shapes{~uint64_t{0}};
 
 // What plans need of the current device. The driver is asked once per thread and device.
 static cudaError_t current_device(Device &device) {
@@ -205,12 +202,6 @@ static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts,
 }
 
 }  // namespace norms
-
-// For benchmarks/norm_plans.py, which times one shape beside another: the rows of the table that may be
-// picked.
-extern "C" __attribute__((visibility("default"))) void extension_cpp_norm_shapes(uint64_t shapes) {
-  norms::allowed_shapes = shapes;
-}
 
 extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   using namespace norms;

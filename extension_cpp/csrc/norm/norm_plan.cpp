@@ -5,6 +5,10 @@
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
+std::atomic<uint64_t> norms::allowed_shapes{~uint64_t{0}};
+
+EXPORTED void extension_cpp_norm_allow(uint64_t shapes) { norms::allowed_shapes = shapes; }
+
 EXPORTED int extension_cpp_norm_plan_shapes() { return norms::SHAPE_COUNT; }
 
 // The plan on an H100 (SXM) for contiguous tensors, as words "name=value"; all gradients are wanted.
@@ -13,7 +17,7 @@ EXPORTED const char *extension_cpp_norm_plan(int is_layer_norm, int form, int dt
                                              int is_backward, int64_t rows, int64_t cols) {
   using namespace norms;
   static thread_local char text[256];
-  const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, ~uint64_t{0}};
+  const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, allowed_shapes};
   const Problem problem{is_backward != 0,
                         is_layer_norm != 0,
                         static_cast<Form>(form),

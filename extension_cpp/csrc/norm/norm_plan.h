@@ -9,6 +9,7 @@
 #define EXTENSION_CPP_NORM_PLAN_H
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -52,6 +53,9 @@ struct Device {
   int clusters[5];   // clusters of 2^i CTAs that run at once, one CTA per SM; 0 before sm_90
   uint64_t shapes;   // the rows of the table that may be picked, a bit each
 };
+
+// For benchmarks/norm_plans.py, which times one shape beside another (norm_plan.cpp).
+extern std::atomic<uint64_t> allowed_shapes;
 
 struct Plan {
   Kernel kernel;

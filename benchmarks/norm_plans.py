@@ -1,0 +1,114 @@
+"""Times the shapes of the norms' GPU kernels: what the table of csrc/norm/norm_plan.h is tuned by.
+
+At each width every row of the table that holds it takes turns with the others and with a copy of memory. The figures
+go into a CSV file, a line for each shape. A row of the table earns its place if a width is 5 % slower without it.
+"""
+
+import argparse
+import csv
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results, run
+from benchmarks.timing import check_options, take_turns
+from extension_cpp import LIBRARY, info
+from extension_cpp.__main__ import Parser, positive
+from tests.opspec import timed_specs
+
+ALL = 2**64 - 1
+PLAN = ("kernel", "vectors_per_thread", "threads_per_row", "rows_per_cta", "cluster", "stages")
+COLUMNS = ("op", "pass", "dtype", "rows", "cols", "shape", *PLAN, "is_picked", "percent_of_copy", "microseconds")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m benchmarks norm_plans", description=(__doc__ or "").split("\n\n")[0])
+    steps = ["forward", "backward"]
+    parser.add_argument("--op", nargs="+", choices=list(info.NORMS), default=list(info.NORMS), metavar="OP")
+    parser.add_argument("--dtype", nargs="+", choices=list(run.DTYPES), default=["float32", "bfloat16"])
+    parser.add_argument("--width", nargs="+", type=positive, default=list(run.WIDTHS), help="default: %(default)s")
+    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
+    parser.add_argument("--mib", type=positive, default=512, help="size of one tensor (default: 512)")
+    parser.add_argument("--rounds", type=positive, default=15, help="timed calls of each shape (default: 15)")
+    parser.add_argument("--csv", type=Path, default=Path("out/norm-plans.csv"), help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    options.device = "cuda"
+    check_options(parser, options)
+    return options
+
+
+def allow(shapes: int) -> None:
+    """The rows of the table that may be picked from here on, a bit each."""
+    ctypes.CDLL(str(LIBRARY)).extension_cpp_norm_allow(ctypes.c_uint64(shapes))
+
+
+def plan_of(case: run.Case) -> dict[str, str]:
+    return info.norm_plan(case.spec.name, case.dtype, case.rows, case.cols, case.backward)
+
+
+def plans(case: run.Case) -> dict[int, dict[str, str]]:
+    """The plan by each row of the table that holds the case."""
+    found = {}
+    try:
+        for shape in range(info.ask_library_number("norm_plan_shapes")):
+            allow(1 << shape)
+            plan = plan_of(case)
+            if int(plan["shape"]) == shape:
+                found[shape] = plan
+    finally:
+        allow(ALL)
+    return found
+
+
+def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, object]]:
+    """The case's lines of the file."""
+    sample = run.make_sample(case, device, case.rows)
+    source = torch.empty(int(case.floor_bytes() / 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    call = (run.backward_call if case.backward else run.forward_call)(case.spec.function, sample)
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    found, picked = plans(case), int(plan_of(case)["shape"])
+    calls |= {str(shape): call for shape in found}
+    try:
+        times = take_turns(calls, device, rounds, lambda name: allow(ALL if name == "copy" else 1 << int(name)))
+    finally:
+        allow(ALL)
+    head = {name: value for name, value in case.head().items() if name in COLUMNS}
+    for shape, plan in found.items():
+        seconds = times[str(shape)].median
+        line = head | {"shape": shape, "is_picked": shape == picked} | {name: plan[name] for name in PLAN}
+        percent = 100 * times["copy"].median / seconds
+        yield line | {"percent_of_copy": f"{percent:.1f}", "microseconds": f"{1e6 * seconds:.1f}"}
+
+
+def cases(options: argparse.Namespace) -> Iterator[run.Case]:
+    for spec in timed_specs():
+        for dtype in options.dtype if spec.name in options.op else ():
+            for cols in options.width:
+                rows = max(options.mib * 2**20 // run.DTYPES[dtype].itemsize // cols, 1)
+                for step in options.passes:
+                    yield run.Case(spec, dtype, rows, cols, step == "backward", None, "large")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    torch._functorch.config.donated_buffer = False  # backward is called many times over one forward
+    about = f"{results.machine(options.device)}, commit {results.commit()}"
+    table = Table(*COLUMNS, title=about)
+    options.csv.parent.mkdir(parents=True, exist_ok=True)
+    with options.csv.open("w", newline="") as file:
+        file.write(f"# {about}\n")
+        lines = csv.DictWriter(file, COLUMNS)
+        lines.writeheader()
+        for case in cases(options):
+            for line in measure(case, options.device, options.rounds):
+                lines.writerow(line)
+                table.add_row(*(str(line[name]) for name in COLUMNS))
+            file.flush()
+    Console(width=160).print(table)
+    print(f"The figures are in {options.csv}.")
+    return 0
