@@ -523,9 +523,11 @@ def layer_norm(
 
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and a mean and a reciprocal
     standard deviation a row, in float32 (float64: float64). The variance is summed around a number near the mean, in as
-    many passes as lose no digits; the rows of the weight gradients are summed in a fixed order. Under autocast on CUDA
-    half inputs are cast to float32 and so is the result, as PyTorch's own; on the CPU PyTorch casts nothing, and nor
-    does this. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    many passes as lose no digits; the rows of the weight gradients are summed in a fixed order. Batch-invariant: a row
+    of the result has the same bits however many rows there are, if it begins equally far from a multiple of 16 bytes,
+    as all rows do whose size is such a multiple. Under autocast on CUDA half inputs are cast to float32 and so is the
+    result, as PyTorch's own; on the CPU PyTorch casts nothing, and nor does this. Source: Ba, Kiros and Hinton 2016,
+    arXiv:1607.06450.
     """
     return _ops.layer_norm(x, normalized_shape, weight, bias, eps)
 
@@ -759,9 +761,9 @@ def rms_norm(
             device; or ``x`` is not floating point.
 
     Differentiable in ``x`` and ``weight``, to any order. Backward saves ``x`` and a reciprocal root mean square a row,
-    in float32 (float64: float64); the rows of the weight gradient are summed in a fixed order. Autocast does what it
-    does to PyTorch's own: from torch 2.12 on, half inputs and the result are cast to float32 on CUDA. Source: Zhang and
-    Sennrich 2019, arXiv:1910.07467.
+    in float32 (float64: float64); the rows of the weight gradient are summed in a fixed order. Batch-invariant, as
+    layer_norm is. Autocast does what it does to PyTorch's own: from torch 2.12 on, half inputs and the result are cast
+    to float32 on CUDA. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     return _ops.rms_norm(x, normalized_shape, weight, eps)
 
@@ -867,7 +869,8 @@ def add_layer_norm(
 
     Differentiable in ``x``, ``residual``, ``weight`` and ``bias`` through both results, to any order. The mask is that
     of dropout for the same seed, and is not stored: backward saves ``s``, two numbers a row, and the seed. Without
-    dropout one tensor is the gradient of both ``x`` and ``residual``.
+    dropout one tensor is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as layer_norm's
+    is; with dropout the mask goes by the elements' places in ``x``.
     """
     checks.check_probability("add_layer_norm", p)
     p = p if training else 0.0
@@ -1105,7 +1108,8 @@ def add_rms_norm(
 
     Differentiable in ``x``, ``residual`` and ``weight`` through both results, to any order. The mask is that of dropout
     for the same seed, and is not stored: backward saves ``s``, a number a row, and the seed. Without dropout one tensor
-    is the gradient of both ``x`` and ``residual``.
+    is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as layer_norm's is; with dropout
+    the mask goes by the elements' places in ``x``.
     """
     checks.check_probability("add_rms_norm", p)
     p = p if training else 0.0
@@ -1245,6 +1249,7 @@ def layer_norm_dropout(
 
     Differentiable in ``x``, ``weight`` and ``bias``, to any order. The mask is that of dropout for the same seed, and
     is not stored: backward saves ``x``, two numbers a row, and the seed. Autocast does what it does to layer_norm.
+    Batch-invariant, as layer_norm is, but that the mask goes by the elements' places in ``x``.
     """
     checks.check_probability("layer_norm_dropout", p)
     if p == 0 or not training:
