@@ -1,8 +1,9 @@
-// accessor_mish: y[b][d] = mish(x[b][d]) on [B, D], float32, the ATen way: at::Tensor, TORCH_LIBRARY and accessors that know
-// the strides. Here are the schemas, the checks and the CPU kernels; the CUDA kernels are in accessor_mish_cuda.cu.
+// accessor_mish: y[b][d] = mish(x[b][d]) on [B, D], float32, the ATen way: at::Tensor,
+// TORCH_LIBRARY and accessors that know the strides. Here are the schemas, the checks and the CPU
+// kernels; the CUDA kernels are in accessor_mish_cuda.cu.
 //
-// forward wants x contiguous, as most code that is written for contiguous memory should say it does. The accessors would not
-// need it: forward_strided is the same kernel without that check.
+// forward wants x contiguous, as most code that is written for contiguous memory should say it
+// does. The accessors would not need it: forward_strided is the same kernel without that check.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -13,9 +14,10 @@
 
 namespace accessor_mish {
 
-// ---- the arithmetic: y = x tanh(softplus(x)) and dy/dx, with one exp; the CUDA file has the same ----
+// ---- the arithmetic: y = x tanh(softplus(x)) and dy/dx, with one exp; as in the CUDA file ----
 
-// tanh(log(1 + e)) = e (e + 2) / (e^2 + 2 e + 2), e = exp(x). From 20 on mish is x to the last bit of a float.
+// tanh(log(1 + e)) = e (e + 2) / (e^2 + 2 e + 2), e = exp(x). From 20 on mish is x to the last bit
+// of a float.
 static float f(float x) {
   const float e = std::exp(x);
   return x > 20 ? x : x * (e * (e + 2) / (e * (e + 2) + 2));
@@ -39,7 +41,8 @@ void check_contiguous(const char *name, const at::Tensor &x) {
               x.strides());
 }
 
-// The dispatcher picks a kernel if any argument is on its device, so that the others may be elsewhere.
+// The dispatcher picks a kernel if any argument is on its device, so that the others may be
+// elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);

@@ -1,5 +1,6 @@
-// accessor_mish on the GPU. A block takes a row, its threads stride over the columns: neighbouring threads touch neighbouring
-// addresses. Both loops run up to the sizes that the accessors know, so that no index leaves the tensor.
+// accessor_mish on the GPU. A block takes a row, its threads stride over the columns: neighbouring
+// threads touch neighbouring addresses. Both loops run up to the sizes that the accessors know, so
+// that no index leaves the tensor.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -48,7 +49,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
   }
 }
 
-// A PackedTensorAccessor32 multiplies indices with strides in 32 bits; the kernels' indices go one step past the sizes.
+// A PackedTensorAccessor32 multiplies indices with strides in 32 bits; the kernels' indices go one
+// step past the sizes.
 void check_32_bits(const char *name, const at::Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
                 most = (int64_t{1} << 31) - 65536;

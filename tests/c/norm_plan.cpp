@@ -1,5 +1,5 @@
-// norm_plan.h on the host: every row of the table is picked for some problem, a shape holds its row, and
-// a forward plan does not depend on the number of rows.
+// norm_plan.h on the host: every row of the table is picked for some problem, a shape holds its
+// row, and a forward plan does not depend on the number of rows.
 #include "norm/norm_plan.h"
 
 #include <cstdio>

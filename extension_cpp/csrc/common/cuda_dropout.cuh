@@ -14,8 +14,9 @@ __device__ inline int64_t seed_of(const dropout_t &dropout) {
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// Which elements of COUNT vectors of N are kept: of element first[v] + k, bit k of masks[v]. N is 1, 2, 4 or 8, and first[v] a
-// multiple of it. Round by round for all of them, which share the round's keys and hide each other's latency.
+// Which elements of COUNT vectors of N are kept: of element first[v] + k, bit k of masks[v]. N is
+// 1, 2, 4 or 8, and first[v] a multiple of it. Round by round for all of them, which share the
+// round's keys and hide each other's latency.
 template <int N, int COUNT>
 __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, int64_t seed,
                             const int64_t (&first)[COUNT]) {

@@ -1,6 +1,6 @@
-// Sums over groups of threads. A small tuple is summed at once, so that its sums share the barriers.
-// The order of the additions is fixed: every run gives the same bits, and every thread of the group
-// gets the result.
+// Sums over groups of threads. A small tuple is summed at once, so that its sums share the
+// barriers. The order of the additions is fixed: every run gives the same bits, and every thread of
+// the group gets the result.
 #ifndef EXTENSION_CPP_CUDA_REDUCE_CUH
 #define EXTENSION_CPP_CUDA_REDUCE_CUH
 

@@ -4,10 +4,11 @@
 // rows are in a CTA. The CTAs of a cluster share one row, a slice of its columns each.
 //
 // A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns the
-// vectors t, t + blockDim.x, ..., K of them. ALIGNED: every row begins at a multiple of 16 bytes and
-// consists of whole vectors. Otherwise the columns before the first and behind the last whole vector
-// are edges: the first threads own one of them each. All tensors of a call have the same alignment in
-// every row; rows whose distance is a multiple of a period have the same vectors (norm_plan.h).
+// vectors t, t + blockDim.x, ..., K of them. ALIGNED: every row begins at a multiple of 16 bytes
+// and consists of whole vectors. Otherwise the columns before the first and behind the last whole
+// vector are edges: the first threads own one of them each. All tensors of a call have the same
+// alignment in every row; rows whose distance is a multiple of a period have the same vectors
+// (norm_plan.h).
 #ifndef EXTENSION_CPP_CUDA_ROW_CUH
 #define EXTENSION_CPP_CUDA_ROW_CUH
 

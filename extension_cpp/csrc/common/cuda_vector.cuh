@@ -1,4 +1,5 @@
-// Element types and vectors for CUDA kernels: arithmetic in float (float64: double), memory in vectors of up to 16 bytes.
+// Element types and vectors for CUDA kernels: arithmetic in float (float64: double), memory in
+// vectors of up to 16 bytes.
 #ifndef EXTENSION_CPP_CUDA_VECTOR_CUH
 #define EXTENSION_CPP_CUDA_VECTOR_CUH
 
@@ -37,7 +38,8 @@ __device__ inline T from_acc(acc_t<T> x) {
     return x;
 }
 
-// N elements as they lie in memory: a built-in type, for nvcc takes structs apart element by element.
+// N elements as they lie in memory: a built-in type, for nvcc takes structs apart element by
+// element.
 template <int BYTES>
 struct Bits;
 template <>
@@ -68,8 +70,9 @@ __device__ inline Vector<T, N> load_vector(const T *p) {
 template <typename T, int N>
 __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
-    // A bfloat16 is the upper half of a float. Left to itself nvcc takes three instructions for the two in a word, and with & in place
-    // of __byte_perm (bytes 2 and 3, below them zeros) it spills in places.
+    // A bfloat16 is the upper half of a float. Left to itself nvcc takes three instructions for the
+    // two in a word, and with & in place of __byte_perm (bytes 2 and 3, below them zeros) it spills
+    // in places.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
 #pragma unroll
@@ -78,7 +81,8 @@ __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
       x[k + 1] = __uint_as_float(__byte_perm(words[k / 2], 0, 0x3244));
     }
   } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
-    // Left to itself nvcc takes a word that may be zeros in place of what was loaded for two numbers, and puts them together again.
+    // Left to itself nvcc takes a word that may be zeros in place of what was loaded for two
+    // numbers, and puts them together again.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
 #pragma unroll
@@ -111,13 +115,15 @@ __device__ inline Vector<T, N> pack(const acc_t<T> (&x)[N]) {
   return bits;
 }
 
-// __stwb because a plain store of a vector, too, is split into narrow ones where nvcc sees fit, at half the speed.
+// __stwb because a plain store of a vector, too, is split into narrow ones where nvcc sees fit, at
+// half the speed.
 template <typename T, int N>
 __device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
   __stwb(reinterpret_cast<Vector<T, N> *>(p), pack<T, N>(x));
 }
 
-// The C++ type of a dtype, for host code: with_dtype(dtype, [&](auto zero) { using T = decltype(zero); ... }).
+// The C++ type of a dtype, for host code:
+//   with_dtype(dtype, [&](auto zero) { using T = decltype(zero); ... })
 template <typename F>
 cudaError_t with_dtype(dtype_t dtype, F &&f) {
   switch (dtype) {

@@ -1,7 +1,7 @@
 // Backward of the norms on the GPU: what its kernels share (norm_plan.h picks one of them).
 //
 // persistent_kernel (norm_backward_persistent.cuh): CTAs loop over rows, straight into registers.
-// pipeline_kernel (norm_backward_pipeline.cuh): clusters loop over wide rows, through shared memory.
+// pipeline_kernel (norm_backward_pipeline.cuh): clusters loop over wide rows, in shared memory.
 //   Both write grad_x, and for each CTA or cluster a partial row of the parameters' gradients.
 //   sum_partials_kernel (norm_generic.cuh) adds the partial rows in a fixed order.
 // split_kernel (norm_backward_split.cuh): all gradients of few rows.
@@ -19,8 +19,8 @@ __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
   return {p.mean == nullptr ? 0.0f : p.mean[row], p.rstd[row]};
 }
 
-// Half types cannot hold a mean so large beside the deviations that the rounding of mean * rstd would
-// show: xhat then is one operation, x * rstd + offset.
+// Half types cannot hold a mean so large beside the deviations that the rounding of mean * rstd
+// would show: xhat then is one operation, x * rstd + offset.
 template <typename T>
 __device__ inline Statistics<float> to_statistics(float2 moments) {
   if (sizeof(T) == 2) return {0, moments.y, -moments.x * moments.y};
@@ -82,7 +82,8 @@ struct ColumnSums {
   }
 };
 
-// M elements of a row, a vector or an edge: x becomes xhat, and grad becomes g = weighted(grad_out).
+// M elements of a row, a vector or an edge: x becomes xhat, and grad becomes
+// g = weighted(grad_out).
 template <typename Norm, int M>
 __device__ inline void normalize_elements(float (&x)[M], float (&grad)[M], const float (&weight)[M],
                                           const Statistics<float> &statistics) {

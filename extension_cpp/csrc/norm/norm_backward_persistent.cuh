@@ -1,5 +1,5 @@
-// Backward of the norms by CTAs that loop over rows. A row comes straight from memory into registers.
-// While its sums are under way, the next row's loads are in flight.
+// Backward of the norms by CTAs that loop over rows. A row comes straight from memory into
+// registers. While its sums are under way, the next row's loads are in flight.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PERSISTENT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_PERSISTENT_CUH
 
@@ -16,8 +16,8 @@ constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form:
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
 struct PersistentRows {
   static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
-  // In float32 with two sums per column the registers do not hold the weights as well; they come from
-  // the cache for every row.
+  // In float32 with two sums per column the registers do not hold the weights as well; they come
+  // from the cache for every row.
   static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
   using Window = RowWindow<T, K, ALIGNED>;
   using Sum = RowSum<float, 2, true>;

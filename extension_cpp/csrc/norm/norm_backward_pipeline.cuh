@@ -1,6 +1,6 @@
-// Backward of the norms for rows wider than a CTA, by clusters that loop over rows. Bulk copies bring
-// the rows into shared memory, some stages ahead. A row is read there twice, so that its registers are
-// free meanwhile; its sums travel through the cluster while the next row is summed.
+// Backward of the norms for rows wider than a CTA, by clusters that loop over rows. Bulk copies
+// bring the rows into shared memory, some stages ahead. A row is read there twice, so that its
+// registers are free meanwhile; its sums travel through the cluster while the next row is summed.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 
@@ -42,8 +42,9 @@ struct PipelineRows {
   const int rank;
   RowSlice<T, ALIGNED> slice;
   Window window;
-  // A row lies at the same distance from a multiple of 128 bytes as in global memory, because copies
-  // are slower otherwise: in vectors, that of the first row, and how much farther each next row is.
+  // A row lies at the same distance from a multiple of 128 bytes as in global memory, because
+  // copies are slower otherwise: in vectors, that of the first row, and how much farther each next
+  // row is.
   int x_shift, grad_out_shift, x_step, grad_out_step;
   Place fetched{0, 0, -1, 0};  // of the last row whose copies were started
   int turn = 0;                // rows that are finished
@@ -116,8 +117,8 @@ struct PipelineRows {
     return to_acc(*static_cast<const T *>(__cvta_shared_to_generic(address)));
   }
 
-  // Calls f(x, grad_out, weight, columns, k) with the vectors of a row, and with its edge, for which k
-  // is K.
+  // Calls f(x, grad_out, weight, columns, k) with the vectors of a row, and with its edge, for
+  // which k is K.
   template <typename F>
   __device__ void for_each(int64_t row, const Place &place, const Mask &mask, const F &f) {
     const uint32_t offset = 16 * ((window.first - slice.begin) / N);
@@ -228,9 +229,10 @@ struct PipelineRows {
     }
   }
 
-  // All rows of the cluster: in turn with the other clusters; of unaligned rows, a share of all rows in
-  // the order of their classes, which is in one class, or in some after another. Class c of group g has
-  // partial row g + c. Where a group ends with a class, one number is left out, and its row is zeros.
+  // All rows of the cluster: in turn with the other clusters; of unaligned rows, a share of all
+  // rows in the order of their classes, which is in one class, or in some after another. Class c of
+  // group g has partial row g + c. Where a group ends with a class, one number is left out, and its
+  // row is zeros.
   __device__ void run_all() {
     const int64_t group = blockIdx.x / p.cluster;
     row_sum.wait_for_others();

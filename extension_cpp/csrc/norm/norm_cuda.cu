@@ -1,6 +1,6 @@
 // The norms on the GPU, from a call to its kernels: the problem and the device give a plan
-// (norm_plan.h), the plan names the kernel. Here are also the launches of the fallback, and the sum of
-// the partial rows.
+// (norm_plan.h), the plan names the kernel. Here are also the launches of the fallback, and the sum
+// of the partial rows.
 #include <utility>
 
 #include "norm/norm_generic.cuh"

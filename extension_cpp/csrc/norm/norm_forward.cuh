@@ -1,8 +1,10 @@
-// Forward of the norms on the GPU: one kernel for every form and width (norm_plan.h picks its shape).
+// Forward of the norms on the GPU: one kernel for every form and width (norm_plan.h picks its
+// shape).
 //
-// A row lies in the registers of its threads: part of a warp, a CTA, or a cluster of CTAs. It is read
-// once; its statistics are sums over these threads. The kernel is not persistent: a CTA processes its
-// rows and exits, and an SM has several CTAs, of which some load while others wait for their sums.
+// A row lies in the registers of its threads: part of a warp, a CTA, or a cluster of CTAs. It is
+// read once; its statistics are sums over these threads. The kernel is not persistent: a CTA
+// processes its rows and exits, and an SM has several CTAs, of which some load while others wait
+// for their sums.
 #ifndef EXTENSION_CPP_NORM_FORWARD_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CUH
 
@@ -23,8 +25,8 @@ __device__ inline void apply_norm(float (&x)[M], const float (&parameters)[Norm:
   }
 }
 
-// Writes y. W is the type of the parameters in memory. Their vectors are loaded BATCH at a time, which
-// is what the registers hold.
+// Writes y. W is the type of the parameters in memory. Their vectors are loaded BATCH at a time,
+// which is what the registers hold.
 template <typename Norm, typename W, typename T, typename Form, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,

@@ -1,5 +1,5 @@
-// The parameters of the norms' GPU kernels, and the prologues and epilogues of the fused forms. A form
-// says what stands beside the norm:
+// The parameters of the norms' GPU kernels, and the prologues and epilogues of the fused forms. A
+// form says what stands beside the norm:
 //   Plain        nothing
 //   Residual     prologue: sum = residual + dropout(x) takes the place of x
 //                backward: grad_x += grad_sum, grad_dropped = dropout(grad_x)
@@ -82,8 +82,8 @@ struct RowMask {
 };
 
 // HAS_RESIDUAL: forward reads a residual, backward grad_sum. DROPS_Y: forward drops y, backward
-// grad_out. Forward<...> is a thread's part of the prologue and the epilogue; M elements are those of
-// a vector, or an edge.
+// grad_out. Forward<...> is a thread's part of the prologue and the epilogue; M elements are those
+// of a vector, or an edge.
 struct Plain {
   static constexpr bool HAS_RESIDUAL = false, DROPS_Y = false;
 

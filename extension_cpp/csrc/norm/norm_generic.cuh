@@ -1,6 +1,6 @@
-// The fallback for the norms on the GPU: float64, tensors whose rows begin at different distances from
-// multiples of 16 bytes, and rows wider than a cluster takes. It reads element by element, and a row
-// again for each pass. The formulas are those of norm_math.cuh.
+// The fallback for the norms on the GPU: float64, tensors whose rows begin at different distances
+// from multiples of 16 bytes, and rows wider than a cluster takes. It reads element by element, and
+// a row again for each pass. The formulas are those of norm_math.cuh.
 //
 // generic_forward_kernel, generic_rows_kernel: blockDim.x threads take a row.
 // generic_columns_kernel: a CTA sums 32 columns over a chunk of the rows, for one partial row.

@@ -1,4 +1,5 @@
-// The host's side of the norms' GPU kernels: what a plan needs of the device, and a launch by a plan.
+// The host's side of the norms' GPU kernels: what a plan needs of the device, and a launch by a
+// plan.
 #ifndef EXTENSION_CPP_NORM_LAUNCH_CUH
 #define EXTENSION_CPP_NORM_LAUNCH_CUH
 
@@ -36,7 +37,8 @@ inline void set_geometry(Geometry &g, const Plan &plan, int64_t rows, int64_t co
   g.release_from = plan.release_from;
 }
 
-// Calls f(vectors, aligned) with the plan's numbers as constants; VECTORS are those that are compiled.
+// Calls f(vectors, aligned) with the plan's numbers as constants; VECTORS are those that are
+// compiled.
 template <int... VECTORS, typename F>
 cudaError_t with_variant(const Plan &plan, F &&f) {
   cudaError_t error = cudaErrorInvalidValue;

@@ -1,8 +1,8 @@
-// The formulas of the norms on the GPU, each once. Every kernel uses them, also the fallback. A is the
-// type of the arithmetic: float, for float64 double.
+// The formulas of the norms on the GPU, each once. Every kernel uses them, also the fallback. A is
+// the type of the arithmetic: float, for float64 double.
 //
-// A norm has PARAMETERS: weight alone (rms_norm), or weight and bias (layer_norm). There are as many
-// sums per row in backward, and as many sums per column: the gradients of the parameters.
+// A norm has PARAMETERS: weight alone (rms_norm), or weight and bias (layer_norm). There are as
+// many sums per row in backward, and as many sums per column: the gradients of the parameters.
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 
@@ -106,8 +106,8 @@ struct LayerNorm {
   struct Moments {
     A mean, excess, squares;
 
-    // From the sums of the deviations from `mean`, and of their squares. The correction of the squares may
-    // overflow only where they do.
+    // From the sums of the deviations from `mean`, and of their squares. The correction of the
+    // squares may overflow only where they do.
     __device__ void add(const A (&deviations)[2], A per_element) {
       const A shift = deviations[0] * per_element, before = mean;
       mean += shift;
@@ -157,8 +157,8 @@ struct LayerNorm {
 };
 
 // g = grad_out * rstd * weight, rounded: fused with the subtraction of its mean it would not be
-// exactly 0 where a row has one column. rstd comes first: the product of the smallest gradients with
-// a small weight would lose its digits.
+// exactly 0 where a row has one column. rstd comes first: the product of the smallest gradients
+// with a small weight would lose its digits.
 template <typename A>
 __device__ inline A weighted(A grad_out, A weight, const Statistics<A> &row) {
   return rounded_product(grad_out * row.rstd, weight);

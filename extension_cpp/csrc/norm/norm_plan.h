@@ -1,10 +1,10 @@
-// Which kernel runs a norm on the GPU, and in which shape: a table of shapes, and a pure function that
-// picks a row of it. Host-only C++: the launchers include it, `python -m extension_cpp info --plan`
-// prints it, and tests/c/norm_plan.cpp checks that every row is reached. The tuned numbers of the
-// family are here and nowhere else; benchmarks/norm_plans.py measures them.
+// Which kernel runs a norm on the GPU, and in which shape: a table of shapes, and a pure function
+// that picks a row of it. Host-only C++: the launchers include it, `python -m extension_cpp info
+// --plan` prints it, and tests/c/norm_plan.cpp checks that every row is reached. The tuned numbers
+// of the family are here and nowhere else; benchmarks/norm_plans.py measures them.
 //
-// A forward plan depends on the width, the types and the alignment of the rows, never on their number:
-// a row's result has the same bits in every batch.
+// A forward plan depends on the width, the types and the alignment of the rows, never on their
+// number: a row's result has the same bits in every batch.
 #ifndef EXTENSION_CPP_NORM_PLAN_H
 #define EXTENSION_CPP_NORM_PLAN_H
 
@@ -82,8 +82,8 @@ struct Plan {
 // ---- the table ----
 
 // A thread has `vectors` vectors, of half types or of float32. The threads per row and CTA are from
-// `least` to `most`: a power of two up to 32, else the multiple of 32 that leaves the fewest idle. A
-// CTA has as many rows as fit into `cta` threads, at least one.
+// `least` to `most`: a power of two up to 32, else the multiple of 32 that leaves the fewest idle.
+// A CTA has as many rows as fit into `cta` threads, at least one.
 struct Shape {
   Kernel kernel;
   int vectors, float_vectors;
@@ -109,8 +109,8 @@ constexpr Shape SHAPES[] = {
     {Kernel::ROW, 4, 4, 64, 256, 0, 4},
     {Kernel::ROW, 4, 4, 64, 256, 0, 8},
     {Kernel::ROW, 4, 4, 64, 512, 0, 16},
-    // Backward: 16 elements per thread. Their columns' sums, their weights and the row under way fill
-    // the registers of 512 threads, which are all that an SM has.
+    // Backward: 16 elements per thread. Their columns' sums, their weights and the row under way
+    // fill the registers of 512 threads, which are all that an SM has.
     {Kernel::PERSISTENT, 2, 4, 4, 4, 512, 1},
     {Kernel::PERSISTENT, 2, 4, 8, 8, 512, 1},
     {Kernel::PERSISTENT, 2, 4, 16, 16, 512, 1},
@@ -125,8 +125,8 @@ constexpr Shape SHAPES[] = {
 };
 constexpr int SHAPE_COUNT = sizeof SHAPES / sizeof SHAPES[0];
 
-// Threads of a persistent CTA. The registers suffice for fewer if two things need more of them: float32,
-// a third tensor or dropout's mask, edges.
+// Threads of a persistent CTA. The registers suffice for fewer if two things need more of them:
+// float32, a third tensor or dropout's mask, edges.
 constexpr int most_persistent_threads(bool is_float32, bool has_residual, bool drops_y,
                                       bool is_aligned) {
   return is_float32 + has_residual + !is_aligned > 1 || (drops_y && !is_aligned) ? 384 : 512;
@@ -158,8 +158,8 @@ inline int64_t alignment_period(const Problem &p) {
   return period;
 }
 
-// Fills in what follows from the shape alone; false if the row is too wide for it, or the device runs
-// no such clusters.
+// Fills in what follows from the shape alone; false if the row is too wide for it, or the device
+// runs no such clusters.
 inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   const Shape &shape = SHAPES[index];
   if (shape.cluster > 1 && device.clusters[log_of(shape.cluster)] == 0) return false;
@@ -191,8 +191,8 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   return true;
 }
 
-// Of the kernel's shapes that fit, the one with the smallest cluster, then the fewest threads' worth
-// of vectors, then the most vectors per thread. False: none fits.
+// Of the kernel's shapes that fit, the one with the smallest cluster, then the fewest threads'
+// worth of vectors, then the most vectors per thread. False: none fits.
 inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device &device) {
   bool is_found = false;
   for (int index = 0; index < SHAPE_COUNT; ++index) {
@@ -248,7 +248,8 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
 }
 
 // How many groups of threads take rows by turns, `unit` to a CTA or cluster, of which `most` run at
-// once. Group g takes the rows g, g + groups, ...: in rows that are not aligned they must begin alike.
+// once. Group g takes the rows g, g + groups, ...: in rows that are not aligned they must begin
+// alike.
 inline int64_t persistent_units(const Problem &p, int64_t unit, int64_t most) {
   const int64_t enough = ceil_div(p.rows, unit);
   if (enough <= most) return enough;  // a row for each group
@@ -266,7 +267,8 @@ inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   plan.stages = static_cast<int>(std::min(
       {2 + std::max<int64_t>(PIPELINE_BYTES / stage, 2), SHARED_BYTES / stage, MAX_STAGES}));
   plan.shared_bytes = static_cast<int>(plan.stages * stage);
-  // The rows of a group begin alike: of unaligned ones, those of one class, or of two after another.
+  // The rows of a group begin alike: of unaligned ones, those of one class, or of two after
+  // another.
   plan.groups = std::min<int64_t>(p.rows, device.clusters[log_of(plan.cluster)]);
   plan.period = p.rows > plan.groups ? static_cast<int>(alignment_period(p)) : 1;
   plan.ctas = plan.groups * plan.cluster;
