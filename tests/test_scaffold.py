@@ -321,6 +321,9 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     shutil.copytree(tree, by_hand)
     commands = sections("By hand").replace("KIND=pointwise", f"KIND={kind}")
     run("bash", "-euc", commands, cwd=by_hand)
+    sources = {path: path.read_text() for path in (by_hand / "extension_cpp" / "csrc" / "my_op").iterdir()}
+    for path, text in scaffold.laid_out(sources).items():  # `make format`
+        path.write_text(text)
     assert command.main(["new", "my_op", "--kind", kind]) == 0
     edited = {Path("README.md"), Path("docs/ops.md"), Path("extension_cpp/__init__.py")}  # `make docs`, an editor
     one, other = contents(by_hand), contents(tree)
