@@ -28,13 +28,31 @@ COLUMNS = ("op", "pass", "dtype", "rows", "cols", "shape", *PLAN, "is_picked", "
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m benchmarks norm_plans", description=(__doc__ or "").split("\n\n")[0])
     steps = ["forward", "backward"]
-    parser.add_argument("--op", nargs="+", choices=list(info.NORMS), default=list(info.NORMS), metavar="OP")
-    parser.add_argument("--dtype", nargs="+", choices=list(run.DTYPES), default=["float32", "bfloat16"])
-    parser.add_argument("--width", nargs="+", type=positive, default=list(run.WIDTHS), help="default: %(default)s")
+    parser.add_argument(
+        "--op",
+        nargs="+",
+        choices=list(info.NORMS),
+        default=list(info.NORMS),
+        metavar="OP",
+        help=f"of {', '.join(info.NORMS)}",
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=list(run.DTYPES),
+        default=["float32", "bfloat16"],
+        metavar="DTYPE",
+        help=f"of {', '.join(run.DTYPES)} (default: float32 bfloat16)",
+    )
+    parser.add_argument(
+        "--width", nargs="+", type=positive, default=list(run.WIDTHS), help="columns (default: %(default)s)"
+    )
     parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
     parser.add_argument("--mib", type=positive, default=512, help="size of one tensor (default: 512)")
     parser.add_argument("--rounds", type=positive, default=15, help="timed calls of each shape (default: 15)")
-    parser.add_argument("--csv", type=Path, default=Path("out/norm-plans.csv"), help="default: %(default)s")
+    parser.add_argument(
+        "--csv", type=Path, default=Path("out/norm-plans.csv"), help="the file that is written (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     options.device = "cuda"
     check_options(parser, options)

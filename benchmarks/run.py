@@ -84,8 +84,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m benchmarks",
         description=(__doc__ or "").split("\n\n")[0],
-        epilog="python -m benchmarks compare, plot and report look at the results; host times what a call costs, and "
-        "python -m benchmarks.models whole models. Each has a --help.",
+        epilog="python -m benchmarks compare, plot and report look at the results; host times what a call costs, "
+        "norm_plans the shapes of the norms' GPU kernels, python -m benchmarks.models whole models. Each has a --help.",
     )
     names = [spec.name for spec in timed_specs()]
     steps = ["forward", "backward"]

@@ -125,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "info":
         from extension_cpp import info
 
+        if (options.backward or options.weights) and not options.plan:
+            return fail("--backward and --weights go with --plan")
         if options.plan and not load_error:
             return info.run_plan(*plan_arguments(options), options.backward, options.weights)
         return info.run(str(load_error) if load_error else None)

@@ -281,7 +281,8 @@ def run_plan(op: str, dtype: str, rows: int, cols: int, backward: bool, weights:
     print(f"{op}, {step}, {rows} x {cols} in {dtype}, weights in {weights or dtype}, on an H100")
     for name, value in norm_plan(op, dtype, rows, cols, backward).items():
         print(f"  {name.replace('_', ' '):18} {value}")
-    print("The weights' type does not change the plan." if weights else "")
+    if weights:
+        print("The weights' type does not change the plan.")
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for `python scripts/sass_diff.py`
 
-from scripts.kernel_resources import cuobjdump, short_names  # noqa: E402
+from scripts.kernel_resources import cuobjdump, short_names  # noqa: E402  # found by the line above
 
 Code = tuple[str, ...]  # the instructions of one kernel, in order
 Kernels = Mapping[str, Sequence[Code]]  # by name; translation units may each hold a kernel of one name

@@ -808,11 +808,11 @@ def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) ->
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
         found: dict[str, tuple[torch.Tensor, ...]] = {}
 
-        def twins(name: str, call: Callable[[], object], found: dict[str, Any] = found) -> set[bool]:
+        def twins(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[bool]:
             """Whether each of our operators that a call runs is a twin."""
 
             def keep() -> None:
-                found[name] = as_tuple(call())  # type: ignore[arg-type]
+                found[name] = as_tuple(call())
 
             events, _ = profiled(keep, device)
             ours = [event for event in events if event.startswith("extension_cpp::")]

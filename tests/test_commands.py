@@ -236,6 +236,46 @@ def test_parse_build():
     assert info.read_build(loaded=True) == info.read_build(loaded=False)
 
 
+def test_plan(capsys):
+    """What csrc/norm/norm_plan.h picks: a CTA per row forward, CTAs that loop over rows backward, a cluster if wide."""
+
+    def plan(*words: str) -> dict[str, str]:
+        assert command.main(["info", "--plan", *words]) == 0
+        head, *lines = capsys.readouterr().out.splitlines()
+        assert head.startswith(f"{words[0]}, {'backward' if '--backward' in words else 'forward'}, ")
+        numbers = dict(map(str.strip, line.rsplit(maxsplit=1)) for line in lines if line.startswith("  "))
+        return {name: numbers[name] for name in ("kernel", "cluster")}
+
+    assert plan("rms_norm", "bfloat16", "4096x5120") == {"kernel": "row", "cluster": "1"}
+    assert plan("rms_norm", "bfloat16", "4096x5120", "--backward") == {"kernel": "persistent", "cluster": "1"}
+    assert plan("layer_norm", "float32", "512x131072") == {"kernel": "row", "cluster": "16"}
+    assert plan("layer_norm", "float32", "512x131072", "--backward")["kernel"] == "pipeline"
+    assert plan("layer_norm", "bfloat16", "32x512", "--backward", "--weights", "float32")["kernel"] == "split"
+    assert plan("layer_norm", "float64", "32x512")["kernel"] == "generic"
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["rms_nrom", "bfloat16", "2x3"], "expected OP to be one of layer_norm, rms_norm, .*, but got 'rms_nrom'"),
+        (["rms_norm", "bf16", "2x3"], "expected DTYPE to be one of float64, .*, but got 'bf16'"),
+        (
+            ["rms_norm", "float32", "2x3", "--weights", "int8"],
+            "expected DTYPE to be one of float64, .*, but got 'int8'",
+        ),
+        (["rms_norm", "float32", "0x3"], "expected ROWSxCOLS such as 4096x5120, but got '0x3'"),
+    ],
+)
+def test_plan_of_what_is_not_there(words, sentence):
+    with pytest.raises(SystemExit, match=f"^error: {sentence}$"):
+        command.main(["info", "--plan", *words])
+
+
+def test_options_of_a_plan_without_one(capsys):
+    assert command.main(["info", "--backward"]) == 1
+    assert capsys.readouterr() == ("", "error: --backward and --weights go with --plan\n")
+
+
 # One sentence an error
 
 
