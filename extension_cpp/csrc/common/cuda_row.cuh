@@ -205,7 +205,8 @@ class RowSum {
     }
   }
 
-  // The numbers of CTA lane % 16 of the cluster, zeros behind the last; `mine` are this CTA's.
+  // Sends this CTA's numbers, `mine`, to the cluster. Lane i gets those of CTA number i % 16, or
+  // zeros if there is no such CTA.
   __device__ float2 exchange(float2 mine, int turn) const {
 #if HAS_CLUSTERS
     send_to_all(mine, turn);

@@ -5,7 +5,7 @@
 //   Both write grad_x, and for each CTA or cluster a partial row of the parameters' gradients.
 //   sum_partials_kernel (norm_generic.cuh) adds the partial rows in a fixed order.
 // split_kernel (norm_backward_split.cuh): all gradients of few rows.
-// Nothing is atomic.
+// There are no atomics: every run gives the same bits.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 
@@ -13,7 +13,7 @@
 
 namespace norms {
 
-// mean and rstd of a row, which are loaded some time before their use.
+// mean and rstd of a row. The loops over rows load them one or two rows ahead.
 template <typename T>
 __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
   return {p.mean == nullptr ? 0.0f : p.mean[row], p.rstd[row]};
@@ -142,7 +142,7 @@ __device__ inline float *partial_row(const BackwardParams<T> &p, int i, int64_t 
   return p.partial + ((i == 1 && p.wanted[0] ? units : 0) + unit) * p.cols;
 }
 
-// Behind a row that has been read, if it is one of the last: marks its lines evict_normal again.
+// Marks the lines of a row evict_normal again, if it is one of the last rows (norm_plan.h).
 template <typename Form, typename T, bool ALIGNED>
 __device__ inline void release(const BackwardParams<T> &p, int64_t row,
                                const RowSlice<T, ALIGNED> &slice) {

@@ -1,12 +1,12 @@
-// Backward of few rows in one kernel with two kinds of CTAs, none of which waits for another.
+// Backward of few rows in one kernel with two kinds of CTAs. No CTA waits for another.
 //
 // Row CTAs write grad_x: a row in the registers of its threads, as in forward. Column CTAs write
 // the parameters' gradients: some columns over all rows. They read x and grad_out a second time,
 // which the L2 serves while the tensors are small. They come first in the grid, because they take
 // longest.
 //
-// This saves the second kernel that adds partial rows. Row CTAs alone serve any number of rows
-// where grad_x is all that is wanted.
+// There are no partial rows, and so no second kernel that adds them. If grad_x alone is wanted, the
+// row CTAs run alone, for any number of rows.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 
