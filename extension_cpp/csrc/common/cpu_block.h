@@ -73,6 +73,12 @@ ALWAYS_INLINE uint16_t float_to_float16(float x) {
   return (uint16_t)(half | sign);
 }
 
+/* One element as a number. */
+ALWAYS_INLINE double widen_float64(double x) { return x; }
+ALWAYS_INLINE double widen_float32(float x) { return x; }
+ALWAYS_INLINE double widen_float16(uint16_t x) { return float16_to_float(x); }
+ALWAYS_INLINE double widen_bfloat16(uint16_t x) { return bits_float((uint32_t)x << 16); }
+
 /* Streams 64 bytes past the caches. p must be aligned to 64. Call stream_fence() after the last of
  * a range. */
 ALWAYS_INLINE void stream64(void *p, const void *v) {

@@ -1,5 +1,5 @@
-/* exp and fused multiply-add for lane loops, in plain C that gcc and clang vectorise. tests/c
- * checks exp over every float.
+/* exp, tanh and fused multiply-add for lane loops, in plain C that gcc and clang vectorise. tests/c
+ * checks exp and tanh over every float.
  *
  * exp(x) = 2^n * p(r), n = round(x / ln 2), r = x - n ln 2 in two parts (Cody and Waite), |r| <=
  * ln2/2. The polynomial is Sollya's fpminimax for exp's relative error on that interval
@@ -46,5 +46,45 @@ ALWAYS_INLINE double exp_scaled_double(double x) { return exp(x); }
 
 #define EXP_SCALED(x) _Generic((x), float : exp_scaled_float, double : exp_scaled_double)(x)
 #define EXP_UNSCALE(x) _Generic((x), float : EXP_UNSCALE_FLOAT, double : EXP_UNSCALE_DOUBLE)
+
+/* exp(x) for x <= 88, as softmax needs it: 0 below about -87.7, where the result would be
+ * subnormal, and so for -infinity. NaN stays NaN. One multiplication by 2^n is enough for this
+ * range: its exponent field n + 127 stands in the low bits of `shifted`, and is 0 for the least
+ * x. */
+#define EXP_ZERO_FLOAT (-88.0f)
+ALWAYS_INLINE float exp_softmax_float(float x) {
+  x = x < EXP_ZERO_FLOAT ? EXP_ZERO_FLOAT : x;
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
+  const float n = shifted - (0x1.8p23f + 127);
+  const float r = fma_float(n, -0x1.7f7d1cp-20f, fma_float(n, -0x1.62e4p-1f, x));
+  float p = fma_float(r, 0x1.695428p-10f, 0x1.123b08p-7f);
+  p = fma_float(r, p, 0x1.555a22p-5f);
+  p = fma_float(r, p, 0x1.55549p-3f);
+  p = fma_float(r, p, 0x1.fffffap-2f);
+  p = 1.0f + fma_float(r * r, p, r);
+  return p * bits_float(float_bits(shifted) << 23);
+}
+
+#define EXP_ZERO_DOUBLE (-750.0)
+ALWAYS_INLINE double exp_softmax_double(double x) { return exp(x); }
+
+#define EXP_SOFTMAX(x) _Generic((x), float : exp_softmax_float, double : exp_softmax_double)(x)
+/* Both functions are exactly 0 here and below. */
+#define EXP_ZERO(x) _Generic((x), float : EXP_ZERO_FLOAT, double : EXP_ZERO_DOUBLE)
+
+/* tanh: an odd polynomial near 0 (Sollya's fpminimax, relative error), beyond 0.65 by exp. */
+ALWAYS_INLINE float tanh_float(float x) {
+  const float square = x * x, size = x < 0 ? -x : x;
+  float p = fma_float(square, -0x1.696b9cp-8f, 0x1.4f5dap-6f);
+  p = fma_float(square, p, -0x1.b7cfbap-5f);
+  p = fma_float(square, p, 0x1.1103fp-3f);
+  p = fma_float(square, p, -0x1.555524p-2f);
+  const float near = fma_float(x * square, p, x);
+  const float e = exp_softmax_float(-2 * size), far = 1 - 2 * e / (1 + e);
+  const float far_signed = bits_float(float_bits(far) | (float_bits(x) & 0x80000000u));
+  return size < 0.65f ? near : far_signed;
+}
+ALWAYS_INLINE double tanh_double(double x) { return tanh(x); }
+#define TANH(x) _Generic((x), float : tanh_float, double : tanh_double)(x)
 
 #endif

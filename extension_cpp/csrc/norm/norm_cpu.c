@@ -11,8 +11,7 @@
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
 #include "common/cpu_philox.h"
-
-#define NOINLINE static __attribute__((noinline))
+#include "common/cpu_row.h"
 
 _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks");
 
@@ -34,44 +33,6 @@ enum {
 typedef struct {
   int64_t lower, upper;
 } wide_halves_t;
-
-/* Sums 32 lanes in a fixed tree. gcc makes scalar code of a loop that it unrolls completely. */
-#define DEFINE_FOLD(type)                                                     \
-  ALWAYS_INLINE double fold_##type(const type *lane) {                        \
-    double sum[16];                                                           \
-    _Pragma("GCC unroll 1") for (int k = 0; k < 16; ++k) sum[k] =             \
-        (double)lane[k] + (double)lane[k + 16];                               \
-    _Pragma("GCC unroll 1") for (int k = 0; k < 8; ++k) sum[k] += sum[k + 8]; \
-    for (int k = 0; k < 4; ++k) sum[k] += sum[k + 4];                         \
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);                             \
-  }
-DEFINE_FOLD(float)
-DEFINE_FOLD(double)
-#define FOLD(lane) _Generic((lane)[0], float : fold_float, double : fold_double)(lane)
-
-/* How far ahead the last pass over a row prefetches: to the row (or two rows) after it, and at
- * least some KiB where rows are narrow. Wide rows go to the second-level cache: in the first they
- * would evict each other. */
-typedef struct {
-  int64_t bytes;
-  int wide;
-} ahead_t;
-
-ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size, int rows) {
-  const int64_t bytes = stride * size, least = bytes > 0 ? ceil_div(4096, bytes) : 0;
-  return (ahead_t){bytes * (least > rows ? least : rows), cols * size >= 16384};
-}
-
-/* Prefetches `bytes` bytes at distance `ahead` from p. */
-ALWAYS_INLINE void prefetch_later(const void *p, int64_t bytes, ahead_t ahead) {
-  if (!ahead.wide) {
-    prefetch(p, ahead.bytes, bytes);
-    return;
-  }
-  const uintptr_t later = (uintptr_t)p + (uintptr_t)ahead.bytes;
-  for (int64_t byte = 0; byte < bytes; byte += 64)
-    __builtin_prefetch((const void *)(later + (uintptr_t)byte), 0, 2);
-}
 
 /* Backward prefetches its output in the first pass over a row, unless stores are streamed: else the
  * second pass would wait for memory. The caches would lose longer rows before the second pass. */

@@ -10,12 +10,6 @@
 
 _Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
 
-/* One element as a number. */
-ALWAYS_INLINE double widen_float64(double x) { return x; }
-ALWAYS_INLINE double widen_float32(float x) { return x; }
-ALWAYS_INLINE double widen_float16(uint16_t x) { return float16_to_float(x); }
-ALWAYS_INLINE double widen_bfloat16(uint16_t x) { return bits_float((uint32_t)x << 16); }
-
 /* Where block b of a tile of `width` columns begins. The last block overlaps its neighbour instead
  * of being cut; both compute the same sums. */
 ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {

@@ -1,0 +1,186 @@
+/* The maximum of z over the columns, the sum of exp(z - max), and for the entropy the sum of
+ * exp(z - max) * (z - max). softmax and the losses include this file in their kernel headers, which
+ * are compiled once per element type.
+ *
+ * A row is taken in chunks of SUM_EXP_COLS columns. The maximum of a chunk reads memory; its sum
+ * reads the first-level cache and prefetches the next chunk. So memory is read once, however long
+ * the row is. If a chunk raises the maximum, the sums so far are scaled down.
+ *
+ * NaN. The maximum skips NaN, but the sum has it. +inf - inf makes the sum NaN as well. While the
+ * maximum is -inf, the sums take 0 in its place, so that -inf adds exp(-inf) = 0. */
+
+/* z = x * scale, or softcap * tanh(x * inverse). scale and softcap are positive, so the largest x
+ * has the largest z. */
+typedef struct {
+  ACC scale, softcap, inverse;
+} NAME(map_t);
+
+ALWAYS_INLINE void NAME(map_block)(ACC *restrict v, NAME(map_t) map, int form) {
+  if (form & SOFTCAP) {
+    for (int k = 0; k < BLOCK; ++k) v[k] = map.softcap * TANH(v[k] * map.inverse);
+  } else {
+    for (int k = 0; k < BLOCK; ++k) v[k] *= map.scale;
+  }
+}
+
+NOINLINE void NAME(load_zeros)(ACC *restrict v, const T *restrict p, int n) { LOAD(v, p, n); }
+
+/* Loads n elements and sets the lanes past them to -inf, which changes no maximum and no sum. */
+NOINLINE void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) {
+  NAME(load_zeros)(v, p, n);
+  for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
+}
+
+/* A partial block takes a function call, which is cheap there and saves most of the code size. */
+ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n) {
+  if (n == BLOCK) {
+    LOAD(v, p, BLOCK);
+  } else {
+    NAME(load_part)(v, p, n);
+  }
+}
+
+ALWAYS_INLINE void NAME(max_block)(ACC *restrict max, const T *p, int n) {
+  ACC v[BLOCK];
+  NAME(load_block)(v, p, n);
+  for (int k = 0; k < BLOCK; ++k) max[k] = v[k] > max[k] ? v[k] : max[k];
+}
+
+/* Adds a block of z - shift. */
+ALWAYS_INLINE void NAME(add_exp)(ACC *restrict sum, ACC *restrict products, const ACC *restrict d,
+                                 int form) {
+  if (form & ENTROPY) {
+    for (int k = 0; k < BLOCK; ++k) {
+      /* 0 * -inf would be NaN. */
+      const ACC least = d[k] < EXP_ZERO(d[k]) ? EXP_ZERO(d[k]) : d[k], e = EXP_SOFTMAX(least);
+      products[k] = FMA(e, least, products[k]);
+      sum[k] += e;
+    }
+  } else {
+    for (int k = 0; k < BLOCK; ++k) sum[k] += EXP_SOFTMAX(d[k]);
+  }
+}
+
+/* ---- rows: lanes are columns ---- */
+
+typedef struct {
+  ACC max;
+  double sum, products;
+} NAME(sums_t);
+
+ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols) {
+  ACC max[BLOCK];
+  int64_t c = 0;
+  for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
+  for (; c + BLOCK <= cols; c += BLOCK) NAME(max_block)(max, x + c, BLOCK);
+  if (c < cols) NAME(max_block)(max, x + c, (int)(cols - c));
+  return FOLD_MAX(max);
+}
+
+ALWAYS_INLINE void NAME(chunk_block)(ACC *restrict sum, ACC *restrict products, const T *p, int n,
+                                     ACC shift, NAME(map_t) map, int form) {
+  ACC v[BLOCK];
+  NAME(load_block)(v, p, n);
+  NAME(map_block)(v, map, form);
+  if (n < BLOCK) { /* softcap turns -inf into a number */
+    for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
+  }
+  for (int k = 0; k < BLOCK; ++k) v[k] -= shift;
+  NAME(add_exp)(sum, products, v, form);
+}
+
+/* Makes `max` the maximum of the sums so far. */
+ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
+  if (row->max != max && row->max != -(ACC)INFINITY) {
+    const double step = (double)row->max - (double)max, factor = exp(step);
+    row->products = factor * (row->products + step * row->sum);
+    row->sum *= factor;
+  }
+  row->max = max;
+}
+
+ALWAYS_INLINE NAME(sums_t) NAME(row_sums)(const T *x, int64_t cols, NAME(map_t) map, int form) {
+  NAME(sums_t) row = {-(ACC)INFINITY, 0, 0};
+  for (int64_t c = 0; c < cols;) {
+    const int64_t end = cols - c < SUM_EXP_COLS ? cols : c + SUM_EXP_COLS;
+    ACC max[BLOCK] = {NAME(chunk_max)(x + c, end - c)};
+    NAME(map_block)(max, map, form);
+    NAME(raise)(&row, max[0] > row.max ? max[0] : row.max);
+    const ACC shift = row.max == -(ACC)INFINITY ? 0 : row.max;
+    ACC sum[BLOCK] = {0}, products[BLOCK] = {0};
+    for (; c + BLOCK <= end; c += BLOCK) {
+      prefetch(x + c, SUM_EXP_COLS * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
+      NAME(chunk_block)(sum, products, x + c, BLOCK, shift, map, form);
+    }
+    if (c < end) NAME(chunk_block)(sum, products, x + c, (int)(end - c), shift, map, form);
+    row.sum += FOLD(sum);
+    if (form & ENTROPY) row.products += FOLD(products);
+    c = end;
+  }
+  return row;
+}
+
+/* ---- tiles: lanes are inner elements, in block order ---- */
+
+typedef struct {
+  ACC max[SUM_EXP_TILE];
+  double sum[SUM_EXP_TILE], products[SUM_EXP_TILE];
+} NAME(tile_sums_t);
+
+/* Adds `cols` columns of a block of n inner elements to the sums, which begin at max, sum and
+ * products. */
+ALWAYS_INLINE void NAME(tile_chunk)(ACC *tile_max, double *tile_sum, double *tile_products,
+                                    const T *x, int64_t cols, int64_t inner, int n, NAME(map_t) map,
+                                    int form) {
+  ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
+  for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
+  for (int64_t c = 0; c < cols; ++c) NAME(max_block)(max, x + c * inner, n);
+  NAME(map_block)(max, map, form);
+  for (int k = 0; k < BLOCK; ++k) max[k] = max[k] > tile_max[k] ? max[k] : tile_max[k];
+  for (int k = 0; k < BLOCK; ++k) {
+    const ACC step = tile_max[k] == max[k] ? 0 : tile_max[k] - max[k], factor = EXP_SOFTMAX(step);
+    /* step is -inf in the first chunk, where the sums are 0. */
+    if (form & ENTROPY)
+      tile_products[k] = factor == 0 ? 0 : factor * (tile_products[k] + step * tile_sum[k]);
+    tile_sum[k] *= (double)factor;
+    tile_max[k] = max[k];
+    shift[k] = max[k] == -(ACC)INFINITY ? 0 : max[k];
+  }
+  for (int64_t c = 0; c < cols; ++c) {
+    ACC v[BLOCK];
+    const T *p = x + c * inner;
+    prefetch(p, cols * inner * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
+    NAME(load_block)(v, p, n);
+    NAME(map_block)(v, map, form);
+    for (int k = 0; k < BLOCK; ++k) v[k] -= shift[k];
+    NAME(add_exp)(sum, products, v, form);
+  }
+  for (int k = 0; k < BLOCK; ++k) tile_sum[k] += (double)sum[k];
+  for (int k = 0; k < BLOCK; ++k) tile_products[k] += (double)products[k];
+}
+
+NOINLINE void NAME(tile_chunk_part)(ACC *max, double *sum, double *products, const T *x,
+                                    int64_t cols, int64_t inner, int n, NAME(map_t) map, int form) {
+  NAME(tile_chunk)(max, sum, products, x, cols, inner, n, map, form);
+}
+
+/* Sums of `width` <= SUM_EXP_TILE inner elements. Lanes past the width hold rubbish. */
+ALWAYS_INLINE void NAME(tile_sums)(NAME(tile_sums_t) * tile, const T *x, int64_t cols,
+                                   int64_t inner, int width, NAME(map_t) map, int form) {
+  for (int k = 0; k < SUM_EXP_TILE; ++k) {
+    tile->max[k] = -(ACC)INFINITY;
+    tile->sum[k] = tile->products[k] = 0;
+  }
+  for (int64_t c = 0; c < cols; c += SUM_EXP_TILE_COLS) {
+    const int64_t n_cols = cols - c < SUM_EXP_TILE_COLS ? cols - c : SUM_EXP_TILE_COLS;
+    const T *p = x + c * inner;
+    int k = 0;
+    for (; k + BLOCK <= width; k += BLOCK)
+      NAME(tile_chunk)
+      (tile->max + k, tile->sum + k, tile->products + k, p + k, n_cols, inner, BLOCK, map, form);
+    if (k < width)
+      NAME(tile_chunk_part)
+      (tile->max + k, tile->sum + k, tile->products + k, p + k, n_cols, inner, width - k, map,
+       form);
+  }
+}

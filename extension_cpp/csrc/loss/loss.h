@@ -1,0 +1,106 @@
+/* cross_entropy and token_log_probs. Of a row of logits x with target t, over its cols classes c:
+ *   z_c = x_c * scale, or with softcap > 0: softcap * tanh(x_c / softcap)
+ *   lse = log(sum_c exp(z_c)),  p_c = exp(z_c - lse)
+ * cross_entropy (entropy NULL), with class weights w, s = label_smoothing, W = sum_c w_c:
+ *   loss = w_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / cols * sum_c w_c * (lse - z_c)
+ *   dloss/dz_c = (w_t * (1 - s + 2 * z_loss * lse) + s / cols * W) * p_c - w_t * (1 - s) * [c = t]
+ *                - s / cols * w_c
+ * token_log_probs (weight NULL, s = z_loss = softcap = 0):
+ *   loss = z_t - lse,  entropy = -sum_c p_c * (z_c - lse), where p_c = 0 adds 0
+ *   dloss/dz_c = [c = t] - p_c,  dentropy/dz_c = -p_c * (z_c - lse + entropy)
+ * dz_c/dx_c = scale, or 1 - (z_c / softcap)^2.
+ *
+ * A row whose target is ignore_index has loss 0 and gradient 0, whatever its logits (lse is still
+ * written). A row whose target is outside [0, cols) and not ignore_index has loss, entropy and
+ * gradient NaN: no memory outside is read. NaN and +inf in a row make its lse and loss NaN.
+ * Sums in float (float64: double). Run-to-run deterministic and batch-invariant.
+ * Source: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311;
+ * softcap: Gemma Team 2024, arXiv:2408.00118. */
+#ifndef EXTENSION_CPP_LOSS_H
+#define EXTENSION_CPP_LOSS_H
+
+#include <stdint.h>
+
+#include "common/dtype.h"
+#include "common/range.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What forward and backward read. ACC below: float, for float64 double. */
+typedef struct {
+  const void *logits;     /* element (o, c, i) at o * outer_stride + c * inner + i */
+  const int64_t *target;  /* (outer, inner) */
+  const void *weight;     /* (cols), ACC; NULL: ones */
+  const void *weight_sum; /* W, one number, ACC, with weight and label_smoothing; else NULL */
+  int64_t outer, cols, inner;
+  int64_t outer_stride;   /* at least cols * inner */
+  int64_t ignore_index;   /* -1 for token_log_probs, which has none: such a target is outside */
+  double label_smoothing, z_loss;
+  double softcap;         /* 0: none */
+  double scale;           /* 1 / temperature; 1 with softcap */
+  dtype_t dtype;
+} loss_rows;
+
+/* grad_logits NULL: forward alone. Else also writes dloss/dx * *grad_scale, without another read of
+ * memory where a row stays in registers or caches. */
+typedef struct {
+  loss_rows rows;
+  void *loss;              /* (outer, inner), ACC; token_log_probs: the log-probability */
+  void *entropy;           /* (outer, inner), ACC; NULL: cross_entropy */
+  double *lse;             /* (outer, inner), float64 for every dtype: exp(z - lse) needs its digits */
+  void *grad_logits;       /* (outer, cols, inner), contiguous; may be logits if that is contiguous */
+  const void *grad_scale;  /* one number, ACC */
+} loss_forward_args;
+
+/* Writes grad_logits = dloss/dx * grad_loss / total + dentropy/dx * grad_entropy. */
+typedef struct {
+  loss_rows rows;
+  const double *lse;         /* (outer, inner), from forward */
+  const void *grad_loss;     /* of type grad_dtype; row r at r * grad_stride, which is 0 or 1 */
+  const void *total;         /* one number, ACC; NULL: 1 */
+  const void *entropy;       /* (outer, inner), ACC, from forward; NULL: cross_entropy */
+  const void *grad_entropy;  /* (outer, inner), of type grad_dtype */
+  void *grad_logits;         /* (outer, cols, inner), contiguous */
+  int64_t grad_stride;
+  dtype_t grad_dtype;
+} loss_backward_args;
+
+/* out = sum of loss over the rows, divided by *total if is_mean, of type out_dtype; total = sum of
+ * w_t over the rows that are not ignored and whose target is inside. Without rows: 0, mean NaN. In
+ * double, in an order that rows alone fixes. target NULL: every row counts 1 (a plain sum). */
+typedef struct {
+  const void *loss;       /* (rows), ACC */
+  const int64_t *target;  /* (rows) */
+  const void *weight;     /* (cols), ACC; NULL: ones */
+  void *partial;          /* loss_partials(rows) doubles of scratch */
+  void *out;              /* one number */
+  void *total;            /* one number, ACC */
+  int64_t rows, cols, ignore_index;
+  dtype_t dtype, out_dtype;
+  int is_mean;
+} loss_reduce_args;
+
+/* On the CPU an item of forward and backward is a row, or with inner > 1 a tile of LOSS_TILE of the
+ * inner elements; loss_reduce has one item. */
+enum { LOSS_TILE = 128, LOSS_REDUCED_ROWS = 8192 };
+static inline int64_t loss_items(int64_t outer, int64_t inner) {
+  return outer * ceil_div(inner, LOSS_TILE);
+}
+/* Two sums for each LOSS_REDUCED_ROWS rows. */
+static inline int64_t loss_partials(int64_t rows) { return 2 * ceil_div(rows, LOSS_REDUCED_ROWS); }
+
+void loss_forward_cpu(int64_t begin, int64_t end, void *args);
+void loss_backward_cpu(int64_t begin, int64_t end, void *args);
+void loss_reduce_cpu(int64_t begin, int64_t end, void *args);
+
+int loss_forward_cuda(const loss_forward_args *args, void *stream);
+int loss_backward_cuda(const loss_backward_args *args, void *stream);
+int loss_reduce_cuda(const loss_reduce_args *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,32 @@
+/* softmax and log_softmax on the CPU.
+ * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once, for
+ * the maximum and the sum (common/cpu_sum_exp_kernel.h), and again from the caches, for the result.
+ * Backward does the same with the sum over grad_out and y. The last pass prefetches the next row.
+ * inner > 1: an item is a tile of SOFTMAX_TILE inner elements, and lanes are inner elements. Each
+ * lane has its own maximum and sum over the columns. */
+#include "softmax/softmax.h"
+
+#include "common/cpu_level.h"
+#include "common/cpu_sum_exp.h"
+
+_Static_assert(SOFTMAX_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
+
+/* Whether results are streamed past the caches. In place they are not: the line is in a cache. */
+ALWAYS_INLINE int streams(int64_t bytes, const void *out, const void *in, const void *other) {
+  return out != in && out != other && cpu_should_stream(bytes);
+}
+
+#define KERNEL_BODY "softmax/softmax_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void softmax_forward_cpu_range(int64_t begin, int64_t end,
+                                      const softmax_forward_args *args) {
+  DISPATCH_DTYPE(args->dtype, softmax_forward, args, begin, end)
+}
+
+static void softmax_backward_cpu_range(int64_t begin, int64_t end,
+                                       const softmax_backward_args *args){
+    DISPATCH_DTYPE(args->dtype, softmax_backward, args, begin, end)}
+
+CPU_ENTRY(softmax_forward_cpu, softmax_forward_args)
+    CPU_ENTRY(softmax_backward_cpu, softmax_backward_args)

@@ -1,0 +1,152 @@
+/* Backward of softmax and log_softmax; the end of softmax_cpu_kernel.h. */
+
+/* Adds grad_out * y to `sum`, for log_softmax grad_out. */
+ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, const T *y, int n,
+                                       int is_log) {
+  ACC g[BLOCK], v[BLOCK];
+  if (n == BLOCK) {
+    LOAD(g, grad_out, BLOCK);
+    if (!is_log) LOAD(v, y, BLOCK);
+  } else {
+    NAME(load_zeros)(g, grad_out, n);
+    if (!is_log) NAME(load_zeros)(v, y, n);
+  }
+  if (is_log) {
+    for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
+  } else {
+    for (int k = 0; k < BLOCK; ++k) sum[k] = FMA(g[k], v[k], sum[k]);
+  }
+}
+
+/* ---- rows ---- */
+
+ALWAYS_INLINE double NAME(product_row)(const T *grad_out, const T *y, int64_t cols, int is_log) {
+  double total = 0;
+  for (int64_t c = 0; c < cols;) {
+    const int64_t end = cols - c < SUM_EXP_COLS ? cols : c + SUM_EXP_COLS;
+    ACC sum[BLOCK] = {0};
+    for (; c + BLOCK <= end; c += BLOCK)
+      NAME(product_block)(sum, grad_out + c, y + c, BLOCK, is_log);
+    if (c < end) NAME(product_block)(sum, grad_out + c, y + c, (int)(end - c), is_log);
+    total += FOLD(sum);
+    c = end;
+  }
+  return total;
+}
+
+ALWAYS_INLINE void NAME(gradient_block)(const T *grad_out, const T *y, T *grad_x, ACC sum,
+                                        ahead_t ahead, int n, int is_log, int stream) {
+  ACC g[BLOCK], v[BLOCK];
+  prefetch_later(grad_out, BLOCK * sizeof(T), ahead);
+  prefetch_later(y, BLOCK * sizeof(T), ahead);
+  LOAD(g, grad_out, n);
+  LOAD(v, y, n);
+  for (int k = 0; k < BLOCK; ++k) g[k] = SOFTMAX_GRADIENT(g[k], v[k], sum, is_log);
+  STORE(grad_x, g, n, stream);
+}
+
+NOINLINE void NAME(gradient_part)(const T *grad_out, const T *y, T *grad_x, ACC sum, int n,
+                                  int is_log) {
+  const ahead_t none = {0};
+  NAME(gradient_block)(grad_out, y, grad_x, sum, none, n, is_log, 0);
+}
+
+ALWAYS_INLINE void NAME(gradient_row)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
+                                      ahead_t ahead, int is_log, int stream) {
+  const ACC sum = (ACC)NAME(product_row)(grad_out, y, cols, is_log);
+  int64_t c = stream ? elements_to_line(grad_x, sizeof(T)) : 0;
+  c = c < cols ? c : 0;
+  if (c > 0) NAME(gradient_part)(grad_out, y, grad_x, sum, (int)c, is_log);
+  if (stream && (uintptr_t)(grad_x + c) % 64 == 0) {
+    for (; c + BLOCK <= cols; c += BLOCK)
+      NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 1);
+  } else {
+    for (; c + BLOCK <= cols; c += BLOCK)
+      NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 0);
+  }
+  if (c < cols) NAME(gradient_part)(grad_out + c, y + c, grad_x + c, sum, (int)(cols - c), is_log);
+}
+
+ALWAYS_INLINE void NAME(gradient_rows)(const softmax_backward_args *args, int64_t begin,
+                                       int64_t end, int is_log, int stream) {
+  const int64_t cols = args->cols;
+  const ahead_t ahead = row_ahead(cols, cols, sizeof(T), 1);
+  for (int64_t r = begin; r < end; ++r)
+    NAME(gradient_row)
+    ((const T *)args->grad_out + r * cols, (const T *)args->y + r * cols,
+     (T *)args->grad_x + r * cols, cols, ahead, is_log, stream);
+}
+
+/* ---- tiles ---- */
+
+/* n inner elements over all columns. */
+ALWAYS_INLINE void NAME(gradient_tile_block)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
+                                             int64_t inner, int n, int is_log, int stream) {
+  double total[BLOCK] = {0};
+  ACC sum[BLOCK], g[BLOCK], v[BLOCK];
+  for (int64_t c = 0; c < cols;) {
+    const int64_t end = cols - c < SUM_EXP_TILE_COLS ? cols : c + SUM_EXP_TILE_COLS;
+    for (int k = 0; k < BLOCK; ++k) sum[k] = 0;
+    for (; c < end; ++c) NAME(product_block)(sum, grad_out + c * inner, y + c * inner, n, is_log);
+    for (int k = 0; k < BLOCK; ++k) total[k] += (double)sum[k];
+  }
+  for (int k = 0; k < BLOCK; ++k) sum[k] = (ACC)total[k];
+  for (int64_t i = 0; i < cols * inner; i += inner) {
+    LOAD(g, grad_out + i, n);
+    LOAD(v, y + i, n);
+    for (int k = 0; k < BLOCK; ++k) g[k] = SOFTMAX_GRADIENT(g[k], v[k], sum[k], is_log);
+    STORE(grad_x + i, g, n, stream);
+  }
+}
+
+NOINLINE void NAME(gradient_tile_part)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
+                                       int64_t inner, int n, int is_log) {
+  if (is_log) {
+    NAME(gradient_tile_block)(grad_out, y, grad_x, cols, inner, n, 1, 0);
+  } else {
+    NAME(gradient_tile_block)(grad_out, y, grad_x, cols, inner, n, 0, 0);
+  }
+}
+
+ALWAYS_INLINE void NAME(gradient_tile)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
+                                       int64_t inner, int width, int is_log, int stream) {
+  int k = 0;
+  for (; k + BLOCK <= width; k += BLOCK) {
+    if (stream && (uintptr_t)(grad_x + k) % 64 == 0) {
+      NAME(gradient_tile_block)(grad_out + k, y + k, grad_x + k, cols, inner, BLOCK, is_log, 1);
+    } else {
+      NAME(gradient_tile_block)(grad_out + k, y + k, grad_x + k, cols, inner, BLOCK, is_log, 0);
+    }
+  }
+  if (k < width)
+    NAME(gradient_tile_part)(grad_out + k, y + k, grad_x + k, cols, inner, width - k, is_log);
+}
+
+NOINLINE void NAME(gradient_tiles)(const softmax_backward_args *args, int64_t begin, int64_t end,
+                                   int stream) {
+  const int streams_columns = stream && args->inner * (int64_t)sizeof(T) % 64 == 0;
+  for (int64_t item = begin; item < end; ++item) {
+    int width;
+    const int64_t i = NAME(tile_begin)(item, args->cols, args->inner, &width);
+    const T *grad_out = (const T *)args->grad_out + i, *y = (const T *)args->y + i;
+    T *grad_x = (T *)args->grad_x + i;
+    if (args->is_log) {
+      NAME(gradient_tile)(grad_out, y, grad_x, args->cols, args->inner, width, 1, streams_columns);
+    } else {
+      NAME(gradient_tile)(grad_out, y, grad_x, args->cols, args->inner, width, 0, streams_columns);
+    }
+  }
+}
+
+static void NAME(softmax_backward)(const softmax_backward_args *args, int64_t begin, int64_t end) {
+  const int64_t bytes = 3 * args->outer * args->cols * args->inner * (int64_t)sizeof(T);
+  const int stream = streams(bytes, args->grad_x, args->grad_out, args->y);
+  if (args->inner > 1) {
+    NAME(gradient_tiles)(args, begin, end, stream);
+  } else if (args->is_log) {
+    NAME(gradient_rows)(args, begin, end, 1, stream);
+  } else {
+    NAME(gradient_rows)(args, begin, end, 0, stream);
+  }
+  if (stream) stream_fence();
+}

@@ -1,0 +1,146 @@
+/* Compiled once per element type by softmax_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+ * LOAD and STORE). */
+#include "common/cpu_sum_exp_kernel.h"
+
+/* ---- the formulas; for tiles, max, last, sum differ by lane ---- */
+
+/* x becomes y. `last` is 1 / sum, for log_softmax log(sum). */
+#define SOFTMAX_VALUE(x, max, last, is_log) \
+  ((is_log) ? ((x) - (max)) - (last) : EXP_SOFTMAX((x) - (max)) * (last))
+
+/* grad_out becomes grad_x. `sum` is the sum of grad_out * y, for log_softmax of grad_out. */
+#define SOFTMAX_GRADIENT(grad_out, y, sum, is_log) \
+  ((is_log) ? FMA(-EXP_SOFTMAX(y), sum, grad_out) : ((grad_out) - (sum)) * (y))
+
+/* `last` of SOFTMAX_VALUE. */
+ALWAYS_INLINE ACC NAME(softmax_last)(double sum, int is_log) {
+  return (ACC)(is_log ? log(sum) : 1 / sum);
+}
+
+/* ---- forward, rows ---- */
+
+ALWAYS_INLINE void NAME(softmax_block)(const T *x, T *y, ACC max, ACC last, ahead_t ahead, int n,
+                                       int is_log, int stream) {
+  ACC v[BLOCK];
+  prefetch_later(x, BLOCK * sizeof(T), ahead);
+  NAME(load_block)(v, x, n);
+  for (int k = 0; k < BLOCK; ++k) v[k] = SOFTMAX_VALUE(v[k], max, last, is_log);
+  STORE(y, v, n, stream);
+}
+
+NOINLINE void NAME(softmax_part)(const T *x, T *y, ACC max, ACC last, int n, int is_log) {
+  const ahead_t none = {0};
+  NAME(softmax_block)(x, y, max, last, none, n, is_log, 0);
+}
+
+ALWAYS_INLINE void NAME(softmax_row)(const T *x, T *y, int64_t cols, ahead_t ahead, int is_log,
+                                     int stream) {
+  const NAME(map_t) map = {1, 0, 0};
+  const NAME(sums_t) row = NAME(row_sums)(x, cols, map, 0);
+  const ACC max = row.max, last = NAME(softmax_last)(row.sum, is_log);
+  int64_t c = stream ? elements_to_line(y, sizeof(T)) : 0;
+  c = c < cols ? c : 0;
+  if (c > 0) NAME(softmax_part)(x, y, max, last, (int)c, is_log);
+  if (stream && (uintptr_t)(y + c) % 64 == 0) {
+    for (; c + BLOCK <= cols; c += BLOCK)
+      NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 1);
+  } else {
+    for (; c + BLOCK <= cols; c += BLOCK)
+      NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 0);
+  }
+  if (c < cols) NAME(softmax_part)(x + c, y + c, max, last, (int)(cols - c), is_log);
+}
+
+ALWAYS_INLINE void NAME(softmax_rows)(const softmax_forward_args *args, int64_t begin, int64_t end,
+                                      int is_log, int stream) {
+  const int64_t cols = args->cols;
+  const ahead_t ahead = row_ahead(cols, cols, sizeof(T), 1);
+  for (int64_t r = begin; r < end; ++r)
+    NAME(softmax_row)
+    ((const T *)args->x + r * cols, (T *)args->y + r * cols, cols, ahead, is_log, stream);
+}
+
+/* ---- forward, tiles ---- */
+
+ALWAYS_INLINE void NAME(softmax_tile_block)(const T *x, T *y, const ACC *restrict tile_max,
+                                            const ACC *restrict tile_last, int64_t cols,
+                                            int64_t inner, int n, int is_log, int stream) {
+  ACC max[BLOCK], last[BLOCK];
+  for (int k = 0; k < BLOCK; ++k) max[k] = tile_max[k];
+  for (int k = 0; k < BLOCK; ++k) last[k] = tile_last[k];
+  for (int64_t c = 0; c < cols; ++c) {
+    ACC v[BLOCK];
+    NAME(load_block)(v, x + c * inner, n);
+    for (int k = 0; k < BLOCK; ++k) v[k] = SOFTMAX_VALUE(v[k], max[k], last[k], is_log);
+    STORE(y + c * inner, v, n, stream);
+  }
+}
+
+NOINLINE void NAME(softmax_tile_part)(const T *x, T *y, const ACC *max, const ACC *last,
+                                      int64_t cols, int64_t inner, int n, int is_log) {
+  if (is_log) {
+    NAME(softmax_tile_block)(x, y, max, last, cols, inner, n, 1, 0);
+  } else {
+    NAME(softmax_tile_block)(x, y, max, last, cols, inner, n, 0, 0);
+  }
+}
+
+ALWAYS_INLINE void NAME(softmax_tile)(const T *x, T *y, int64_t cols, int64_t inner, int width,
+                                      int is_log, int stream) {
+  const NAME(map_t) map = {1, 0, 0};
+  NAME(tile_sums_t) tile;
+  ACC last[SOFTMAX_TILE];
+  NAME(tile_sums)(&tile, x, cols, inner, width, map, 0);
+  for (int k = 0; k < SOFTMAX_TILE; ++k) last[k] = NAME(softmax_last)(tile.sum[k], is_log);
+  int k = 0;
+  for (; k + BLOCK <= width; k += BLOCK) {
+    if (stream && (uintptr_t)(y + k) % 64 == 0) {
+      NAME(softmax_tile_block)(x + k, y + k, tile.max + k, last + k, cols, inner, BLOCK, is_log, 1);
+    } else {
+      NAME(softmax_tile_block)(x + k, y + k, tile.max + k, last + k, cols, inner, BLOCK, is_log, 0);
+    }
+  }
+  if (k < width)
+    NAME(softmax_tile_part)(x + k, y + k, tile.max + k, last + k, cols, inner, width - k, is_log);
+}
+
+/* The first element of an item, and the number of inner elements of its tile. */
+ALWAYS_INLINE int64_t NAME(tile_begin)(int64_t item, int64_t cols, int64_t inner, int *width) {
+  const int64_t tiles = ceil_div(inner, SOFTMAX_TILE), i = item % tiles * SOFTMAX_TILE;
+  *width = inner - i < SOFTMAX_TILE ? (int)(inner - i) : SOFTMAX_TILE;
+  return item / tiles * cols * inner + i;
+}
+
+NOINLINE void NAME(softmax_tiles)(const softmax_forward_args *args, int64_t begin, int64_t end,
+                                  int stream) {
+  /* Every column of the tile must begin at 64 bytes. */
+  const int streams_columns = stream && args->inner * (int64_t)sizeof(T) % 64 == 0;
+  for (int64_t item = begin; item < end; ++item) {
+    int width;
+    const int64_t i = NAME(tile_begin)(item, args->cols, args->inner, &width);
+    if (args->is_log) {
+      NAME(softmax_tile)
+      ((const T *)args->x + i, (T *)args->y + i, args->cols, args->inner, width, 1,
+       streams_columns);
+    } else {
+      NAME(softmax_tile)
+      ((const T *)args->x + i, (T *)args->y + i, args->cols, args->inner, width, 0,
+       streams_columns);
+    }
+  }
+}
+
+static void NAME(softmax_forward)(const softmax_forward_args *args, int64_t begin, int64_t end) {
+  const int64_t bytes = 2 * args->outer * args->cols * args->inner * (int64_t)sizeof(T);
+  const int stream = streams(bytes, args->y, args->x, args->x);
+  if (args->inner > 1) {
+    NAME(softmax_tiles)(args, begin, end, stream);
+  } else if (args->is_log) {
+    NAME(softmax_rows)(args, begin, end, 1, stream);
+  } else {
+    NAME(softmax_rows)(args, begin, end, 0, stream);
+  }
+  if (stream) stream_fence();
+}
+
+#include "softmax/softmax_cpu_backward_kernel.h"
