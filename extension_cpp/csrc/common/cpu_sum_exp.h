@@ -13,8 +13,9 @@ enum {
 };
 
 /* Flags of a kernel: SOFTCAP: z is capped. ENTROPY: also sums exp(z - max) * (z - max). SMOOTH: the
- * gradient has the term of label smoothing. */
-enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4 };
+ * gradient has the term of label smoothing. TARGET: the block may have the target's column.
+ * CALLS: takes a function call for every block, where little code matters more than speed. */
+enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4, TARGET = 8, CALLS = 16 };
 
 /* The largest of 32 lanes, in pairs. No lane is NaN. */
 #define DEFINE_FOLD_MAX(type)                                                         \

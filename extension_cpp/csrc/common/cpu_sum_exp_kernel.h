@@ -77,15 +77,22 @@ ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols) {
   return FOLD_MAX(max);
 }
 
-ALWAYS_INLINE void NAME(chunk_block)(ACC *restrict sum, ACC *restrict products, const T *p, int n,
+/* Adds the block of x in v. */
+ALWAYS_INLINE void NAME(chunk_block)(ACC *restrict sum, ACC *restrict products, ACC *restrict v,
                                      ACC shift, NAME(map_t) map, int form) {
-  ACC v[BLOCK];
-  NAME(load_block)(v, p, n);
   NAME(map_block)(v, map, form);
-  if (n < BLOCK) { /* softcap turns -inf into a number */
-    for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
-  }
   for (int k = 0; k < BLOCK; ++k) v[k] -= shift;
+  NAME(add_exp)(sum, products, v, form);
+}
+
+/* A block of any form and width. */
+NOINLINE void NAME(chunk_part)(ACC *restrict sum, ACC *restrict products, const T *p, int n,
+                               ACC shift, NAME(map_t) map, int form) {
+  ACC v[BLOCK];
+  NAME(load_part)(v, p, n);
+  NAME(map_block)(v, map, form);
+  /* Once more: softcap turns -inf into a number. */
+  for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] - shift : -(ACC)INFINITY;
   NAME(add_exp)(sum, products, v, form);
 }
 
@@ -99,23 +106,40 @@ ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
   row->max = max;
 }
 
+/* The sums over columns [begin, end), at most a chunk. With SOFTCAP every block takes a call. */
+ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begin, int64_t end,
+                                    NAME(map_t) map, int form) {
+  const ACC shift = row->max == -(ACC)INFINITY ? 0 : row->max;
+  ACC sum[BLOCK] = {0}, products[BLOCK] = {0};
+  int64_t c = begin;
+  for (; c + BLOCK <= end && !(form & SOFTCAP); c += BLOCK) {
+    ACC v[BLOCK];
+    prefetch(x + c, SUM_EXP_COLS * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
+    LOAD(v, x + c, BLOCK);
+    NAME(chunk_block)(sum, products, v, shift, map, form);
+  }
+  if (c < end) {
+    /* Copies, so that the sums above stay in registers. */
+    ACC last_sum[BLOCK], last_products[BLOCK];
+    for (int k = 0; k < BLOCK; ++k) last_sum[k] = sum[k], last_products[k] = products[k];
+    for (; c < end; c += BLOCK) {
+      const int n = end - c < BLOCK ? (int)(end - c) : BLOCK;
+      NAME(chunk_part)(last_sum, last_products, x + c, n, shift, map, form);
+    }
+    for (int k = 0; k < BLOCK; ++k) sum[k] = last_sum[k], products[k] = last_products[k];
+  }
+  row->sum += FOLD(sum);
+  if (form & ENTROPY) row->products += FOLD(products);
+}
+
 ALWAYS_INLINE NAME(sums_t) NAME(row_sums)(const T *x, int64_t cols, NAME(map_t) map, int form) {
   NAME(sums_t) row = {-(ACC)INFINITY, 0, 0};
-  for (int64_t c = 0; c < cols;) {
+  for (int64_t c = 0; c < cols; c += SUM_EXP_COLS) {
     const int64_t end = cols - c < SUM_EXP_COLS ? cols : c + SUM_EXP_COLS;
-    ACC max[BLOCK] = {NAME(chunk_max)(x + c, end - c)};
-    NAME(map_block)(max, map, form);
-    NAME(raise)(&row, max[0] > row.max ? max[0] : row.max);
-    const ACC shift = row.max == -(ACC)INFINITY ? 0 : row.max;
-    ACC sum[BLOCK] = {0}, products[BLOCK] = {0};
-    for (; c + BLOCK <= end; c += BLOCK) {
-      prefetch(x + c, SUM_EXP_COLS * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
-      NAME(chunk_block)(sum, products, x + c, BLOCK, shift, map, form);
-    }
-    if (c < end) NAME(chunk_block)(sum, products, x + c, (int)(end - c), shift, map, form);
-    row.sum += FOLD(sum);
-    if (form & ENTROPY) row.products += FOLD(products);
-    c = end;
+    const ACC x_max = NAME(chunk_max)(x + c, end - c);
+    const ACC max = form & SOFTCAP ? map.softcap * TANH(x_max * map.inverse) : x_max * map.scale;
+    NAME(raise)(&row, max > row.max ? max : row.max);
+    NAME(chunk_sums)(&row, x, c, end, map, form);
   }
   return row;
 }
@@ -127,46 +151,77 @@ typedef struct {
   double sum[SUM_EXP_TILE], products[SUM_EXP_TILE];
 } NAME(tile_sums_t);
 
-/* Adds `cols` columns of a block of n inner elements to the sums, which begin at max, sum and
- * products. */
-ALWAYS_INLINE void NAME(tile_chunk)(ACC *tile_max, double *tile_sum, double *tile_products,
-                                    const T *x, int64_t cols, int64_t inner, int n, NAME(map_t) map,
-                                    int form) {
+/* Adds a column: n inner elements at p. */
+ALWAYS_INLINE void NAME(tile_column)(ACC *restrict sum, ACC *restrict products,
+                                     const ACC *restrict shift, const T *p, int n, NAME(map_t) map,
+                                     int form) {
+  ACC v[BLOCK];
+  LOAD(v, p, n);
+  NAME(map_block)(v, map, form);
+  for (int k = 0; k < BLOCK; ++k) v[k] -= shift[k];
+  NAME(add_exp)(sum, products, v, form);
+}
+
+/* A column of any form and width. */
+NOINLINE void NAME(tile_column_part)(ACC *restrict sum, ACC *restrict products,
+                                     const ACC *restrict shift, const T *p, int n, NAME(map_t) map,
+                                     int form) {
+  NAME(tile_column)(sum, products, shift, p, n, map, form);
+}
+
+/* Makes `max` the maximum of n lanes' sums so far, as far as it is larger. */
+NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
+                               double *restrict products, const ACC *restrict max) {
+  for (int k = 0; k < BLOCK; ++k) {
+    const ACC old = tile_max[k], new = max[k] > old ? max[k] : old;
+    /* step is -inf in the first chunk, where the sums are 0. */
+    const ACC step = old == new ? 0 : old - new, factor = EXP_SOFTMAX(step);
+    products[k] = factor == 0 ? 0 : (double)factor * (products[k] + (double)step * sum[k]);
+    sum[k] *= (double)factor;
+    tile_max[k] = new;
+  }
+}
+
+/* Adds `cols` columns of a block of n inner elements to the sums of tile lanes `first` and on. */
+ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
+                                    int64_t inner, int n, NAME(map_t) map, int form) {
   ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
   for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
   for (int64_t c = 0; c < cols; ++c) NAME(max_block)(max, x + c * inner, n);
-  NAME(map_block)(max, map, form);
-  for (int k = 0; k < BLOCK; ++k) max[k] = max[k] > tile_max[k] ? max[k] : tile_max[k];
+  for (int k = 0; k < BLOCK; ++k) shift[k] = max[k];
+  NAME(map_block)(shift, map, form);
+  NAME(tile_raise)(tile->max + first, tile->sum + first, tile->products + first, shift);
   for (int k = 0; k < BLOCK; ++k) {
-    const ACC step = tile_max[k] == max[k] ? 0 : tile_max[k] - max[k], factor = EXP_SOFTMAX(step);
-    /* step is -inf in the first chunk, where the sums are 0. */
-    if (form & ENTROPY)
-      tile_products[k] = factor == 0 ? 0 : factor * (tile_products[k] + step * tile_sum[k]);
-    tile_sum[k] *= (double)factor;
-    tile_max[k] = max[k];
-    shift[k] = max[k] == -(ACC)INFINITY ? 0 : max[k];
+    const ACC largest = tile->max[first + k];
+    shift[k] = largest == -(ACC)INFINITY ? 0 : largest;
   }
   for (int64_t c = 0; c < cols; ++c) {
-    ACC v[BLOCK];
     const T *p = x + c * inner;
-    prefetch(p, cols * inner * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
-    NAME(load_block)(v, p, n);
-    NAME(map_block)(v, map, form);
-    for (int k = 0; k < BLOCK; ++k) v[k] -= shift[k];
-    NAME(add_exp)(sum, products, v, form);
+    if (!(form & CALLS)) {
+      prefetch(p, cols * inner * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
+      NAME(tile_column)(sum, products, shift, p, BLOCK, map, 0);
+    } else {
+      NAME(tile_column_part)(sum, products, shift, p, n, map, form);
+    }
   }
-  for (int k = 0; k < BLOCK; ++k) tile_sum[k] += (double)sum[k];
-  for (int k = 0; k < BLOCK; ++k) tile_products[k] += (double)products[k];
+  for (int k = 0; k < BLOCK; ++k) tile->sum[first + k] += (double)sum[k];
+  for (int k = 0; k < BLOCK; ++k) tile->products[first + k] += (double)products[k];
 }
 
-NOINLINE void NAME(tile_chunk_part)(ACC *max, double *sum, double *products, const T *x,
-                                    int64_t cols, int64_t inner, int n, NAME(map_t) map, int form) {
-  NAME(tile_chunk)(max, sum, products, x, cols, inner, n, map, form);
+NOINLINE void NAME(tile_chunk_whole)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
+                                     int64_t inner, NAME(map_t) map) {
+  NAME(tile_chunk)(tile, first, x, cols, inner, BLOCK, map, 0);
+}
+
+/* CALLS: every column takes a call. */
+NOINLINE void NAME(tile_chunk_part)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
+                                    int64_t inner, int n, NAME(map_t) map, int form) {
+  NAME(tile_chunk)(tile, first, x, cols, inner, n, map, form | CALLS);
 }
 
 /* Sums of `width` <= SUM_EXP_TILE inner elements. Lanes past the width hold rubbish. */
-ALWAYS_INLINE void NAME(tile_sums)(NAME(tile_sums_t) * tile, const T *x, int64_t cols,
-                                   int64_t inner, int width, NAME(map_t) map, int form) {
+static void NAME(tile_sums)(NAME(tile_sums_t) * tile, const T *x, int64_t cols, int64_t inner,
+                            int width, NAME(map_t) map, int form) {
   for (int k = 0; k < SUM_EXP_TILE; ++k) {
     tile->max[k] = -(ACC)INFINITY;
     tile->sum[k] = tile->products[k] = 0;
@@ -174,13 +229,13 @@ ALWAYS_INLINE void NAME(tile_sums)(NAME(tile_sums_t) * tile, const T *x, int64_t
   for (int64_t c = 0; c < cols; c += SUM_EXP_TILE_COLS) {
     const int64_t n_cols = cols - c < SUM_EXP_TILE_COLS ? cols - c : SUM_EXP_TILE_COLS;
     const T *p = x + c * inner;
-    int k = 0;
-    for (; k + BLOCK <= width; k += BLOCK)
-      NAME(tile_chunk)
-      (tile->max + k, tile->sum + k, tile->products + k, p + k, n_cols, inner, BLOCK, map, form);
-    if (k < width)
-      NAME(tile_chunk_part)
-      (tile->max + k, tile->sum + k, tile->products + k, p + k, n_cols, inner, width - k, map,
-       form);
+    for (int k = 0; k < width; k += BLOCK) {
+      const int n = width - k < BLOCK ? width - k : BLOCK;
+      if (n == BLOCK && form == 0) {
+        NAME(tile_chunk_whole)(tile, k, p + k, n_cols, inner, map);
+      } else {
+        NAME(tile_chunk_part)(tile, k, p + k, n_cols, inner, n, map, form);
+      }
+    }
   }
 }

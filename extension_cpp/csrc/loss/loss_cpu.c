@@ -1,0 +1,120 @@
+/* cross_entropy and token_log_probs on the CPU.
+ * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once, for
+ * the maximum and the sum (common/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it again
+ * from the caches. Backward needs one pass, because lse is known.
+ * inner > 1: an item is a tile of LOSS_TILE inner elements, and lanes are inner elements.
+ *
+ * What is computed once a row is in double. Softcap, label smoothing and the gradient of the
+ * entropy share one function that is called block by block; all else has a loop of its own. */
+#include "loss/loss.h"
+
+#include "common/cpu_level.h"
+#include "common/cpu_sum_exp.h"
+
+_Static_assert(LOSS_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
+
+/* Element i of a tensor whose type is known at run time. */
+static double number(dtype_t dtype, const void *p, int64_t i) {
+  switch (dtype) {
+    case DTYPE_FLOAT64: return widen_float64(((const double *)p)[i]);
+    case DTYPE_FLOAT32: return widen_float32(((const float *)p)[i]);
+    case DTYPE_BFLOAT16: return widen_bfloat16(((const uint16_t *)p)[i]);
+    case DTYPE_FLOAT16: return widen_float16(((const uint16_t *)p)[i]);
+  }
+  return 0;
+}
+
+static void set_number(dtype_t dtype, void *p, double value) {
+  switch (dtype) {
+    case DTYPE_FLOAT64: *(double *)p = value; break;
+    case DTYPE_FLOAT32: *(float *)p = (float)value; break;
+    case DTYPE_BFLOAT16: *(uint16_t *)p = (uint16_t)(bfloat16_bits((float)value) >> 16); break;
+    case DTYPE_FLOAT16: *(uint16_t *)p = float_to_float16((float)value); break;
+  }
+}
+
+/* The gradient of a row:
+ *   dloss/dz_c = exp(z_c - shift) * (factor + entropy_factor * (z_c - shift + entropy))
+ *                - [c = target] * at_target - smooth * w_c
+ * all multiplied by the gradient of the loss and by `scale`. Or, if target < 0, `factor`. */
+typedef struct {
+  double shift, factor, at_target, smooth, entropy_factor, entropy;
+  int64_t target;
+} gradient_t;
+
+/* A row without gradient: ignored (0), or with a target outside (NaN). */
+static gradient_t constant_gradient(double value) {
+  return (gradient_t){.factor = value, .target = -1};
+}
+
+static int is_ignored(const loss_rows *rows, int64_t target, int has_entropy) {
+  return !has_entropy && target == rows->ignore_index;
+}
+
+static int is_outside(const loss_rows *rows, int64_t target) {
+  return target < 0 || target >= rows->cols;
+}
+
+/* dz/dx, as far as it is the same in all columns. */
+static double chain(const loss_rows *rows) { return rows->softcap > 0 ? 1 : rows->scale; }
+
+/* The gradient of cross_entropy. exp(z_c - shift) * inverse is p_c. */
+static gradient_t cross_entropy_gradient(const loss_rows *rows, int64_t target, double weight,
+                                         double weights, double shift, double inverse, double lse,
+                                         double grad) {
+  const double s = rows->label_smoothing, smooth = s / (double)rows->cols;
+  const double z_loss = rows->z_loss == 0 ? 0 : 2 * rows->z_loss * lse;
+  grad *= chain(rows);
+  return (gradient_t){.shift = shift,
+                      .factor = (weight * (1 - s + z_loss) + smooth * weights) * inverse * grad,
+                      .at_target = weight * (1 - s) * grad,
+                      .smooth = smooth * grad,
+                      .target = target};
+}
+
+/* The gradient of token_log_probs: grad of the log-probability, grad_entropy of the entropy. */
+static gradient_t log_prob_gradient(const loss_rows *rows, int64_t target, double shift,
+                                    double inverse, double entropy, double grad,
+                                    double grad_entropy) {
+  grad *= chain(rows), grad_entropy *= chain(rows);
+  return (gradient_t){.shift = shift,
+                      .factor = -inverse * grad,
+                      .at_target = -grad,
+                      .entropy_factor = -inverse * grad_entropy,
+                      .entropy = entropy,
+                      .target = target};
+}
+
+#define KERNEL_BODY "loss/loss_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void loss_forward_cpu_range(int64_t begin, int64_t end, const loss_forward_args *args) {
+  DISPATCH_DTYPE(args->rows.dtype, loss_forward, args, begin, end)
+}
+
+static void loss_backward_cpu_range(int64_t begin, int64_t end, const loss_backward_args *args) {
+  DISPATCH_DTYPE(args->rows.dtype, loss_backward, args, begin, end)
+}
+
+/* One item: a sum over rows is little work beside the rows themselves. */
+static void loss_reduce_cpu_range(int64_t begin, int64_t end, const loss_reduce_args *args) {
+  const dtype_t acc = args->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+  double sum = 0, total = 0;
+  if (begin >= end) return;
+  for (int64_t r = 0; r < args->rows; ++r) {
+    sum += number(acc, args->loss, r);
+    if (!args->target) {
+      total += 1;
+      continue;
+    }
+    const int64_t target = args->target[r];
+    if (target == args->ignore_index || target < 0 || target >= args->cols) continue;
+    total += args->weight ? number(acc, args->weight, target) : 1;
+  }
+  set_number(args->out_dtype, args->out, args->is_mean ? sum / total : sum);
+  set_number(acc, args->total, total);
+}
+
+CPU_ENTRY(loss_forward_cpu, loss_forward_args)
+CPU_ENTRY(loss_backward_cpu, loss_backward_args)
+CPU_ENTRY(loss_reduce_cpu, loss_reduce_args)

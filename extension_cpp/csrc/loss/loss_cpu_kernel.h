@@ -1,0 +1,277 @@
+/* The losses of rows, and their gradients. loss_cpu.c compiles this file once per element type:
+ * common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
+#include "common/cpu_sum_exp_kernel.h"
+
+/* What a call knows before its first row. */
+typedef struct {
+  NAME(map_t) map;
+  double weights; /* the sum of the class weights */
+  int form;       /* flags of common/cpu_sum_exp.h */
+  int stream;
+} NAME(call_t);
+
+static NAME(call_t)
+    NAME(begin_call)(const loss_rows *rows, const void *grad_logits, int has_entropy) {
+  const int64_t numel = rows->outer * rows->cols * rows->inner;
+  const double softcap = rows->softcap;
+  NAME(call_t)
+  call = {.map = {(ACC)rows->scale, (ACC)softcap, (ACC)(softcap > 0 ? 1 / softcap : 0)}};
+  call.form = (softcap > 0 ? SOFTCAP : 0) | (has_entropy ? ENTROPY : 0) |
+              (rows->label_smoothing != 0 ? SMOOTH : 0);
+  call.stream = grad_logits && grad_logits != rows->logits &&
+                cpu_should_stream(2 * numel * (int64_t)sizeof(T));
+  call.weights = rows->weight_sum ? (double)*(const ACC *)rows->weight_sum : (double)rows->cols;
+  return call;
+}
+
+ALWAYS_INLINE ACC NAME(weight_of)(const loss_rows *rows, int64_t c) {
+  return rows->weight ? ((const ACC *)rows->weight)[c] : 1;
+}
+
+/* z of one element. */
+ALWAYS_INLINE ACC NAME(map_one)(const T *x, NAME(map_t) map, int form) {
+  const ACC v = (ACC)NAME(widen)(*x);
+  return form & SOFTCAP ? map.softcap * TANH(v * map.inverse) : v * map.scale;
+}
+
+/* ---- forward ---- */
+
+/* Writes the results of row r, whose logits begin at x and are `inner` elements apart. `smooth` is
+ * the sum of w_c * (z_c - max). Returns the row's gradient. */
+static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(call_t) * call,
+                                   int64_t r, const T *x, NAME(sums_t) sums, double smooth) {
+  const loss_rows *rows = &args->rows;
+  const int64_t target = rows->target[r];
+  const double max = (double)sums.max, log_sum = log(sums.sum), lse = max + log_sum;
+  const double grad = args->grad_logits ? (double)*(const ACC *)args->grad_scale : 0;
+  args->lse[r] = lse;
+  if (is_ignored(rows, target, args->entropy != NULL)) {
+    ((ACC *)args->loss)[r] = 0;
+    return constant_gradient(0);
+  }
+  if (is_outside(rows, target)) {
+    ((ACC *)args->loss)[r] = (ACC)NAN;
+    if (args->entropy) ((ACC *)args->entropy)[r] = (ACC)NAN;
+    return constant_gradient((double)NAN);
+  }
+  /* Not z - lse: where max is large, lse has lost the digits of log_sum. */
+  const double log_prob =
+      (double)NAME(map_one)(x + target * rows->inner, call->map, call->form) - max - log_sum;
+  if (args->entropy) {
+    const double entropy = log_sum - sums.products / sums.sum;
+    ((ACC *)args->loss)[r] = (ACC)log_prob;
+    ((ACC *)args->entropy)[r] = (ACC)entropy;
+    return log_prob_gradient(rows, target, max, 1 / sums.sum, entropy, grad, 0);
+  }
+  const double s = rows->label_smoothing, weight = (double)NAME(weight_of)(rows, target);
+  double loss = weight * (1 - s) * -log_prob;
+  if (rows->z_loss != 0) loss += weight * rows->z_loss * lse * lse;
+  if (s != 0) loss += s / (double)rows->cols * (call->weights * log_sum - smooth);
+  ((ACC *)args->loss)[r] = (ACC)loss;
+  return cross_entropy_gradient(rows, target, weight, call->weights, max, 1 / sums.sum, lse, grad);
+}
+
+NOINLINE NAME(sums_t) NAME(plain_sums)(const T *x, int64_t cols, NAME(map_t) map) {
+  return NAME(row_sums)(x, cols, map, 0);
+}
+
+NOINLINE NAME(sums_t) NAME(entropy_sums)(const T *x, int64_t cols, NAME(map_t) map) {
+  return NAME(row_sums)(x, cols, map, ENTROPY);
+}
+
+NOINLINE NAME(sums_t) NAME(softcap_sums)(const T *x, int64_t cols, NAME(map_t) map) {
+  return NAME(row_sums)(x, cols, map, SOFTCAP);
+}
+
+/* The weights of a block's columns, in block order. 0 past the last column. */
+ALWAYS_INLINE void NAME(load_weight)(ACC *restrict w, const loss_rows *rows, int64_t c, int n) {
+  for (int k = 0; k < BLOCK; ++k)
+    w[k] = NAME(column)(k) < n ? NAME(weight_of)(rows, c + NAME(column)(k)) : 0;
+}
+
+/* The sum of w_c * (z_c - max). */
+NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAME(map_t) map,
+                                 int form) {
+  double total = 0;
+  ACC sum[BLOCK] = {0};
+  for (int64_t c = 0; c < rows->cols; c += BLOCK) {
+    const int n = rows->cols - c < BLOCK ? (int)(rows->cols - c) : BLOCK;
+    ACC v[BLOCK], w[BLOCK];
+    NAME(load_zeros)(v, x + c, n);
+    NAME(map_block)(v, map, form);
+    NAME(load_weight)(w, rows, c, n);
+    for (int k = 0; k < BLOCK; ++k) sum[k] = FMA(w[k], v[k] - max, sum[k]);
+    if (c % SUM_EXP_COLS != SUM_EXP_COLS - BLOCK && c + BLOCK < rows->cols) continue;
+    total += FOLD(sum);
+    for (int k = 0; k < BLOCK; ++k) sum[k] = 0;
+  }
+  return total;
+}
+
+/* ---- gradient of a row: forward's and backward's ---- */
+
+/* n columns from column c on. Without `form` and target, this is two operations besides exp. */
+ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *out, gradient_t g,
+                                        NAME(map_t) map, int64_t c, int n, int form, int stream) {
+  const ACC shift = (ACC)g.shift, factor = (ACC)g.factor;
+  ACC v[BLOCK], slope[BLOCK];
+  LOAD(v, x + c, n);
+  NAME(map_block)(v, map, form);
+  if (form & SOFTCAP) {
+    for (int k = 0; k < BLOCK; ++k) slope[k] = v[k] * map.inverse;
+    for (int k = 0; k < BLOCK; ++k) slope[k] = FMA(-slope[k], slope[k], (ACC)1);
+  }
+  for (int k = 0; k < BLOCK; ++k) v[k] -= shift;
+  if (form & ENTROPY) {
+    const ACC entropy_factor = (ACC)g.entropy_factor, entropy = (ACC)g.entropy;
+    for (int k = 0; k < BLOCK; ++k) {
+      const ACC d = v[k] < EXP_ZERO(v[k]) ? EXP_ZERO(v[k]) : v[k];
+      v[k] = EXP_SOFTMAX(d) * FMA(entropy_factor, d + entropy, factor);
+    }
+  } else {
+    for (int k = 0; k < BLOCK; ++k) v[k] = EXP_SOFTMAX(v[k]) * factor;
+  }
+  if (form & SMOOTH) {
+    ACC w[BLOCK];
+    NAME(load_weight)(w, rows, c, n);
+    for (int k = 0; k < BLOCK; ++k) v[k] = FMA(-(ACC)g.smooth, w[k], v[k]);
+  }
+  if (form & TARGET) {
+    const int64_t at = g.target - c;
+    for (int k = 0; k < BLOCK; ++k) v[k] -= NAME(column)(k) == at ? (ACC)g.at_target : 0;
+  }
+  if (form & SOFTCAP) {
+    for (int k = 0; k < BLOCK; ++k) v[k] *= slope[k];
+  }
+  STORE(out + c, v, n, stream);
+}
+
+/* A block with the target, or a partial one. */
+NOINLINE void NAME(gradient_part)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
+                                  NAME(map_t) map, int64_t c, int n, int form) {
+  NAME(gradient_block)(rows, x, out, *g, map, c, n, form | TARGET, 0);
+}
+
+ALWAYS_INLINE void NAME(gradient_row)(const loss_rows *rows, const T *x, T *out, gradient_t g,
+                                      NAME(map_t) map, int stream) {
+  const int64_t cols = rows->cols;
+  int64_t c = stream ? elements_to_line(out, sizeof(T)) : 0;
+  c = c < cols ? c : 0;
+  if (c > 0) NAME(gradient_part)(rows, x, out, &g, map, 0, (int)c, 0);
+  const int64_t target_block = g.target < c ? -1 : c + (g.target - c) / BLOCK * BLOCK;
+  for (; c + BLOCK <= cols; c += BLOCK) {
+    if (c == target_block) {
+      NAME(gradient_part)(rows, x, out, &g, map, c, BLOCK, 0);
+    } else {
+      NAME(gradient_block)(rows, x, out, g, map, c, BLOCK, 0, stream);
+    }
+  }
+  if (c < cols) NAME(gradient_part)(rows, x, out, &g, map, c, (int)(cols - c), 0);
+}
+
+NOINLINE void NAME(plain_row)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
+                              NAME(map_t) map) {
+  NAME(gradient_row)(rows, x, out, *g, map, 0);
+}
+
+NOINLINE void NAME(plain_row_streamed)(const loss_rows *rows, const T *x, T *out,
+                                       const gradient_t *g, NAME(map_t) map) {
+  NAME(gradient_row)(rows, x, out, *g, map, 1);
+}
+
+NOINLINE void NAME(form_row)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
+                             NAME(map_t) map, int form) {
+  for (int64_t c = 0; c < rows->cols; c += BLOCK) {
+    const int n = rows->cols - c < BLOCK ? (int)(rows->cols - c) : BLOCK;
+    NAME(gradient_part)(rows, x, out, g, map, c, n, form);
+  }
+}
+
+NOINLINE void NAME(fill_row)(T *out, int64_t cols, ACC value) {
+  ACC v[BLOCK];
+  for (int k = 0; k < BLOCK; ++k) v[k] = value;
+  for (int64_t c = 0; c < cols; c += BLOCK)
+    STORE(out + c, v, cols - c < BLOCK ? (int)(cols - c) : BLOCK, 0);
+}
+
+static void NAME(row_gradient)(const loss_rows *rows, const T *x, T *out, gradient_t g,
+                               const NAME(call_t) * call, int form) {
+  if (g.target < 0) {
+    NAME(fill_row)(out, rows->cols, (ACC)g.factor);
+  } else if (form) {
+    NAME(form_row)(rows, x, out, &g, call->map, form);
+  } else if (call->stream) {
+    NAME(plain_row_streamed)(rows, x, out, &g, call->map);
+  } else {
+    NAME(plain_row)(rows, x, out, &g, call->map);
+  }
+}
+
+/* ---- rows ---- */
+
+static void NAME(forward_row)(const loss_forward_args *args, const NAME(call_t) * call, int64_t r) {
+  const loss_rows *rows = &args->rows;
+  const T *x = (const T *)rows->logits + r * rows->outer_stride;
+  const NAME(sums_t) sums = call->form & ENTROPY   ? NAME(entropy_sums)(x, rows->cols, call->map)
+                            : call->form & SOFTCAP ? NAME(softcap_sums)(x, rows->cols, call->map)
+                                                   : NAME(plain_sums)(x, rows->cols, call->map);
+  double smooth = 0;
+  if (call->form & SMOOTH)
+    smooth = NAME(smooth_sum)(rows, x, sums.max, call->map, call->form & SOFTCAP);
+  const gradient_t g = NAME(finish_row)(args, call, r, x, sums, smooth);
+  if (args->grad_logits) {
+    T *out = (T *)args->grad_logits + r * rows->cols;
+    NAME(row_gradient)(rows, x, out, g, call, call->form & ~ENTROPY);
+  }
+}
+
+/* The gradient of row r from what forward saved. */
+static gradient_t NAME(backward_gradient)(const loss_backward_args *args, const NAME(call_t) * call,
+                                          int64_t r) {
+  const loss_rows *rows = &args->rows;
+  const int64_t target = rows->target[r];
+  if (is_ignored(rows, target, args->entropy != NULL)) return constant_gradient(0);
+  if (is_outside(rows, target)) return constant_gradient((double)NAN);
+  const double lse = args->lse[r];
+  /* exp(z - lse) with lse rounded; the factor makes up for the rounding. */
+  const double shift = (double)(ACC)lse, inverse = exp(shift - lse);
+  const double total = args->total ? (double)*(const ACC *)args->total : 1;
+  const double grad = number(args->grad_dtype, args->grad_loss, r * args->grad_stride) / total;
+  if (args->entropy) {
+    const double entropy = (double)((const ACC *)args->entropy)[r];
+    return log_prob_gradient(rows, target, shift, inverse, entropy + (shift - lse), grad,
+                             number(args->grad_dtype, args->grad_entropy, r));
+  }
+  return cross_entropy_gradient(rows, target, (double)NAME(weight_of)(rows, target), call->weights,
+                                shift, inverse, lse, grad);
+}
+
+#include "loss/loss_cpu_tile_kernel.h"
+
+static void NAME(loss_forward)(const loss_forward_args *args, int64_t begin, int64_t end) {
+  const NAME(call_t) call = NAME(begin_call)(&args->rows, args->grad_logits, args->entropy != NULL);
+  for (int64_t item = begin; item < end; ++item) {
+    if (args->rows.inner == 1) {
+      NAME(forward_row)(args, &call, item);
+    } else {
+      NAME(forward_tile)(args, &call, item);
+    }
+  }
+  if (call.stream) stream_fence();
+}
+
+static void NAME(loss_backward)(const loss_backward_args *args, int64_t begin, int64_t end) {
+  const loss_rows *rows = &args->rows;
+  const NAME(call_t) call = NAME(begin_call)(rows, args->grad_logits, args->entropy != NULL);
+  for (int64_t item = begin; item < end; ++item) {
+    if (rows->inner == 1) {
+      NAME(row_gradient)
+      (rows, (const T *)rows->logits + item * rows->outer_stride,
+       (T *)args->grad_logits + item * rows->cols, NAME(backward_gradient)(args, &call, item),
+       &call, call.form);
+    } else {
+      NAME(backward_tile)(args, &call, item);
+    }
+  }
+  if (call.stream) stream_fence();
+}
