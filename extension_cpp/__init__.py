@@ -46,15 +46,20 @@ try:
     from extension_cpp.ops import (
         add_layer_norm,
         add_rms_norm,
+        cross_entropy,
         dropout,
         layer_norm,
         layer_norm_dropout,
+        linear_cross_entropy,
+        log_softmax,
         mish,
         muladd,
         reduce_sum,
         relu,
         rms_norm,
         scale_bias_relu,
+        softmax,
+        token_log_probs,
     )
 except (ImportError, AttributeError, RuntimeError) as error:
     # The last two are what torch says of a fake or a gradient whose operator is not there.
@@ -71,9 +76,12 @@ except (ImportError, AttributeError, RuntimeError) as error:
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "cross_entropy",
     "dropout",
     "layer_norm",
     "layer_norm_dropout",
+    "linear_cross_entropy",
+    "log_softmax",
     "mish",
     "muladd",
     "nn",
@@ -82,4 +90,6 @@ __all__ = [
     "relu",
     "rms_norm",
     "scale_bias_relu",
+    "softmax",
+    "token_log_probs",
 ]

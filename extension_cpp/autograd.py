@@ -63,10 +63,10 @@ def _overload(op: str) -> Any:
 
 def _is_differentiable() -> bool:
     """Whether a call must go to the operator itself, which has a derivative, and not to its twin."""
-    return torch.is_grad_enabled() or _is_recorded()
+    return torch.is_grad_enabled() or is_recorded()
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Whether a graph may record this call: torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace;
     or forward-mode differentiation may follow it.
 
@@ -133,6 +133,27 @@ def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> No
     for name in (op, op + TWIN):
         library = library_for(f"Autocast {device_type} {name}", op)
         torch.library.register_autocast(name, device_type, cast_inputs, lib=library)
+
+
+def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Under autocast calls an operator, or its twin, with rule(device_type, arguments) in place of its arguments.
+
+    The arguments are by position, defaults included.
+    """
+    keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+    for name in (op, op + TWIN):
+        overload = _overload(name)
+        defaults = tuple(argument.default_value for argument in overload._schema.arguments)
+        for device_type in ("cpu", "cuda"):
+
+            def kernel(
+                *args: Any, overload: Any = overload, device_type: str = device_type, defaults: Any = defaults
+            ) -> Any:
+                with torch._C._ExcludeDispatchKeyGuard(keys):
+                    return overload(*rule(device_type, (*args, *defaults[len(args) :])))
+
+            library = library_for(f"Autocast {device_type} {name}", op)
+            library.impl(name.split("::")[1], kernel, f"Autocast{device_type.upper()}")
 
 
 def has_tangent(*args: Any) -> bool:

@@ -16,8 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks, plain
-from extension_cpp.autograd import has_tangent, operators, register_autocast, register_autograd, register_fake
+from extension_cpp import checks, linear_loss, plain
+from extension_cpp.autograd import (
+    has_tangent,
+    is_recorded,
+    operators,
+    register_autocast,
+    register_autocast_rule,
+    register_autograd,
+    register_fake,
+)
 
 _ops = operators("extension_cpp")
 
@@ -1357,3 +1365,601 @@ register_autograd(
     setup_context=_layer_norm_dropout_backward_setup_context,
     plain=plain.layer_norm_dropout_backward,
 )
+
+
+# ---- softmax and log_softmax ----
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Softmax over one dimension: ``exp(x) / sum(exp(x))``, computed relative to the largest element.
+
+    Args:
+        x: any shape.
+        dim: the dimension of the sum, negative ones from the end.
+
+    Returns:
+        A tensor of ``x``'s shape and dtype, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s
+        order of dimensions, as torch.empty_like. No dimension costs a transposed copy.
+
+    Raises:
+        RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
+
+    Differentiable, to any order; backward saves the result alone. An element of -inf gives 0; a row of -inf alone, or
+    with NaN or +inf, gives NaN, as torch.softmax. Batch-invariant: a row's result has the same bits whatever the number
+    of rows. Autocast casts half inputs to float32 on CUDA, as for PyTorch's own.
+    """
+    return _ops.softmax(x, dim)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Logarithm of the softmax over one dimension: ``x - log(sum(exp(x)))``, computed relative to the largest element.
+
+    Args:
+        x: any shape.
+        dim: the dimension of the sum, negative ones from the end.
+
+    Returns:
+        A tensor of ``x``'s shape and dtype, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s
+        order of dimensions, as torch.empty_like. No dimension costs a transposed copy.
+
+    Raises:
+        RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
+
+    Differentiable, to any order; backward saves the result alone. NaN, infinities, batch invariance and autocast as for
+    softmax.
+    """
+    return _ops.log_softmax(x, dim)
+
+
+def _check_dim(op: str, x: Tensor, dim: int) -> None:
+    dims = max(x.dim(), 1)  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
+    checks.check(op, -dims <= dim < dims, f"expected dim in [{-dims}, {dims - 1}], but got {dim}")
+
+
+def _softmax_fake(op: str) -> Any:
+    def fake(x: Tensor, dim: int = -1) -> Tensor:
+        checks.check_dtype(op, "x", x)
+        _check_dim(op, x, dim)
+        return torch.empty_like(x)
+
+    return fake
+
+
+def _softmax_backward_fake(op: str) -> Any:
+    def fake(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
+        checks.check_dtype(op, "y", y)
+        checks.check_like(op, "grad_out", grad_out, "y", y)
+        _check_dim(op, y, dim)
+        return torch.empty_like(y)
+
+    return fake
+
+
+def _softmax_setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.dim = inputs[1]
+    ctx.save_for_backward(output)
+
+
+def _softmax_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+    return _ops.softmax_backward(grad_out, *ctx.saved_tensors, ctx.dim), None
+
+
+def _log_softmax_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+    return _ops.log_softmax_backward(grad_out, *ctx.saved_tensors, ctx.dim), None
+
+
+def _softmax_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    grad_out, y, ctx.dim = inputs
+    ctx.save_for_backward(grad_out, y)
+
+
+def _softmax_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
+    # grad_x = (g - sum(g * y)) * y, and v comes in. In g this is symmetric; of y autograd takes it from here.
+    grad_out, y = ctx.saved_tensors
+    g, p, v = plain.wide(grad_out), plain.wide(y), plain.wide(grad_grad_x)
+    grad_y = v * (g - (g * p).sum(ctx.dim, keepdim=True)) - g * (v * p).sum(ctx.dim, keepdim=True)
+    return _ops.softmax_backward(grad_grad_x, y, ctx.dim), grad_y.to(y.dtype), None
+
+
+def _log_softmax_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
+    # grad_x = g - exp(y) * sum(g), and v comes in.
+    grad_out, y = ctx.saved_tensors
+    v_p = plain.wide(grad_grad_x) * plain.wide(y).exp()
+    grad_grad_out = plain.wide(grad_grad_x) - v_p.sum(ctx.dim, keepdim=True)
+    grad_y = -v_p * plain.wide(grad_out).sum(ctx.dim, keepdim=True)
+    return grad_grad_out.to(grad_out.dtype), grad_y.to(y.dtype), None
+
+
+for _name, _of_x, _of_grad in (
+    ("softmax", _softmax_backward, _softmax_double_backward),
+    ("log_softmax", _log_softmax_backward, _log_softmax_double_backward),
+):
+    _op, _backward_op = f"extension_cpp::{_name}", f"extension_cpp::{_name}_backward"
+    register_fake(_op)(_softmax_fake(_name))
+    register_fake(_backward_op)(_softmax_backward_fake(f"{_name}_backward"))
+    register_autograd(_op, _of_x, setup_context=_softmax_setup_context, plain=getattr(plain, _name))
+    register_autograd(
+        _backward_op,
+        _of_grad,
+        setup_context=_softmax_backward_setup_context,
+        plain=getattr(plain, f"{_name}_backward"),
+    )
+    register_autocast(_op, "cuda", torch.float32)
+
+
+# ---- cross_entropy ----
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Cross-entropy between logits and class indices.
+
+    With z = logits, or ``softcap * tanh(logits / softcap)``, C classes, s = label_smoothing and a row's target t::
+
+        lse  = log(sum_c exp(z_c))
+        loss = weight_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / C * sum_c weight_c * (lse - z_c)
+
+    Args:
+        logits: shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read where they lie, and other strides
+            cost a copy.
+        target: int64, shape (), (N,) or (N, d1, ...): the class of each row.
+        weight: shape (C,), the dtype of ``logits``, or float32 beside a half type: a weight for each class, not
+            differentiable; None: ones.
+        ignore_index: a target whose row counts nothing.
+        reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
+        label_smoothing: between 0 and 1.
+        z_loss: the factor of lse^2, which keeps the logits' normalizer near 1.
+        softcap: a bound of the logits' size; None: none.
+
+    Returns:
+        The loss, of shape () or, with "none", of ``target``'s shape; of ``logits``' dtype, under autocast float32. Its
+        mean over no row is NaN, as PyTorch's.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype or device, an option is out of range, or, on the CPU, a
+            target is no class. On CUDA, where a check would wait for the device, that row's loss and gradient are NaN.
+        NotImplementedError: class probabilities as ``target``.
+
+    Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
+    reads and writes them once. Sums in float32 (float64: float64), over the rows in float64, in a fixed order.
+    Batch-invariant. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311;
+    softcap: Gemma Team 2024, arXiv:2408.00118.
+    """
+    number = _reduction("cross_entropy", reduction)
+    return _ops.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
+
+
+def _reduction(op: str, reduction: str) -> int:
+    """The operators' number for it, as in ATen."""
+    if reduction not in ("none", "mean", "sum"):
+        checks.fail(op, f"expected reduction to be 'none', 'mean' or 'sum', but got {reduction!r}")
+    return ("none", "mean", "sum").index(reduction)
+
+
+def _check_reduction(op: str, reduction: int) -> None:
+    expected = f"expected reduction to be 0 (none), 1 (mean) or 2 (sum), but got {reduction}"
+    checks.check(op, 0 <= reduction <= 2, expected)
+
+
+def _check_loss(
+    op: str,
+    logits: Tensor,
+    target: Tensor,
+    class_dim: int,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> None:
+    """check_inputs of csrc/loss/loss.cpp, without the targets' values."""
+    checks.check_dtype(op, "logits", logits)
+    checks.check(op, logits.dim() > 0, "expected logits to have at least one dimension, but got shape []")
+    classes = logits.shape[class_dim]
+    checks.check(op, classes > 0, f"expected at least one class, but got logits of shape {list(logits.shape)}")
+    checks.check_device(op, "target", target, "logits", logits)
+    dtype = checks.dtype_name(target)
+    checks.check(op, target.dtype == torch.int64, f"expected target to be int64, class indices, but got {dtype}")
+    shape = [size for d, size in enumerate(logits.shape) if d != class_dim % logits.dim()]
+    expected = f"expected target of shape {shape}, that of logits without the classes"
+    checks.check_sizes(op, target.shape, shape, f"{expected}, but got {list(target.shape)}")
+    if weight is not None:
+        checks.check_device(op, "weight", weight, "logits", logits)
+        is_half = logits.dtype.itemsize < 4
+        expected = f"expected weight to be {checks.dtype_name(logits)} like logits{' or float32' if is_half else ''}"
+        fits = weight.dtype == logits.dtype or (is_half and weight.dtype == torch.float32)
+        checks.check(op, fits, f"{expected}, but got {checks.dtype_name(weight)}")
+        expected = f"expected weight of shape [{classes}], a number for each class"
+        checks.check_sizes(op, weight.shape, [classes], f"{expected}, but got {list(weight.shape)}")
+    expected = f"expected label_smoothing to be between 0 and 1, but got {label_smoothing:g}"
+    checks.check(op, 0 <= label_smoothing <= 1, expected)
+    if softcap is not None:
+        checks.check(op, softcap > 0, f"expected softcap to be positive or None, but got {softcap:g}")
+
+
+def _class_dim(logits: Tensor) -> int:
+    return min(1, logits.dim() - 1)
+
+
+def _loss_type(logits: Tensor) -> torch.dtype:
+    """Of the losses inside, and of the statistics but lse."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+@register_fake("extension_cpp::cross_entropy")
+def _(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: int = 1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    float_loss: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = "cross_entropy"
+    _check_reduction(op, reduction)
+    _check_loss(op, logits, target, _class_dim(logits), weight, label_smoothing, softcap)
+    loss_type = _loss_type(logits)
+    loss = logits.new_empty([] if reduction else target.shape, dtype=loss_type if float_loss else logits.dtype)
+    lse = logits.new_empty(target.shape, dtype=torch.float64)
+    return loss, lse, logits.new_empty([1 if reduction else 0], dtype=loss_type)
+
+
+def _check_statistic(op: str, name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, logits: Tensor) -> None:
+    checks.check_device(op, name, x, "logits", logits)
+    message = f"expected {name} as the forward returned it"
+    checks.check(op, x.dtype == dtype and x.is_contiguous(), message)
+    checks.check_sizes(op, x.shape, shape, message)
+
+
+def _check_loss_grad(op: str, name: str, grad: Tensor, shape: Sequence[int], logits: Tensor) -> None:
+    checks.check_device(op, name, grad, "logits", logits)
+    loss_type = _loss_type(logits)
+    expected = f"expected {name} to be {checks.dtype_name(logits)} like logits"
+    if loss_type != logits.dtype:
+        expected += f" or {str(loss_type).removeprefix('torch.')}"
+    checks.check(op, grad.dtype in (logits.dtype, loss_type), f"{expected}, but got {checks.dtype_name(grad)}")
+    expected = f"expected {name} of shape {list(shape)}, that of the result"
+    checks.check_sizes(op, grad.shape, shape, f"{expected}, but got {list(grad.shape)}")
+
+
+@register_fake("extension_cpp::cross_entropy_backward")
+def _(
+    grad_out: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    total: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    op = "cross_entropy_backward"
+    _check_reduction(op, reduction)
+    _check_loss(op, logits, target, _class_dim(logits), weight, label_smoothing, softcap)
+    _check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, logits)
+    _check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
+    _check_statistic(op, "total", total, [1 if reduction else 0], _loss_type(logits), logits)
+    return logits.new_empty(logits.shape)
+
+
+def _refuse_weight_gradient(op: str, needs: bool) -> None:
+    if needs:
+        checks.fail(op, "expected weight not to require grad: the derivative of the class weights is not implemented")
+
+
+def _cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, target, weight, *ctx.options, _ = inputs
+    _refuse_weight_gradient("cross_entropy", ctx.needs_input_grad[2])
+    _, lse, total = output
+    ctx.save_for_backward(logits, target, weight, lse, total)
+    ctx.mark_non_differentiable(lse, total)
+    ctx.set_materialize_grads(False)
+
+
+def _cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    none = (None,) * 8
+    if grad_out is None:
+        return None, *none
+    logits, target, weight, lse, total = ctx.saved_tensors
+    return _ops.cross_entropy_backward(grad_out, logits, target, lse, total, weight, *ctx.options), *none
+
+
+def _no_second_derivative(op: str) -> Any:
+    def double_backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(f"extension_cpp::{op}: the second derivative is not implemented")
+
+    return double_backward
+
+
+register_autograd(
+    "extension_cpp::cross_entropy",
+    _cross_entropy_backward,
+    setup_context=_cross_entropy_setup_context,
+    plain=plain.cross_entropy,
+)
+register_autograd("extension_cpp::cross_entropy_backward", _no_second_derivative("cross_entropy"))
+# The logits stay what they are, and the loss is float32: a cast of the logits would double what is read.
+register_autocast_rule("extension_cpp::cross_entropy", lambda device_type, args: (*args[:8], True))
+
+
+# ---- token_log_probs ----
+
+
+def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The log-probability of each row's target, and the entropy of each row's distribution.
+
+    With ``log_p = log_softmax(logits / temperature)``: ``log_p[target]`` and ``-sum(exp(log_p) * log_p)``, where a
+    class of probability 0 adds 0. What reinforcement learning on language models computes of every token.
+
+    Args:
+        logits: shape (..., C). Rows of unit stride are read where they lie, and other strides cost a copy.
+        target: int64, shape (...): the class of each row.
+        temperature: a positive number.
+
+    Returns:
+        The log-probabilities and the entropies, both of ``target``'s shape and float32 (float64 for float64 logits):
+        a ratio of two probabilities needs these digits.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype or device, ``temperature`` is not positive, or, on the CPU, a
+            target is no class. On CUDA, where a check would wait for the device, that row's results and gradient are
+            NaN.
+
+    Both differentiable in ``logits``, once; one read of the logits forward, one read and one write backward.
+    Deterministic and batch-invariant. Source: torch.log_softmax.
+    """
+    return _ops.token_log_probs(logits, target, temperature)
+
+
+def _check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) -> None:
+    _check_loss(op, logits, target, -1)
+    checks.check(op, temperature > 0, f"expected temperature to be positive, but got {temperature:g}")
+
+
+@register_fake("extension_cpp::token_log_probs")
+def _(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    _check_tokens("token_log_probs", logits, target, temperature)
+    loss_type = _loss_type(logits)
+    log_probs, entropy = (logits.new_empty(target.shape, dtype=loss_type) for _ in range(2))
+    return log_probs, entropy, logits.new_empty(target.shape, dtype=torch.float64)
+
+
+@register_fake("extension_cpp::token_log_probs_backward")
+def _(
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    temperature: float,
+) -> Tensor:
+    op = "token_log_probs_backward"
+    _check_tokens(op, logits, target, temperature)
+    _check_loss_grad(op, "grad_log_probs", grad_log_probs, target.shape, logits)
+    _check_loss_grad(op, "grad_entropy", grad_entropy, target.shape, logits)
+    checks.check_same(op, "grad_entropy", grad_entropy, "grad_log_probs", grad_log_probs)
+    _check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
+    _check_statistic(op, "entropy", entropy, target.shape, _loss_type(logits), logits)
+    return logits.new_empty(logits.shape)
+
+
+def _token_log_probs_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, target, ctx.temperature = inputs
+    _, entropy, lse = output
+    ctx.save_for_backward(logits, target, lse, entropy.detach())
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # else backward would fill zeros for lse
+
+
+def _token_log_probs_backward(
+    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
+) -> tuple[Tensor | None, None, None]:
+    logits, target, lse, entropy = ctx.saved_tensors
+    if grad_log_probs is None and grad_entropy is None:
+        return None, None, None
+    grads = [torch.zeros_like(entropy) if grad is None else grad for grad in (grad_log_probs, grad_entropy)]
+    return _ops.token_log_probs_backward(*grads, logits, target, lse, entropy, ctx.temperature), None, None
+
+
+register_autograd(
+    "extension_cpp::token_log_probs",
+    _token_log_probs_backward,
+    setup_context=_token_log_probs_setup_context,
+    plain=plain.token_log_probs,
+)
+register_autograd("extension_cpp::token_log_probs_backward", _no_second_derivative("token_log_probs"))
+
+
+# ---- linear_cross_entropy ----
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """cross_entropy of ``x @ linear_weight.T + linear_bias``, whose logits are never in memory all at once.
+
+    Args:
+        x: shape (..., features).
+        linear_weight: shape (C, features), dtype and device of ``x``.
+        target: int64, shape (...): the class of each row.
+        linear_bias: shape (C,), dtype and device of ``x``; None: zeros.
+        weight, reduction, ignore_index, label_smoothing, z_loss, softcap: as for cross_entropy.
+
+    Returns:
+        The loss, of shape () or, with "none", of ``target``'s shape; of ``x``'s dtype, under autocast float32.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype or device, an option is out of range, or, on the CPU, a
+            target is no class. On CUDA, where a check would wait for the device, that row's loss and gradients are NaN.
+
+    Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows go in chunks of at most 1 GiB of
+    logits on CUDA, 64 MiB on the CPU, beside the inputs and the gradients. Where a gradient is recorded, forward makes
+    the gradients, too, and backward scales them; with "none" backward makes the logits again. A chunk's gradient of the
+    logits is rounded to ``x``'s dtype, and each chunk but the first rounds the sum for linear_weight once more; eager
+    PyTorch rounds the logarithms of the probabilities, too. Deterministic. Under autocast the products have its dtype.
+    Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
+    """
+    number = _reduction("linear_cross_entropy", reduction)
+    options = number, ignore_index, label_smoothing, z_loss, softcap
+    needs = (_may_need_grad(t) for t in (x, linear_weight, linear_bias))
+    return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, *options, False, *needs)
+
+
+def _may_need_grad(x: Tensor | None) -> bool:
+    """Whether the gradient of an argument is to be made: also where a graph is recorded, which may be trained later."""
+    return x is not None and (is_recorded() or bool(x.requires_grad))
+
+
+def _check_linear(
+    op: str,
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+) -> None:
+    checks.check_dtype(op, "x", x)
+    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
+    checks.check_same(op, "linear_weight", linear_weight, "x", x)
+    shape = list(linear_weight.shape)
+    expected = f"expected linear_weight of shape [classes, {x.shape[-1]}], the last dimension of x, but got {shape}"
+    checks.check_sizes(op, shape, [shape[0] if shape else 0, x.shape[-1]], expected)
+    if linear_bias is not None:
+        checks.check_same(op, "linear_bias", linear_bias, "x", x)
+        expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
+        checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
+    _check_reduction(op, reduction)
+    # Of logits without memory.
+    logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
+    _check_loss(op, logits, target, -1, weight, label_smoothing, softcap)
+
+
+def _check_linear_values(*args: Any) -> None:
+    """For kernels: on the CPU also each target."""
+    x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, _, softcap, *_ = args
+    op = "linear_cross_entropy"
+    _check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
+    if target.device.type == "cpu":
+        wrong = target[((target < 0) | (target >= linear_weight.shape[0])) & (target != ignore_index)]
+        expected = f"expected target in [0, {linear_weight.shape[0] - 1}] or ignore_index"
+        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
+
+
+@register_fake("extension_cpp::linear_cross_entropy")
+def _(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    float_loss: bool,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+    needs_grad_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_linear(
+        "linear_cross_entropy",
+        *(x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap),
+    )
+    loss = x.new_empty([] if reduction else target.shape, dtype=_loss_type(x) if float_loss else x.dtype)
+    needs = (needs_grad_x, needs_grad_weight, needs_grad_bias) if reduction else (False, False, False)
+    return loss, *_linear_gradients(x, linear_weight, needs)
+
+
+def _linear_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    needs_x, needs_weight, needs_bias = needs
+    return (
+        x.new_empty(x.shape if needs_x else 0),
+        linear_weight.new_empty(linear_weight.shape if needs_weight else 0),
+        linear_weight.new_empty(linear_weight.shape[:1] if needs_bias else 0),
+    )
+
+
+def _check_linear_backward(grad_out: Tensor, *args: Any) -> None:
+    x, linear_weight, target, linear_bias, weight, *made = args[:8]
+    reduction, ignore_index, label_smoothing, _, softcap, *needs = args[8:]
+    op = "linear_cross_entropy_backward"
+    _check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
+    _check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
+    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
+    names = ("grad_x", "grad_weight", "grad_bias")
+    for name, grad, shape, need in zip(names, made, shapes, needs, strict=True):
+        _check_statistic(op, name, grad, shape if need and reduction else [0], x.dtype, x)
+
+
+@register_fake("extension_cpp::linear_cross_entropy_backward")
+def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_linear_backward(grad_out, *args)
+    return _linear_gradients(args[0], args[1], args[13:])
+
+
+def _linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.reduction, ignore_index, label_smoothing, z_loss, softcap, _ = inputs[:11]
+    _refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
+    ctx.options, ctx.needs = (ignore_index, label_smoothing, z_loss, softcap), inputs[11:]
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 14
+    grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, ctx.reduction, *ctx.options, *ctx.needs)
+    grad_x, grad_weight, grad_bias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
+    return grad_x, grad_weight, None, grad_bias, *(None,) * 10
+
+
+register_autograd(
+    "extension_cpp::linear_cross_entropy",
+    _linear_cross_entropy_backward,
+    setup_context=_linear_cross_entropy_setup_context,
+    plain=plain.linear_cross_entropy,
+)
+register_autograd("extension_cpp::linear_cross_entropy_backward", _no_second_derivative("linear_cross_entropy"))
+linear_loss.register(_check_linear_values, _check_linear_backward)
+
+
+def _linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, linear_weight, target, linear_bias, *others = args
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (x, linear_weight, linear_bias))
+    x, linear_weight, linear_bias = cast
+    others[6] = True  # float_loss
+    return x, linear_weight, target, linear_bias, *others
+
+
+register_autocast_rule("extension_cpp::linear_cross_entropy", _linear_cross_entropy_autocast)

@@ -273,3 +273,83 @@ def layer_norm_dropout_backward(
 ) -> tuple[Tensor, ...]:
     dropped = _maybe_dropout(grad_out, p, seed)
     return layer_norm_backward(dropped, x, normalized_shape, mean, rstd, weight, bias, *needs)
+
+
+# ---- softmax and the losses: in float32 (float64: float64) ----
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    return torch.softmax(x, dim)
+
+
+def softmax_backward(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
+    g, p = wide(grad_out), wide(y)
+    return ((g - (g * p).sum(dim, keepdim=True)) * p).to(y.dtype)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    return torch.log_softmax(x, dim)
+
+
+def log_softmax_backward(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
+    g = wide(grad_out)
+    return (g - wide(y).exp() * g.sum(dim, keepdim=True)).to(y.dtype)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    float_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    z = wide(logits.movedim(min(1, logits.dim() - 1), -1))
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    w = z.new_ones(z.shape[-1]) if weight is None else wide(weight)
+    is_ignored, index = target == ignore_index, target.clamp(0, z.shape[-1] - 1)
+    of_target = torch.where(is_ignored, 0, w[index])
+    lse = torch.logsumexp(z, -1)
+    distance = lse - z.gather(-1, index[..., None])[..., 0]
+    losses = of_target * ((1 - label_smoothing) * distance + z_loss * lse.square())
+    if label_smoothing > 0:
+        losses = losses + label_smoothing / z.shape[-1] * (w * (lse[..., None] - z)).sum(-1)
+    losses, total = torch.where(is_ignored, 0, losses), of_target.sum().reshape(1)
+    dtype = losses.dtype if float_loss else logits.dtype
+    if reduction == 0:
+        return losses.to(dtype), lse.detach().double(), total.new_empty(0)
+    loss = losses.sum() / total[0] if reduction == 1 else losses.sum()
+    return loss.to(dtype), lse.detach().double(), total.detach()
+
+
+def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    z = wide(logits) / temperature
+    log_p = torch.log_softmax(z, -1)
+    entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
+    lse = torch.logsumexp(z.detach(), -1).double()
+    return log_p.gather(-1, target[..., None])[..., 0], entropy, lse
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    float_loss: bool,
+    *needs: bool,
+) -> tuple[Tensor, ...]:
+    logits = torch.nn.functional.linear(x, linear_weight, linear_bias)
+    flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    loss = cross_entropy(*flat, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, float_loss)[0]
+    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
+    made = (x.new_zeros(shape if need and reduction else 0) for shape, need in zip(shapes, needs, strict=True))
+    return loss.reshape([] if reduction else target.shape), *made

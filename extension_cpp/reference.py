@@ -113,3 +113,64 @@ def layer_norm_dropout(
     seed: Tensor | None = None,
 ) -> Tensor:
     return dropout(layer_norm(x, normalized_shape, weight, bias, eps), p, training, seed)
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    return torch.softmax(x, dim)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    return torch.log_softmax(x, dim)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = torch.nn.functional.cross_entropy(
+        z, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+    if z_loss == 0:
+        return loss
+    classes = min(1, z.dim() - 1)
+    is_counted = target != ignore_index
+    w = z.new_ones(z.shape[classes]) if weight is None else weight
+    w = torch.where(is_counted, w[torch.where(is_counted, target, 0)], 0)
+    extra = torch.where(is_counted, z_loss * w * torch.logsumexp(z, classes).square(), 0)
+    if reduction == "none":
+        return loss + extra
+    return loss + (extra.sum() / w.sum() if reduction == "mean" else extra.sum())
+
+
+def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits / temperature, -1)
+    return log_p.gather(-1, target[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    logits = torch.nn.functional.linear(x, linear_weight, linear_bias)
+    logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    loss = cross_entropy(
+        logits, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss, softcap=softcap
+    )
+    return loss.reshape(x.shape[:-1]) if reduction == "none" else loss

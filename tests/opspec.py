@@ -69,6 +69,7 @@ class OpSpec:
     # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0
     dtypes: tuple[torch.dtype, ...] = DTYPES
+    float_results: bool = False  # the results are float32 where the inputs are half
     float_weights: bool = False  # inputs of one dimension may be float32 beside half types
     # More of it to time, that draws no random numbers, each under the op's name and its own.
     variants: dict[str, Bench] = field(default_factory=dict, hash=False)

@@ -17,6 +17,16 @@ __device__ inline void group_sum(A (&v)[N], int width = 32) {
   }
 }
 
+// The maximum over `width` neighbouring lanes, without NaN as in fmaxf.
+template <typename A>
+__device__ inline A group_max(A v, int width = 32) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    if (offset < width) v = max(v, __shfl_xor_sync(0xffffffffu, v, offset));
+  }
+  return v;
+}
+
 // Over a block of THREADS threads, a power of two from 64 to 1024. All threads must call it.
 template <int THREADS, typename A, int N>
 __device__ inline void block_sum(A (&v)[N]) {

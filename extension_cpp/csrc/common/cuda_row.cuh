@@ -205,6 +205,16 @@ class RowSum {
     }
   }
 
+  // The maximum over the CTA's threads of the row, without NaN as in fmaxf. `turn` counts it too.
+  __device__ A max_cta(A v, int turn) const {
+    v = group_max(v, min(blockDim.x, 32));
+    if (blockDim.x <= 32) return v;
+    const int count = blockDim.x / 32, part = threadIdx.x % MAX_WARPS;
+    if (threadIdx.x % 32 == 0) warps(turn)[threadIdx.x / 32].v[0] = v;
+    sync();
+    return group_max(part < count ? warps(turn)[part].v[0] : -INFINITY, MAX_WARPS);
+  }
+
   // Sends this CTA's numbers, `mine`, to the cluster. Lane i gets those of CTA number i % 16, or
   // zeros if there is no such CTA.
   __device__ float2 exchange(float2 mine, int turn) const {

@@ -227,6 +227,32 @@ Tensor as_contiguous(const Tensor &x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
+// The stride from row to row, or -1 if x's strides do not describe rows that do not overlap.
+static int64_t row_stride(const Tensor &x, int64_t row_dims) {
+  int64_t cols = 1, d = x.dim() - 1;
+  for (; d >= x.dim() - row_dims; cols *= x.size(d--)) {
+    if (x.size(d) != 1 && x.stride(d) != cols) return -1;
+  }
+  int64_t stride = -1;
+  for (int64_t expected = 0; d >= 0; expected *= x.size(d--)) {
+    if (x.size(d) == 1) continue;
+    if (stride < 0) {
+      stride = expected = x.stride(d);
+      if (stride < cols) return -1;
+    } else if (x.stride(d) != expected) {
+      return -1;
+    }
+  }
+  return stride < 0 ? cols : stride;
+}
+
+Rows as_rows(const Tensor &x, int64_t row_dims) {
+  const int64_t stride = row_stride(x, row_dims);
+  if (stride >= 0) return {x, stride};
+  const Tensor copy = torch::stable::contiguous(x);
+  return {copy, row_stride(copy, row_dims)};
+}
+
 Tensor copy_into(const Tensor &to, const Tensor &from) {
   Tensor target = to;
   return to.get() == from.get() ? to : torch::stable::copy_(target, from);

@@ -72,6 +72,16 @@ Tensor with_strides_of(const Tensor &x, const Tensor &like);
 // x itself if it is contiguous, else a contiguous copy.
 Tensor as_contiguous(const Tensor &x);
 
+// A tensor as a matrix: unit stride inside a row, one stride from row to row, which do not overlap.
+struct Rows {
+  Tensor tensor;
+  int64_t stride;
+};
+
+// x as a matrix whose columns are its last `row_dims` dimensions: x itself if its strides allow it,
+// else a contiguous copy.
+Rows as_rows(const Tensor &x, int64_t row_dims);
+
 // `to` with the values of `from`. Copies nothing if they are the same tensor.
 Tensor copy_into(const Tensor &to, const Tensor &from);
 

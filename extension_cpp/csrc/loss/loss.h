@@ -36,7 +36,7 @@ typedef struct {
   const void *weight_sum; /* W, one number, ACC, with weight and label_smoothing; else NULL */
   int64_t outer, cols, inner;
   int64_t outer_stride;   /* at least cols * inner */
-  int64_t ignore_index;   /* -1 for token_log_probs, which has none: such a target is outside */
+  int64_t ignore_index;   /* not read by token_log_probs */
   double label_smoothing, z_loss;
   double softcap;         /* 0: none */
   double scale;           /* 1 / temperature; 1 with softcap */

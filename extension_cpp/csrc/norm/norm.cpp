@@ -92,37 +92,6 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
 
 // ---- memory ----
 
-// A tensor as a matrix: unit stride inside a row, one stride from row to row.
-struct Rows {
-  Tensor tensor;
-  int64_t stride;
-};
-
-// The stride from row to row, or -1 if x's strides do not describe rows that do not overlap.
-static int64_t row_stride(const Tensor &x, const Problem &problem) {
-  int64_t expected = 1, d = x.dim() - 1;
-  for (; d >= x.dim() - problem.row_dims; expected *= x.size(d--)) {
-    if (x.size(d) != 1 && x.stride(d) != expected) return -1;
-  }
-  int64_t stride = -1;
-  for (; d >= 0; expected *= x.size(d--)) {
-    if (x.size(d) == 1) continue;
-    if (stride < 0) {
-      stride = expected = x.stride(d);
-      if (stride < problem.cols) return -1;
-    } else if (x.stride(d) != expected) {
-      return -1;
-    }
-  }
-  return stride < 0 ? problem.cols : stride;
-}
-
-// x itself if its strides describe rows, else a contiguous copy.
-static Rows as_rows(const Tensor &x, const Problem &problem) {
-  const int64_t stride = x.is_contiguous() ? problem.cols : row_stride(x, problem);
-  return stride < 0 ? Rows{torch::stable::contiguous(x), problem.cols} : Rows{x, stride};
-}
-
 // weight or bias as the kernels read it: on CUDA the tensor itself, on the CPU a copy widened by
 // norm_widen_cpu, in which a missing tensor is `value` in every column.
 static Optional weight_for_kernel(const Optional &weight, double value, const Problem &problem,
@@ -178,8 +147,8 @@ Outputs norm_forward(const Forward &call) {
   }
   if (problem.rows == 0) return out;
 
-  const Rows x_rows = as_rows(x, problem);
-  const Rows residual_rows = call.residual ? as_rows(*call.residual, problem) : x_rows;
+  const Rows x_rows = as_rows(x, problem.row_dims);
+  const Rows residual_rows = call.residual ? as_rows(*call.residual, problem.row_dims) : x_rows;
   const Optional weight = weight_for_kernel(call.weight, 1, problem, x);
   const Optional bias = call.centered ? weight_for_kernel(call.bias, 0, problem, x) : std::nullopt;
   args.x = x_rows.tensor.const_data_ptr();
@@ -226,8 +195,9 @@ Gradients norm_backward(const Backward &call) {
     return gradients;
 
   const bool adds_grad_sum = call.grad_sum && call.needs_x;
-  const Rows x_rows = as_rows(x, problem), grad_out_rows = as_rows(call.grad_out, problem);
-  const Rows grad_sum_rows = adds_grad_sum ? as_rows(*call.grad_sum, problem) : x_rows;
+  const Rows x_rows = as_rows(x, problem.row_dims),
+             grad_out_rows = as_rows(call.grad_out, problem.row_dims);
+  const Rows grad_sum_rows = adds_grad_sum ? as_rows(*call.grad_sum, problem.row_dims) : x_rows;
   const Optional weight = weight_for_kernel(call.weight, 1, problem, x);
   args.grad_out = grad_out_rows.tensor.const_data_ptr();
   args.x = x_rows.tensor.const_data_ptr();

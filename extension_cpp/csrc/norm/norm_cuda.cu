@@ -55,8 +55,8 @@ static cudaError_t ask_device(Device &device, int number) {
   return error;
 }
 
-// What plans need of the current device. The driver is asked once per thread and device.
-static cudaError_t current_device(Device &device) {
+// The driver is asked once per thread and device.
+cudaError_t current_device(Device &device) {
   thread_local int known = -1;
   thread_local Device facts;
   int number;

@@ -15,6 +15,9 @@ cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_
 template <typename T>
 cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream);
 
+// What plans need of the current device.
+cudaError_t current_device(Device &device);
+
 inline Form form_of(const norm_forward_args &args) {
   return args.residual != nullptr         ? Form::RESIDUAL
          : args.dropout_y.seed != nullptr ? Form::DROPOUT_OF_Y

@@ -1,0 +1,146 @@
+// The formulas of loss.h on the GPU, each once: the logit z, the results of a row, and the gradient.
+// A is the type of the arithmetic.
+#ifndef EXTENSION_CPP_LOSS_MATH_CUH
+#define EXTENSION_CPP_LOSS_MATH_CUH
+
+#include "loss/loss.h"
+#include "softmax/softmax_rows.cuh"
+
+namespace losses {
+
+using namespace softmaxes;
+
+// What a kernel computes of a row beside its exponentials' sum.
+enum Mode { PLAIN, SMOOTHING, ENTROPY };
+
+__device__ inline float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
+
+// From x to z and back: dz/dx at z.
+template <typename A>
+struct Logit {
+  A scale, softcap;
+
+  __device__ explicit Logit(const loss_rows &p)
+      : scale(static_cast<A>(p.scale)), softcap(static_cast<A>(p.softcap)) {}
+  __device__ A z(A x) const {
+    return softcap > 0 ? softcap * hyperbolic_tangent(x / softcap) : x * scale;
+  }
+  __device__ A slope(A z) const { return softcap > 0 ? 1 - (z / softcap) * (z / softcap) : scale; }
+};
+
+// The weight of class c.
+template <typename A>
+__device__ inline A class_weight(const loss_rows &p, int64_t c) {
+  return p.weight == nullptr ? A(1) : static_cast<const A *>(p.weight)[c];
+}
+
+// W, the sum of the class weights.
+template <typename A>
+__device__ inline A weight_sum(const loss_rows &p) {
+  return p.weight_sum == nullptr ? static_cast<A>(p.cols) : *static_cast<const A *>(p.weight_sum);
+}
+
+// label_smoothing / cols.
+template <typename A>
+__device__ inline A smoothing(const loss_rows &p) {
+  return static_cast<A>(p.label_smoothing / static_cast<double>(p.cols));
+}
+
+// A row's target: a class, ignored, or outside of the classes.
+struct Target {
+  int64_t c;
+  bool is_ignored, is_class;
+
+  __device__ Target(const loss_rows &p, int64_t r, bool can_ignore)
+      : c(p.target[r]),
+        is_ignored(can_ignore && c == p.ignore_index),
+        is_class(c >= 0 && c < p.cols) {}
+};
+
+// The point near the row's logits that smoothing's sum is relative to: its first one.
+template <typename A>
+__device__ inline A smoothing_origin(A z) {
+  return isfinite(z) ? z : A(0);
+}
+
+// Writes the results of row r. Its exponentials are relative to `from` and have the sum exp(log_sum)
+// and the moment per_sum * `moment`. smooth = sum(w_c * (z_c - origin)); z is that of the target.
+template <Mode MODE, typename A>
+__device__ inline void write_results(const loss_forward_args &p, int64_t r, const Target &target,
+                                     A z, A from, A log_sum, A moment, A smooth, A origin) {
+  const loss_rows &rows = p.rows;
+  p.lse[r] = static_cast<double>(from) + static_cast<double>(log_sum);
+  A loss = NAN;
+  if (target.is_ignored) {
+    loss = 0;
+  } else if (target.is_class && MODE == ENTROPY) {
+    loss = (z - from) - log_sum;
+  } else if (target.is_class) {
+    const A lse = from + log_sum, s = static_cast<A>(rows.label_smoothing);
+    loss = class_weight<A>(rows, target.c) *
+           ((1 - s) * (log_sum - (z - from)) + static_cast<A>(rows.z_loss) * lse * lse);
+    if (MODE == SMOOTHING) {
+      loss += smoothing<A>(rows) * (weight_sum<A>(rows) * (log_sum + (from - origin)) - smooth);
+    }
+  }
+  static_cast<A *>(p.loss)[r] = loss;
+  if (MODE == ENTROPY) {
+    static_cast<A *>(p.entropy)[r] = target.is_class ? log_sum - moment : A(NAN);
+  }
+}
+
+// The gradient of a row: dz_c = p_c * (of_p + of_p_log_p * log(p_c)) + [c = t] * of_target
+//                              - of_weight * w_c.
+template <typename A>
+struct RowGradient {
+  A of_p, of_p_log_p, of_target, of_weight;
+  A from, log_sum;  // log(p_c) = (z_c - from) - log_sum
+  int64_t target;
+  bool is_zero;
+
+  // Of cross_entropy, times g.
+  __device__ void set(const loss_rows &p, const Target &row, A g) {
+    const A s = static_cast<A>(p.label_smoothing), lse = from + log_sum;
+    const A w = row.is_class ? class_weight<A>(p, row.c) : A(NAN);
+    const A smooth = s > 0 ? smoothing<A>(p) : A(0);
+    of_p = g * (w * (1 - s + 2 * static_cast<A>(p.z_loss) * lse) +
+                (s > 0 ? smooth * weight_sum<A>(p) : A(0)));
+    of_p_log_p = 0;
+    of_target = -g * w * (1 - s);
+    of_weight = g * smooth;
+    target = row.c;
+    is_zero = row.is_ignored;
+  }
+
+  // Of token_log_probs, times g and g_entropy.
+  __device__ void set_entropy(const Target &row, A entropy, A g, A g_entropy) {
+    of_p = row.is_class ? -g - g_entropy * entropy : A(NAN);
+    of_p_log_p = -g_entropy;
+    of_target = g;
+    of_weight = 0;
+    target = row.c;
+    is_zero = false;
+  }
+
+  // lse as two numbers whose difference from z loses no digits.
+  __device__ void set_lse(double lse) {
+    from = static_cast<A>(lse);
+    log_sum = static_cast<A>(lse - static_cast<double>(from));
+  }
+
+  // dx at column c.
+  __device__ A operator()(const loss_rows &p, const Logit<A> &logit, A x, int64_t c) const {
+    if (is_zero) return 0;
+    const A z = logit.z(x), log_p = (z - from) - log_sum, probability = exponential(log_p);
+    // Of a log of -inf the product with p = 0 would be NaN.
+    A grad = probability * (of_p + of_p_log_p * max(log_p, A(-1e30)));
+    if (c == target) grad += of_target;
+    if (of_weight != 0) grad -= of_weight * class_weight<A>(p, c);
+    return grad * logit.slope(z);
+  }
+};
+
+}  // namespace losses
+
+#endif

@@ -1,0 +1,257 @@
+// softmax and log_softmax on the GPU.
+//
+// Rows of neighbouring elements (inner = 1) lie in the registers of part of a warp, a CTA or a
+// cluster of CTAs, as in the norms' forward, and by the same plan (norm/norm_plan.h): a row is read
+// once and written once. Everything else (other dimensions, float64, rows that are wider than a
+// cluster or do not begin alike in all tensors) goes to the generic kernels, which read a row twice.
+#include "softmax/softmax.h"
+#include "softmax/softmax_rows.cuh"
+
+namespace softmaxes {
+
+template <typename T>
+struct RowParams : norms::Geometry {
+  const T *x;         // forward: x; backward: y
+  const T *grad_out;  // backward
+  T *out;             // forward: y; backward: grad_x
+  bool is_log;
+};
+
+// ---- the formulas ----
+
+// y of an element z with distance = z - max; `sum` of the row, and log_sum = log(sum).
+template <typename A>
+__device__ inline A softmax_of(A distance, A per_sum, A log_sum, bool is_log) {
+  return is_log ? distance - log_sum : exponential(distance) * per_sum;
+}
+
+// What backward sums over a row, of one element.
+template <typename A>
+__device__ inline A backward_term(A grad_out, A y, bool is_log) {
+  return is_log ? grad_out : grad_out * y;
+}
+
+template <typename A>
+__device__ inline A grad_of(A grad_out, A y, A sum, bool is_log) {
+  return is_log ? grad_out - exponential(y) * sum : (grad_out - sum) * y;
+}
+
+// ---- rows in registers ----
+
+template <typename T, int K, bool ALIGNED>
+__global__ void __maxnreg__((ALIGNED ? K == 2 ? 48 : 64 : 80))
+    softmax_rows(const __grid_constant__ RowParams<T> p) {
+  using Slice = RowSlice<T, ALIGNED>;
+  using Sum = RowSum<float, 4>;
+  __shared__ typename Sum::Shared shared;
+  int rank = 0;
+#if HAS_CLUSTERS
+  if (p.cluster > 1) rank = cluster_rank();
+#endif
+  const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
+  const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
+  Sum row_sum(shared, p.cluster, rank);
+  const Slice slice(p.cols, row, p.slice, rank);
+  const RowWindow<T, K, ALIGNED> window(slice);
+  RowFragment<T, K, ALIGNED> x{};
+  if (is_row) x.load(p.x + row * p.cols, window, p.hint);
+  row_sum.wait_for_others();
+  float own = -INFINITY, sum[1] = {0};
+  for_each_vector(x, window, [&](auto &values, int, int) {
+    for (const float value : values) own = max(own, value);
+  });
+  own = row_sum.max_cta(own, 0);
+  for_each_vector(x, window, [&](auto &values, int, int) {
+    for (const float value : values) sum[0] += exponential(value - finite_maximum(own));
+  });
+  row_sum.sum_cta(sum, 1);
+  float most = own;
+  if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
+  if (!is_row) return;
+  const float from = finite_maximum(most), per_sum = 1 / sum[0], log_sum = logarithm(sum[0]);
+  T *const y = p.out + row * p.cols;
+  for_each_vector(x, window, [&](auto &values, int column, int) {
+    for (float &value : values) value = softmax_of(value - from, per_sum, log_sum, p.is_log);
+    store_at(y, column, values);
+  });
+  if (row >= p.release_from) release_row(p.x + row * p.cols, slice);
+}
+
+template <typename T, int K, bool ALIGNED>
+__global__ void __maxnreg__((ALIGNED ? 64 : 80))
+    softmax_backward_rows(const __grid_constant__ RowParams<T> p) {
+  using Slice = RowSlice<T, ALIGNED>;
+  using Sum = RowSum<float, 4>;
+  __shared__ typename Sum::Shared shared;
+  int rank = 0;
+#if HAS_CLUSTERS
+  if (p.cluster > 1) rank = cluster_rank();
+#endif
+  const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
+  const bool is_row = row < p.rows;
+  Sum row_sum(shared, p.cluster, rank);
+  const Slice slice(p.cols, row, p.slice, rank);
+  const RowWindow<T, K, ALIGNED> window(slice);
+  RowFragment<T, K, ALIGNED> y{}, grad_out{};
+  if (is_row) {
+    y.load(p.x + row * p.cols, window, p.hint);
+    grad_out.load(p.grad_out + row * p.cols, window, p.hint);
+  }
+  row_sum.wait_for_others();
+  // Calls f(grads, values, column) with the values of y beside those of grad_out.
+  const auto for_each_pair = [&](auto &&f) {
+    for_each_vector(grad_out, window, [&](auto &grads, int column, int k) {
+      constexpr int M = sizeof(grads) / sizeof(float);
+      float values[M];
+      if constexpr (M == 1) {
+        values[0] = to_acc(y.edge);
+      } else {
+        unpack<T, M>(values, y.bits[k]);
+      }
+      f(grads, values, column);
+    });
+  };
+  float sum[1] = {0};
+  for_each_pair([&](auto &grads, auto &values, int) {
+#pragma unroll
+    for (int j = 0; j < sizeof(grads) / sizeof(float); ++j) {
+      sum[0] += backward_term(grads[j], values[j], p.is_log);
+    }
+  });
+  row_sum.sum_cta(sum, 0);
+  if (p.cluster > 1) {
+    sum[0] = row_sum.exchange({sum[0], 0}, 1).x;
+    group_sum(sum, MAX_CLUSTER);
+  }
+  if (!is_row) return;
+  T *const grad_x = p.out + row * p.cols;
+  for_each_pair([&](auto &grads, auto &values, int column) {
+#pragma unroll
+    for (int j = 0; j < sizeof(grads) / sizeof(float); ++j) {
+      grads[j] = grad_of(grads[j], values[j], sum[0], p.is_log);
+    }
+    store_at(grad_x, column, grads);
+  });
+  if (row < p.release_from) return;
+  release_row(p.x + row * p.cols, slice);
+  release_row(p.grad_out + row * p.cols, slice);
+}
+
+// ---- generic kernels ----
+
+template <typename T>
+__global__ void __launch_bounds__(STRIP_THREADS)
+    softmax_generic(const __grid_constant__ softmax_forward_args p, int64_t strips) {
+  using A = acc_t<T>;
+  const T *const x = static_cast<const T *>(p.x);
+  T *const y = static_cast<T *>(p.y);
+  for (int64_t s = blockIdx.x; s < p.outer * strips; s += gridDim.x) {
+    const Strip strip(s, strips, p.inner);
+    const int64_t base = strip.outer * p.cols * p.inner + strip.i;
+    const int64_t end = strip.is_there ? p.cols : 0;
+    ExpSum<A, false> row;
+    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
+      const A one[1] = {to_acc(x[base + c * p.inner])};
+      row.add(one);
+    }
+    join_strip(row);
+    const A from = finite_maximum(row.max), per_sum = 1 / row.sum, log_sum = logarithm(row.sum);
+    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
+      const A distance = to_acc(x[base + c * p.inner]) - from;
+      y[base + c * p.inner] = from_acc<T>(softmax_of(distance, per_sum, log_sum, p.is_log));
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(STRIP_THREADS)
+    softmax_backward_generic(const __grid_constant__ softmax_backward_args p, int64_t strips) {
+  using A = acc_t<T>;
+  const T *const y = static_cast<const T *>(p.y), *const grad_out =
+                                                      static_cast<const T *>(p.grad_out);
+  T *const grad_x = static_cast<T *>(p.grad_x);
+  for (int64_t s = blockIdx.x; s < p.outer * strips; s += gridDim.x) {
+    const Strip strip(s, strips, p.inner);
+    const int64_t base = strip.outer * p.cols * p.inner + strip.i;
+    const int64_t end = strip.is_there ? p.cols : 0;
+    A own = 0;
+    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
+      const int64_t i = base + c * p.inner;
+      own += backward_term(to_acc(grad_out[i]), to_acc(y[i]), p.is_log);
+    }
+    const A sum = join_strip(own, [](A a, A b) { return a + b; });
+    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
+      const int64_t i = base + c * p.inner;
+      grad_x[i] = from_acc<T>(grad_of(to_acc(grad_out[i]), to_acc(y[i]), sum, p.is_log));
+    }
+  }
+}
+
+// ---- launches ----
+
+template <typename T>
+cudaError_t launch_rows(RowParams<T> &p, const norms::Plan &plan, int64_t rows, int64_t cols,
+                        cudaStream_t stream) {
+  norms::set_geometry(p, plan, rows, cols);
+  return norms::with_variant<2, 3, 4>(plan, [&](auto vectors, auto aligned) {
+    constexpr int K = decltype(vectors)::value;
+    constexpr bool ALIGNED = decltype(aligned)::value;
+    return p.grad_out == nullptr
+               ? norms::launch<softmax_rows<T, K, ALIGNED>>(p, plan, stream)
+               : norms::launch<softmax_backward_rows<T, K, ALIGNED>>(p, plan, stream);
+  });
+}
+
+}  // namespace softmaxes
+
+extern "C" int softmax_forward_cuda(const softmax_forward_args *args, void *stream) {
+  using namespace softmaxes;
+  const auto on = static_cast<cudaStream_t>(stream);
+  norms::Plan plan{};
+  const bool is_congruent = args->inner == 1 && is_aligned(args->x) && is_aligned(args->y);
+  const cudaError_t error =
+      plan_rows(plan, args->dtype, args->outer, args->cols, false, is_congruent);
+  if (error != cudaSuccess) return error;
+  if (plan.kernel == norms::Kernel::ROW) {
+    return with_row_type(args->dtype, [&](auto zero) {
+      using T = decltype(zero);
+      RowParams<T> p{};
+      p.x = static_cast<const T *>(args->x);
+      p.out = static_cast<T *>(args->y);
+      p.is_log = args->is_log;
+      return launch_rows(p, plan, args->outer, args->cols, on);
+    });
+  }
+  return with_dtype(args->dtype, [&](auto zero) {
+    return with_strips(args->outer, args->inner, [&](unsigned ctas, dim3 threads, int64_t strips) {
+      softmax_generic<decltype(zero)><<<ctas, threads, 0, on>>>(*args, strips);
+    });
+  });
+}
+
+extern "C" int softmax_backward_cuda(const softmax_backward_args *args, void *stream) {
+  using namespace softmaxes;
+  const auto on = static_cast<cudaStream_t>(stream);
+  norms::Plan plan{};
+  const bool is_congruent = args->inner == 1 && is_aligned(args->y) && is_aligned(args->grad_out) &&
+                            is_aligned(args->grad_x);
+  const cudaError_t error =
+      plan_rows(plan, args->dtype, args->outer, args->cols, true, is_congruent);
+  if (error != cudaSuccess) return error;
+  if (plan.kernel == norms::Kernel::ROW) {
+    return with_row_type(args->dtype, [&](auto zero) {
+      using T = decltype(zero);
+      RowParams<T> p{};
+      p.x = static_cast<const T *>(args->y);
+      p.grad_out = static_cast<const T *>(args->grad_out);
+      p.out = static_cast<T *>(args->grad_x);
+      p.is_log = args->is_log;
+      return launch_rows(p, plan, args->outer, args->cols, on);
+    });
+  }
+  return with_dtype(args->dtype, [&](auto zero) {
+    return with_strips(args->outer, args->inner, [&](unsigned ctas, dim3 threads, int64_t strips) {
+      softmax_backward_generic<decltype(zero)><<<ctas, threads, 0, on>>>(*args, strips);
+    });
+  });
+}

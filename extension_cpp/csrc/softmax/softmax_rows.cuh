@@ -1,0 +1,195 @@
+// What softmax and the losses share on the GPU: exponentials and their sum, rows in registers by
+// the norms' plan, and strips, which the generic kernels work on.
+#ifndef EXTENSION_CPP_SOFTMAX_ROWS_CUH
+#define EXTENSION_CPP_SOFTMAX_ROWS_CUH
+
+#include <algorithm>
+#include <cmath>
+
+#include "norm/norm_launch.cuh"
+
+namespace softmaxes {
+
+// ---- exponentials ----
+
+// exp(x), by the instruction for 2^x: 2 units in the last place, and results below 2^-126 are 0.
+__device__ inline float exponential(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+__device__ inline double exponential(double x) { return exp(x); }
+
+__device__ inline float logarithm(float x) { return logf(x); }
+__device__ inline double logarithm(double x) { return log(x); }
+
+// A maximum as the point that exponentials are relative to: -inf - -inf would be NaN.
+template <typename A>
+__device__ inline A finite_maximum(A x) {
+  return x == -INFINITY ? A(0) : x;
+}
+
+// The factor from exponentials relative to `from` to those relative to `to`; both are maxima. If
+// `from` is -inf, they are all 0 (or NaN).
+template <typename A>
+__device__ inline A rescale(A from, A to) {
+  return from == -INFINITY ? A(1) : exponential(from - to);
+}
+
+// Of elements z, in one pass: their maximum, sum = sum(exp(z - max)), and with ENTROPY
+// moment = sum(exp(z - max) * (z - max)). The maximum leaves NaN out; NaN and +inf make the sum NaN.
+template <typename A, bool ENTROPY>
+struct ExpSum {
+  A max = -INFINITY, sum = 0, moment = 0;
+
+  // Makes the sums relative to a maximum that is at least max.
+  __device__ void raise(A to) {
+    const A factor = rescale(max, to);
+    if (ENTROPY && max != -INFINITY && factor > 0) moment += sum * (max - to);
+    moment *= factor;
+    sum *= factor;
+    max = to;
+  }
+
+  template <int N>
+  __device__ void add(const A (&z)[N]) {
+    A most = z[0];
+#pragma unroll
+    for (int j = 1; j < N; ++j) most = ::max(most, z[j]);
+    if (most > max) raise(most);
+    const A from = finite_maximum(max);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A distance = z[j] - from, e = exponential(distance);
+      sum += e;
+      if (ENTROPY) moment += e == 0 ? A(0) : e * distance;
+    }
+  }
+};
+
+// ---- rows in registers ----
+
+// Calls f(values, column, k) with vector k of a thread's part of a row, an array of numbers, and
+// with its edge, an array of one.
+template <typename T, int K, bool ALIGNED, typename F>
+__device__ inline void for_each_vector(const RowFragment<T, K, ALIGNED> &x,
+                                       const RowWindow<T, K, ALIGNED> &window, F &&f) {
+  constexpr int N = VECTOR<T>;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (!window.has(k)) continue;
+    float values[N];
+    unpack<T, N>(values, x.bits[k]);
+    f(values, window.column(k), k);
+  }
+  if (window.has_edge()) {
+    float value[1] = {to_acc(x.edge)};
+    f(value, window.edge, K);
+  }
+}
+
+// Stores what for_each_vector gave.
+template <typename T, int M>
+__device__ inline void store_at(T *row, int column, const float (&values)[M]) {
+  if constexpr (M == 1) {
+    row[column] = from_acc<T>(values[0]);
+  } else {
+    store<T, M>(row + column, values);
+  }
+}
+
+// This CTA's part of an exponential sum becomes the row's. `most` and `sum` are the CTA's maximum
+// and sum, and become the row's.
+template <typename Sum>
+__device__ inline void join_cluster(const Sum &row_sum, float &most, float &sum, int turn) {
+  const float2 part = row_sum.exchange({most, sum}, turn);
+  const bool is_cta = threadIdx.x % MAX_CLUSTER < row_sum.cluster;
+  most = group_max(is_cta ? part.x : -INFINITY, MAX_CLUSTER);
+  float sums[1] = {is_cta ? part.y * rescale(part.x, most) : 0};
+  group_sum(sums, MAX_CLUSTER);
+  sum = sums[0];
+}
+
+// The plan of rows by the norms' table (norm/norm_plan.h): like layer_norm, softmax goes over a row
+// twice before it writes. `is_congruent`: inner = 1, and rows begin alike in all tensors.
+inline cudaError_t plan_rows(norms::Plan &plan, dtype_t dtype, int64_t rows, int64_t cols,
+                             bool reads_two, bool is_congruent) {
+  norms::Device device;
+  const cudaError_t error = norms::current_device(device);
+  norms::Problem problem{};
+  problem.is_layer_norm = true;
+  problem.form = reads_two ? norms::Form::RESIDUAL : norms::Form::PLAIN;
+  problem.dtype = dtype;
+  problem.rows = rows;
+  problem.cols = cols;
+  problem.is_congruent = is_congruent;
+  if (error == cudaSuccess) plan = norms::pick(problem, device);
+  return error;
+}
+
+inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// f(zero) with a zero of the C++ type; row kernels have no float64.
+template <typename F>
+cudaError_t with_row_type(dtype_t dtype, F &&f) {
+  switch (dtype) {
+    case DTYPE_FLOAT32: return f(float{});
+    case DTYPE_BFLOAT16: return f(__nv_bfloat16{});
+    case DTYPE_FLOAT16: return f(__half{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+// ---- strips ----
+
+// A CTA takes a strip: blockDim.x inner elements of one outer index. blockDim.y threads share the
+// cols of each. Threads of a warp read neighbours, along inner or, where inner is small, along cols.
+constexpr int STRIP_THREADS = 256;
+
+struct Strip {
+  int64_t outer, i;  // of this thread
+  bool is_there;
+
+  __device__ Strip(int64_t strip, int64_t strips, int64_t inner)
+      : outer(strip / strips), i(strip % strips * blockDim.x + threadIdx.x), is_there(i < inner) {}
+};
+
+// Joins the values of the blockDim.y threads of each inner element by join(mine, other).
+template <typename A, typename Join>
+__device__ inline A join_strip(A value, Join &&join) {
+  __shared__ A shared[STRIP_THREADS];
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  __syncthreads();  // the last call's reads
+  shared[thread] = value;
+  for (int half = blockDim.y / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y < half) {
+      shared[thread] = join(shared[thread], shared[thread + half * blockDim.x]);
+    }
+  }
+  __syncthreads();
+  return shared[threadIdx.x];
+}
+
+template <typename A, bool ENTROPY>
+__device__ inline void join_strip(ExpSum<A, ENTROPY> &own) {
+  const auto add = [](A a, A b) { return a + b; };
+  own.raise(join_strip(own.max, [](A a, A b) { return max(a, b); }));
+  own.sum = join_strip(own.sum, add);
+  if (ENTROPY) own.moment = join_strip(own.moment, add);
+}
+
+// Calls f(ctas, threads, strips) with the shape of a launch over strips.
+template <typename F>
+cudaError_t with_strips(int64_t outer, int64_t inner, F &&f) {
+  unsigned x = 1;
+  while (x < 32 && x < inner) x *= 2;
+  const int64_t strips = ceil_div(inner, x);
+  f(static_cast<unsigned>(std::min<int64_t>(outer * strips, INT32_MAX)), dim3(x, STRIP_THREADS / x),
+    strips);
+  return cudaGetLastError();
+}
+
+}  // namespace softmaxes
+
+#endif

@@ -1,0 +1,184 @@
+"""The kernels of linear_cross_entropy: chunks of rows, whose logits are never there all at once.
+
+Of each chunk a matrix product makes the logits, cross_entropy_chunk reads each row of them once and writes the gradient
+in its place, and two products make the gradients of the input and of the weight. The products are PyTorch's (cuBLAS,
+oneDNN). So the gradients are made in the forward pass, for a loss whose gradient is 1, and backward scales them. Without
+a reduction each row has a gradient of its own: then backward makes the logits again.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from extension_cpp.autograd import TWIN, library_for
+
+# Bytes of a chunk's logits. On a GPU products of few rows are slower (of 1024 by an eighth, with 128256 classes on an
+# H100); on a CPU a chunk should not be much larger than the caches.
+CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+TILE = 128  # rows of a matrix product's tile
+
+# Of cross_entropy: ignore_index, label_smoothing, z_loss, softcap.
+Options = tuple[int, float, float, float | None]
+
+
+def chunks(rows: Tensor, classes: int) -> Iterator[slice]:
+    """Ranges of rows, of about equal length, whose logits take CHUNK_BYTES at most."""
+    count = rows.shape[0]
+    most = max(CHUNK_BYTES[rows.device.type] // (classes * rows.element_size()), 1)
+    parts = -(-count // most)
+    step = min(-(-count // (parts * TILE)) * TILE, most) if parts else 1
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
+
+
+def _total(labels: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+    """The sum of the targets' weights, by which the mean divides."""
+    is_counted = labels != ignore_index
+    if weight is None:
+        return is_counted.sum(dtype=like.dtype).view(1)
+    classes = labels.clamp(0, weight.shape[0] - 1)
+    return (weight.to(like.dtype)[classes] * is_counted).sum().view(1)
+
+
+class Gradients:
+    """The gradients of x (as rows), linear_weight and linear_bias, chunk by chunk; empty where not needed."""
+
+    def __init__(self, rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, needs: Sequence[bool]) -> None:
+        self.rows, self.linear_weight, self.linear_bias = rows, linear_weight, linear_bias
+        self.needs_x, self.needs_weight, self.needs_bias = needs
+        self.x = torch.empty_like(rows) if self.needs_x else rows.new_empty(0)
+        self.weight = linear_weight.new_empty(linear_weight.shape if self.needs_weight else 0)
+        if self.needs_weight and rows.shape[0] == 0:
+            self.weight.zero_()
+        acc = torch.promote_types(rows.dtype, torch.float32)
+        self.bias_sum = rows.new_zeros(linear_weight.shape[0] if self.needs_bias else 0, dtype=acc)
+
+    def add(self, part: slice, gradient: Tensor) -> None:
+        """From the gradient of the logits of a chunk."""
+        if self.needs_x:
+            torch.mm(gradient, self.linear_weight, out=self.x[part])
+        if self.needs_weight and part.start == 0:
+            torch.mm(gradient.t(), self.rows[part], out=self.weight)
+        elif self.needs_weight:
+            self.weight.addmm_(gradient.t(), self.rows[part])
+        if self.needs_bias:
+            self.bias_sum += torch.ops.extension_cpp.reduce_sum_no_grad(gradient, (0,))
+
+    def results(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        like = self.linear_weight if self.linear_bias is None else self.linear_bias
+        return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(like.dtype)
+
+
+def _logits(rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, memory: Tensor) -> Tensor:
+    out = memory[: rows.shape[0]]
+    if linear_bias is None:
+        return torch.mm(rows, linear_weight.t(), out=out)
+    return torch.addmm(linear_bias, rows, linear_weight.t(), out=out)
+
+
+def _memory(rows: Tensor, classes: int) -> Tensor:
+    """For the logits of the longest chunk, the first one."""
+    return rows.new_empty(next(chunks(rows, classes), slice(0, 0)).stop, classes)
+
+
+def forward(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    options: Options,
+    float_loss: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ops = torch.ops.extension_cpp
+    rows, labels = x.reshape(-1, x.shape[-1]).contiguous(), target.reshape(-1).contiguous()
+    gradients = Gradients(rows, linear_weight, linear_bias, needs)
+    losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+    scale = losses.new_ones(1)
+    if reduction == 1:
+        scale = _total(labels, weight, options[0], losses).reciprocal()
+    memory = _memory(rows, linear_weight.shape[0])
+    for part in chunks(rows, linear_weight.shape[0]):
+        logits = _logits(rows[part], linear_weight, linear_bias, memory)
+        if any(needs):
+            losses[part] = ops.cross_entropy_chunk(logits, labels[part], weight, *options, scale)
+            gradients.add(part, logits)
+        else:
+            ignore_index, *others = options
+            losses[part] = ops.cross_entropy_no_grad(logits, labels[part], weight, ignore_index, 0, *others, True)
+    loss = losses.view(target.shape)
+    if reduction > 0:
+        loss = ops.reduce_sum_no_grad(losses)
+    if reduction == 1:
+        loss = loss * scale[0]
+    return loss if float_loss else loss.to(x.dtype), *gradients.results(x)
+
+
+def backward_of_rows(
+    grad_out: Tensor,
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    options: Options,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients where each row's loss has its own, grad_out."""
+    ops, (ignore_index, *others) = torch.ops.extension_cpp, options
+    rows, labels = x.reshape(-1, x.shape[-1]).contiguous(), target.reshape(-1).contiguous()
+    grads = grad_out.reshape(-1)
+    gradients = Gradients(rows, linear_weight, linear_bias, needs)
+    memory = _memory(rows, linear_weight.shape[0])
+    for part in chunks(rows, linear_weight.shape[0]):
+        logits = _logits(rows[part], linear_weight, linear_bias, memory)
+        row_options = labels[part], weight, ignore_index, 0, *others
+        _, lse, total = ops.cross_entropy.default(logits, *row_options, True)
+        given = labels[part], lse, total, weight, ignore_index, 0, *others
+        gradients.add(part, ops.cross_entropy_backward_no_grad(grads[part], logits, *given))
+    return gradients.results(x)
+
+
+def _forward_kernel(*args: Any) -> tuple[Tensor, ...]:
+    tensors, reduction, options, (float_loss, *needs) = args[:5], args[5], args[6:10], args[10:]
+    # The gradients of rows wait for backward.
+    return forward(*tensors, reduction, options, float_loss, needs if reduction > 0 else (False,) * 3)
+
+
+def _twin_kernel(*args: Any) -> Tensor:
+    return forward(*args[:5], args[5], args[6:10], args[10], (False,) * 3)[0]
+
+
+def _backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    tensors, made, reduction, options, needs = args[:5], args[5:8], args[8], args[9:13], args[13:]
+    if reduction == 0:
+        return backward_of_rows(grad_out, *tensors, options, needs)
+    return tuple(grad * grad_out for grad in made)
+
+
+def register(check: Any, check_backward: Any) -> None:
+    """Registers the kernels on CPU and CUDA, each behind its check of the arguments."""
+    kernels = {
+        "linear_cross_entropy": (check, _forward_kernel),
+        f"linear_cross_entropy{TWIN}": (check, _twin_kernel),
+        "linear_cross_entropy_backward": (check_backward, _backward_kernel),
+        f"linear_cross_entropy_backward{TWIN}": (check_backward, _backward_kernel),
+    }
+    for name, (check_arguments, kernel) in kernels.items():
+        schema = getattr(torch.ops.extension_cpp, name).default._schema
+        defaults = tuple(argument.default_value for argument in schema.arguments)
+
+        def checked(
+            *args: Any, check_arguments: Any = check_arguments, kernel: Any = kernel, defaults: Any = defaults
+        ) -> Any:
+            args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments that are defaults
+            check_arguments(*args)
+            return kernel(*args)
+
+        for key in ("CPU", "CUDA"):
+            op = f"extension_cpp::{name}"
+            library_for(f"{key} {op}", op).impl(name, checked, key)
