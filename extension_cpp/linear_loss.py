@@ -1,9 +1,9 @@
-"""The kernels of linear_cross_entropy: chunks of rows, whose logits are never there all at once.
+"""The kernels of linear_cross_entropy: chunks of rows, whose logits are never in memory all at once.
 
-Of each chunk a matrix product makes the logits, cross_entropy_chunk reads each row of them once and writes the gradient
-in its place, and two products make the gradients of the input and of the weight. The products are PyTorch's (cuBLAS,
-oneDNN). So the gradients are made in the forward pass, for a loss whose gradient is 1, and backward scales them. Without
-a reduction each row has a gradient of its own: then backward makes the logits again.
+For each chunk a matrix product makes the logits, cross_entropy_chunk reads each row of them once and writes its
+gradient in its place, and two products make the gradients of the input and of the weight. The products are PyTorch's
+(cuBLAS, oneDNN). So forward makes the gradients, for a loss whose gradient is 1, and backward scales them. Without a
+reduction each row has a gradient of its own: then backward makes the logits again.
 """
 
 from collections.abc import Iterator, Sequence

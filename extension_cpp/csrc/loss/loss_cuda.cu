@@ -4,8 +4,8 @@
 //                       maximum, and keeps nothing of it.
 // loss_backward_rows    inner = 1: element by element, from the row's lse; a CTA takes a tile of a
 //                       row, or a warp a narrow row.
-// loss_gradient_rows    forward with the gradient: a row lies in registers (norm/norm_plan.h), so
-//                       that it is read once and overwritten by its gradient.
+// loss_gradient_rows    forward with the gradient, without softcap and smoothing: a row lies in
+//                       registers (norm/norm_plan.h), and is read once and overwritten.
 // loss_*_strips         everything else: other dimensions and float64.
 // loss_reduce           the sum over the rows, in two steps.
 #include <algorithm>
@@ -16,7 +16,8 @@ namespace losses {
 
 constexpr int NARROW = 2048;  // columns up to which a warp takes a row
 constexpr int CTA_THREADS = 256;
-constexpr int UNROLL = 4;  // vectors of a thread in flight
+// Vectors of a thread in flight. Backward writes as well, and has more code for each.
+constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2;
 
 // Part number `part` of `count` things cut into `parts` equal parts.
 struct Cut {
@@ -45,7 +46,7 @@ struct RowSpan {
 
 // Calls f(values, column) for this thread's vectors from number `begin` to `end`, and for the
 // columns before and behind the vectors if has_edges.
-template <typename T, typename F>
+template <int UNROLL, typename T, typename F>
 __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, int64_t begin,
                             int64_t end, bool has_edges, F &&f) {
   constexpr int N = VECTOR<T>;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
         MODE == SMOOTHING && cols > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : 0;
     ExpSum<float, MODE == ENTROPY> own;
     float smooth[1] = {0};
-    walk(x, cols, span, 0, span.vectors, true, [&](auto &values, int64_t c) {
+    walk<FORWARD_VECTORS>(x, cols, span, 0, span.vectors, true, [&](auto &values, int64_t c) {
       constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
       for (int j = 0; j < M; ++j) {
@@ -205,16 +206,18 @@ __global__ void __launch_bounds__(CTA_THREADS)
       continue;
     }
     const Cut mine(span.vectors, tiles, tile);
-    walk(x, rows.cols, span, mine.begin, mine.end, tile == 0, [&](auto &values, int64_t c) {
-      constexpr int M = sizeof(values) / sizeof(float);
+    walk<BACKWARD_VECTORS>(x, rows.cols, span, mine.begin, mine.end, tile == 0,
+                           [&](auto &values, int64_t c) {
+                             constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
-      for (int j = 0; j < M; ++j) values[j] = gradient(rows, logit, values[j], c + j);
-      if constexpr (M == 1) {
-        out[c] = from_acc<T>(values[0]);
-      } else {
-        store<T, M>(out + c, values);
-      }
-    });
+                             for (int j = 0; j < M; ++j)
+                               values[j] = gradient(rows, logit, values[j], c + j);
+                             if constexpr (M == 1) {
+                               out[c] = from_acc<T>(values[0]);
+                             } else {
+                               store<T, M>(out + c, values);
+                             }
+                           });
   }
 }
 
@@ -255,7 +258,6 @@ __global__ void __maxnreg__((ALIGNED ? 64 : 80))
   if (p.cluster > 1) rank = cluster_rank();
 #endif
   const loss_rows &rows = p.args.rows;
-  const Logit<float> logit(rows);
   const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
   const bool is_row = row < p.rows;
   Sum row_sum(shared, p.cluster, rank);
@@ -263,53 +265,39 @@ __global__ void __maxnreg__((ALIGNED ? 64 : 80))
   const RowWindow<T, K, ALIGNED> window(slice);
   RowFragment<T, K, ALIGNED> x{};
   const T *const from_row = static_cast<const T *>(rows.logits) + row * p.cols;
-  float z_target = 0, origin = 0;
-  bool is_ignored = false;
+  float z_target = 0;
   if (is_row) {
     x.load(from_row, window, p.hint);
-    // Before the first exchange: after it other CTAs overwrite their part of the row.
+    // Before the first sum: behind it other threads overwrite their part of the row.
     const Target target(rows, row, true);
-    is_ignored = target.is_ignored;
-    if (target.is_class) z_target = logit.z(to_acc(from_row[target.c]));
-    if (rows.label_smoothing > 0) origin = smoothing_origin(logit.z(to_acc(from_row[0])));
+    if (target.is_class) z_target = to_acc(from_row[target.c]);
   }
   row_sum.wait_for_others();
-  float most = -INFINITY, sums[2] = {0, 0};
+  float most = -INFINITY, sum[1] = {0};
   for_each_vector(x, window, [&](auto &values, int, int) {
-    for (const float value : values) most = max(most, logit.z(value));
+    for (const float value : values) most = max(most, value);
   });
   most = row_sum.max_cta(most, 0);
-  for_each_vector(x, window, [&](auto &values, int column, int) {
-    constexpr int M = sizeof(values) / sizeof(float);
-#pragma unroll
-    for (int j = 0; j < M; ++j) {
-      const float z = logit.z(values[j]);
-      sums[0] += exponential(z - finite_maximum(most));
-      if (rows.label_smoothing > 0) sums[1] += class_weight<float>(rows, column + j) * (z - origin);
-    }
+  for_each_vector(x, window, [&](auto &values, int, int) {
+    for (const float value : values) sum[0] += exponential(value - finite_maximum(most));
   });
-  row_sum.sum_cta(sums, 1);
-  if (p.cluster > 1) {
-    join_cluster(row_sum, most, sums[0], 2);
-    float smooth[1] = {row_sum.exchange({sums[1], 0}, 3).x};
-    group_sum(smooth, MAX_CLUSTER);
-    sums[1] = smooth[0];
-  }
+  row_sum.sum_cta(sum, 1);
+  if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
   if (!is_row) return;
   const Target target(rows, row, true);
   RowGradient<float> gradient;
   gradient.from = finite_maximum(most);
-  gradient.log_sum = logarithm(sums[0]);
+  gradient.log_sum = logarithm(sum[0]);
   gradient.set(rows, target, *static_cast<const float *>(p.args.grad_scale));
   if (threadIdx.x == 0 && rank == 0) {
-    write_results<SMOOTHING, float>(p.args, row, target, z_target, gradient.from, gradient.log_sum,
-                                    0, sums[1], origin);
+    write_results<PLAIN, float>(p.args, row, target, z_target, gradient.from, gradient.log_sum, 0,
+                                0, 0);
   }
   T *const out = static_cast<T *>(p.args.grad_logits) + row * p.cols;
   for_each_vector(x, window, [&](auto &values, int column, int) {
     constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
-    for (int j = 0; j < M; ++j) values[j] = gradient(rows, logit, values[j], column + j);
+    for (int j = 0; j < M; ++j) values[j] = gradient.plain(values[j], column + j);
     store_at(out, column, values);
   });
 }
@@ -421,7 +409,7 @@ cudaError_t backward_rows(const loss_backward_args &args, cudaStream_t stream) {
   return with_row_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int64_t vectors = ceil_div(rows.cols, VECTOR<T>);
-    const int64_t tiles = threads.y > 1 ? 1 : ceil_div(vectors, UNROLL * CTA_THREADS);
+    const int64_t tiles = threads.y > 1 ? 1 : ceil_div(vectors, BACKWARD_VECTORS * CTA_THREADS);
     const int64_t units = ceil_div(rows.outer, threads.y) * tiles;
     loss_backward_rows<T><<<at_most_ctas(units), threads, 0, stream>>>(args, tiles, units);
     return cudaGetLastError();
@@ -461,7 +449,8 @@ extern "C" int loss_forward_cuda(const loss_forward_args *args, void *stream) {
   const bool has_rows = rows.inner == 1 && rows.dtype != DTYPE_FLOAT64;
   norms::Plan plan{};
   if (args->grad_logits != nullptr) {
-    const bool is_congruent = has_rows && rows.outer_stride == rows.cols &&
+    const bool is_plain = rows.softcap == 0 && rows.scale == 1 && rows.label_smoothing == 0;
+    const bool is_congruent = has_rows && is_plain && rows.outer_stride == rows.cols &&
                               is_aligned(rows.logits) && is_aligned(args->grad_logits);
     const cudaError_t error =
         plan_rows(plan, rows.dtype, rows.outer, rows.cols, false, is_congruent);
