@@ -29,7 +29,7 @@ BUILDS = {
         "-fno-sanitize-recover=all",
     ],
 }
-SWEEPS = ["exp", "mish", "stores"]  # over the floats
+SWEEPS = ["exp", "softmax_math", "mish", "stores"]  # over the floats
 TESTS = [
     *SWEEPS,
     "mish_halves",
@@ -47,6 +47,13 @@ TESTS = [
     "norm_hostile",
     "norm_ranges",
     "norm_fused",
+    "softmax_sizes",
+    "softmax_hostile",
+    "softmax_ranges",
+    "loss_sizes",
+    "loss_hostile",
+    "loss_ranges",
+    "loss_reduce",
 ]
 # Every 61st float; sanitizers look for other things than the last bit, and cost more.
 STEPS = {"plain": 61, "sanitized": 4999}
@@ -90,6 +97,7 @@ def compile_program(build: str, folder: Path) -> Path:
                 add(source, f"{source.stem}.{level}", [*level_flags, f"-DCPU_LEVEL_{level.upper()}"])
     for source in [SOURCES / "check.c", *sorted(SOURCES.glob("test*.c"))]:
         add(source, source.stem, ["-O2"])
+    add(build_library.CSRC / "common/cpu_math.c", "cpu_math", [])
     add(build_library.CSRC / "common/cpu_level.c", "cpu_level", ["-Dcpu_should_stream=real_cpu_should_stream"])
 
     program = folder / "tests"
@@ -157,7 +165,7 @@ def test_same_bits_on_all_levels_with_fma(run, test):
     """v3 and v4 agree in every bit. Without fma the last ones differ, but not where there is nothing to fuse."""
     v3 = bits(run("plain", "v3", test, STEPS["plain"]))
     assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
-    if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges"):
+    if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges", "loss_reduce"):
         assert v3 == bits(run("plain", "baseline", test, STEPS["plain"]))
 
 

@@ -141,6 +141,7 @@ extern int64_t streaming_bytes; /* its last argument */
 /* ---- the tests; a sweep visits every step-th float ---- */
 
 void test_exp(uint32_t step);
+void test_softmax_math(uint32_t step);
 void test_mish(uint32_t step);
 void test_mish_halves(uint32_t step);
 void test_loads(uint32_t step);
@@ -158,5 +159,12 @@ void test_norm_sizes(uint32_t step);
 void test_norm_hostile(uint32_t step);
 void test_norm_ranges(uint32_t step);
 void test_norm_fused(uint32_t step);
+void test_softmax_sizes(uint32_t step);
+void test_softmax_hostile(uint32_t step);
+void test_softmax_ranges(uint32_t step);
+void test_loss_sizes(uint32_t step);
+void test_loss_hostile(uint32_t step);
+void test_loss_ranges(uint32_t step);
+void test_loss_reduce(uint32_t step);
 
 #endif

@@ -16,6 +16,18 @@ typedef struct {
 /* y[i] = exp(x[i]) * 2^64 for i in [begin, end), a multiple of BLOCK. */
 void exp_cpu(int64_t begin, int64_t end, void *args);
 
+/* The functions of softmax. */
+enum { EXP_SOFTMAX_FLOAT, EXP_DEGREE_5, EXP_DEGREE_4, TANH_FLOAT, MATH_FUNCTIONS };
+
+typedef struct {
+  const float *x;
+  float *y;
+  int function;
+} math_args;
+
+/* y[i] = function(x[i]) for i in [begin, end), a multiple of BLOCK. */
+void math_cpu(int64_t begin, int64_t end, void *args);
+
 /* One block: memory holds n elements of dtype, lanes 32 floats (for float64 doubles). */
 typedef struct {
   void *memory;

@@ -14,6 +14,25 @@ static void exp_cpu_range(int64_t begin, int64_t end, const exp_args *args) {
   }
 }
 
+static float product_of_parts(float x, int degree) {
+  float power;
+  const float p = exp_parts_float(x, degree, &power);
+  return p * power;
+}
+
+static void math_cpu_range(int64_t begin, int64_t end, const math_args *args) {
+  const int function = args->function;
+  for (int64_t i = begin; i < end; i += BLOCK) {
+    float x[BLOCK];
+    load_float32(x, args->x + i, BLOCK);
+    for (int k = 0; k < BLOCK; ++k)
+      x[k] = function == EXP_SOFTMAX_FLOAT ? exp_softmax_float(x[k])
+             : function == TANH_FLOAT      ? tanh_float(x[k])
+                                      : product_of_parts(x[k], function == EXP_DEGREE_5 ? 5 : 4);
+    store_float32(args->y + i, x, BLOCK, 0);
+  }
+}
+
 /* As kernels call them: n is a constant for whole blocks. */
 #define LOAD_BLOCK(type, element, lane)                                     \
   if (n == BLOCK)                                                           \
@@ -71,6 +90,7 @@ static void kept_cpu_range(int64_t begin, int64_t end, const kept_args *args) {
 }
 
 CPU_ENTRY(exp_cpu, exp_args)
+CPU_ENTRY(math_cpu, math_args)
 CPU_ENTRY(load_block_cpu, block_args)
 CPU_ENTRY(store_block_cpu, block_args)
 CPU_ENTRY(store_all_cpu, store_args)

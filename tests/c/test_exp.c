@@ -1,4 +1,5 @@
-/* exp_scaled_float over the range that its callers use, against libm's exp in double. */
+/* exp_scaled_float over the range that its callers use, and the functions of softmax, against libm in
+ * double. */
 #include "check.h"
 #include "common/cpu_level.h"
 #include "probe.h"
@@ -29,4 +30,52 @@ void test_exp(uint32_t step) {
   printf("bits exp %016llx\n", (unsigned long long)all.hash);
   /* Over all floats in the range: 0.986 at -5.86 without fma, 1.009 at -5.85 with it. */
   CHECK(all.worst.error <= 1.01, "exp: %.4f units off at %a", all.worst.error, all.worst.at);
+}
+
+/* ---- the functions of softmax ---- */
+
+typedef struct {
+  int function;
+  worst_t worst;
+  uint64_t hash;
+} math_sweep;
+
+/* Up to 80, beyond what softmax and the rounding of an lse can ask for. */
+static void visit_math(const float *sweep, void *context) {
+  math_sweep *all = context;
+  const int is_tanh = all->function == TANH_FLOAT;
+  const format_t *format = &formats[DTYPE_FLOAT32];
+  float x[SWEEP], y[SWEEP];
+  for (int i = 0; i < SWEEP; ++i) x[i] = is_tanh || !(sweep[i] > 80) ? sweep[i] : 1;
+  math_args args = {x, y, all->function};
+  math_cpu(0, SWEEP, &args);
+  for (int i = 0; i < SWEEP; ++i) {
+    const double want = is_tanh ? tanh((double)x[i]) : exp((double)x[i]);
+    if (isnan(x[i])) {
+      CHECK(isnan(y[i]), "function %d of NaN is %a", all->function, (double)y[i]);
+    } else if (!is_tanh && want < 0x1p-126) {
+      CHECK(y[i] >= 0 && y[i] <= 0x1p-126f && (x[i] > -88 || y[i] == 0), "exp(%a) is %a",
+            (double)x[i], (double)y[i]);
+    } else if (all->function == EXP_DEGREE_5 || all->function == EXP_DEGREE_4) {
+      worst_add(&all->worst, fabs((double)y[i] / want - 1) / (0x1p-24 * (1 + fabs((double)x[i]))),
+                (double)x[i]);
+    } else {
+      worst_add(&all->worst, fabs((double)y[i] - want) / unit_at(format, want), (double)x[i]);
+    }
+  }
+  all->hash = hash_elements(all->hash, DTYPE_FLOAT32, y, SWEEP);
+}
+
+/* exp and tanh in units in the last place; the parts in units of 2^-24 * (1 + |x|), relative. */
+void test_softmax_math(uint32_t step) {
+  static const char *const names[MATH_FUNCTIONS] = {"exp", "degree 5", "degree 4", "tanh"};
+  static const double most[MATH_FUNCTIONS] = {1.01, 2.8, 49, 1.6};
+  for (int function = 0; function < MATH_FUNCTIONS; ++function) {
+    math_sweep all = {.function = function};
+    sweep_floats(step, visit_math, &all);
+    printf("%s: at most %.4f units, at %a\n", names[function], all.worst.error, all.worst.at);
+    printf("bits softmax_math %d %016llx\n", function, (unsigned long long)all.hash);
+    CHECK(all.worst.error <= most[function], "%s: %.4f units off at %a", names[function],
+          all.worst.error, all.worst.at);
+  }
 }

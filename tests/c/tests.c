@@ -31,6 +31,7 @@ int main(int argc, char **argv) {
   } tests[] = {
       {"level", test_level},
       {"exp", test_exp},
+      {"softmax_math", test_softmax_math},
       {"mish", test_mish},
       {"mish_halves", test_mish_halves},
       {"loads", test_loads},
@@ -48,6 +49,13 @@ int main(int argc, char **argv) {
       {"norm_hostile", test_norm_hostile},
       {"norm_ranges", test_norm_ranges},
       {"norm_fused", test_norm_fused},
+      {"softmax_sizes", test_softmax_sizes},
+      {"softmax_hostile", test_softmax_hostile},
+      {"softmax_ranges", test_softmax_ranges},
+      {"loss_sizes", test_loss_sizes},
+      {"loss_hostile", test_loss_hostile},
+      {"loss_ranges", test_loss_ranges},
+      {"loss_reduce", test_loss_reduce},
   };
   const uint32_t step = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 61;
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {

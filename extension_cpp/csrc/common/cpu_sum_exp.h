@@ -7,7 +7,7 @@
 #include "common/cpu_row.h"
 
 enum {
-  SUM_EXP_COLS = 2048,    /* columns of a row between two flushes to double */
+  SUM_EXP_COLS = 8192,    /* columns of a row between two flushes to double */
   SUM_EXP_TILE = 128,     /* inner elements of a tile */
   SUM_EXP_TILE_COLS = 32, /* columns of a tile between two flushes to double */
 };
@@ -16,6 +16,36 @@ enum {
  * gradient has the term of label smoothing. TARGET: the block may have the target's column.
  * CALLS: takes a function call for every block, where little code matters more than speed. */
 enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4, TARGET = 8, CALLS = 16 };
+
+/* How a pass over a row writes its columns: blocks at 0 and `head` if begin > 0; streamed blocks in
+ * [begin, end); then the others. What is left of a block overlaps the block before it, which is
+ * several times faster than a partial one. No block overlaps a streamed one: the line would have to
+ * be read from memory. In place, and in rows shorter than a block, the last block is partial. */
+typedef struct {
+  int64_t head, begin, end;
+  int partial;
+} row_span_t;
+
+ALWAYS_INLINE row_span_t row_span(const void *out, int64_t cols, int64_t size, int stream,
+                                  int in_place) {
+  row_span_t span = {0, 0, 0, in_place || cols < BLOCK};
+  const int64_t head = elements_to_line(out, size);
+  if (!stream) return span;
+  if (head == 0 && cols % BLOCK == 0) {
+    span.end = cols;
+  } else if (cols >= 8 * BLOCK) {
+    span.head = head;
+    span.begin = head > 0 ? head + BLOCK : 0;
+    span.end = span.begin + (cols - span.begin - BLOCK) / BLOCK * BLOCK;
+  }
+  return span;
+}
+
+/* How far ahead a sum prefetches: to the next chunk, which is in short rows the next row. */
+ALWAYS_INLINE ahead_t sum_exp_ahead(int64_t cols, int64_t size) {
+  const int64_t chunk = cols < SUM_EXP_COLS ? cols : SUM_EXP_COLS;
+  return row_ahead(chunk, chunk, size, 1);
+}
 
 /* The largest of 32 lanes, in pairs. No lane is NaN. */
 #define DEFINE_FOLD_MAX(type)                                                         \

@@ -15,12 +15,26 @@ typedef struct {
   ACC scale, softcap, inverse;
 } NAME(map_t);
 
-ALWAYS_INLINE void NAME(map_block)(ACC *restrict v, NAME(map_t) map, int form) {
+/* x becomes z - shift. */
+ALWAYS_INLINE void NAME(map_block)(ACC *restrict x, NAME(map_t) map, const ACC *restrict shift,
+                                   int form) {
   if (form & SOFTCAP) {
-    for (int k = 0; k < BLOCK; ++k) v[k] = map.softcap * TANH(v[k] * map.inverse);
+    for (int k = 0; k < BLOCK; ++k) x[k] = map.softcap * TANH(x[k] * map.inverse) - shift[k];
   } else {
-    for (int k = 0; k < BLOCK; ++k) v[k] *= map.scale;
+    for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k], map.scale, -shift[k]);
   }
+}
+
+ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
+  return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
+}
+
+/* exp(x) as a result: float32 needs every digit. */
+ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
+  if (sizeof(T) > 2) return EXP_SOFTMAX(x);
+  ACC power;
+  const ACC p = EXP_PARTS(x, 4, &power);
+  return p * power;
 }
 
 NOINLINE void NAME(load_zeros)(ACC *restrict v, const T *restrict p, int n) { LOAD(v, p, n); }
@@ -29,6 +43,13 @@ NOINLINE void NAME(load_zeros)(ACC *restrict v, const T *restrict p, int n) { LO
 NOINLINE void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) {
   NAME(load_zeros)(v, p, n);
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
+}
+
+/* Loads the last n elements of a row into the last lanes, by column. There are BLOCK elements before
+ * the row's end, so this needs no loop over n. Sets the other lanes to -inf. */
+ALWAYS_INLINE void NAME(load_last)(ACC *restrict v, const T *restrict p, int n) {
+  LOAD(v, p + n - BLOCK, BLOCK);
+  for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) >= BLOCK - n ? v[k] : -(ACC)INFINITY;
 }
 
 /* A partial block takes a function call, which is cheap there and saves most of the code size. */
@@ -52,12 +73,18 @@ ALWAYS_INLINE void NAME(add_exp)(ACC *restrict sum, ACC *restrict products, cons
   if (form & ENTROPY) {
     for (int k = 0; k < BLOCK; ++k) {
       /* 0 * -inf would be NaN. */
-      const ACC least = d[k] < EXP_ZERO(d[k]) ? EXP_ZERO(d[k]) : d[k], e = EXP_SOFTMAX(least);
+      const ACC least = d[k] < EXP_ZERO(d[k]) ? EXP_ZERO(d[k]) : d[k];
+      ACC power;
+      const ACC p = EXP_PARTS(least, sizeof(T) > 2 ? 5 : 4, &power), e = p * power;
       products[k] = FMA(e, least, products[k]);
       sum[k] += e;
     }
   } else {
-    for (int k = 0; k < BLOCK; ++k) sum[k] += EXP_SOFTMAX(d[k]);
+    for (int k = 0; k < BLOCK; ++k) {
+      ACC power;
+      const ACC p = EXP_PARTS(d[k], sizeof(T) > 2 ? 5 : 4, &power);
+      sum[k] = FMA(p, power, sum[k]);
+    }
   }
 }
 
@@ -68,31 +95,30 @@ typedef struct {
   double sum, products;
 } NAME(sums_t);
 
-ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols) {
+/* The largest of `cols` elements at x. `last`: BLOCK elements lie before the last one. */
+ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols, int last) {
   ACC max[BLOCK];
   int64_t c = 0;
   for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
   for (; c + BLOCK <= cols; c += BLOCK) NAME(max_block)(max, x + c, BLOCK);
-  if (c < cols) NAME(max_block)(max, x + c, (int)(cols - c));
+  if (c < cols && last) {
+    ACC v[BLOCK];
+    NAME(load_last)(v, x + c, (int)(cols - c));
+    for (int k = 0; k < BLOCK; ++k) max[k] = v[k] > max[k] ? v[k] : max[k];
+  } else if (c < cols) {
+    NAME(max_block)(max, x + c, (int)(cols - c));
+  }
   return FOLD_MAX(max);
-}
-
-/* Adds the block of x in v. */
-ALWAYS_INLINE void NAME(chunk_block)(ACC *restrict sum, ACC *restrict products, ACC *restrict v,
-                                     ACC shift, NAME(map_t) map, int form) {
-  NAME(map_block)(v, map, form);
-  for (int k = 0; k < BLOCK; ++k) v[k] -= shift;
-  NAME(add_exp)(sum, products, v, form);
 }
 
 /* A block of any form and width. */
 NOINLINE void NAME(chunk_part)(ACC *restrict sum, ACC *restrict products, const T *p, int n,
-                               ACC shift, NAME(map_t) map, int form) {
+                               const ACC *restrict shift, NAME(map_t) map, int form) {
   ACC v[BLOCK];
   NAME(load_part)(v, p, n);
-  NAME(map_block)(v, map, form);
+  NAME(map_block)(v, map, shift, form);
   /* Once more: softcap turns -inf into a number. */
-  for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] - shift : -(ACC)INFINITY;
+  for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
   NAME(add_exp)(sum, products, v, form);
 }
 
@@ -108,17 +134,23 @@ ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
 
 /* The sums over columns [begin, end), at most a chunk. With SOFTCAP every block takes a call. */
 ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begin, int64_t end,
-                                    NAME(map_t) map, int form) {
-  const ACC shift = row->max == -(ACC)INFINITY ? 0 : row->max;
-  ACC sum[BLOCK] = {0}, products[BLOCK] = {0};
+                                    ahead_t ahead, NAME(map_t) map, int form) {
+  ACC shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
   int64_t c = begin;
+  for (int k = 0; k < BLOCK; ++k) shift[k] = row->max == -(ACC)INFINITY ? 0 : row->max;
   for (; c + BLOCK <= end && !(form & SOFTCAP); c += BLOCK) {
     ACC v[BLOCK];
-    prefetch(x + c, SUM_EXP_COLS * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
+    prefetch_later(x + c, BLOCK * sizeof(T), ahead);
     LOAD(v, x + c, BLOCK);
-    NAME(chunk_block)(sum, products, v, shift, map, form);
+    NAME(map_block)(v, map, shift, form);
+    NAME(add_exp)(sum, products, v, form);
   }
-  if (c < end) {
+  if (c < end && end >= BLOCK && !(form & SOFTCAP)) {
+    ACC v[BLOCK];
+    NAME(load_last)(v, x + c, (int)(end - c));
+    NAME(map_block)(v, map, shift, form);
+    NAME(add_exp)(sum, products, v, form);
+  } else if (c < end) {
     /* Copies, so that the sums above stay in registers. */
     ACC last_sum[BLOCK], last_products[BLOCK];
     for (int k = 0; k < BLOCK; ++k) last_sum[k] = sum[k], last_products[k] = products[k];
@@ -133,13 +165,14 @@ ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begi
 }
 
 ALWAYS_INLINE NAME(sums_t) NAME(row_sums)(const T *x, int64_t cols, NAME(map_t) map, int form) {
+  const ahead_t ahead = sum_exp_ahead(cols, sizeof(T));
   NAME(sums_t) row = {-(ACC)INFINITY, 0, 0};
   for (int64_t c = 0; c < cols; c += SUM_EXP_COLS) {
     const int64_t end = cols - c < SUM_EXP_COLS ? cols : c + SUM_EXP_COLS;
-    const ACC x_max = NAME(chunk_max)(x + c, end - c);
-    const ACC max = form & SOFTCAP ? map.softcap * TANH(x_max * map.inverse) : x_max * map.scale;
+    const ACC x_max = NAME(chunk_max)(x + c, end - c, cols >= BLOCK);
+    const ACC max = NAME(map_one)(x_max, map, form);
     NAME(raise)(&row, max > row.max ? max : row.max);
-    NAME(chunk_sums)(&row, x, c, end, map, form);
+    NAME(chunk_sums)(&row, x, c, end, ahead, map, form);
   }
   return row;
 }
@@ -157,8 +190,7 @@ ALWAYS_INLINE void NAME(tile_column)(ACC *restrict sum, ACC *restrict products,
                                      int form) {
   ACC v[BLOCK];
   LOAD(v, p, n);
-  NAME(map_block)(v, map, form);
-  for (int k = 0; k < BLOCK; ++k) v[k] -= shift[k];
+  NAME(map_block)(v, map, shift, form);
   NAME(add_exp)(sum, products, v, form);
 }
 
@@ -188,8 +220,7 @@ ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T
   ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
   for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
   for (int64_t c = 0; c < cols; ++c) NAME(max_block)(max, x + c * inner, n);
-  for (int k = 0; k < BLOCK; ++k) shift[k] = max[k];
-  NAME(map_block)(shift, map, form);
+  for (int k = 0; k < BLOCK; ++k) shift[k] = NAME(map_one)(max[k], map, form);
   NAME(tile_raise)(tile->max + first, tile->sum + first, tile->products + first, shift);
   for (int k = 0; k < BLOCK; ++k) {
     const ACC largest = tile->max[first + k];

@@ -28,12 +28,6 @@ ALWAYS_INLINE ACC NAME(weight_of)(const loss_rows *rows, int64_t c) {
   return rows->weight ? ((const ACC *)rows->weight)[c] : 1;
 }
 
-/* z of one element. */
-ALWAYS_INLINE ACC NAME(map_one)(const T *x, NAME(map_t) map, int form) {
-  const ACC v = (ACC)NAME(widen)(*x);
-  return form & SOFTCAP ? map.softcap * TANH(v * map.inverse) : v * map.scale;
-}
-
 /* ---- forward ---- */
 
 /* Writes the results of row r, whose logits begin at x and are `inner` elements apart. `smooth` is
@@ -54,9 +48,9 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
     if (args->entropy) ((ACC *)args->entropy)[r] = (ACC)NAN;
     return constant_gradient((double)NAN);
   }
+  const ACC x_target = (ACC)NAME(widen)(x[target * rows->inner]);
   /* Not z - lse: where max is large, lse has lost the digits of log_sum. */
-  const double log_prob =
-      (double)NAME(map_one)(x + target * rows->inner, call->map, call->form) - max - log_sum;
+  const double log_prob = (double)NAME(map_one)(x_target, call->map, call->form) - max - log_sum;
   if (args->entropy) {
     const double entropy = log_sum - sums.products / sums.sum;
     ((ACC *)args->loss)[r] = (ACC)log_prob;
@@ -93,14 +87,15 @@ ALWAYS_INLINE void NAME(load_weight)(ACC *restrict w, const loss_rows *rows, int
 NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAME(map_t) map,
                                  int form) {
   double total = 0;
-  ACC sum[BLOCK] = {0};
+  ACC sum[BLOCK] = {0}, shift[BLOCK];
+  for (int k = 0; k < BLOCK; ++k) shift[k] = max;
   for (int64_t c = 0; c < rows->cols; c += BLOCK) {
     const int n = rows->cols - c < BLOCK ? (int)(rows->cols - c) : BLOCK;
     ACC v[BLOCK], w[BLOCK];
     NAME(load_zeros)(v, x + c, n);
-    NAME(map_block)(v, map, form);
+    NAME(map_block)(v, map, shift, form);
     NAME(load_weight)(w, rows, c, n);
-    for (int k = 0; k < BLOCK; ++k) sum[k] = FMA(w[k], v[k] - max, sum[k]);
+    for (int k = 0; k < BLOCK; ++k) sum[k] = FMA(w[k], v[k], sum[k]);
     if (c % SUM_EXP_COLS != SUM_EXP_COLS - BLOCK && c + BLOCK < rows->cols) continue;
     total += FOLD(sum);
     for (int k = 0; k < BLOCK; ++k) sum[k] = 0;
@@ -113,23 +108,23 @@ NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAM
 /* n columns from column c on. Without `form` and target, this is two operations besides exp. */
 ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *out, gradient_t g,
                                         NAME(map_t) map, int64_t c, int n, int form, int stream) {
-  const ACC shift = (ACC)g.shift, factor = (ACC)g.factor;
-  ACC v[BLOCK], slope[BLOCK];
+  const ACC factor = (ACC)g.factor;
+  ACC v[BLOCK], slope[BLOCK], shift[BLOCK];
+  for (int k = 0; k < BLOCK; ++k) shift[k] = (ACC)g.shift;
   LOAD(v, x + c, n);
-  NAME(map_block)(v, map, form);
+  NAME(map_block)(v, map, shift, form);
   if (form & SOFTCAP) {
-    for (int k = 0; k < BLOCK; ++k) slope[k] = v[k] * map.inverse;
+    for (int k = 0; k < BLOCK; ++k) slope[k] = (v[k] + shift[k]) * map.inverse;
     for (int k = 0; k < BLOCK; ++k) slope[k] = FMA(-slope[k], slope[k], (ACC)1);
   }
-  for (int k = 0; k < BLOCK; ++k) v[k] -= shift;
   if (form & ENTROPY) {
     const ACC entropy_factor = (ACC)g.entropy_factor, entropy = (ACC)g.entropy;
     for (int k = 0; k < BLOCK; ++k) {
       const ACC d = v[k] < EXP_ZERO(v[k]) ? EXP_ZERO(v[k]) : v[k];
-      v[k] = EXP_SOFTMAX(d) * FMA(entropy_factor, d + entropy, factor);
+      v[k] = NAME(exp_value)(d) * FMA(entropy_factor, d + entropy, factor);
     }
   } else {
-    for (int k = 0; k < BLOCK; ++k) v[k] = EXP_SOFTMAX(v[k]) * factor;
+    for (int k = 0; k < BLOCK; ++k) v[k] = NAME(exp_value)(v[k]) * factor;
   }
   if (form & SMOOTH) {
     ACC w[BLOCK];
@@ -152,31 +147,34 @@ NOINLINE void NAME(gradient_part)(const loss_rows *rows, const T *x, T *out, con
   NAME(gradient_block)(rows, x, out, *g, map, c, n, form | TARGET, 0);
 }
 
-ALWAYS_INLINE void NAME(gradient_row)(const loss_rows *rows, const T *x, T *out, gradient_t g,
-                                      NAME(map_t) map, int stream) {
+NOINLINE void NAME(plain_row)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
+                              NAME(map_t) map, int stream) {
+  const gradient_t row = *g;
   const int64_t cols = rows->cols;
-  int64_t c = stream ? elements_to_line(out, sizeof(T)) : 0;
-  c = c < cols ? c : 0;
-  if (c > 0) NAME(gradient_part)(rows, x, out, &g, map, 0, (int)c, 0);
-  const int64_t target_block = g.target < c ? -1 : c + (g.target - c) / BLOCK * BLOCK;
-  for (; c + BLOCK <= cols; c += BLOCK) {
+  const row_span_t span = row_span(out, cols, sizeof(T), stream, x == out);
+  int64_t c = span.begin;
+  if (c > 0) {
+    NAME(gradient_part)(rows, x, out, g, map, 0, BLOCK, 0);
+    NAME(gradient_part)(rows, x, out, g, map, span.head, BLOCK, 0);
+  }
+  const int64_t target_block = row.target < c ? -1 : c + (row.target - c) / BLOCK * BLOCK;
+  for (; c < span.end; c += BLOCK) {
     if (c == target_block) {
-      NAME(gradient_part)(rows, x, out, &g, map, c, BLOCK, 0);
+      NAME(gradient_part)(rows, x, out, g, map, c, BLOCK, 0);
     } else {
-      NAME(gradient_block)(rows, x, out, g, map, c, BLOCK, 0, stream);
+      NAME(gradient_block)(rows, x, out, row, map, c, BLOCK, 0, 1);
     }
   }
-  if (c < cols) NAME(gradient_part)(rows, x, out, &g, map, c, (int)(cols - c), 0);
-}
-
-NOINLINE void NAME(plain_row)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
-                              NAME(map_t) map) {
-  NAME(gradient_row)(rows, x, out, *g, map, 0);
-}
-
-NOINLINE void NAME(plain_row_streamed)(const loss_rows *rows, const T *x, T *out,
-                                       const gradient_t *g, NAME(map_t) map) {
-  NAME(gradient_row)(rows, x, out, *g, map, 1);
+  for (; c + BLOCK <= cols; c += BLOCK) {
+    if (c == target_block) {
+      NAME(gradient_part)(rows, x, out, g, map, c, BLOCK, 0);
+    } else {
+      NAME(gradient_block)(rows, x, out, row, map, c, BLOCK, 0, 0);
+    }
+  }
+  if (c == cols) return;
+  if (!span.partial) c = cols - BLOCK;
+  NAME(gradient_part)(rows, x, out, g, map, c, (int)(cols - c), 0);
 }
 
 NOINLINE void NAME(form_row)(const loss_rows *rows, const T *x, T *out, const gradient_t *g,
@@ -200,10 +198,8 @@ static void NAME(row_gradient)(const loss_rows *rows, const T *x, T *out, gradie
     NAME(fill_row)(out, rows->cols, (ACC)g.factor);
   } else if (form) {
     NAME(form_row)(rows, x, out, &g, call->map, form);
-  } else if (call->stream) {
-    NAME(plain_row_streamed)(rows, x, out, &g, call->map);
   } else {
-    NAME(plain_row)(rows, x, out, &g, call->map);
+    NAME(plain_row)(rows, x, out, &g, call->map, call->stream);
   }
 }
 

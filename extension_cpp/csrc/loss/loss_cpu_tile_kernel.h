@@ -41,17 +41,16 @@ ALWAYS_INLINE void NAME(tile_gradient_column)(const NAME(tile_t) * tile, const T
                                               int32_t c, int first, int n, int form, int stream) {
   ACC v[BLOCK], slope[BLOCK];
   LOAD(v, x, n);
-  NAME(map_block)(v, map, form);
-  for (int k = 0; k < BLOCK; ++k) slope[k] = v[k] * map.inverse;
-  for (int k = 0; k < BLOCK; ++k) v[k] -= tile->shift[first + k];
+  NAME(map_block)(v, map, tile->shift + first, form);
+  for (int k = 0; k < BLOCK; ++k) slope[k] = (v[k] + tile->shift[first + k]) * map.inverse;
   if (form & ENTROPY) {
     for (int k = 0; k < BLOCK; ++k) {
       const ACC d = v[k] < EXP_ZERO(v[k]) ? EXP_ZERO(v[k]) : v[k];
-      v[k] = EXP_SOFTMAX(d) * FMA(tile->entropy_factor[first + k], d + tile->entropy[first + k],
-                                  tile->factor[first + k]);
+      v[k] = NAME(exp_value)(d) * FMA(tile->entropy_factor[first + k], d + tile->entropy[first + k],
+                                      tile->factor[first + k]);
     }
   } else {
-    for (int k = 0; k < BLOCK; ++k) v[k] = EXP_SOFTMAX(v[k]) * tile->factor[first + k];
+    for (int k = 0; k < BLOCK; ++k) v[k] = NAME(exp_value)(v[k]) * tile->factor[first + k];
   }
   if (form & SMOOTH) {
     for (int k = 0; k < BLOCK; ++k) v[k] = FMA(-tile->smooth[first + k], weight, v[k]);
@@ -125,9 +124,8 @@ NOINLINE void NAME(tile_smooth_sums)(double *smooth, const loss_rows *rows,
       const ACC weight = NAME(weight_of)(rows, c);
       ACC v[BLOCK];
       NAME(load_zeros)(v, x + c * rows->inner + first, n);
-      NAME(map_block)(v, map, form);
-      for (int k = 0; k < BLOCK; ++k)
-        smooth[first + k] += (double)(weight * (v[k] - sums->max[first + k]));
+      NAME(map_block)(v, map, sums->max + first, form);
+      for (int k = 0; k < BLOCK; ++k) smooth[first + k] += (double)(weight * v[k]);
     }
   }
 }

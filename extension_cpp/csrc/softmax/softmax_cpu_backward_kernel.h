@@ -18,6 +18,18 @@ ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, con
   }
 }
 
+/* The same for the last n elements of a row. `whole`: BLOCK elements lie before its end. */
+ALWAYS_INLINE void NAME(product_last)(ACC *restrict sum, const T *grad_out, const T *y, int n,
+                                      int whole, int is_log) {
+  ACC product[BLOCK] = {0};
+  if (!whole) {
+    NAME(product_block)(sum, grad_out, y, n, is_log);
+    return;
+  }
+  NAME(product_block)(product, grad_out + n - BLOCK, y + n - BLOCK, BLOCK, is_log);
+  for (int k = 0; k < BLOCK; ++k) sum[k] += NAME(column)(k) >= BLOCK - n ? product[k] : 0;
+}
+
 /* ---- rows ---- */
 
 ALWAYS_INLINE double NAME(product_row)(const T *grad_out, const T *y, int64_t cols, int is_log) {
@@ -27,7 +39,7 @@ ALWAYS_INLINE double NAME(product_row)(const T *grad_out, const T *y, int64_t co
     ACC sum[BLOCK] = {0};
     for (; c + BLOCK <= end; c += BLOCK)
       NAME(product_block)(sum, grad_out + c, y + c, BLOCK, is_log);
-    if (c < end) NAME(product_block)(sum, grad_out + c, y + c, (int)(end - c), is_log);
+    if (c < end) NAME(product_last)(sum, grad_out + c, y + c, (int)(end - c), end >= BLOCK, is_log);
     total += FOLD(sum);
     c = end;
   }
@@ -53,28 +65,31 @@ NOINLINE void NAME(gradient_part)(const T *grad_out, const T *y, T *grad_x, ACC 
 
 ALWAYS_INLINE void NAME(gradient_row)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
                                       ahead_t ahead, int is_log, int stream) {
+  const row_span_t span =
+      row_span(grad_x, cols, sizeof(T), stream, grad_x == grad_out || grad_x == y);
   const ACC sum = (ACC)NAME(product_row)(grad_out, y, cols, is_log);
-  int64_t c = stream ? elements_to_line(grad_x, sizeof(T)) : 0;
-  c = c < cols ? c : 0;
-  if (c > 0) NAME(gradient_part)(grad_out, y, grad_x, sum, (int)c, is_log);
-  if (stream && (uintptr_t)(grad_x + c) % 64 == 0) {
-    for (; c + BLOCK <= cols; c += BLOCK)
-      NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 1);
-  } else {
-    for (; c + BLOCK <= cols; c += BLOCK)
-      NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 0);
+  int64_t c = span.begin;
+  if (c > 0) {
+    const int64_t h = span.head;
+    NAME(gradient_part)(grad_out, y, grad_x, sum, BLOCK, is_log);
+    NAME(gradient_part)(grad_out + h, y + h, grad_x + h, sum, BLOCK, is_log);
   }
-  if (c < cols) NAME(gradient_part)(grad_out + c, y + c, grad_x + c, sum, (int)(cols - c), is_log);
+  for (; c < span.end; c += BLOCK)
+    NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 1);
+  for (; c + BLOCK <= cols; c += BLOCK)
+    NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 0);
+  if (c == cols) return;
+  if (!span.partial) c = cols - BLOCK;
+  NAME(gradient_part)(grad_out + c, y + c, grad_x + c, sum, (int)(cols - c), is_log);
 }
 
 ALWAYS_INLINE void NAME(gradient_rows)(const softmax_backward_args *args, int64_t begin,
                                        int64_t end, int is_log, int stream) {
   const int64_t cols = args->cols;
   const ahead_t ahead = row_ahead(cols, cols, sizeof(T), 1);
-  for (int64_t r = begin; r < end; ++r)
-    NAME(gradient_row)
-    ((const T *)args->grad_out + r * cols, (const T *)args->y + r * cols,
-     (T *)args->grad_x + r * cols, cols, ahead, is_log, stream);
+  for (int64_t r = begin; r < end; ++r) NAME(gradient_row)
+  ((const T *)args->grad_out + r * cols, (const T *)args->y + r * cols,
+   (T *)args->grad_x + r * cols, cols, ahead, is_log, stream);
 }
 
 /* ---- tiles ---- */

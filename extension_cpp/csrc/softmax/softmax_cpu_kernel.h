@@ -6,11 +6,11 @@
 
 /* x becomes y. `last` is 1 / sum, for log_softmax log(sum). */
 #define SOFTMAX_VALUE(x, max, last, is_log) \
-  ((is_log) ? ((x) - (max)) - (last) : EXP_SOFTMAX((x) - (max)) * (last))
+  ((is_log) ? ((x) - (max)) - (last) : NAME(exp_value)((x) - (max)) * (last))
 
 /* grad_out becomes grad_x. `sum` is the sum of grad_out * y, for log_softmax of grad_out. */
 #define SOFTMAX_GRADIENT(grad_out, y, sum, is_log) \
-  ((is_log) ? FMA(-EXP_SOFTMAX(y), sum, grad_out) : ((grad_out) - (sum)) * (y))
+  ((is_log) ? FMA(-NAME(exp_value)(y), sum, grad_out) : ((grad_out) - (sum)) * (y))
 
 /* `last` of SOFTMAX_VALUE. */
 ALWAYS_INLINE ACC NAME(softmax_last)(double sum, int is_log) {
@@ -35,29 +35,105 @@ NOINLINE void NAME(softmax_part)(const T *x, T *y, ACC max, ACC last, int n, int
 
 ALWAYS_INLINE void NAME(softmax_row)(const T *x, T *y, int64_t cols, ahead_t ahead, int is_log,
                                      int stream) {
+  const row_span_t span = row_span(y, cols, sizeof(T), stream, x == y);
   const NAME(map_t) map = {1, 0, 0};
   const NAME(sums_t) row = NAME(row_sums)(x, cols, map, 0);
   const ACC max = row.max, last = NAME(softmax_last)(row.sum, is_log);
-  int64_t c = stream ? elements_to_line(y, sizeof(T)) : 0;
-  c = c < cols ? c : 0;
-  if (c > 0) NAME(softmax_part)(x, y, max, last, (int)c, is_log);
-  if (stream && (uintptr_t)(y + c) % 64 == 0) {
-    for (; c + BLOCK <= cols; c += BLOCK)
-      NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 1);
-  } else {
-    for (; c + BLOCK <= cols; c += BLOCK)
-      NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 0);
+  int64_t c = span.begin;
+  if (c > 0) {
+    NAME(softmax_part)(x, y, max, last, BLOCK, is_log);
+    NAME(softmax_part)(x + span.head, y + span.head, max, last, BLOCK, is_log);
   }
-  if (c < cols) NAME(softmax_part)(x + c, y + c, max, last, (int)(cols - c), is_log);
+  for (; c < span.end; c += BLOCK)
+    NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 1);
+  for (; c + BLOCK <= cols; c += BLOCK)
+    NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 0);
+  if (c == cols) return;
+  if (!span.partial) c = cols - BLOCK;
+  NAME(softmax_part)(x + c, y + c, max, last, (int)(cols - c), is_log);
+}
+
+/* Where the last, overlapping block of a row of at least BLOCK columns is kept. In memory order it
+ * may lie over its neighbour. */
+ALWAYS_INLINE int64_t NAME(saved_last)(int64_t cols) {
+  return NAME(column)(1) == 1 ? cols - BLOCK : cols / BLOCK * BLOCK;
+}
+
+/* softmax of a row of one chunk: keeps exp(x - max) of every column, in block order. The last block
+ * overlaps its neighbour if the row has more than one. */
+ALWAYS_INLINE ACC NAME(saved_exp)(ACC *restrict saved, const T *x, int64_t cols, ahead_t ahead) {
+  const ACC max = NAME(chunk_max)(x, cols, cols >= BLOCK);
+  ACC sum[BLOCK] = {0}, v[BLOCK];
+  int64_t c = 0;
+  for (; c + BLOCK <= cols; c += BLOCK) {
+    prefetch_later(x + c, BLOCK * sizeof(T), ahead);
+    LOAD(v, x + c, BLOCK);
+    for (int k = 0; k < BLOCK; ++k) v[k] = NAME(exp_value)(v[k] - max);
+    for (int k = 0; k < BLOCK; ++k) sum[k] += v[k];
+    for (int k = 0; k < BLOCK; ++k) saved[c + k] = v[k];
+  }
+  if (c < cols) {
+    const int n = (int)(cols - c), skipped = cols >= BLOCK ? BLOCK - n : 0;
+    ACC *last = saved;
+    if (skipped) {
+      LOAD(v, x + cols - BLOCK, BLOCK);
+      last += NAME(saved_last)(cols);
+    } else {
+      NAME(load_part)(v, x, n);
+    }
+    for (int k = 0; k < BLOCK; ++k) v[k] = NAME(exp_value)(v[k] - max);
+    for (int k = 0; k < BLOCK; ++k) sum[k] += NAME(column)(k) >= skipped ? v[k] : 0;
+    for (int k = 0; k < BLOCK; ++k) last[k] = v[k];
+  }
+  return (ACC)(1 / FOLD(sum));
+}
+
+NOINLINE void NAME(store_saved)(T *y, const ACC *saved, ACC factor, int n) {
+  ACC v[BLOCK];
+  for (int k = 0; k < BLOCK; ++k) v[k] = saved[k] * factor;
+  STORE(y, v, n, 0);
+}
+
+ALWAYS_INLINE void NAME(saved_row)(const T *x, T *y, int64_t cols, ahead_t ahead, int stream) {
+  ACC saved[SUM_EXP_COLS + BLOCK], v[BLOCK];
+  const ACC factor = NAME(saved_exp)(saved, x, cols, ahead);
+  /* Block order fixes where blocks begin. */
+  const int fixed = NAME(column)(1) != 1 && (uintptr_t)y % 64 != 0;
+  const row_span_t span = row_span(y, cols, sizeof(T), stream && !fixed, 0);
+  int64_t c = span.begin;
+  if (c > 0) {
+    NAME(store_saved)(y, saved, factor, BLOCK);
+    NAME(store_saved)(y + span.head, saved + span.head, factor, BLOCK);
+  }
+  for (; c < span.end; c += BLOCK) {
+    for (int k = 0; k < BLOCK; ++k) v[k] = saved[c + k] * factor;
+    STORE(y + c, v, BLOCK, 1);
+  }
+  for (; c + BLOCK <= cols; c += BLOCK) {
+    for (int k = 0; k < BLOCK; ++k) v[k] = saved[c + k] * factor;
+    STORE(y + c, v, BLOCK, 0);
+  }
+  if (c == cols) return;
+  if (cols >= BLOCK) {
+    NAME(store_saved)(y + cols - BLOCK, saved + NAME(saved_last)(cols), factor, BLOCK);
+  } else {
+    NAME(store_saved)(y, saved, factor, (int)cols);
+  }
 }
 
 ALWAYS_INLINE void NAME(softmax_rows)(const softmax_forward_args *args, int64_t begin, int64_t end,
                                       int is_log, int stream) {
   const int64_t cols = args->cols;
   const ahead_t ahead = row_ahead(cols, cols, sizeof(T), 1);
-  for (int64_t r = begin; r < end; ++r)
-    NAME(softmax_row)
-    ((const T *)args->x + r * cols, (T *)args->y + r * cols, cols, ahead, is_log, stream);
+  for (int64_t r = begin; r < end; ++r) {
+    const T *x = (const T *)args->x + r * cols;
+    T *y = (T *)args->y + r * cols;
+    if (!is_log && cols <= SUM_EXP_COLS) {
+      NAME(saved_row)(x, y, cols, ahead, stream);
+    } else {
+      NAME(softmax_row)(x, y, cols, ahead, is_log, stream);
+    }
+  }
 }
 
 /* ---- forward, tiles ---- */
