@@ -1,5 +1,5 @@
-/* exp_scaled_float over the range that its callers use, and the functions of softmax, against libm in
- * double. */
+/* exp_scaled_float over the range that its callers use, and the functions of softmax, against libm
+ * in double. */
 #include "check.h"
 #include "common/cpu_level.h"
 #include "probe.h"

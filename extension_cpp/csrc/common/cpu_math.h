@@ -65,10 +65,10 @@ ALWAYS_INLINE float exp_softmax_float(float x) {
   return p * bits_float(float_bits(shifted) << 23);
 }
 
-/* The same by 2^(x / ln 2), which takes a quarter fewer operations. Relative error: 2^-23 with degree
- * 5, 2^-18 with degree 4, which suffices for 16-bit results; and x times the error of 1 / ln 2,
- * 2^-26 (without FMA 2^-24). So a sum of such terms, of which the largest is 1, is exact to 2^-23.
- * Returns 2^r, and 2^n in *power: a sum may take their product in one FMA. */
+/* The same by 2^(x / ln 2), which takes a quarter fewer operations. The relative error is 2^-22.7
+ * with degree 5, and with degree 4, which suffices for 16-bit results, 2^-18.4. An error of up to
+ * 2^-24 |x| comes on top; a sum whose largest term is 1 hardly sees it. Returns 2^r, and 2^n in
+ * *power: a sum may take their product in one FMA. (scripts/exp2_polynomial.sollya) */
 ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
   x = x < exp_zero_float ? exp_zero_float : x;
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);

@@ -1,4 +1,4 @@
-/* What kernels over rows share: the fold of a sum's lanes, and prefetches of the rows that follow. */
+/* What kernels over rows share: the fold of a sum's lanes, and prefetches of later rows. */
 #ifndef EXTENSION_CPP_CPU_ROW_H
 #define EXTENSION_CPP_CPU_ROW_H
 

@@ -29,7 +29,7 @@ ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
   return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
 }
 
-/* exp(x) as a result: float32 needs every digit. */
+/* exp(x) as a result. float32 needs every digit. */
 ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
   if (sizeof(T) > 2) return EXP_SOFTMAX(x);
   ACC power;
@@ -45,8 +45,8 @@ NOINLINE void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) {
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
 }
 
-/* Loads the last n elements of a row into the last lanes, by column. There are BLOCK elements before
- * the row's end, so this needs no loop over n. Sets the other lanes to -inf. */
+/* Loads the last n elements of a row into the last lanes, by column. There are BLOCK elements
+ * before the row's end, so this needs no loop over n. Sets the other lanes to -inf. */
 ALWAYS_INLINE void NAME(load_last)(ACC *restrict v, const T *restrict p, int n) {
   LOAD(v, p + n - BLOCK, BLOCK);
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) >= BLOCK - n ? v[k] : -(ACC)INFINITY;
@@ -184,21 +184,21 @@ typedef struct {
   double sum[SUM_EXP_TILE], products[SUM_EXP_TILE];
 } NAME(tile_sums_t);
 
-/* Adds a column: n inner elements at p. */
+/* Adds a column, the x of a block's inner elements. */
 ALWAYS_INLINE void NAME(tile_column)(ACC *restrict sum, ACC *restrict products,
-                                     const ACC *restrict shift, const T *p, int n, NAME(map_t) map,
-                                     int form) {
+                                     const ACC *restrict shift, const ACC *restrict x,
+                                     NAME(map_t) map, int form) {
   ACC v[BLOCK];
-  LOAD(v, p, n);
+  for (int k = 0; k < BLOCK; ++k) v[k] = x[k];
   NAME(map_block)(v, map, shift, form);
   NAME(add_exp)(sum, products, v, form);
 }
 
-/* A column of any form and width. */
+/* A column of any form. */
 NOINLINE void NAME(tile_column_part)(ACC *restrict sum, ACC *restrict products,
-                                     const ACC *restrict shift, const T *p, int n, NAME(map_t) map,
-                                     int form) {
-  NAME(tile_column)(sum, products, shift, p, n, map, form);
+                                     const ACC *restrict shift, const ACC *restrict x,
+                                     NAME(map_t) map, int form) {
+  NAME(tile_column)(sum, products, shift, x, map, form);
 }
 
 /* Makes `max` the maximum of n lanes' sums so far, as far as it is larger. */
@@ -218,8 +218,15 @@ NOINLINE void NAME(tile_raise)(ACC *restrict tile_max, double *restrict sum,
 ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T *x, int64_t cols,
                                     int64_t inner, int n, NAME(map_t) map, int form) {
   ACC max[BLOCK], shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
+  /* A copy: where the stride is a power of 2, the columns push each other out of the caches. */
+  ACC copy[SUM_EXP_TILE_COLS][BLOCK];
   for (int k = 0; k < BLOCK; ++k) max[k] = -(ACC)INFINITY;
-  for (int64_t c = 0; c < cols; ++c) NAME(max_block)(max, x + c * inner, n);
+  for (int64_t c = 0; c < cols; ++c) {
+    ACC v[BLOCK];
+    NAME(load_block)(v, x + c * inner, n);
+    for (int k = 0; k < BLOCK; ++k) copy[c][k] = v[k];
+    for (int k = 0; k < BLOCK; ++k) max[k] = v[k] > max[k] ? v[k] : max[k];
+  }
   for (int k = 0; k < BLOCK; ++k) shift[k] = NAME(map_one)(max[k], map, form);
   NAME(tile_raise)(tile->max + first, tile->sum + first, tile->products + first, shift);
   for (int k = 0; k < BLOCK; ++k) {
@@ -227,12 +234,10 @@ ALWAYS_INLINE void NAME(tile_chunk)(NAME(tile_sums_t) * tile, int first, const T
     shift[k] = largest == -(ACC)INFINITY ? 0 : largest;
   }
   for (int64_t c = 0; c < cols; ++c) {
-    const T *p = x + c * inner;
-    if (!(form & CALLS)) {
-      prefetch(p, cols * inner * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
-      NAME(tile_column)(sum, products, shift, p, BLOCK, map, 0);
+    if (form & CALLS) {
+      NAME(tile_column_part)(sum, products, shift, copy[c], map, form);
     } else {
-      NAME(tile_column_part)(sum, products, shift, p, n, map, form);
+      NAME(tile_column)(sum, products, shift, copy[c], map, 0);
     }
   }
   for (int k = 0; k < BLOCK; ++k) tile->sum[first + k] += (double)sum[k];

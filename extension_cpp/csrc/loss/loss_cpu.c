@@ -1,7 +1,7 @@
 /* cross_entropy and token_log_probs on the CPU.
- * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once, for
- * the maximum and the sum (common/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it again
- * from the caches. Backward needs one pass, because lse is known.
+ * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once,
+ * for the maximum and the sum (common/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it
+ * again from the caches. Backward needs one pass, because lse is known.
  * inner > 1: an item is a tile of LOSS_TILE inner elements, and lanes are inner elements.
  *
  * What is computed once a row is in double. Softcap, label smoothing and the gradient of the

@@ -1,7 +1,9 @@
 /* softmax and log_softmax on the CPU.
- * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once, for
- * the maximum and the sum (common/cpu_sum_exp_kernel.h), and again from the caches, for the result.
- * Backward does the same with the sum over grad_out and y. The last pass prefetches the next row.
+ * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once,
+ * for the maximum, and again from the caches, for the sum (common/cpu_sum_exp_kernel.h). softmax of
+ * up to SUM_EXP_COLS columns keeps the exponentials of the sum for the result; other rows compute
+ * them again. Backward sums over grad_out and y, and reads both again for the result. Prefetches of
+ * the next row keep memory busy meanwhile.
  * inner > 1: an item is a tile of SOFTMAX_TILE inner elements, and lanes are inner elements. Each
  * lane has its own maximum and sum over the columns. */
 #include "softmax/softmax.h"
