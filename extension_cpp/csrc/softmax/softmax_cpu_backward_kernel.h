@@ -126,15 +126,17 @@ NOINLINE void NAME(gradient_tile_part)(const T *grad_out, const T *y, T *grad_x,
 ALWAYS_INLINE void NAME(gradient_tile)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
                                        int64_t inner, int width, int is_log, int stream) {
   int k = 0;
-  for (; k + BLOCK <= width; k += BLOCK) {
+  for (; WHOLE_BLOCKS && k + BLOCK <= width; k += BLOCK) {
     if (stream && (uintptr_t)(grad_x + k) % 64 == 0) {
       NAME(gradient_tile_block)(grad_out + k, y + k, grad_x + k, cols, inner, BLOCK, is_log, 1);
     } else {
       NAME(gradient_tile_block)(grad_out + k, y + k, grad_x + k, cols, inner, BLOCK, is_log, 0);
     }
   }
-  if (k < width)
-    NAME(gradient_tile_part)(grad_out + k, y + k, grad_x + k, cols, inner, width - k, is_log);
+  for (; k < width; k += BLOCK) {
+    const int n = width - k < BLOCK ? width - k : BLOCK;
+    NAME(gradient_tile_part)(grad_out + k, y + k, grad_x + k, cols, inner, n, is_log);
+  }
 }
 
 NOINLINE void NAME(gradient_tiles)(const softmax_backward_args *args, int64_t begin, int64_t end,

@@ -169,15 +169,17 @@ ALWAYS_INLINE void NAME(softmax_tile)(const T *x, T *y, int64_t cols, int64_t in
   NAME(tile_sums)(&tile, x, cols, inner, width, map, 0);
   for (int k = 0; k < SOFTMAX_TILE; ++k) last[k] = NAME(softmax_last)(tile.sum[k], is_log);
   int k = 0;
-  for (; k + BLOCK <= width; k += BLOCK) {
+  for (; WHOLE_BLOCKS && k + BLOCK <= width; k += BLOCK) {
     if (stream && (uintptr_t)(y + k) % 64 == 0) {
       NAME(softmax_tile_block)(x + k, y + k, tile.max + k, last + k, cols, inner, BLOCK, is_log, 1);
     } else {
       NAME(softmax_tile_block)(x + k, y + k, tile.max + k, last + k, cols, inner, BLOCK, is_log, 0);
     }
   }
-  if (k < width)
-    NAME(softmax_tile_part)(x + k, y + k, tile.max + k, last + k, cols, inner, width - k, is_log);
+  for (; k < width; k += BLOCK) {
+    const int n = width - k < BLOCK ? width - k : BLOCK;
+    NAME(softmax_tile_part)(x + k, y + k, tile.max + k, last + k, cols, inner, n, is_log);
+  }
 }
 
 /* The first element of an item, and the number of inner elements of its tile. */
