@@ -6,6 +6,7 @@ gradient in its place, and two products make the gradients of the input and of t
 reduction each row has a gradient of its own: then backward makes the logits again.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -71,6 +72,10 @@ class Gradients:
         return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(like.dtype)
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
 def _logits(rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, memory: Tensor) -> Tensor:
     out = memory[: rows.shape[0]]
     if linear_bias is None:
@@ -95,7 +100,7 @@ def forward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ops = torch.ops.extension_cpp
-    rows, labels = x.reshape(-1, x.shape[-1]).contiguous(), target.reshape(-1).contiguous()
+    rows, labels = _rows(x), target.reshape(-1).contiguous()
     gradients = Gradients(rows, linear_weight, linear_bias, needs)
     losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     scale = losses.new_ones(1)
@@ -130,7 +135,7 @@ def backward_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients where each row's loss has its own, grad_out."""
     ops, (ignore_index, *others) = torch.ops.extension_cpp, options
-    rows, labels = x.reshape(-1, x.shape[-1]).contiguous(), target.reshape(-1).contiguous()
+    rows, labels = _rows(x), target.reshape(-1).contiguous()
     grads = grad_out.reshape(-1)
     gradients = Gradients(rows, linear_weight, linear_bias, needs)
     memory = _memory(rows, linear_weight.shape[0])

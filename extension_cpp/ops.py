@@ -1830,8 +1830,10 @@ def linear_cross_entropy(
 
 
 def _may_need_grad(x: Tensor | None) -> bool:
-    """Whether the gradient of an argument is to be made: also where a graph is recorded, which may be trained later."""
-    return x is not None and (is_recorded() or bool(x.requires_grad))
+    """Whether the gradient of an argument is to be made. Where a graph is recorded, it may be trained later; inside
+    torch.func's transforms requires_grad does not tell."""
+    is_unknown = is_recorded() or torch._C._are_functorch_transforms_active()
+    return x is not None and (is_unknown or x.requires_grad)
 
 
 def _check_linear(

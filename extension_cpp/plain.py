@@ -350,6 +350,9 @@ def linear_cross_entropy(
     logits = torch.nn.functional.linear(x, linear_weight, linear_bias)
     flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = cross_entropy(*flat, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, float_loss)[0]
-    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
-    made = (x.new_zeros(shape if need and reduction else 0) for shape, need in zip(shapes, needs, strict=True))
+    # The gradients that forward makes are constants here.
+    constants = [t if t is None else t.detach() for t in (x, linear_weight, target, linear_bias, weight)]
+    options = reduction, ignore_index, label_smoothing, z_loss, softcap, float_loss
+    with torch.no_grad():
+        _, *made = torch.ops.extension_cpp.linear_cross_entropy(*constants, *options, *needs)
     return loss.reshape([] if reduction else target.shape), *made

@@ -69,6 +69,7 @@ class OpSpec:
     # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0
     dtypes: tuple[torch.dtype, ...] = DTYPES
+    has_products: bool = False  # matrix products, which are PyTorch's: their time and launches are not ours
     float_results: bool = False  # the results are float32 where the inputs are half
     float_weights: bool = False  # inputs of one dimension may be float32 beside half types
     # More of it to time, that draws no random numbers, each under the op's name and its own.
@@ -79,9 +80,9 @@ class OpSpec:
 
 
 def timed_specs() -> list[OpSpec]:
-    """All ops, each followed by its variants."""
+    """All ops but those with matrix products, each followed by its variants."""
     found = []
-    for spec in all_specs():
+    for spec in (spec for spec in all_specs() if not spec.has_products):
         others = {f"{spec.name}_{name}": bench for name, bench in spec.variants.items()}
         found += [spec, *(replace(spec, name=name, bench=others[name], positional=False) for name in others)]
     return found

@@ -1,0 +1,88 @@
+import math
+
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.specs.cross_entropy import targets
+
+CLASSES = 11
+
+
+def sample_inputs(make, shape):
+    if not shape:
+        return
+    for options in (
+        {},
+        {"reduction": "none", "ignore_index": 1, "z_loss": 0.01},
+        {"reduction": "sum", "label_smoothing": 0.25, "softcap": 5.0, "bias": True, "weight": True},
+    ):
+        x, linear_weight = make(shape), make((CLASSES, shape[-1]))
+        linear_bias = make((CLASSES,)) if options.pop("bias", False) else None
+        if options.get("weight"):  # constants: of class weights there is no derivative
+            options = {**options, "weight": make((CLASSES,)).detach().abs() + 0.5}
+        yield Sample((x, linear_weight, targets(CLASSES, shape[:-1], x.device), linear_bias), options)
+
+
+def error_inputs(device):
+    x, w = torch.ones(2, 3, device=device), torch.ones(5, 3, device=device)
+    t = torch.zeros(2, dtype=torch.int64, device=device)
+    op = "extension_cpp::linear_cross_entropy: expected"
+    dtypes = "float64, float32, bfloat16 or float16"
+    yield ErrorSample((x.int(), w, t), f"{op} x to be {dtypes}, but got int32")
+    yield ErrorSample((x[0, 0], w, t[0]), f"{op} x to have at least one dimension, but got shape []")
+    yield ErrorSample((x, w.double(), t), f"{op} linear_weight to be float32 like x, but got float64")
+    shape = "linear_weight of shape [classes, 3], the last dimension of x, but got"
+    yield ErrorSample((x, w[:, :2], t), f"{op} {shape} [5, 2]")
+    yield ErrorSample((x, w[0], t), f"{op} {shape} [3]")
+    yield ErrorSample((x, w[:0], t), f"{op} at least one class, but got logits of shape [2, 0]")
+    yield ErrorSample((x, w, t.int()), f"{op} target to be int64, class indices, but got int32")
+    yield ErrorSample((x, w, t[:1]), f"{op} target of shape [2], that of logits without the classes, but got [1]")
+    yield ErrorSample((x, w, t, w[:, 0].half()), f"{op} linear_bias to be float32 like x, but got float16")
+    yield ErrorSample((x, w, t, w[0]), f"{op} linear_bias of shape [5], a number for each class, but got [3]")
+    yield ErrorSample((x, w, t, None, w[0]), f"{op} weight of shape [5], a number for each class, but got [3]")
+    yield ErrorSample((x, w, t), f"{op} softcap to be positive or None, but got 0", {"softcap": 0.0})
+    message = f"{op} label_smoothing to be between 0 and 1, but got 2"
+    yield ErrorSample((x, w, t), message, {"label_smoothing": 2.0})
+    message = f"{op} reduction to be 'none', 'mean' or 'sum', but got 'max'"
+    yield ErrorSample((x, w, t), message, {"reduction": "max"})
+    message = f"{op} weight not to require grad: the derivative of the class weights is not implemented"
+    yield ErrorSample((x, w, t, None, w[:, 0].clone().requires_grad_()), message)
+
+
+def reduction(sample):
+    """A logit is a sum over the features, the loss one over rows and classes, a gradient of a weight one over rows."""
+    x = sample.args[0]
+    return max(x.numel() * CLASSES, 1)
+
+
+def terms(sample):
+    """The largest of the products that are summed: the logits' gradient is at most about 1 (a mean: over the rows)."""
+    x, w = (leaf.detach().nan_to_num(0.0, 0.0, 0.0).abs() for leaf in sample.args[:2])
+    if x.numel() == 0:
+        return 1.0
+    largest = max(x.max().item(), w.max().item(), 1.0)
+    rows = math.prod(x.shape[:-1])
+    return largest * largest if "reduction" in sample.kwargs else largest / rows
+
+
+SPEC = OpSpec(
+    name="linear_cross_entropy",
+    function=extension_cpp.linear_cross_entropy,
+    reference=extension_cpp.reference.linear_cross_entropy,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=reduction,
+    bench=Bench(
+        lambda make, shape: Sample(
+            ((x := make(shape)), make((shape[1], shape[1])), targets(shape[1], shape[:1], x.device))
+        ),
+        forward=1,
+        backward=1,
+    ),
+    keeps_strides=False,
+    launches=(0, 0),
+    second_order=False,
+    terms=terms,
+    has_products=True,
+)
