@@ -97,15 +97,18 @@ __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &sli
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
 }
 
-// Parameters (weights or biases) from column c on, of a row of them that begins at a multiple of 16
-// bytes. `data` NULL: `missing` in every column.
+// Parameters (weights or biases) of the N columns from c on, of a row of `cols` of them that begins
+// at a multiple of 16 bytes. `data` NULL: `missing` in every column.
 template <typename W, int N, bool ALIGNED>
 struct ParameterVector {
   static constexpr int WORDS = N * sizeof(W) / 4, VECTORS = WORDS / 4;
-  uint32_t words[WORDS + 1];  // where the columns begin half a word behind a word: from there on
-  int shift;                  // bits
+  // Columns that begin anywhere are loaded word by word. Two vectors of float32 beside half types
+  // come as three aligned vectors: twelve instructions would take twice as long as three.
+  static constexpr bool HAS_WORDS = !ALIGNED && VECTORS == 1;
+  uint32_t words[WORDS + (ALIGNED ? 0 : HAS_WORDS ? 1 : 4)];
+  int shift;  // from words[0] to column c: bits of a word, or words
 
-  __device__ void load(const W *data, int c, bool is_there, float missing) {
+  __device__ void load(const W *data, int c, int cols, bool is_there, float missing) {
     uint32_t fill = 0;
     if (missing != 0) {
       W pair[4 / sizeof(W)];
@@ -114,14 +117,20 @@ struct ParameterVector {
       memcpy(&fill, pair, sizeof fill);
     }
     is_there = is_there && data != nullptr;
-    if constexpr (ALIGNED) {
+    // Nothing behind the parameters may be read.
+    if constexpr (!HAS_WORDS) {
+      shift = ALIGNED ? 0 : c % 4;
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        const uint4 four = load_hinted(data + c + i * VECTOR<W>, is_there, NO_HINT, fill);
+      for (int i = 0; i < VECTORS + !ALIGNED; ++i) {
+        const int at = c - shift + i * VECTOR<W>;
+        const bool is_whole = i < VECTORS || at + 4 <= cols;
+        const uint4 four = load_hinted(data + at, is_there && is_whole, NO_HINT, fill);
         memcpy(words + 4 * i, &four, sizeof four);
+        if (!is_there || is_whole) continue;
+#pragma unroll
+        for (int j = 0; j < 3; ++j) words[4 * i + j] = __float_as_uint(data[min(at + j, cols - 1)]);
       }
     } else {
-      // Word by word: the columns may begin anywhere, and nothing behind them may be read.
       const int odd = sizeof(W) == 2 ? c & 1 : 0;
       shift = odd * 16;
       const uint32_t *const from = reinterpret_cast<const uint32_t *>(data + (c - odd));
@@ -135,11 +144,16 @@ struct ParameterVector {
   }
 
   __device__ void unpack(float (&w)[N]) const {
-    uint32_t shifted[WORDS];
+    uint32_t shifted[sizeof words / 4];
+    memcpy(shifted, words, sizeof words);
+    if constexpr (HAS_WORDS && sizeof(W) == 2) {
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-      const bool is_shifted = !ALIGNED && sizeof(W) == 2;
-      shifted[i] = is_shifted ? __funnelshift_r(words[i], words[i + 1], shift) : words[i];
+      for (int i = 0; i < WORDS; ++i) shifted[i] = __funnelshift_r(words[i], words[i + 1], shift);
+    } else if constexpr (!HAS_WORDS && !ALIGNED) {  // by two words, and by one
+#pragma unroll
+      for (int i = 0; i < WORDS + 1; ++i) shifted[i] = shift & 2 ? shifted[i + 2] : shifted[i];
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) shifted[i] = shift & 1 ? shifted[i + 1] : shifted[i];
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

@@ -38,7 +38,7 @@ struct RowWeights {
     ParameterVector<W, N, ALIGNED> vectors[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      vectors[k].load(static_cast<const W *>(p.weight), window.column(k), window.has(k), 1);
+      vectors[k].load(static_cast<const W *>(p.weight), window.column(k), p.cols, window.has(k), 1);
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) vectors[k].unpack(w[k]);

@@ -144,11 +144,13 @@ static cudaError_t generic_forward(const norm_forward_args &args, const Plan &pl
   });
 }
 
-// Partial rows of the fallback: a few CTAs per SM, as far as there are rows.
+// Partial rows of the fallback: a few CTAs per SM, as far as there are rows; more of them where a
+// thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
 static int64_t generic_parts(const norm_backward_args &args, const Device &device) {
   const int64_t tiles = ceil_div(args.cols, COLUMNS_X);
-  const int64_t most = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
-  return std::min(ceil_div(args.rows, COLUMNS_Y), most);
+  const int64_t usual = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
+  const int64_t wanted = std::max(usual, ceil_div(args.rows, COLUMNS_Y * MOST_ROWS));
+  return std::min({ceil_div(args.rows, COLUMNS_Y), wanted, int64_t{65535}});
 }
 
 template <typename T, typename Norm>

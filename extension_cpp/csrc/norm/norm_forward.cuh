@@ -44,7 +44,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
 #pragma unroll
       for (int i = 0; i < P; ++i) {
         const W *const data = static_cast<const W *>(p.parameters[i]);
-        vectors[b][i].load(data, window.column(k), window.has(k), 1 - i);
+        vectors[b][i].load(data, window.column(k), p.cols, window.has(k), 1 - i);
       }
     }
 #pragma unroll
@@ -73,12 +73,11 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
 
 // Registers per thread: they decide how many threads, and so bytes in flight, an SM has.
 template <typename Norm, typename Form, int K, bool ALIGNED>
-constexpr int ROW_REGISTERS = ALIGNED
-                                  ? (K == 2 || (Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48
-                                                                                              : 64)
-                                  : 80;
+constexpr int ROW_REGISTERS =
+    (ALIGNED ? (K == 2 || (K < 8 && Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64) : 80) +
+    (K == 8 ? 16 : 0);
 
-// Brings the slice of a later cluster's row into the L2, by one thread.
+// Brings the slice of a later row into the L2, by one thread.
 template <typename T, bool ALIGNED>
 __device__ inline void prefetch_row(const ForwardParams<T> &p, int64_t row,
                                     const RowSlice<T, ALIGNED> &slice) {
@@ -164,11 +163,15 @@ cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_
   p.ahead = plan.ahead;
   p.dropout = args.residual != nullptr ? args.dropout_x : args.dropout_y;
   return with_form(args.centered, form_of(args), [&](auto norm, auto form) {
-    return with_variant<2, 3, 4>(plan, [&](auto vectors, auto aligned) {
+    const auto run = [&](auto vectors, auto aligned) {
       constexpr auto kernel = row_kernel<T, decltype(norm), decltype(form),
                                          decltype(vectors)::value, decltype(aligned)::value>;
       return launch<kernel>(p, plan, stream);
-    });
+    };
+    if constexpr (!decltype(form)::HAS_RESIDUAL) {
+      if (plan.vectors == 8) return with_variant<8>(plan, run);
+    }
+    return with_variant<2, 3, 4>(plan, run);
   });
 }
 

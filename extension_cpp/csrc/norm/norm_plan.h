@@ -67,15 +67,15 @@ struct Plan {
   int cluster;  // CTAs that share a row
   int slice;    // columns of a row per CTA
   int64_t ctas;
-  int64_t groups;     // of a persistent kernel: rows under way at once
-  int period;         // of the pipeline: classes of rows that begin alike
-  int stages;         // of the pipeline: rows in shared memory
-  int stage_vectors;  // of one tensor's row
-  int shared_bytes;   // dynamic shared memory per CTA
-  int column_ctas;    // of the split kernel
-  int ahead;          // of a cluster in forward: brings the row so far behind its own into the L2
-  bool has_prefetch;  // of a persistent kernel: brings a row into the L2 before its loads
-  Hint hint;          // of what is read
+  int64_t groups;        // of a persistent kernel: rows under way at once
+  int period;            // of the pipeline: classes of rows that begin alike
+  int stages;            // of the pipeline: rows in shared memory
+  int stage_vectors;     // of one tensor's row
+  int shared_bytes;      // dynamic shared memory per CTA
+  int column_ctas;       // of the split kernel
+  int ahead;             // of forward: brings the row so far behind its own into the L2
+  bool has_prefetch;     // of a persistent kernel: brings a row into the L2 before its loads
+  Hint hint;             // of what is read
   int64_t release_from;  // the first row whose lines are released again
 };
 
@@ -105,7 +105,11 @@ constexpr Shape SHAPES[] = {
     // One CTA per row.
     {Kernel::ROW, 3, 3, 64, 512, 0, 1},
     {Kernel::ROW, 4, 4, 64, 512, 0, 1},
-    // A cluster per row.
+    // A cluster per row. 8 vectors per thread halve the CTAs that exchange sums.
+    {Kernel::ROW, 8, 8, 64, 128, 0, 4},
+    {Kernel::ROW, 8, 8, 64, 256, 0, 8},
+    {Kernel::ROW, 8, 8, 64, 256, 0, 16},
+    // With a residual the registers hold two rows.
     {Kernel::ROW, 4, 4, 64, 256, 0, 4},
     {Kernel::ROW, 4, 4, 64, 256, 0, 8},
     {Kernel::ROW, 4, 4, 64, 512, 0, 16},
@@ -132,6 +136,11 @@ constexpr int most_persistent_threads(bool is_float32, bool has_residual, bool d
   return is_float32 + has_residual + !is_aligned > 1 || (drops_y && !is_aligned) ? 384 : 512;
 }
 
+// A thread adds at most so many rows in float32: see generic_parts() and row_units().
+constexpr int64_t MOST_ROWS = 4096;
+// Forward brings rows into the L2 that lie so many parts of the L2 ahead; rows shorter than
+// AHEAD_ROW_BYTES gain nothing. Twice as far ahead the lines are gone before they are read.
+constexpr int64_t AHEAD_PARTS = 12, AHEAD_ROW_BYTES = 20 << 10;
 constexpr int64_t FEW_BYTES = 8 << 20;       // of x: up to here one split kernel is faster than two
 constexpr int64_t FEW_ROW_BYTES = 16 << 10;  // of a row: longer ones leave column CTAs too few rows
 constexpr int64_t FEW_ROWS = 1536;           // more are too many for the column CTAs
@@ -139,7 +148,6 @@ constexpr int COLUMN_VECTORS = 4;            // columns of a column CTA of the s
 constexpr int64_t PIPELINE_BYTES = 52 << 10;  // of rows in flight per SM: more crowd out the writes
 constexpr int64_t SHARED_BYTES = 216 << 10;   // of stages, at most
 constexpr int64_t MAX_STAGES = 8;
-constexpr int AHEAD_THREADS = 1024;            // of an SM that run at once, in forward
 constexpr int64_t MEDIUM_BYTES = 32 << 20;     // of x
 constexpr int64_t FLIGHT_BYTES = 32 << 10;     // that an SM's loads should have in flight
 constexpr int64_t WIDE_ROW_BYTES = 128 << 10;  // longer rows: backward is slower with hints
@@ -163,6 +171,10 @@ inline int64_t alignment_period(const Problem &p) {
 inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   const Shape &shape = SHAPES[index];
   if (shape.cluster > 1 && device.clusters[log_of(shape.cluster)] == 0) return false;
+  const bool holds_two_rows = p.form == Form::RESIDUAL;
+  if (shape.kernel == Kernel::ROW && shape.cluster > 1 && holds_two_rows != (shape.vectors == 4)) {
+    return false;
+  }
   const int vector = vector_elements(p.dtype);
   const bool is_aligned = p.cols % vector == 0;
   // Slices begin at multiples of 32 vectors, so that a warp's vectors fill lines of the cache.
@@ -237,9 +249,9 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   Plan plan{};
   if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p);
   plan.ctas = ceil_div(p.rows, plan.rows_per_cta) * plan.cluster;
-  // layer_norm sums twice, and a single tensor gives its CTAs too few bytes in flight meanwhile.
-  if (plan.cluster > 4 && p.is_layer_norm && p.form != Form::RESIDUAL) {
-    plan.ahead = AHEAD_THREADS / plan.threads * device.sms / plan.cluster;
+  // While a row's sums are under way, a single tensor gives its CTA too few bytes in flight.
+  if (p.form != Form::RESIDUAL && row_bytes(p) >= AHEAD_ROW_BYTES) {
+    plan.ahead = static_cast<int>(device.l2_bytes / AHEAD_PARTS / row_bytes(p));
   }
   const int tensors = p.form == Form::RESIDUAL ? 2 : 1;
   const int64_t read = tensors * p.rows * row_bytes(p);
@@ -247,15 +259,20 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   return plan;
 }
 
-// How many groups of threads take rows by turns, `unit` to a CTA or cluster, of which `most` run at
-// once. Group g takes the rows g, g + groups, ...: in rows that are not aligned they must begin
-// alike.
-inline int64_t persistent_units(const Problem &p, int64_t unit, int64_t most) {
+// CTAs or clusters of a persistent kernel, `most` of which run at once, with `unit` groups of
+// threads each. So many times `most` that no group adds more than MOST_ROWS rows.
+inline int64_t row_units(const Problem &p, int64_t unit, int64_t most) {
+  return most * ceil_div(p.rows, most * unit * MOST_ROWS);
+}
+
+// Group g of a persistent kernel's CTAs takes the rows g, g + groups, ...: in rows that are not
+// aligned they must begin alike.
+inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
   const int64_t enough = ceil_div(p.rows, unit);
   if (enough <= most) return enough;  // a row for each group
   int64_t step = alignment_period(p);
-  while (step > 1 && unit % 2 == 0) step /= 2, unit /= 2;
-  return std::max(most / step * step, step);
+  for (int64_t rest = unit; step > 1 && rest % 2 == 0; rest /= 2) step /= 2;
+  return row_units(p, unit, std::max(most / step * step, step));
 }
 
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
@@ -269,7 +286,7 @@ inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   plan.shared_bytes = static_cast<int>(plan.stages * stage);
   // The rows of a group begin alike: of unaligned ones, those of one class, or of two after
   // another.
-  plan.groups = std::min<int64_t>(p.rows, device.clusters[log_of(plan.cluster)]);
+  plan.groups = std::min(p.rows, row_units(p, 1, device.clusters[log_of(plan.cluster)]));
   plan.period = p.rows > plan.groups ? static_cast<int>(alignment_period(p)) : 1;
   plan.ctas = plan.groups * plan.cluster;
   return plan.period <= p.rows;
@@ -307,7 +324,7 @@ inline Plan backward_plan(const Problem &p, const Device &device) {
   if (is_generic(p)) return generic_plan(p);
   if (pick_split(plan, p, device)) return plan;
   if (pick_shape(plan, Kernel::PERSISTENT, p, device)) {
-    plan.ctas = persistent_units(p, plan.rows_per_cta, device.sms);
+    plan.ctas = persistent_ctas(p, plan.rows_per_cta, device.sms);
     plan.groups = plan.ctas * plan.rows_per_cta;
     plan.has_prefetch = 2 * plan.rows_per_cta * row_bytes(p) < FLIGHT_BYTES;
   } else if (!pick_pipeline(plan, p, device)) {
