@@ -97,6 +97,16 @@ __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &sli
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
 }
 
+// Brings a CTA's slice of a row into the L2, by one thread.
+template <typename T, bool ALIGNED>
+__device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &slice,
+                                      uint64_t hint) {
+  const int vectors = (slice.limit - slice.first) / VECTOR<T>;
+  if (threadIdx.x > 0 || vectors <= 0) return;
+  const auto from = reinterpret_cast<uintptr_t>(row + slice.first);
+  prefetch_bulk(reinterpret_cast<const void *>(from / 16 * 16), 16 * vectors, hint);
+}
+
 // Parameters (weights or biases) of the N columns from c on, of a row of `cols` of them that begins
 // at a multiple of 16 bytes. `data` NULL: `missing` in every column.
 template <typename W, int N, bool ALIGNED>

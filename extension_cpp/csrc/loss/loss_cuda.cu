@@ -53,10 +53,9 @@ __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, 
   const int step = blockDim.x;
   const T *const from = row + span.head;
   if (has_edges) {
-    const int64_t tail = span.head + span.vectors * N + threadIdx.x;
-    for (const int64_t c :
-         {threadIdx.x < span.head ? static_cast<int64_t>(threadIdx.x) : cols, tail}) {
-      if (c >= cols) continue;
+    const int64_t tail = span.head + span.vectors * N, edges = span.head + cols - tail;
+    for (int64_t i = threadIdx.x; i < edges; i += step) {
+      const int64_t c = i < span.head ? i : tail + (i - span.head);
       float value[1] = {to_acc(row[c])};
       f(value, c);
     }
@@ -89,7 +88,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
   using Sum = RowSum<float, 4>;
   __shared__ typename Sum::Shared shared;
   const loss_rows &rows = p.rows;
-  const Logit<float> logit(rows);
+  const Logit<MODE, float> logit(rows);
   Sum row_sum(shared, 1, 0);
   int turn = 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
@@ -98,23 +97,22 @@ __global__ void __launch_bounds__(CTA_THREADS)
     const int64_t row = first + threadIdx.y, cols = row < rows.outer ? rows.cols : 0;
     const T *const x = static_cast<const T *>(rows.logits) + row * rows.outer_stride;
     const RowSpan<T> span(x, cols);
-    const float origin =
-        MODE == SMOOTHING && cols > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : 0;
-    ExpSum<float, MODE == ENTROPY> own;
+    const float origin = MODE == GENERAL && cols > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : 0;
+    ExpSum<T, MODE == ENTROPY> own;
     float smooth[1] = {0};
     walk<FORWARD_VECTORS>(x, cols, span, 0, span.vectors, true, [&](auto &values, int64_t c) {
       constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
       for (int j = 0; j < M; ++j) {
         values[j] = logit.z(values[j]);
-        if (MODE == SMOOTHING) smooth[0] += class_weight<float>(rows, c + j) * (values[j] - origin);
+        if (MODE == GENERAL) smooth[0] += class_weight<float>(rows, c + j) * (values[j] - origin);
       }
       own.add(values);
     });
     own.raise(row_sum.max_cta(own.max, turn++));
     float sums[2] = {own.sum, own.moment};
     row_sum.sum_cta(sums, turn++);
-    if (MODE == SMOOTHING) row_sum.sum_cta(smooth, turn++);
+    if (MODE == GENERAL) row_sum.sum_cta(smooth, turn++);
     if (threadIdx.x > 0 || cols == 0) continue;
     const Target target(rows, row, MODE != ENTROPY);
     const float z = target.is_class ? logit.z(to_acc(x[target.c])) : 0;
@@ -128,22 +126,22 @@ __global__ void __launch_bounds__(STRIP_THREADS)
     loss_forward_strips(const __grid_constant__ loss_forward_args p, int64_t strips) {
   using A = acc_t<T>;
   const loss_rows &rows = p.rows;
-  const Logit<A> logit(rows);
+  const Logit<MODE, A> logit(rows);
   for (int64_t s = blockIdx.x; s < rows.outer * strips; s += gridDim.x) {
     const Strip strip(s, strips, rows.inner);
     const T *const x =
         static_cast<const T *>(rows.logits) + strip.outer * rows.outer_stride + strip.i;
     const int64_t end = strip.is_there ? rows.cols : 0;
-    const A origin = MODE == SMOOTHING && end > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : A(0);
-    ExpSum<A, MODE == ENTROPY> row;
+    const A origin = MODE == GENERAL && end > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : A(0);
+    ExpSum<T, MODE == ENTROPY> row;
     A smooth = 0;
     for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
       const A one[1] = {logit.z(to_acc(x[c * rows.inner]))};
       row.add(one);
-      if (MODE == SMOOTHING) smooth += class_weight<A>(rows, c) * (one[0] - origin);
+      if (MODE == GENERAL) smooth += class_weight<A>(rows, c) * (one[0] - origin);
     }
     join_strip(row);
-    if (MODE == SMOOTHING) smooth = join_strip(smooth, [](A a, A b) { return a + b; });
+    if (MODE == GENERAL) smooth = join_strip(smooth, [](A a, A b) { return a + b; });
     if (threadIdx.y > 0 || end == 0) continue;
     const int64_t r = strip.outer * rows.inner + strip.i;
     const Target target(rows, r, MODE != ENTROPY);
@@ -183,50 +181,43 @@ __device__ inline RowGradient<A> row_gradient(const loss_backward_args &p, int64
   return gradient;
 }
 
-template <typename T>
+template <typename T, Mode MODE>
 __global__ void __launch_bounds__(CTA_THREADS)
     loss_backward_rows(const __grid_constant__ loss_backward_args p, int64_t tiles, int64_t units) {
   const loss_rows &rows = p.rows;
-  const Logit<float> logit(rows);
+  const Logit<MODE, float> logit(rows);
   for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int64_t row = unit / tiles * blockDim.y + threadIdx.y, tile = unit % tiles;
     if (row >= rows.outer) continue;
     const T *const x = static_cast<const T *>(rows.logits) + row * rows.outer_stride;
     T *const out = static_cast<T *>(p.grad_logits) + row * rows.cols;
     const RowGradient<float> gradient = row_gradient<float>(p, row);
-    // Rows that do not begin alike have no common vectors: then all columns are edges.
-    const bool is_alike =
-        (reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(out)) % 16 == 0;
+    const auto apply = [&](auto &values, int64_t c) {
+      gradient.template apply<T>(values, rows, logit, c);
+      store_at(out, c, values);
+    };
     const RowSpan<T> span(x, rows.cols);
-    if (!is_alike) {
-      const Cut mine(rows.cols, tiles, tile);
-      for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
-        out[c] = from_acc<T>(gradient(rows, logit, to_acc(x[c]), c));
-      }
+    if ((reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(out)) % 16 == 0) {
+      const Cut mine(span.vectors, tiles, tile);
+      walk<MODE == GENERAL ? 1 : BACKWARD_VECTORS>(x, rows.cols, span, mine.begin, mine.end,
+                                                   tile == 0, apply);
       continue;
     }
-    const Cut mine(span.vectors, tiles, tile);
-    walk<BACKWARD_VECTORS>(x, rows.cols, span, mine.begin, mine.end, tile == 0,
-                           [&](auto &values, int64_t c) {
-                             constexpr int M = sizeof(values) / sizeof(float);
-#pragma unroll
-                             for (int j = 0; j < M; ++j)
-                               values[j] = gradient(rows, logit, values[j], c + j);
-                             if constexpr (M == 1) {
-                               out[c] = from_acc<T>(values[0]);
-                             } else {
-                               store<T, M>(out + c, values);
-                             }
-                           });
+    // Rows that do not begin alike have no vectors in common.
+    const Cut mine(rows.cols, tiles, tile);
+    for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
+      float value[1] = {to_acc(x[c])};
+      apply(value, c);
+    }
   }
 }
 
-template <typename T>
+template <typename T, Mode MODE>
 __global__ void __launch_bounds__(STRIP_THREADS)
     loss_backward_strips(const __grid_constant__ loss_backward_args p, int64_t strips) {
   using A = acc_t<T>;
   const loss_rows &rows = p.rows;
-  const Logit<A> logit(rows);
+  const Logit<MODE, A> logit(rows);
   for (int64_t s = blockIdx.x; s < rows.outer * strips; s += gridDim.x) {
     const Strip strip(s, strips, rows.inner);
     if (!strip.is_there) continue;
@@ -235,21 +226,25 @@ __global__ void __launch_bounds__(STRIP_THREADS)
     T *const out = static_cast<T *>(p.grad_logits) + strip.outer * rows.cols * rows.inner + strip.i;
     const RowGradient<A> gradient = row_gradient<A>(p, strip.outer * rows.inner + strip.i);
     for (int64_t c = threadIdx.y; c < rows.cols; c += blockDim.y) {
-      out[c * rows.inner] = from_acc<T>(gradient(rows, logit, to_acc(x[c * rows.inner]), c));
+      A value[1] = {to_acc(x[c * rows.inner])};
+      gradient.template apply<T>(value, rows, logit, c);
+      out[c * rows.inner] = from_acc<T>(value[0]);
     }
   }
 }
 
 // ---- forward with the gradient ----
 
-template <typename T>
 struct GradientParams : norms::Geometry {
   loss_forward_args args;
+  int ahead;  // rows to the one that is brought into the L2; 0: none
 };
 
 template <typename T, int K, bool ALIGNED>
-__global__ void __maxnreg__((ALIGNED ? 64 : 80))
-    loss_gradient_rows(const __grid_constant__ GradientParams<T> p) {
+__global__ void __maxnreg__((ALIGNED  ? K == 8 ? 80 : 64
+                             : K == 8 ? 96
+                                      : 80))
+    loss_gradient_rows(const __grid_constant__ GradientParams p) {
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;
   __shared__ typename Sum::Shared shared;
@@ -268,20 +263,25 @@ __global__ void __maxnreg__((ALIGNED ? 64 : 80))
   float z_target = 0;
   if (is_row) {
     x.load(from_row, window, p.hint);
+    if (p.ahead > 0 && row + p.ahead < p.rows) {
+      prefetch_slice(from_row + static_cast<int64_t>(p.ahead) * p.cols, slice, p.hint);
+    }
     // Before the first sum: behind it other threads overwrite their part of the row.
     const Target target(rows, row, true);
     if (target.is_class) z_target = to_acc(from_row[target.c]);
   }
   row_sum.wait_for_others();
-  float most = -INFINITY, sum[1] = {0};
+  float own = -INFINITY, sum[1] = {0};
   for_each_vector(x, window, [&](auto &values, int, int) {
-    for (const float value : values) most = max(most, value);
+    for (const float value : values) own = max(own, value);
   });
-  most = row_sum.max_cta(most, 0);
+  own = row_sum.max_cta(own, 0);
+  const Exponential<T> of_own(finite_maximum(own));
   for_each_vector(x, window, [&](auto &values, int, int) {
-    for (const float value : values) sum[0] += exponential(value - finite_maximum(most));
+    for (const float value : values) sum[0] += of_own(value);
   });
   row_sum.sum_cta(sum, 1);
+  float most = own;
   if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
   if (!is_row) return;
   const Target target(rows, row, true);
@@ -294,10 +294,9 @@ __global__ void __maxnreg__((ALIGNED ? 64 : 80))
                                 0, 0);
   }
   T *const out = static_cast<T *>(p.args.grad_logits) + row * p.cols;
+  const Logit<PLAIN, float> logit(rows);
   for_each_vector(x, window, [&](auto &values, int column, int) {
-    constexpr int M = sizeof(values) / sizeof(float);
-#pragma unroll
-    for (int j = 0; j < M; ++j) values[j] = gradient.plain(values[j], column + j);
+    gradient.template apply<T>(values, rows, logit, column);
     store_at(out, column, values);
   });
 }
@@ -361,19 +360,24 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
 
 // Calls f(mode) with the mode as a constant.
 template <typename F>
-void with_mode(const loss_forward_args &args, F &&f) {
-  if (args.entropy != nullptr) {
+void with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
+  if (has_entropy) {
     f(std::integral_constant<Mode, ENTROPY>{});
-  } else if (args.rows.label_smoothing > 0) {
-    f(std::integral_constant<Mode, SMOOTHING>{});
+  } else if (rows.label_smoothing > 0 || rows.softcap > 0) {
+    f(std::integral_constant<Mode, GENERAL>{});
   } else {
     f(std::integral_constant<Mode, PLAIN>{});
   }
 }
 
-// Threads of a launch over whole rows: a warp or a CTA for each.
+// Threads of a launch over whole rows: a CTA for each, or as much of a warp as has
+// FORWARD_VECTORS vectors for each thread.
 dim3 row_threads(const loss_rows &rows) {
-  return rows.cols <= NARROW ? dim3(32, CTA_THREADS / 32) : dim3(CTA_THREADS, 1);
+  if (rows.cols > NARROW) return dim3(CTA_THREADS, 1);
+  const int64_t vectors = ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
+  unsigned x = 4;
+  while (x < 32 && x * FORWARD_VECTORS < vectors) x *= 2;
+  return dim3(x, CTA_THREADS / x);
 }
 
 unsigned at_most_ctas(int64_t ctas) {
@@ -384,7 +388,7 @@ cudaError_t forward_rows(const loss_forward_args &args, cudaStream_t stream) {
   const dim3 threads = row_threads(args.rows);
   const unsigned ctas = at_most_ctas(ceil_div(args.rows.outer, threads.y));
   return with_row_type(args.rows.dtype, [&](auto zero) {
-    with_mode(args, [&](auto mode) {
+    with_mode(args.rows, args.entropy != nullptr, [&](auto mode) {
       loss_forward_rows<decltype(zero), decltype(mode)::value><<<ctas, threads, 0, stream>>>(args);
     });
     return cudaGetLastError();
@@ -395,7 +399,7 @@ cudaError_t forward_strips(const loss_forward_args &args, cudaStream_t stream) {
   return with_dtype(args.rows.dtype, [&](auto zero) {
     return with_strips(args.rows.outer, args.rows.inner,
                        [&](unsigned ctas, dim3 threads, int64_t strips) {
-                         with_mode(args, [&](auto mode) {
+                         with_mode(args.rows, args.entropy != nullptr, [&](auto mode) {
                            loss_forward_strips<decltype(zero), decltype(mode)::value>
                                <<<ctas, threads, 0, stream>>>(args, strips);
                          });
@@ -411,17 +415,23 @@ cudaError_t backward_rows(const loss_backward_args &args, cudaStream_t stream) {
     const int64_t vectors = ceil_div(rows.cols, VECTOR<T>);
     const int64_t tiles = threads.y > 1 ? 1 : ceil_div(vectors, BACKWARD_VECTORS * CTA_THREADS);
     const int64_t units = ceil_div(rows.outer, threads.y) * tiles;
-    loss_backward_rows<T><<<at_most_ctas(units), threads, 0, stream>>>(args, tiles, units);
+    with_mode(rows, args.entropy != nullptr, [&](auto mode) {
+      loss_backward_rows<T, decltype(mode)::value>
+          <<<at_most_ctas(units), threads, 0, stream>>>(args, tiles, units);
+    });
     return cudaGetLastError();
   });
 }
 
 cudaError_t backward_strips(const loss_backward_args &args, cudaStream_t stream) {
   return with_dtype(args.rows.dtype, [&](auto zero) {
-    return with_strips(
-        args.rows.outer, args.rows.inner, [&](unsigned ctas, dim3 threads, int64_t strips) {
-          loss_backward_strips<decltype(zero)><<<ctas, threads, 0, stream>>>(args, strips);
-        });
+    return with_strips(args.rows.outer, args.rows.inner,
+                       [&](unsigned ctas, dim3 threads, int64_t strips) {
+                         with_mode(args.rows, args.entropy != nullptr, [&](auto mode) {
+                           loss_backward_strips<decltype(zero), decltype(mode)::value>
+                               <<<ctas, threads, 0, stream>>>(args, strips);
+                         });
+                       });
   });
 }
 
@@ -429,10 +439,11 @@ cudaError_t gradient_rows(const loss_forward_args &args, const norms::Plan &plan
                           cudaStream_t stream) {
   return with_row_type(args.rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    GradientParams<T> p{};
+    GradientParams p{};
     norms::set_geometry(p, plan, args.rows.outer, args.rows.cols);
     p.args = args;
-    return norms::with_variant<2, 3, 4>(plan, [&](auto vectors, auto aligned) {
+    p.ahead = plan.ahead;
+    return norms::with_variant<2, 3, 4, 8>(plan, [&](auto vectors, auto aligned) {
       constexpr auto kernel =
           loss_gradient_rows<T, decltype(vectors)::value, decltype(aligned)::value>;
       return norms::launch<kernel>(p, plan, stream);
@@ -449,7 +460,7 @@ extern "C" int loss_forward_cuda(const loss_forward_args *args, void *stream) {
   const bool has_rows = rows.inner == 1 && rows.dtype != DTYPE_FLOAT64;
   norms::Plan plan{};
   if (args->grad_logits != nullptr) {
-    const bool is_plain = rows.softcap == 0 && rows.scale == 1 && rows.label_smoothing == 0;
+    const bool is_plain = rows.softcap == 0 && rows.label_smoothing == 0;
     const bool is_congruent = has_rows && is_plain && rows.outer_stride == rows.cols &&
                               is_aligned(rows.logits) && is_aligned(args->grad_logits);
     const cudaError_t error =

@@ -10,8 +10,8 @@ namespace losses {
 
 using namespace softmaxes;
 
-// What a kernel computes of a row beside its exponentials' sum.
-enum Mode { PLAIN, SMOOTHING, ENTROPY };
+// PLAIN: cross_entropy without softcap and smoothing. ENTROPY: token_log_probs. GENERAL: the rest.
+enum Mode { PLAIN, GENERAL, ENTROPY };
 
 // Its absolute error is about 1e-7, as that of z in float should be; tanhf's smaller one near 0 takes
 // ten times the code.
@@ -20,17 +20,23 @@ __device__ inline float hyperbolic_tangent(float x) {
 }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
-// From x to z and back: dz/dx at z.
-template <typename A>
+// From x to z, and dz/dx at z.
+template <Mode MODE, typename A>
 struct Logit {
   A scale, softcap;
 
   __device__ explicit Logit(const loss_rows &p)
       : scale(static_cast<A>(p.scale)), softcap(static_cast<A>(p.softcap)) {}
   __device__ A z(A x) const {
-    return softcap > 0 ? softcap * hyperbolic_tangent(x / softcap) : x * scale;
+    if (MODE == PLAIN) return x;
+    if (MODE == ENTROPY || softcap == 0) return x * scale;
+    return softcap * hyperbolic_tangent(x / softcap);
   }
-  __device__ A slope(A z) const { return softcap > 0 ? 1 - (z / softcap) * (z / softcap) : scale; }
+  __device__ A slope(A z) const {
+    if (MODE == PLAIN) return 1;
+    if (MODE == ENTROPY || softcap == 0) return scale;
+    return 1 - (z / softcap) * (z / softcap);
+  }
 };
 
 // The weight of class c.
@@ -84,7 +90,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
     const A lse = from + log_sum, s = static_cast<A>(rows.label_smoothing);
     loss = class_weight<A>(rows, target.c) *
            ((1 - s) * (log_sum - (z - from)) + static_cast<A>(rows.z_loss) * lse * lse);
-    if (MODE == SMOOTHING) {
+    if (MODE == GENERAL) {
       loss += smoothing<A>(rows) * (weight_sum<A>(rows) * (log_sum + (from - origin)) - smooth);
     }
   }
@@ -115,6 +121,7 @@ struct RowGradient {
     of_weight = g * smooth;
     target = row.c;
     is_zero = row.is_ignored;
+    if (is_zero) of_target = 0;
   }
 
   // Of token_log_probs, times g and g_entropy.
@@ -133,22 +140,33 @@ struct RowGradient {
     log_sum = static_cast<A>(lse - static_cast<double>(from));
   }
 
-  // dx at column c where z = x, and only the target's class has a weight.
-  __device__ A plain(A x, int64_t c) const {
-    if (is_zero) return 0;
-    const A grad = exponential((x - from) - log_sum) * of_p;
-    return c == target ? grad + of_target : grad;
-  }
-
-  // dx at column c.
-  __device__ A operator()(const loss_rows &p, const Logit<A> &logit, A x, int64_t c) const {
-    if (is_zero) return 0;
-    const A z = logit.z(x), log_p = (z - from) - log_sum, probability = exponential(log_p);
-    // Of a log of -inf the product with p = 0 would be NaN.
-    A grad = probability * (of_p + of_p_log_p * max(log_p, A(-1e30)));
-    if (c == target) grad += of_target;
-    if (of_weight != 0) grad -= of_weight * class_weight<A>(p, c);
-    return grad * logit.slope(z);
+  // x becomes dx, of M columns of type T from c on.
+  template <typename T, Mode MODE, int M>
+  __device__ void apply(A (&x)[M], const loss_rows &p, const Logit<MODE, A> &logit,
+                        int64_t c) const {
+    const Exponential<T> of_lse(from + log_sum);
+    const int64_t distance = target - c;
+    const int at = distance >= 0 && distance < M ? static_cast<int>(distance) : -1;
+#pragma unroll
+    for (int j = 0; j < M; ++j) {
+      const A z = logit.z(x[j]), log_p = (z - from) - log_sum;
+      const A probability = sizeof(T) == 2 && MODE == PLAIN ? of_lse(z) : exponential(log_p);
+      A grad = probability * of_p;
+      // Of a log of -inf the product with p = 0 would be NaN.
+      if (MODE == ENTROPY) grad += probability * of_p_log_p * max(log_p, A(-1e30));
+      if (MODE == GENERAL && of_weight != 0) grad -= of_weight * class_weight<A>(p, c + j);
+      if (MODE == GENERAL && j == at) grad += of_target;
+      x[j] = grad * logit.slope(z);
+      if (is_zero) x[j] = 0;
+    }
+    // Softcap's slope is that of the element.
+    if constexpr (MODE != GENERAL) {
+      if (at < 0) return;
+#pragma unroll
+      for (int j = 0; j < M; ++j) {
+        if (j == at) x[j] += of_target * logit.slope(0);
+      }
+    }
   }
 };
 

@@ -77,18 +77,6 @@ constexpr int ROW_REGISTERS =
     (ALIGNED ? (K == 2 || (K < 8 && Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64) : 80) +
     (K == 8 ? 16 : 0);
 
-// Brings the slice of a later row into the L2, by one thread.
-template <typename T, bool ALIGNED>
-__device__ inline void prefetch_row(const ForwardParams<T> &p, int64_t row,
-                                    const RowSlice<T, ALIGNED> &slice) {
-  if (p.ahead == 0 || threadIdx.x > 0 || row + p.ahead >= p.rows) return;
-  const int vectors = (slice.limit - slice.first) / VECTOR<T>;
-  const auto from = reinterpret_cast<uintptr_t>(p.x + (row + p.ahead) * p.x_stride + slice.first);
-  if (vectors > 0) {
-    prefetch_bulk(reinterpret_cast<const void *>(from / 16 * 16), 16 * vectors, p.hint);
-  }
-}
-
 template <typename T, typename Norm, typename FormOf, int K, bool ALIGNED>
 __global__ void __maxnreg__((ROW_REGISTERS<Norm, FormOf, K, ALIGNED>))
     row_kernel(const __grid_constant__ ForwardParams<T> p) {
@@ -110,7 +98,9 @@ __global__ void __maxnreg__((ROW_REGISTERS<Norm, FormOf, K, ALIGNED>))
   if (is_row) {
     x.load(p.x + row * p.x_stride, window, p.hint);
     form.load(p, row, window);
-    prefetch_row(p, row, slice);
+    if (p.ahead > 0 && row + p.ahead < p.rows) {
+      prefetch_slice(p.x + (row + p.ahead) * p.x_stride, slice, p.hint);
+    }
     form.prologue(x, p, row, window);
   }
   row_sum.wait_for_others();

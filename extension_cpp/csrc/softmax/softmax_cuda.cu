@@ -15,15 +15,10 @@ struct RowParams : norms::Geometry {
   const T *grad_out;  // backward
   T *out;             // forward: y; backward: grad_x
   bool is_log;
+  int ahead;  // rows to the one that forward brings into the L2; 0: none
 };
 
 // ---- the formulas ----
-
-// y of an element z with distance = z - max; `sum` of the row, and log_sum = log(sum).
-template <typename A>
-__device__ inline A softmax_of(A distance, A per_sum, A log_sum, bool is_log) {
-  return is_log ? distance - log_sum : exponential(distance) * per_sum;
-}
 
 // What backward sums over a row, of one element.
 template <typename A>
@@ -39,8 +34,12 @@ __device__ inline A grad_of(A grad_out, A y, A sum, bool is_log) {
 // ---- rows in registers ----
 
 template <typename T, int K, bool ALIGNED>
-__global__ void __maxnreg__((ALIGNED ? K == 2 ? 48 : 64 : 80))
-    softmax_rows(const __grid_constant__ RowParams<T> p) {
+__global__ void __maxnreg__((ALIGNED  ? K == 2   ? 48
+                                        : K == 8 ? 80
+                                                 : 64
+                             : K == 8 ? 96
+                                      : 80)) softmax_rows(const __grid_constant__ RowParams<T> p) {
+  constexpr int N = VECTOR<T>;
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;
   __shared__ typename Sum::Shared shared;
@@ -54,24 +53,53 @@ __global__ void __maxnreg__((ALIGNED ? K == 2 ? 48 : 64 : 80))
   const Slice slice(p.cols, row, p.slice, rank);
   const RowWindow<T, K, ALIGNED> window(slice);
   RowFragment<T, K, ALIGNED> x{};
-  if (is_row) x.load(p.x + row * p.cols, window, p.hint);
+  if (is_row) {
+    x.load(p.x + row * p.cols, window, p.hint);
+    if (p.ahead > 0 && row + p.ahead < p.rows) {
+      prefetch_slice(p.x + (row + p.ahead) * p.cols, slice, p.hint);
+    }
+  }
   row_sum.wait_for_others();
   float own = -INFINITY, sum[1] = {0};
   for_each_vector(x, window, [&](auto &values, int, int) {
     for (const float value : values) own = max(own, value);
   });
   own = row_sum.max_cta(own, 0);
-  for_each_vector(x, window, [&](auto &values, int, int) {
-    for (const float value : values) sum[0] += exponential(value - finite_maximum(own));
+  // Exponentials (log: distances) stay in registers where there is room, else they are made again.
+  constexpr bool KEEPS = K <= 4;
+  float kept[KEEPS ? K : 1][N], kept_edge = 0;
+  const Exponential<T> of_own(finite_maximum(own));
+  for_each_vector(x, window, [&](auto &values, int, int k) {
+    constexpr int M = sizeof(values) / sizeof(float);
+#pragma unroll
+    for (int j = 0; j < M; ++j) {
+      const float e = of_own(values[j]);
+      sum[0] += e;
+      const float keeps = p.is_log ? values[j] - of_own.from : e;
+      if constexpr (M == 1) {
+        kept_edge = keeps;
+      } else if constexpr (KEEPS) {
+        kept[k][j] = keeps;
+      }
+    }
   });
   row_sum.sum_cta(sum, 1);
   float most = own;
   if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
   if (!is_row) return;
-  const float from = finite_maximum(most), per_sum = 1 / sum[0], log_sum = logarithm(sum[0]);
+  // From what is relative to the CTA's maximum to the row's result.
+  const float factor = rescale(own, most) / sum[0];
+  const float offset = of_own.from - finite_maximum(most) - logarithm(sum[0]);
   T *const y = p.out + row * p.cols;
-  for_each_vector(x, window, [&](auto &values, int column, int) {
-    for (float &value : values) value = softmax_of(value - from, per_sum, log_sum, p.is_log);
+  for_each_vector(x, window, [&](auto &values, int column, int k) {
+    constexpr int M = sizeof(values) / sizeof(float);
+#pragma unroll
+    for (int j = 0; j < M; ++j) {
+      float keeps = kept_edge;
+      if constexpr (M > 1 && KEEPS) keeps = kept[k][j];
+      if constexpr (M > 1 && !KEEPS) keeps = p.is_log ? values[j] - of_own.from : of_own(values[j]);
+      values[j] = p.is_log ? keeps + offset : keeps * factor;
+    }
     store_at(y, column, values);
   });
   if (row >= p.release_from) release_row(p.x + row * p.cols, slice);
@@ -149,7 +177,7 @@ __global__ void __launch_bounds__(STRIP_THREADS)
     const Strip strip(s, strips, p.inner);
     const int64_t base = strip.outer * p.cols * p.inner + strip.i;
     const int64_t end = strip.is_there ? p.cols : 0;
-    ExpSum<A, false> row;
+    ExpSum<T, false> row;
     for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
       const A one[1] = {to_acc(x[base + c * p.inner])};
       row.add(one);
@@ -158,7 +186,8 @@ __global__ void __launch_bounds__(STRIP_THREADS)
     const A from = finite_maximum(row.max), per_sum = 1 / row.sum, log_sum = logarithm(row.sum);
     for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
       const A distance = to_acc(x[base + c * p.inner]) - from;
-      y[base + c * p.inner] = from_acc<T>(softmax_of(distance, per_sum, log_sum, p.is_log));
+      y[base + c * p.inner] =
+          from_acc<T>(p.is_log ? distance - log_sum : exponential(distance) * per_sum);
     }
   }
 }
@@ -193,13 +222,18 @@ template <typename T>
 cudaError_t launch_rows(RowParams<T> &p, const norms::Plan &plan, int64_t rows, int64_t cols,
                         cudaStream_t stream) {
   norms::set_geometry(p, plan, rows, cols);
-  return norms::with_variant<2, 3, 4>(plan, [&](auto vectors, auto aligned) {
+  p.ahead = plan.ahead;
+  const auto run = [&](auto vectors, auto aligned) {
     constexpr int K = decltype(vectors)::value;
     constexpr bool ALIGNED = decltype(aligned)::value;
-    return p.grad_out == nullptr
-               ? norms::launch<softmax_rows<T, K, ALIGNED>>(p, plan, stream)
-               : norms::launch<softmax_backward_rows<T, K, ALIGNED>>(p, plan, stream);
-  });
+    if constexpr (K < 8) {
+      if (p.grad_out != nullptr) {
+        return norms::launch<softmax_backward_rows<T, K, ALIGNED>>(p, plan, stream);
+      }
+    }
+    return norms::launch<softmax_rows<T, K, ALIGNED>>(p, plan, stream);
+  };
+  return norms::with_variant<2, 3, 4, 8>(plan, run);
 }
 
 }  // namespace softmaxes
