@@ -4,6 +4,7 @@ A peer is called as the op is: the same arguments, the same meaning. What each n
 * Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
   grad_out unless in_place is False: neither is the work that the others do.
 * quack's LayerNorm has no autograd, and so is left out.
+* Liger's cross-entropy writes the gradient over the logits in its forward pass, and so is left out.
 """
 
 import importlib
@@ -68,6 +69,24 @@ def _apex_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = No
     return FusedRMSNormAffineFunction.apply(x, weight, torch.Size(shape), _eps(eps))
 
 
+def _liger_softmax(x: Tensor) -> Tensor:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply(x)
+
+
+def _quack_softmax(x: Tensor) -> Tensor:
+    from quack.softmax import softmax
+
+    return softmax(x)
+
+
+def _quack_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    from quack.cross_entropy import cross_entropy
+
+    return cross_entropy(logits, target, reduction="mean")
+
+
 def _eps(eps: float | None) -> float:
     """rms_norm's default for float32 and the half types."""
     return torch.finfo(torch.float32).eps if eps is None else eps
@@ -76,6 +95,8 @@ def _eps(eps: float | None) -> float:
 PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {"liger": _liger_layer_norm, "apex": _apex_layer_norm},
     "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm, "apex": _apex_rms_norm},
+    "softmax": {"liger": _liger_softmax, "quack": _quack_softmax},
+    "cross_entropy": {"quack": _quack_cross_entropy},
     "add_rms_norm_p0": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
 }
 

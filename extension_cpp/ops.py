@@ -1527,7 +1527,7 @@ def cross_entropy(
     Raises:
         RuntimeError: an argument has another shape, dtype or device, an option is out of range, or, on the CPU, a
             target is no class. On CUDA, where a check would wait for the device, that row's loss and gradient are NaN.
-        NotImplementedError: class probabilities as ``target``.
+            A floating-point target, class probabilities, is refused.
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
     reads and writes them once. Sums in float32 (float64: float64), over the rows in float64, in a fixed order.

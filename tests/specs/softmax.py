@@ -29,6 +29,13 @@ def reduction(sample):
     return x.shape[dim] if x.dim() else 1
 
 
+def terms(sample):
+    """What cancels in a gradient: twice a probability, as random_grad gives up to 2."""
+    x, *dim = sample.args
+    p = torch.softmax(x.detach().double(), *(dim or [-1])).nan_to_num(0.0)
+    return 2 * p.max().item() if p.numel() else 0.0
+
+
 def spec(name, function, reference, operations):
     return OpSpec(
         name=name,
@@ -40,6 +47,7 @@ def spec(name, function, reference, operations):
         bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, operations=operations),
         keeps_strides=True,
         launches=(1, 1),
+        terms=terms,
     )
 
 

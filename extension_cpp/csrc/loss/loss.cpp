@@ -57,8 +57,9 @@ static void check_target(const char *op, const Tensor &target, const Tensor &log
   const int64_t classes = logits.size(class_dim);
   for (int64_t i = 0; i < dense.numel(); ++i) {
     if ((values[i] >= 0 && values[i] < classes) || values[i] == ignore_index) continue;
-    fail(op, "expected target in [0, " + std::to_string(classes - 1) +
-                 "] or ignore_index, but got " + std::to_string(values[i]));
+    const std::string or_ignored = ignore_index == INT64_MIN ? "" : " or ignore_index";
+    fail(op, "expected target in [0, " + std::to_string(classes - 1) + "]" + or_ignored +
+                 ", but got " + std::to_string(values[i]));
   }
 }
 

@@ -16,8 +16,8 @@ namespace losses {
 
 constexpr int NARROW = 2048;  // columns up to which a warp takes a row
 constexpr int CTA_THREADS = 256;
-// Vectors of a thread in flight. Backward writes as well, and has more code for each.
-constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2;
+// Vectors of a thread in flight, and in all in backward, whose CTAs take a part of a wide row.
+constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 4, TILE_VECTORS = 8;
 
 // Part number `part` of `count` things cut into `parts` equal parts.
 struct Cut {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
     const T *const x = static_cast<const T *>(rows.logits) + row * rows.outer_stride;
     const RowSpan<T> span(x, cols);
     const float origin = MODE == GENERAL && cols > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : 0;
-    ExpSum<T, MODE == ENTROPY> own;
+    ExpSum<float, MODE == ENTROPY> own;
     float smooth[1] = {0};
     walk<FORWARD_VECTORS>(x, cols, span, 0, span.vectors, true, [&](auto &values, int64_t c) {
       constexpr int M = sizeof(values) / sizeof(float);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(STRIP_THREADS)
         static_cast<const T *>(rows.logits) + strip.outer * rows.outer_stride + strip.i;
     const int64_t end = strip.is_there ? rows.cols : 0;
     const A origin = MODE == GENERAL && end > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : A(0);
-    ExpSum<T, MODE == ENTROPY> row;
+    ExpSum<A, MODE == ENTROPY> row;
     A smooth = 0;
     for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
       const A one[1] = {logit.z(to_acc(x[c * rows.inner]))};
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
     T *const out = static_cast<T *>(p.grad_logits) + row * rows.cols;
     const RowGradient<float> gradient = row_gradient<float>(p, row);
     const auto apply = [&](auto &values, int64_t c) {
-      gradient.template apply<T>(values, rows, logit, c);
+      gradient.apply(values, rows, logit, c);
       store_at(out, c, values);
     };
     const RowSpan<T> span(x, rows.cols);
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(STRIP_THREADS)
     const RowGradient<A> gradient = row_gradient<A>(p, strip.outer * rows.inner + strip.i);
     for (int64_t c = threadIdx.y; c < rows.cols; c += blockDim.y) {
       A value[1] = {to_acc(x[c * rows.inner])};
-      gradient.template apply<T>(value, rows, logit, c);
+      gradient.apply(value, rows, logit, c);
       out[c * rows.inner] = from_acc<T>(value[0]);
     }
   }
@@ -276,9 +276,8 @@ __global__ void __maxnreg__((ALIGNED  ? K == 8 ? 80 : 64
     for (const float value : values) own = max(own, value);
   });
   own = row_sum.max_cta(own, 0);
-  const Exponential<T> of_own(finite_maximum(own));
   for_each_vector(x, window, [&](auto &values, int, int) {
-    for (const float value : values) sum[0] += of_own(value);
+    for (const float value : values) sum[0] += exponential(value - finite_maximum(own));
   });
   row_sum.sum_cta(sum, 1);
   float most = own;
@@ -296,14 +295,14 @@ __global__ void __maxnreg__((ALIGNED  ? K == 8 ? 80 : 64
   T *const out = static_cast<T *>(p.args.grad_logits) + row * p.cols;
   const Logit<PLAIN, float> logit(rows);
   for_each_vector(x, window, [&](auto &values, int column, int) {
-    gradient.template apply<T>(values, rows, logit, column);
+    gradient.apply(values, rows, logit, column);
     store_at(out, column, values);
   });
 }
 
 // ---- sum over the rows ----
 
-constexpr int REDUCE_THREADS = 256;
+constexpr int REDUCE_THREADS = 1024;
 
 // Sums of row r: its loss and its weight.
 template <typename A>
@@ -323,6 +322,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * LOSS_REDUCED_ROWS;
   const int64_t end = min(begin + LOSS_REDUCED_ROWS, p.rows);
   double sums[2] = {0, 0};
+#pragma unroll 4
   for (int64_t r = begin + threadIdx.x; r < end; r += REDUCE_THREADS) add_row<A>(sums, p, r);
   block_sum<REDUCE_THREADS>(sums);
   if (threadIdx.x < 2) {
@@ -335,6 +335,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
     loss_total(const __grid_constant__ loss_reduce_args p, int64_t parts) {
   double sums[2] = {0, 0};
   if (parts == 0) {
+#pragma unroll 4
     for (int64_t r = threadIdx.x; r < p.rows; r += REDUCE_THREADS) add_row<A>(sums, p, r);
   }
   for (int64_t i = threadIdx.x; i < parts; i += REDUCE_THREADS) {
@@ -413,7 +414,7 @@ cudaError_t backward_rows(const loss_backward_args &args, cudaStream_t stream) {
   return with_row_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int64_t vectors = ceil_div(rows.cols, VECTOR<T>);
-    const int64_t tiles = threads.y > 1 ? 1 : ceil_div(vectors, BACKWARD_VECTORS * CTA_THREADS);
+    const int64_t tiles = threads.y > 1 ? 1 : ceil_div(vectors, TILE_VECTORS * CTA_THREADS);
     const int64_t units = ceil_div(rows.outer, threads.y) * tiles;
     with_mode(rows, args.entropy != nullptr, [&](auto mode) {
       loss_backward_rows<T, decltype(mode)::value>

@@ -140,17 +140,15 @@ struct RowGradient {
     log_sum = static_cast<A>(lse - static_cast<double>(from));
   }
 
-  // x becomes dx, of M columns of type T from c on.
-  template <typename T, Mode MODE, int M>
+  // x becomes dx, of M columns from c on.
+  template <Mode MODE, int M>
   __device__ void apply(A (&x)[M], const loss_rows &p, const Logit<MODE, A> &logit,
                         int64_t c) const {
-    const Exponential<T> of_lse(from + log_sum);
     const int64_t distance = target - c;
     const int at = distance >= 0 && distance < M ? static_cast<int>(distance) : -1;
 #pragma unroll
     for (int j = 0; j < M; ++j) {
-      const A z = logit.z(x[j]), log_p = (z - from) - log_sum;
-      const A probability = sizeof(T) == 2 && MODE == PLAIN ? of_lse(z) : exponential(log_p);
+      const A z = logit.z(x[j]), log_p = (z - from) - log_sum, probability = exponential(log_p);
       A grad = probability * of_p;
       // Of a log of -inf the product with p = 0 would be NaN.
       if (MODE == ENTROPY) grad += probability * of_p_log_p * max(log_p, A(-1e30));

@@ -68,14 +68,14 @@ __global__ void __maxnreg__((ALIGNED  ? K == 2   ? 48
   // Exponentials (log: distances) stay in registers where there is room, else they are made again.
   constexpr bool KEEPS = K <= 4;
   float kept[KEEPS ? K : 1][N], kept_edge = 0;
-  const Exponential<T> of_own(finite_maximum(own));
+  const float from = finite_maximum(own);
   for_each_vector(x, window, [&](auto &values, int, int k) {
     constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
     for (int j = 0; j < M; ++j) {
-      const float e = of_own(values[j]);
+      const float distance = values[j] - from, e = exponential(distance);
       sum[0] += e;
-      const float keeps = p.is_log ? values[j] - of_own.from : e;
+      const float keeps = p.is_log ? distance : e;
       if constexpr (M == 1) {
         kept_edge = keeps;
       } else if constexpr (KEEPS) {
@@ -89,7 +89,7 @@ __global__ void __maxnreg__((ALIGNED  ? K == 2   ? 48
   if (!is_row) return;
   // From what is relative to the CTA's maximum to the row's result.
   const float factor = rescale(own, most) / sum[0];
-  const float offset = of_own.from - finite_maximum(most) - logarithm(sum[0]);
+  const float offset = from - finite_maximum(most) - logarithm(sum[0]);
   T *const y = p.out + row * p.cols;
   for_each_vector(x, window, [&](auto &values, int column, int k) {
     constexpr int M = sizeof(values) / sizeof(float);
@@ -97,7 +97,8 @@ __global__ void __maxnreg__((ALIGNED  ? K == 2   ? 48
     for (int j = 0; j < M; ++j) {
       float keeps = kept_edge;
       if constexpr (M > 1 && KEEPS) keeps = kept[k][j];
-      if constexpr (M > 1 && !KEEPS) keeps = p.is_log ? values[j] - of_own.from : of_own(values[j]);
+      if constexpr (M > 1 && !KEEPS)
+        keeps = p.is_log ? values[j] - from : exponential(values[j] - from);
       values[j] = p.is_log ? keeps + offset : keeps * factor;
     }
     store_at(y, column, values);
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(STRIP_THREADS)
     const Strip strip(s, strips, p.inner);
     const int64_t base = strip.outer * p.cols * p.inner + strip.i;
     const int64_t end = strip.is_there ? p.cols : 0;
-    ExpSum<T, false> row;
+    ExpSum<A, false> row;
     for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
       const A one[1] = {to_acc(x[base + c * p.inner])};
       row.add(one);

@@ -13,13 +13,11 @@ namespace softmaxes {
 // ---- exponentials ----
 
 // exp(x), by the instruction for 2^x: 2 units in the last place, and results below 2^-126 are 0.
-__device__ inline float power_of_2(float x) {
+__device__ inline float exponential(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
   return y;
 }
-constexpr float LOG2_E = 1.4426950408889634f;
-__device__ inline float exponential(float x) { return power_of_2(x * LOG2_E); }
 __device__ inline double exponential(double x) { return exp(x); }
 
 __device__ inline float logarithm(float x) { return logf(x); }
@@ -31,24 +29,6 @@ __device__ inline A finite_maximum(A x) {
   return x == -INFINITY ? A(0) : x;
 }
 
-// exp(x - from) for elements of type T. The difference is exact where it matters, and for half types
-// one instruction less: rounding from * log2(e) changes all exponentials of a row by one factor,
-// which is far below the rounding of x itself.
-template <typename T>
-struct Exponential {
-  float from, scaled;
-  __device__ explicit Exponential(float from) : from(from), scaled(-from * LOG2_E) {}
-  __device__ float operator()(float x) const {
-    return sizeof(T) == 2 ? power_of_2(fmaf(x, LOG2_E, scaled)) : exponential(x - from);
-  }
-};
-template <>
-struct Exponential<double> {
-  double from;
-  __device__ explicit Exponential(double from) : from(from) {}
-  __device__ double operator()(double x) const { return exp(x - from); }
-};
-
 // The factor from exponentials relative to `from` to those relative to `to`; both are maxima. If
 // `from` is -inf, they are all 0 (or NaN).
 template <typename A>
@@ -56,11 +36,10 @@ __device__ inline A rescale(A from, A to) {
   return from == -INFINITY ? A(1) : exponential(from - to);
 }
 
-// Of elements z of type T, in one pass: their maximum, sum = sum(exp(z - max)), and with ENTROPY
+// Of elements z, in one pass: their maximum, sum = sum(exp(z - max)), and with ENTROPY
 // moment = sum(exp(z - max) * (z - max)). The maximum leaves NaN out; NaN and +inf make the sum NaN.
-template <typename T, bool ENTROPY>
+template <typename A, bool ENTROPY>
 struct ExpSum {
-  using A = acc_t<T>;
   A max = -INFINITY, sum = 0, moment = 0;
 
   // Makes the sums relative to a maximum that is at least max.
@@ -79,12 +58,11 @@ struct ExpSum {
     for (int j = 1; j < N; ++j) most = ::max(most, z[j]);
     if (most > max) raise(most);
     const A from = finite_maximum(max);
-    const Exponential<T> exponential_of(from);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A e = exponential_of(z[j]);
+      const A distance = z[j] - from, e = exponential(distance);
       sum += e;
-      if (ENTROPY) moment += e == 0 ? A(0) : e * (z[j] - from);
+      if (ENTROPY) moment += e == 0 ? A(0) : e * distance;
     }
   }
 };
@@ -193,9 +171,8 @@ __device__ inline A join_strip(A value, Join &&join) {
   return shared[threadIdx.x];
 }
 
-template <typename T, bool ENTROPY>
-__device__ inline void join_strip(ExpSum<T, ENTROPY> &own) {
-  using A = acc_t<T>;
+template <typename A, bool ENTROPY>
+__device__ inline void join_strip(ExpSum<A, ENTROPY> &own) {
   const auto add = [](A a, A b) { return a + b; };
   own.raise(join_strip(own.max, [](A a, A b) { return max(a, b); }));
   own.sum = join_strip(own.sum, add);

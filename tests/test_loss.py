@@ -1,0 +1,222 @@
+"""The losses: targets that are no class, chunks of linear_cross_entropy, autocast, and rows read where they lie."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import extension_cpp
+from extension_cpp import linear_loss
+from tests.test_battery import profiled
+
+ROWS, CLASSES, FEATURES = 5, 7, 3
+
+
+def _call(name: str, target: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A loss for each row, and the leaves."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, FEATURES, generator=generator).to(target.device).requires_grad_()
+    w = torch.randn(CLASSES, FEATURES, generator=generator).to(target.device).requires_grad_()
+    logits = F.linear(x, w).detach().requires_grad_()
+    if name == "linear_cross_entropy":
+        return extension_cpp.linear_cross_entropy(x, w, target, reduction="none"), [x, w]
+    if name == "token_log_probs":
+        return extension_cpp.token_log_probs(logits, target)[0], [logits]
+    return extension_cpp.cross_entropy(logits, target, reduction="none"), [logits]
+
+
+LOSSES = ["cross_entropy", "token_log_probs", "linear_cross_entropy"]
+
+
+@pytest.mark.parametrize("wrong", [-1, CLASSES, 2**40, -(2**62)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
+    """The CPU says which; a GPU, which would have to wait to say so, gives NaN in that row alone."""
+    good = torch.arange(ROWS, device=device) % CLASSES
+    bad = good.clone()
+    bad[2] = wrong
+    if device == "cpu":
+        ignored = "" if name == "token_log_probs" else " or ignore_index"
+        expected = rf"extension_cpp::{name}: expected target in \[0, {CLASSES - 1}\]{ignored}, but got {wrong}$"
+        with pytest.raises(RuntimeError, match=expected):
+            _call(name, bad)
+        return
+    (losses, leaves), (right, right_leaves) = _call(name, bad), _call(name, good)
+    assert losses.isnan().tolist() == [row == 2 for row in range(ROWS)]
+    assert torch.equal(losses[losses == losses], right[losses == losses])
+    gradient = torch.autograd.grad(losses, leaves[0], torch.ones_like(losses))[0]
+    expected_gradient = torch.autograd.grad(right, right_leaves[0], torch.ones_like(right))[0]
+    assert gradient[2].isnan().all()
+    keep = torch.arange(ROWS, device=device) != 2
+    assert torch.equal(gradient[keep], expected_gradient[keep])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_rows_ignored(reduction: str, device: str) -> None:
+    """A mean over no row is NaN, as PyTorch's, and no row gets a gradient, whatever its logits."""
+    logits = torch.randn(ROWS, CLASSES, device=device)
+    logits[1] = math.nan
+    target = torch.full((ROWS,), -100, device=device)
+    both = []
+    for function in (extension_cpp.cross_entropy, F.cross_entropy):
+        leaf = logits.clone().requires_grad_()
+        loss = function(leaf, target, reduction=reduction)
+        both.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]))
+    (ours, gradient), (eager, _) = both
+    torch.testing.assert_close(ours, eager, equal_nan=True)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_bool_and_one_class(device: str) -> None:
+    logits = torch.randn(ROWS, 1, device=device, requires_grad=True)
+    target = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    loss = extension_cpp.cross_entropy(logits, target)
+    assert loss.item() == 0 and torch.equal(torch.autograd.grad(loss, logits)[0], torch.zeros_like(logits))
+
+
+def test_padded_rows_are_read_where_they_lie(device: str) -> None:
+    """A vocabulary that was padded, and cut off again, costs no copy."""
+    padded = torch.randn(64, 1024, device=device)
+    target = torch.arange(64, device=device)
+    logits = padded[:, :1000]
+    for function in (extension_cpp.cross_entropy, extension_cpp.token_log_probs):
+        names, _ = profiled(lambda function=function: function(logits, target), device)
+        assert not names & {"aten::contiguous", "aten::clone", "aten::copy_"}
+    torch.testing.assert_close(extension_cpp.cross_entropy(logits, target), F.cross_entropy(logits, target))
+
+
+def test_autocast_leaves_the_logits_and_gives_a_float32_loss(device: str) -> None:
+    logits = torch.randn(ROWS, CLASSES, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(ROWS, device=device)
+    for compiled in (False, True):
+        function: Callable[..., Any] = extension_cpp.cross_entropy
+        function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+        with torch.autocast(device, torch.bfloat16):
+            loss = function(logits, target)
+        # On CUDA eager rounds the logarithms of the probabilities to the logits' type, also under autocast.
+        eager = F.cross_entropy(logits.float(), target)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, eager)
+        ours, theirs = torch.autograd.grad(loss, logits)[0], torch.autograd.grad(eager, logits)[0]
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        assert extension_cpp.cross_entropy(logits, target).dtype == torch.float32
+
+
+def test_autocast_of_linear_cross_entropy(device: str) -> None:
+    """The products have the dtype of autocast, and the loss is float32."""
+    x = torch.randn(33, 16, device=device, requires_grad=True)
+    w = torch.randn(40, 16, device=device, requires_grad=True)
+    target = torch.arange(33, device=device)
+    results = []
+    for function in (
+        lambda: extension_cpp.linear_cross_entropy(x, w, target),
+        lambda: F.cross_entropy(F.linear(x, w), target),
+    ):
+        with torch.autocast(device, torch.bfloat16):
+            loss = function()
+        assert loss.dtype == torch.float32
+        results.append((loss, *torch.autograd.grad(loss, (x, w))))
+    for ours, eager in zip(*results, strict=True):
+        assert ours.dtype == torch.float32
+        # Logits of about 4 are rounded to bfloat16, by 4 * 2^-9 at most, and so are the gradients.
+        torch.testing.assert_close(ours, eager, rtol=2**-7, atol=2**-7 * eager.abs().max().item())
+
+
+def _linear(dtype: torch.dtype, device: str, rows: int = 700) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((rows, 24), (50, 24), (50,))]
+    x, w, b = (t.to(dtype).to(device).requires_grad_() for t in tensors)
+    target = torch.randint(50, (rows,), generator=generator).to(device)
+    target[::7] = -100
+    return x, w, b, target
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch, device: str) -> list[int]:
+    """Chunks of at most 128 rows of float32 with 50 classes; the rows of every product that makes logits."""
+    monkeypatch.setitem(linear_loss.CHUNK_BYTES, device, 128 * 50 * 4)
+    seen: list[int] = []
+    make = linear_loss._logits
+
+    def logits(rows: Tensor, *others: Tensor) -> Tensor:
+        seen.append(rows.shape[0])
+        return make(rows, *others)
+
+    monkeypatch.setattr(linear_loss, "_logits", logits)
+    return seen
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_logits_are_never_whole(reduction: str, small_chunks: list[int], device: str) -> None:
+    """700 rows go in chunks of 128 at most, and give what whole logits give."""
+    x, w, b, target = _linear(torch.float32, device)
+    loss = extension_cpp.linear_cross_entropy(x, w, target, b, reduction=reduction)
+    grad_out = torch.rand_like(loss)
+    ours = torch.autograd.grad(loss, (x, w, b), grad_out)
+    assert max(small_chunks) <= 128 and sum(small_chunks) == 700 * (2 if reduction == "none" else 1)
+    eager = F.cross_entropy(F.linear(x, w, b), target, reduction=reduction)
+    torch.testing.assert_close(loss, eager)
+    for a, e in zip(ours, torch.autograd.grad(eager, (x, w, b), grad_out), strict=True):
+        torch.testing.assert_close(a, e, atol=1e-5 * e.abs().max().item(), rtol=1e-5)
+
+
+def test_chunks_cover_all_rows() -> None:
+    for rows in (0, 1, 127, 128, 129, 700, 10_000):
+        for classes in (1, 50, 10**9):
+            parts = list(linear_loss.chunks(torch.empty(rows, 1), classes))
+            assert [i for part in parts for i in range(part.start, part.stop)] == list(range(rows))
+            for part in parts:
+                size = part.stop - part.start
+                assert size == 1 or size * classes * 4 <= linear_loss.CHUNK_BYTES["cpu"]
+
+
+def test_error_of_the_weight_gradient(small_chunks: list[int], device: str) -> None:
+    """In bfloat16 no worse than eager's, though every chunk but the first rounds the sum once more: eager rounds the
+    logarithms of the probabilities. A tenth for chance; both errors are norms over 1200 numbers."""
+    x, w, _, target = _linear(torch.bfloat16, device, 512)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    (right,) = torch.autograd.grad(F.cross_entropy(F.linear(*exact), target), exact[1:])
+    (ours,) = torch.autograd.grad(extension_cpp.linear_cross_entropy(x, w, target), w)
+    (eager,) = torch.autograd.grad(F.cross_entropy(F.linear(x, w), target), w)
+    assert len(small_chunks) > 1
+    errors = [((gradient.double() - right).norm() / right.norm()).item() for gradient in (ours, eager)]
+    assert errors[0] <= 1.1 * errors[1], errors
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) -> None:
+    """Adapters train beside a frozen lm_head: what needs no gradient has none made."""
+    x, w, b, target = _linear(torch.float32, device, 64)
+    tensors = [t.detach().requires_grad_(i in needed) for i, t in enumerate((x, w, b))]
+    options = target, tensors[2], None, 1, -100, 0.0, 0.0, None, False, *(t.requires_grad for t in tensors)
+    _, *made = torch.ops.extension_cpp.linear_cross_entropy(*tensors[:2], *options)
+    assert [grad.numel() > 0 for grad in made] == [i in needed for i in range(3)]
+    loss = extension_cpp.linear_cross_entropy(*tensors[:2], target, tensors[2])
+    eager = F.cross_entropy(F.linear(*tensors), target)
+    leaves = [tensors[i] for i in needed]
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(eager, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_backward_twice(device: str) -> None:
+    """The gradients that forward made are not used up."""
+    x, w, b, target = _linear(torch.float32, device, 64)
+    loss = extension_cpp.linear_cross_entropy(x, w, target, b)
+    first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
+    second = torch.autograd.grad(3 * loss, (x, w, b))
+    for a, c in zip(first, second, strict=True):
+        torch.testing.assert_close(3 * a, c)
+
+
+def test_second_derivatives_get_a_sentence(device: str) -> None:
+    for name in LOSSES:
+        losses, leaves = _call(name, torch.arange(ROWS, device=device) % CLASSES)
+        gradient = torch.autograd.grad(losses.sum(), leaves[0], create_graph=True)[0]
+        with pytest.raises(RuntimeError, match=rf"extension_cpp::{name}: the second derivative is not implemented"):
+            gradient.sum().backward()
