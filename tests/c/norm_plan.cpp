@@ -1,5 +1,6 @@
 // norm_plan.h on the host: every row of the table is picked for some problem, a shape holds its
-// row, and a forward plan does not depend on the number of rows.
+// row, a forward plan does not depend on the number of rows, and no thread of backward adds more
+// than MOST_ROWS rows.
 #include "norm/norm_plan.h"
 
 #include <cstdio>
@@ -10,7 +11,7 @@ using namespace norms;
 static bool same_shape(const Plan &a, const Plan &b) {
   return a.kernel == b.kernel && a.shape == b.shape && a.vectors == b.vectors &&
          a.threads == b.threads && a.rows_per_cta == b.rows_per_cta && a.cluster == b.cluster &&
-         a.slice == b.slice;
+         a.slice == b.slice && a.ahead == b.ahead;
 }
 
 // A sentence if the plan is wrong.
@@ -26,6 +27,7 @@ static const char *fault(const Problem &p, const Plan &plan) {
   if (p.cols % vector != 0 && plan.threads < 2 * (vector - 1)) return "an edge has no thread";
   if (plan.kernel == Kernel::PIPELINE && plan.stages < 3) return "the pipeline needs three stages";
   if (plan.shared_bytes > 216 << 10) return "the stages need too much shared memory";
+  if (plan.groups > 0 && ceil_div(p.rows, plan.groups) > MOST_ROWS) return "a group has many rows";
   return nullptr;
 }
 
@@ -41,7 +43,7 @@ int main() {
           for (int64_t cols = 1; cols < 140000; cols += cols < 2200 ? 1 : 257) {
             Problem p{is_backward, true, form, dtype, 1, cols, true, true, true};
             const Plan one = pick(p, device);
-            for (const int64_t rows : {1, 2, 7, 133, 1024, 4097, 300000}) {
+            for (const int64_t rows : {1, 2, 7, 133, 1024, 4097, 300000, INT32_MAX}) {
               p.rows = rows;
               const Plan plan = pick(p, device);
               if (plan.shape >= 0) reached.insert(plan.shape);

@@ -112,11 +112,11 @@ __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &
 template <typename W, int N, bool ALIGNED>
 struct ParameterVector {
   static constexpr int WORDS = N * sizeof(W) / 4, VECTORS = WORDS / 4;
-  // Columns that begin anywhere are loaded word by word. Two vectors of float32 beside half types
-  // come as three aligned vectors: twelve instructions would take twice as long as three.
-  static constexpr bool HAS_WORDS = !ALIGNED && VECTORS == 1;
-  uint32_t words[WORDS + (ALIGNED ? 0 : HAS_WORDS ? 1 : 4)];
-  int shift;  // from words[0] to column c: bits of a word, or words
+  // Columns that begin anywhere come word by word; two vectors of them, float32 beside a half type,
+  // as the three aligned vectors that hold them, because eight loads take longer than three.
+  static constexpr bool HAS_THREE = !ALIGNED && VECTORS == 2;
+  uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];  // from the word or vector on that holds column c
+  int shift;                                    // from there to column c: bits, or words
 
   __device__ void load(const W *data, int c, int cols, bool is_there, float missing) {
     uint32_t fill = 0;
@@ -127,13 +127,18 @@ struct ParameterVector {
       memcpy(&fill, pair, sizeof fill);
     }
     is_there = is_there && data != nullptr;
-    // Nothing behind the parameters may be read.
-    if constexpr (!HAS_WORDS) {
-      shift = ALIGNED ? 0 : c % 4;
+    if constexpr (ALIGNED) {
 #pragma unroll
-      for (int i = 0; i < VECTORS + !ALIGNED; ++i) {
-        const int at = c - shift + i * VECTOR<W>;
-        const bool is_whole = i < VECTORS || at + 4 <= cols;
+      for (int i = 0; i < VECTORS; ++i) {
+        const uint4 four = load_hinted(data + c + i * VECTOR<W>, is_there, NO_HINT, fill);
+        memcpy(words + 4 * i, &four, sizeof four);
+      }
+    } else if constexpr (HAS_THREE) {
+      shift = c % 4;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const int at = c - shift + 4 * i;
+        const bool is_whole = i < 2 || at + 4 <= cols;
         const uint4 four = load_hinted(data + at, is_there && is_whole, NO_HINT, fill);
         memcpy(words + 4 * i, &four, sizeof four);
         if (!is_there || is_whole) continue;
@@ -141,6 +146,7 @@ struct ParameterVector {
         for (int j = 0; j < 3; ++j) words[4 * i + j] = __float_as_uint(data[min(at + j, cols - 1)]);
       }
     } else {
+      // Nothing behind the parameters may be read.
       const int odd = sizeof(W) == 2 ? c & 1 : 0;
       shift = odd * 16;
       const uint32_t *const from = reinterpret_cast<const uint32_t *>(data + (c - odd));
@@ -154,16 +160,18 @@ struct ParameterVector {
   }
 
   __device__ void unpack(float (&w)[N]) const {
-    uint32_t shifted[sizeof words / 4];
-    memcpy(shifted, words, sizeof words);
-    if constexpr (HAS_WORDS && sizeof(W) == 2) {
+    uint32_t shifted[WORDS];
 #pragma unroll
-      for (int i = 0; i < WORDS; ++i) shifted[i] = __funnelshift_r(words[i], words[i + 1], shift);
-    } else if constexpr (!HAS_WORDS && !ALIGNED) {  // by two words, and by one
+    for (int i = 0; i < WORDS; ++i) {
+      const bool is_shifted = !ALIGNED && sizeof(W) == 2;
+      shifted[i] = is_shifted ? __funnelshift_r(words[i], words[i + 1], shift) : words[i];
+    }
+    if constexpr (HAS_THREE) {  // by two words, and by one
+      uint32_t by_two[WORDS + 1];
 #pragma unroll
-      for (int i = 0; i < WORDS + 1; ++i) shifted[i] = shift & 2 ? shifted[i + 2] : shifted[i];
+      for (int i = 0; i <= WORDS; ++i) by_two[i] = shift & 2 ? words[i + 2] : words[i];
 #pragma unroll
-      for (int i = 0; i < WORDS; ++i) shifted[i] = shift & 1 ? shifted[i + 1] : shifted[i];
+      for (int i = 0; i < WORDS; ++i) shifted[i] = shift & 1 ? by_two[i + 1] : by_two[i];
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

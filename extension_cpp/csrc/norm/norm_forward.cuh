@@ -26,14 +26,14 @@ __device__ inline void apply_norm(float (&x)[M], const float (&parameters)[Norm:
 }
 
 // Writes y. W is the type of the parameters in memory. Their vectors are loaded BATCH at a time,
-// which is what the registers hold.
+// which is what the registers hold. Unaligned ones take more instructions and registers each.
 template <typename Norm, typename W, typename T, typename Form, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,
                                  const RowFragment<T, K, ALIGNED> &x, const Form &form,
                                  const Statistics<float> &statistics) {
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
-  constexpr int BATCH = P * sizeof(W) * N > 32 ? 1 : 2;
+  constexpr int BATCH = P * sizeof(W) * N > 32 || !ALIGNED ? 1 : 2;
   T *const y = p.y + row * p.cols;
 #pragma unroll
   for (int begin = 0; begin < K; begin += BATCH) {
@@ -74,8 +74,9 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
 // Registers per thread: they decide how many threads, and so bytes in flight, an SM has.
 template <typename Norm, typename Form, int K, bool ALIGNED>
 constexpr int ROW_REGISTERS =
-    (ALIGNED ? (K == 2 || (K < 8 && Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64) : 80) +
-    (K == 8 ? 16 : 0);
+    K == 8     ? (ALIGNED ? 80 : Form::DROPS_Y ? 112 : 96)
+    : !ALIGNED ? 80
+               : (K == 2 || (Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64);
 
 template <typename T, typename Norm, typename FormOf, int K, bool ALIGNED>
 __global__ void __maxnreg__((ROW_REGISTERS<Norm, FormOf, K, ALIGNED>))
