@@ -73,13 +73,14 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
 
 // Registers per thread: they decide how many threads, and so bytes in flight, an SM has.
 template <typename Norm, typename Form, int K, bool ALIGNED>
-constexpr int ROW_REGISTERS =
-    K == 8     ? (ALIGNED ? 80 : Form::DROPS_Y ? 112 : 96)
-    : !ALIGNED ? 80
-               : (K == 2 || (Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64);
+constexpr int row_registers() {
+  if (K == 8) return ALIGNED ? 80 : Form::DROPS_Y ? 112 : 96;
+  if (!ALIGNED) return 80;
+  return K == 2 || (Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64;
+}
 
 template <typename T, typename Norm, typename FormOf, int K, bool ALIGNED>
-__global__ void __maxnreg__((ROW_REGISTERS<Norm, FormOf, K, ALIGNED>))
+__global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
     row_kernel(const __grid_constant__ ForwardParams<T> p) {
   constexpr int N = VECTOR<T>;
   using Slice = RowSlice<T, ALIGNED>;
