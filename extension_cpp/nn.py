@@ -185,3 +185,171 @@ class AddRMSNorm(_NotScriptable, torch.nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, p={self.p}"
+
+
+class Softmax(_NotScriptable, torch.nn.Softmax):
+    """torch.nn.Softmax over extension_cpp.softmax, along the last dimension unless told otherwise.
+
+    Nested tensors, which the op refuses, take torch.nn.Softmax's way.
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _softmax(input, self.dim)
+
+
+class LogSoftmax(_NotScriptable, torch.nn.LogSoftmax):
+    """torch.nn.LogSoftmax over extension_cpp.log_softmax, along the last dimension unless told otherwise.
+
+    Nested tensors, which the op refuses, take torch.nn.LogSoftmax's way.
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _log_softmax(input, self.dim)
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no nested tensors
+def _softmax(x: Tensor, dim: int) -> Tensor:
+    return torch.softmax(x, dim) if x.is_nested else ops.softmax(x, dim)
+
+
+@torch.fx.wrap
+def _log_softmax(x: Tensor, dim: int) -> Tensor:
+    return torch.log_softmax(x, dim) if x.is_nested else ops.log_softmax(x, dim)
+
+
+class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
+    """torch.nn.CrossEntropyLoss, state_dict included, over extension_cpp.cross_entropy.
+
+    Class probabilities as target, which the op refuses, take torch.nn.CrossEntropyLoss's way; with z_loss or softcap they
+    are an error.
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as of torch.nn.CrossEntropyLoss.
+        z_loss, softcap: as of extension_cpp.cross_entropy.
+    """
+
+    # Of the class, for modules that convert made of torch.nn's.
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(weight, None, ignore_index, None, reduction, label_smoothing)
+        self.z_loss = z_loss
+        self.softcap = softcap
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        options = self.weight, self.ignore_index, self.reduction, self.label_smoothing
+        return _cross_entropy(input, target, *options, z_loss=self.z_loss, softcap=self.softcap)
+
+    def extra_repr(self) -> str:
+        return f"z_loss={self.z_loss}, softcap={self.softcap}" if self.extends_torch() else ""
+
+    def extends_torch(self) -> bool:
+        """Whether torch.nn.CrossEntropyLoss would compute something else."""
+        return self.z_loss != 0 or self.softcap is not None
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    # A target of another dtype holds class probabilities (or is torch's to refuse): torch's own forward.
+    if target.dtype is not torch.int64 and not z_loss and softcap is None:
+        options = weight, None, ignore_index, None, reduction, label_smoothing
+        return torch.nn.functional.cross_entropy(input, target, *options)
+    options = weight, ignore_index, reduction, label_smoothing
+    return ops.cross_entropy(input, target, *options, z_loss=z_loss, softcap=softcap)
+
+
+class LinearCrossEntropyLoss(_NotScriptable, torch.nn.Module):
+    """A linear layer and the cross-entropy of its logits at once, over extension_cpp.linear_cross_entropy.
+
+    torch.nn.LinearCrossEntropyLoss (PyTorch 2.13) for one dimension of classes; the logits are never in memory all at
+    once.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        num_classes: the number of classes.
+        bias: whether the linear layer has a bias.
+        device, dtype: of the linear layer, as in torch.nn.
+        reduction, weight, ignore_index, label_smoothing, z_loss, softcap: as of extension_cpp.cross_entropy.
+
+    Attributes:
+        linear: the torch.nn.Linear(in_features, num_classes), initialized as such; ``linear(input)`` are the logits.
+        weight: the buffer with the classes' weights, or None.
+
+    Shape: input (..., in_features), target (...) to (), or with ``reduction="none"`` to (...).
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.register_buffer("weight", weight)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.softcap = softcap
+
+    def reset_parameters(self) -> None:
+        self.linear.reset_parameters()
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return ops.linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            self.linear.bias,
+            self.weight,
+            self.reduction,
+            self.ignore_index,
+            self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+        )
+
+    def extra_repr(self) -> str:
+        options = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)

@@ -4,14 +4,29 @@ import copy
 import io
 import pickle
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import extension_cpp
-from extension_cpp.nn import AddLayerNorm, AddRMSNorm, Dropout, LayerNorm, Mish, ReLU, RMSNorm, ScaleBiasReLU
+from extension_cpp.nn import (
+    AddLayerNorm,
+    AddRMSNorm,
+    CrossEntropyLoss,
+    Dropout,
+    LayerNorm,
+    LinearCrossEntropyLoss,
+    LogSoftmax,
+    Mish,
+    ReLU,
+    RMSNorm,
+    ScaleBiasReLU,
+    Softmax,
+)
 
 MODULES = [ScaleBiasReLU(33, scale=0.5), ReLU(), Mish(), Dropout(0.3).eval(), LayerNorm(33), RMSNorm(33, eps=1e-6)]
+MODULES += [Softmax(), LogSoftmax(dim=0)]
 ADD = [AddLayerNorm(33, p=0.3).eval(), AddRMSNorm(33, p=0.3).eval()]
 
 
@@ -143,3 +158,122 @@ def test_symbolic_trace(module: torch.nn.Module) -> None:
 def test_scripting_gets_a_sentence(module: torch.nn.Module) -> None:
     with pytest.raises(RuntimeError, match=f"torch.jit.script cannot compile {type(module).__name__}, whose forward"):
         torch.jit.script(module)
+
+
+# ---- softmax and the losses ----
+
+LOSSES = [
+    CrossEntropyLoss(),
+    CrossEntropyLoss(torch.rand(33), ignore_index=2, reduction="sum", label_smoothing=0.1, z_loss=1e-3, softcap=5.0),
+    LinearCrossEntropyLoss(33, 8),
+    LinearCrossEntropyLoss(33, 8, bias=True, reduction="none", weight=torch.rand(8), ignore_index=2, softcap=5.0),
+]
+
+
+def rows_and_targets(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 33, generator=generator), torch.randint(0, 8, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("module", LOSSES, ids=lambda module: type(module).__name__)
+def test_losses_copied_pickled_and_captured(module: torch.nn.Module) -> None:
+    inputs = rows_and_targets()
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    program = torch.export.export(module, inputs, dynamic_shapes=(rows, rows)).module()
+    with torch.no_grad():
+        traced = torch.fx.symbolic_trace(module)
+    twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    assert all(repr(twin) == repr(module) for twin in twins)
+    inputs = rows_and_targets(7)
+    for twin in (*twins, program, traced):
+        torch.testing.assert_close(twin(*inputs), module(*inputs), rtol=0, atol=0)
+        assert twin.state_dict().keys() == module.state_dict().keys()
+    assert any("cross_entropy" in str(node.target) for node in traced.graph.nodes), "torch.fx saw another branch"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("module", LOSSES, ids=lambda module: type(module).__name__)
+def test_scripting_a_loss_gets_a_sentence(module: torch.nn.Module) -> None:
+    with pytest.raises(RuntimeError, match=f"torch.jit.script cannot compile {type(module).__name__}, whose forward"):
+        torch.jit.script(module)
+
+
+@pytest.mark.parametrize("name", ["Softmax", "LogSoftmax"])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_softmax_beside_torch(name: str, dim: int, device: str) -> None:
+    """Sums of 5 terms, relative to the largest: 8 roundings, half an eps each."""
+    ours, stock = getattr(extension_cpp.nn, name)(dim=dim), getattr(torch.nn, name)(dim=dim)
+    assert repr(ours) == repr(stock) and isinstance(ours, type(stock))
+    x = torch.randn(3, 4, 5, device=device)
+    got, want = ours(x), stock(x)
+    bound = 4 * torch.finfo(torch.float32).eps * want.abs().max()
+    assert (got - want).abs().max() <= bound
+    assert torch.equal(got, getattr(extension_cpp, "softmax" if name == "Softmax" else "log_softmax")(x, dim))
+
+
+@pytest.mark.parametrize("name", ["Softmax", "LogSoftmax"])
+def test_softmax_of_nested_tensors(name: str) -> None:
+    rows = [torch.randn(2, 5), torch.randn(3, 5)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    got, stock = getattr(extension_cpp.nn, name)()(nested), getattr(torch.nn, name)(dim=-1)
+    torch.testing.assert_close(got.values(), torch.cat([stock(row) for row in rows]))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"weight": torch.rand(8), "ignore_index": 2, "reduction": "sum"},
+    {"label_smoothing": 0.1, "reduction": "none"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
+def test_cross_entropy_loss_beside_torch(options: dict[str, Any], device: str) -> None:
+    """Loss and gradient, of class indices and of probabilities; the state_dict is torch's. Rows of 8 classes, 16 of
+    them, add up: 24 roundings, half an eps each, relative to the sum of the largest."""
+    ours, stock = CrossEntropyLoss(**options).to(device), torch.nn.CrossEntropyLoss(**options).to(device)
+    assert repr(ours) == repr(stock) == "CrossEntropyLoss()"
+    assert list(ours.state_dict()) == list(stock.state_dict()) == ["weight"] * ("weight" in options)
+    ours.load_state_dict(stock.state_dict())
+    logits = torch.randn(16, 8, device=device, requires_grad=True)
+    largest = torch.nn.functional.cross_entropy(logits, logits.argmin(1), reduction="sum").item()
+    for target in (torch.randint(0, 8, (16,), device=device), torch.rand(16, 8, device=device)):
+        if target.is_floating_point() and "ignore_index" in options:
+            continue  # torch refuses both together
+        got, want = ours(logits, target), stock(logits, target)
+        assert ("cross_entropy" in type(got.grad_fn).__name__) != target.is_floating_point()
+        gradients = (torch.autograd.grad(loss.sum(), logits)[0] for loss in (got, want))
+        for a, b in zip((got, next(gradients)), (want, next(gradients)), strict=True):
+            assert a.shape == b.shape and (a - b).abs().max() <= 12 * torch.finfo(torch.float32).eps * largest
+
+
+def test_cross_entropy_loss_with_more_than_torch_has() -> None:
+    logits, target = torch.randn(4, 8), torch.tensor([1, 2, 3, 4])
+    loss = CrossEntropyLoss(z_loss=0.5, softcap=2.0)
+    assert torch.equal(loss(logits, target), extension_cpp.cross_entropy(logits, target, z_loss=0.5, softcap=2.0))
+    assert repr(loss) == "CrossEntropyLoss(z_loss=0.5, softcap=2.0)"
+    with pytest.raises(RuntimeError, match="expected target to be int64, class indices"):
+        loss(logits, torch.rand(4, 8))
+
+
+def test_linear_cross_entropy_loss(device: str) -> None:
+    """The op's result, torch.nn.Linear's parameters, and every option."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(33, 8, device=device)
+    torch.manual_seed(0)
+    options = {"weight": torch.rand(8, device=device), "ignore_index": 2, "reduction": "sum", "label_smoothing": 0.1}
+    torch.manual_seed(0)
+    loss = LinearCrossEntropyLoss(33, 8, bias=True, device=device, z_loss=1e-3, softcap=5.0, **options)
+    assert list(loss.state_dict()) == ["weight", "linear.weight", "linear.bias"]
+    assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.linear.bias, linear.bias)
+    x, target = (each.to(device) for each in rows_and_targets())
+    parameters = loss.linear.weight, target, loss.linear.bias
+    assert torch.equal(loss(x, target), extension_cpp.linear_cross_entropy(x, *parameters, **options, z_loss=1e-3, softcap=5.0))
+    want = "reduction='sum', ignore_index=2, label_smoothing=0.1, z_loss=0.001, softcap=5.0"
+    assert want in repr(loss) and "(linear): Linear(in_features=33, out_features=8, bias=True)" in repr(loss)
+    plain = LinearCrossEntropyLoss(33, 8, dtype=torch.bfloat16)
+    assert plain.linear.bias is None and list(plain.state_dict()) == ["linear.weight"]
+    assert plain.linear.weight.dtype is torch.bfloat16
+    first = plain.linear.weight.clone()
+    plain.reset_parameters()
+    assert not torch.equal(plain.linear.weight, first)
