@@ -230,8 +230,8 @@ def _log_softmax(x: Tensor, dim: int) -> Tensor:
 class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss, state_dict included, over extension_cpp.cross_entropy.
 
-    Class probabilities as target, which the op refuses, take torch.nn.CrossEntropyLoss's way; with z_loss or softcap they
-    are an error.
+    Class probabilities as target, which the op refuses, take torch.nn.CrossEntropyLoss's way; with z_loss or softcap
+    they are an error.
 
     Args:
         weight, ignore_index, reduction, label_smoothing: as of torch.nn.CrossEntropyLoss.
@@ -281,10 +281,11 @@ def _cross_entropy(
 ) -> Tensor:
     # A target of another dtype holds class probabilities (or is torch's to refuse): torch's own forward.
     if target.dtype is not torch.int64 and not z_loss and softcap is None:
-        options = weight, None, ignore_index, None, reduction, label_smoothing
-        return torch.nn.functional.cross_entropy(input, target, *options)
-    options = weight, ignore_index, reduction, label_smoothing
-    return ops.cross_entropy(input, target, *options, z_loss=z_loss, softcap=softcap)
+        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        return torch.nn.functional.cross_entropy(input, target, weight, **options)  # type: ignore[arg-type]
+    return ops.cross_entropy(
+        input, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss, softcap=softcap
+    )
 
 
 class LinearCrossEntropyLoss(_NotScriptable, torch.nn.Module):

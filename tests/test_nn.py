@@ -268,7 +268,9 @@ def test_linear_cross_entropy_loss(device: str) -> None:
     assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.linear.bias, linear.bias)
     x, target = (each.to(device) for each in rows_and_targets())
     parameters = loss.linear.weight, target, loss.linear.bias
-    assert torch.equal(loss(x, target), extension_cpp.linear_cross_entropy(x, *parameters, **options, z_loss=1e-3, softcap=5.0))
+    assert torch.equal(
+        loss(x, target), extension_cpp.linear_cross_entropy(x, *parameters, **options, z_loss=1e-3, softcap=5.0)
+    )
     want = "reduction='sum', ignore_index=2, label_smoothing=0.1, z_loss=0.001, softcap=5.0"
     assert want in repr(loss) and "(linear): Linear(in_features=33, out_features=8, bias=True)" in repr(loss)
     plain = LinearCrossEntropyLoss(33, 8, dtype=torch.bfloat16)
