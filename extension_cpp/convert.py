@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from extension_cpp import info, nn, ops
+from extension_cpp import convert_loss, info, nn, ops
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALF)
@@ -32,16 +32,23 @@ class Converted(NamedTuple):
     left: dict[str, str]  # why
 
 
-def convert(model: torch.nn.Module) -> Converted:
-    """Makes a model's norms and dropouts run on this package's ops, in place.
+def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
+    """Makes a model's norms, dropouts, softmaxes and losses run on this package's ops, in place.
 
-    Changed are torch.nn.LayerNorm, RMSNorm and Dropout (whose masks are others then, from the same seed), and every
-    other module that computes what layer_norm or rms_norm computes over the last dimension, as the RMSNorm classes of
-    Hugging Face models do: those are run on probes, and compared with the formulas, with weight and with 1 + weight
-    (Gemma), in float32 and the half types, in training and evaluation, gradients too, whatever they are called. They
-    stay instances of their class, take their input by the name that it had, and return the dtype that they returned,
-    under autocast, too. Parameters (shared ones stay shared), their dtypes, buffers, hooks, training state, state_dict
-    and repr are as before; a second call changes nothing, and revert undoes it.
+    Changed are torch.nn.LayerNorm, RMSNorm, Dropout (whose masks are others then, from the same seed), Softmax,
+    LogSoftmax and CrossEntropyLoss, and every other module that computes what layer_norm or rms_norm computes over the
+    last dimension, as the RMSNorm classes of Hugging Face models do: those are run on probes, and compared with the
+    formulas, with weight and with 1 + weight (Gemma), in float32 and the half types, in training and evaluation,
+    gradients too, whatever they are called. They stay instances of their class, take their input by the name that it
+    had, and return the dtype that they returned, under autocast, too. Parameters (shared ones stay shared), their
+    dtypes, buffers, hooks, training state, state_dict and repr are as before; a second call changes nothing, and revert
+    undoes it.
+
+    Changed is the loss of Hugging Face's causal language models, too, where ``loss_function`` is ForCausalLMLoss: it
+    is computed of the logits as they are, not of a float32 copy, and is float32. With ``loss="linear"`` it is computed
+    of the hidden states by linear_cross_entropy, and there are no logits: **where labels are given, the result's
+    ``logits`` are None**. Without labels, with ``return_dict=False``, and where something was put on the output layer
+    later (LoRA, a hook, a loss_function), forward makes logits as before. Losses have no second derivative.
 
     Inside, the arithmetic is float32 (float64: float64), rounded once. A class that rounds to half before it multiplies
     by the weight (Llama's) rounds twice, so in half types the two differ by up to 1.5 eps of each element; one that
@@ -49,34 +56,53 @@ def convert(model: torch.nn.Module) -> Converted:
 
     Args:
         model: any module, compiled, on any device and dtype, also on meta; it may be a norm itself.
+        loss: "logits" or "linear", what a causal language model's loss is computed of. A scale or a softcap of the
+            logits (Granite, Cohere, Gemma) is kept, as it is at the time of this call.
 
     Returns:
         Two dicts by module name, the first name of one that has several: ``changed``, the function that each module
-        calls now, and ``left``, a sentence for each norm or dropout that was left as it was. The latter are those that
-        compute something else, take more than the input, are parametrized, TorchScript, or had their forward replaced
-        on the instance; in-place dropouts, which the op could only copy, and subclasses of Dropout; and those whose
-        parameters are of a dtype, device or tensor class that the ops do not take, or are empty, as sharding leaves
-        them. No module is changed before all are decided.
+        calls now, and ``left``, a sentence for each of the kinds above that was left as it was. The latter are those
+        that compute something else, take more than the input, are parametrized, TorchScript, or had their forward
+        replaced on the instance; in-place dropouts, which the op could only copy, softmaxes without a dimension, and
+        subclasses of Dropout, Softmax, LogSoftmax and CrossEntropyLoss; those whose parameters are of a dtype, device
+        or tensor class that the ops do not take, or are empty, as sharding leaves them; and models that compute their
+        loss without loss_function. A model that cannot have the linear loss is in both: its loss is that of "logits".
+        No module is changed before all are decided.
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.
+        ValueError: ``loss`` is neither "logits" nor "linear".
 
     What torch.compile compiled before is dropped if anything changed (torch.compiler.reset), as it holds the old code.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got {type(model)}")
+    if loss not in ("logits", "linear"):
+        raise ValueError(f"extension_cpp.nn.convert: expected loss to be 'logits' or 'linear', but got {loss!r}")
     result = Converted({}, {})
-    ours = (nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.AddLayerNorm, nn.AddRMSNorm, _FormulaNorm)
+    ours = (*_replacements().values(), nn.AddLayerNorm, nn.AddRMSNorm, _FormulaNorm)
     classes: list[tuple[str, torch.nn.Module, type]] = []
+    losses: list[tuple[str, torch.nn.Module, convert_loss.Plan | None]] = []
     recognised: dict[Any, Formula | str] = {}
     for name, module in model.named_modules():
+        if convert_loss.is_causal_lm(module):
+            is_replaced, plan, reason = convert_loss.decide(module, loss == "linear", _obstacle)
+            if is_replaced or plan is not None:
+                losses.append((name, module, plan))
+            if reason is not None:
+                result.left[name] = f"{_class_name(module)}: {reason}"
         if isinstance(module, ours) or not _may_be_norm(module):
             continue
         found = _obstacle(module) or _class_for(module, recognised)
         if isinstance(found, type):
             classes.append((name, module, found))
-        elif (_called_norm(module) or isinstance(module, torch.nn.Dropout)) and ".parametrizations." not in f".{name}":
+        elif _is_asked_for(module) and ".parametrizations." not in f".{name}":
             result.left[name] = f"{_class_name(module)}: {found}"
+    for name, module, plan in losses:
+        convert_loss.apply(module, plan)
+        result.changed[name] = "cross_entropy" if plan is None else "linear_cross_entropy"
+        if plan is not None:
+            result.changed[f"{name}.{plan.head}".lstrip(".")] = "linear_cross_entropy"
     for name, module, found in classes:
         vars(module).pop("forward", None)  # its class's own, which would stand before the new class's
         module.__class__ = found
@@ -86,7 +112,7 @@ def convert(model: torch.nn.Module) -> Converted:
 
 
 def revert(model: torch.nn.Module) -> Converted:
-    """Undoes convert, in place: every converted module has its class again.
+    """Undoes convert, in place: every converted module has its class again, and every model its loss.
 
     Args:
         model: any module; it may be a norm itself.
@@ -94,7 +120,8 @@ def revert(model: torch.nn.Module) -> Converted:
     Returns:
         Two dicts by module name: ``changed``, the class that each module has again, and ``left``, a sentence for each
         that something else put a class of its own on top of. Modules that were made as extension_cpp.nn.LayerNorm,
-        RMSNorm or Dropout become torch.nn's; the others of extension_cpp.nn have no class to go back to.
+        RMSNorm, Dropout, Softmax, LogSoftmax or CrossEntropyLoss become torch.nn's, but for a loss with ``z_loss`` or
+        ``softcap``, which is left; the others of extension_cpp.nn have no class to go back to.
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.
@@ -104,20 +131,34 @@ def revert(model: torch.nn.Module) -> Converted:
     result = Converted({}, {})
     for name, module in model.named_modules():
         original = _original(type(module))
-        if original is not None:
+        if isinstance(module, nn.CrossEntropyLoss) and module.extends_torch():
+            result.left[name] = f"{_class_name(module)}: torch.nn.CrossEntropyLoss has no z_loss and no softcap"
+        elif original is not None:
+            vars(module).pop("received", None)  # an output layer's, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif issubclass(type(module), _FormulaNorm):
+        elif isinstance(module, (_FormulaNorm, convert_loss.LinearLossModel, convert_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
+        if convert_loss.restore(module):
+            result.changed[name] = _class_name(module)
     _forget_what_was_compiled(result)
     return result
+
+
+def _replacements() -> dict[type, type]:
+    """The classes of torch.nn that have one of the same name in extension_cpp.nn."""
+    names = ("LayerNorm", "RMSNorm", "Dropout", "Softmax", "LogSoftmax", "CrossEntropyLoss")
+    return {getattr(torch.nn, name): getattr(nn, name) for name in names}
 
 
 def _original(converted: type) -> type | None:
     """The class that a converted module had."""
     if issubclass(converted, _FormulaNorm) and converted.__bases__[0] is _FormulaNorm:
         return converted.original
-    return {nn.LayerNorm: torch.nn.LayerNorm, nn.RMSNorm: torch.nn.RMSNorm, nn.Dropout: torch.nn.Dropout}.get(converted)
+    for original, ours in _replacements().items():
+        if converted is ours:
+            return original
+    return convert_loss.original_class(converted)
 
 
 def _forget_what_was_compiled(result: Converted) -> None:
@@ -125,13 +166,21 @@ def _forget_what_was_compiled(result: Converted) -> None:
         torch.compiler.reset()
 
 
-def _class_name(module: torch.nn.Module) -> str:
+def _class_name(module: Any) -> str:
     return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
 def _called_norm(module: torch.nn.Module) -> bool:
-    """Whether people would ask why it was left."""
     return isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)) or "norm" in _class_name(module).lower()
+
+
+# Recognised by their class alone, and reported where they are left.
+KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
+
+
+def _is_asked_for(module: torch.nn.Module) -> bool:
+    """Whether people would ask why it was left."""
+    return isinstance(module, KINDS) or _called_norm(module)
 
 
 def _may_be_norm(module: torch.nn.Module) -> bool:
@@ -151,7 +200,10 @@ def _obstacle(module: torch.nn.Module) -> str | None:
         return "it is parametrized; convert the model before the parametrization is registered"
     if _is_replaced(module):
         return "its forward was replaced on the instance"
-    for name, parameter in _parameters(module).items():
+    tensors = _parameters(module)
+    if isinstance(module, torch.nn.CrossEntropyLoss) and module.weight is not None:
+        tensors["weight"] = module.weight
+    for name, parameter in tensors.items():
         if type(parameter) not in (torch.nn.Parameter, Tensor):
             return f"its {name} is a {type(parameter).__name__}, not a plain tensor"
         if parameter.dtype not in DTYPES:
@@ -182,10 +234,8 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, "Formula | str"]) 
         return nn.LayerNorm
     if type(module) is torch.nn.RMSNorm:
         return nn.RMSNorm
-    if isinstance(module, torch.nn.Dropout):
-        if type(module) is not torch.nn.Dropout:
-            return "a subclass of torch.nn.Dropout, and what it draws cannot be compared"
-        return "it works in place, which the op could only copy" if module.inplace else nn.Dropout
+    if isinstance(module, KINDS):
+        return _class_by_kind(module)
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
     if formula is None:
@@ -198,6 +248,19 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, "Formula | str"]) 
         return _formula_class(original, formula)
     except Exception as error:  # of its metaclass or its __init_subclass__
         return f"it computes {formula}, but its class cannot be subclassed ({error})"
+
+
+def _class_by_kind(module: torch.nn.Module) -> type | str:
+    """The same for one of KINDS."""
+    if type(module) not in KINDS:
+        base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
+        does = "draws" if base == "Dropout" else "computes"
+        return f"a subclass of torch.nn.{base}, and what it {does} cannot be compared"
+    if isinstance(module, torch.nn.Dropout) and module.inplace:
+        return "it works in place, which the op could only copy"
+    if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
+        return "its dim is None, so PyTorch chooses it by the input's number of dimensions"
+    return _replacements()[type(module)]
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
@@ -213,7 +276,8 @@ def _plain_state(module: torch.nn.Module) -> Any:
 def _function(converted: type) -> str:
     if issubclass(converted, _FormulaNorm):
         return str(converted.formula)
-    return {nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.Dropout: "dropout"}[converted]
+    functions = "layer_norm", "rms_norm", "dropout", "softmax", "log_softmax", "cross_entropy"
+    return dict(zip(_replacements().values(), functions, strict=True))[converted]
 
 
 # ---- modules that compute a known formula ----

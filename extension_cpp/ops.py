@@ -1538,6 +1538,12 @@ def cross_entropy(
     return _ops.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
 
 
+def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """cross_entropy with a float32 loss for half logits, too: what nn.convert gives a language model."""
+    number = _reduction("cross_entropy", reduction)
+    return _ops.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
+
+
 def _reduction(op: str, reduction: str) -> int:
     """The operators' number for it, as in ATen."""
     if reduction not in ("none", "mean", "sum"):
@@ -1827,6 +1833,21 @@ def linear_cross_entropy(
     options = number, ignore_index, label_smoothing, z_loss, softcap
     needs = (_may_need_grad(t) for t in (x, linear_weight, linear_bias))
     return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, *options, False, *needs)
+
+
+def _float_linear_cross_entropy(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    softcap: float | None,
+) -> Tensor:
+    """linear_cross_entropy with a float32 loss for half inputs, too: what nn.convert gives a language model."""
+    options = _reduction("linear_cross_entropy", reduction), ignore_index, 0.0, 0.0, softcap
+    needs = (_may_need_grad(t) for t in (x, linear_weight, linear_bias))
+    return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, None, *options, True, *needs)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:

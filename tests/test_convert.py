@@ -46,7 +46,8 @@ OPT |= {"num_attention_heads": 4, "max_position_embeddings": 32, "dropout": 0.0,
 T5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 T5 |= {"decoder_start_token_id": 0}
 
-# The class, its configuration, the norms in it, and what computes them.
+# The class, its configuration, the norms in it, and what computes them. T5 and BERT compute the loss themselves.
+OWN_LOSS = ("t5", "bert")
 MODELS = {
     "llama": ("LlamaForCausalLM", LLAMA, 5, "rms_norm"),
     "qwen2": ("Qwen2ForCausalLM", LLAMA, 5, "rms_norm"),
@@ -57,6 +58,9 @@ MODELS = {
     "opt": ("OPTForCausalLM", OPT, 5, "layer_norm"),
     "bert": ("BertForMaskedLM", BERT, 6, "layer_norm"),
 }
+
+
+OWN = "its forward does not call loss_function, but computes the loss itself"
 
 
 def make(name: str, dtype: torch.dtype, device: str = "cpu") -> torch.nn.Module:
@@ -93,7 +97,6 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor], eps: float) -> N
         assert error <= bound, f"{name}: {error:.1e} > {bound:.1e}"
 
 
-# The RMSNorm classes compute in float32 in every model.
 PRECISIONS = [("float64", name) for name in MODELS] + [("float32", name) for name in MODELS]
 
 
@@ -104,11 +107,14 @@ def test_models(name: str, dtype: str, device: str) -> None:
     model = copy.deepcopy(stock)
     changed, left = convert(model)
     *_, count, function = MODELS[name]
-    assert [each for each in changed.values() if each != "dropout"] == [function] * count and not left
+    loss = [] if name in OWN_LOSS else ["cross_entropy"]
+    assert [each for each in changed.values() if each != "dropout"] == loss + [function] * count
+    assert list(left.values()) == [f"T5ForConditionalGeneration: {OWN}"] * (name == "t5")
     assert not any(type(module) is torch.nn.Dropout for module in model.modules())
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     got = loss_and_gradients(model, dict(model.named_parameters()))
-    exact = dtype == "float64" and function == "layer_norm"
+    # The RMSNorm classes compute in float32 in every model, and so does transformers' loss.
+    exact = dtype == "float64" and name == "bert"
     check_same(got, want, torch.finfo(torch.float64 if exact else torch.float32).eps)
     assert any(not torch.equal(got[name], want[name]) for name in want), "not one bit differs: is it converted?"
     for (name_a, a), (name_b, b) in zip(model.state_dict().items(), stock.state_dict().items(), strict=True):
@@ -150,7 +156,7 @@ def test_models_with_dropout(name: str, device: str) -> None:
     for each in (model, stock):
         torch.manual_seed(5)
         results.append(loss_and_gradients(each, dict(each.named_parameters())))
-    check_same(*results, torch.finfo(torch.float64).eps)
+    check_same(*results, torch.finfo(torch.float64 if name in OWN_LOSS else torch.float32).eps)
     torch.manual_seed(6)
     others = loss_and_gradients(model, dict(model.named_parameters()))
     assert not torch.equal(others["loss"], results[0]["loss"]), "another seed, the same masks?"
@@ -471,9 +477,15 @@ LEFT = {
     "it has buffers": [lambda: torch.nn.BatchNorm1d(64)],
     "its forward was replaced on the instance": [replaced_forward],
     "it is parametrized": [lambda: weight_norm(torch.nn.LayerNorm(64))],
-    "its weight is torch.float8_e4m3fn, not float64": [lambda: LlamaRMSNorm(64).to(torch.float8_e4m3fn)],
+    "its weight is torch.float8_e4m3fn, not float64": [
+        lambda: LlamaRMSNorm(64).to(torch.float8_e4m3fn),
+        lambda: torch.nn.CrossEntropyLoss(torch.ones(2)).to(torch.float8_e4m3fn),
+    ],
     "it works in place": [lambda: torch.nn.Dropout(0.5, inplace=True)],
     "a subclass of torch.nn.Dropout": [type("OwnDropout", (torch.nn.Dropout,), {})],
+    "a subclass of torch.nn.Softmax, and what it computes": [type("OwnSoftmax", (torch.nn.Softmax,), {})],
+    "a subclass of torch.nn.CrossEntropyLoss": [type("OwnLoss", (torch.nn.CrossEntropyLoss,), {})],
+    "its dim is None": [torch.nn.Softmax, torch.nn.LogSoftmax],
     "its rows are too short to tell": [lambda: LlamaRMSNorm(1)],
     "it computes rms_norm in training only": [TrainingNorm],
     "it computes rms_norm in evaluation only": [EvaluationNorm],
@@ -525,6 +537,51 @@ def test_dropout(device: str) -> None:
     torch.manual_seed(0)
     assert torch.equal(got, extension_cpp.dropout(x, 0.25)) and {0.0} < set(got.unique().tolist())
     assert torch.equal(model.eval()[0](x), x)
+
+
+SOFTMAXES = {"softmax": torch.nn.Softmax, "log_softmax": torch.nn.LogSoftmax}
+
+
+@pytest.mark.parametrize("dim", [-1, 0, 2])
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmaxes(name: str, dim: int, device: str) -> None:
+    """The op's bits; hooks run, copies stay converted, and revert takes the class off."""
+    module, seen = SOFTMAXES[name](dim=dim), []
+    stock = copy.deepcopy(module)
+    module.register_forward_hook(lambda *_: seen.append(1))
+    module.forward = module.forward
+    model = torch.nn.Sequential(module)
+    assert convert(model) == ({"0": name}, {}) and convert(model) == ({}, {})
+    x = torch.randn(3, 4, 5, device=device)
+    assert torch.equal(module(x), getattr(extension_cpp, name)(x, dim)) and seen == [1]
+    for twin in (copy.deepcopy(stock), pickle.loads(pickle.dumps(stock))):
+        convert(twin)
+        for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+            assert type(again) is type(module) and again.dim == dim and repr(again) == repr(stock)
+    assert nn.revert(model) == ({"0": type(stock).__name__}, {}) and type(module) is type(stock)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_cross_entropy_losses(weighted: bool, device: str) -> None:
+    """The op's bits for class indices, torch's for probabilities; the weight stays a buffer, under its own name."""
+    weight = torch.rand(8, device=device) if weighted else None
+    module = torch.nn.CrossEntropyLoss(weight, ignore_index=3, label_smoothing=0.1)
+    stock = copy.deepcopy(module)
+    assert convert(module) == ({"": "cross_entropy"}, {}) and convert(module) == ({}, {})
+    assert repr(module) == repr(stock) and vars(module).keys() == vars(stock).keys()
+    assert module.state_dict().keys() == stock.state_dict().keys()
+    logits, target = torch.randn(16, 8, device=device), torch.randint(0, 8, (16,), device=device)
+    want = extension_cpp.cross_entropy(logits, target, weight, 3, label_smoothing=0.1)
+    module.ignore_index = stock.ignore_index = -100  # torch refuses another beside probabilities
+    probabilities = torch.rand(16, 8, device=device)
+    assert torch.equal(module(logits, probabilities), stock(logits, probabilities))
+    module.ignore_index = 3
+    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(logits, target), want)
+    assert nn.revert(module) == ({"": "CrossEntropyLoss"}, {}) and type(module) is torch.nn.CrossEntropyLoss
+    more = nn.CrossEntropyLoss(z_loss=1e-4)
+    reason = "CrossEntropyLoss: torch.nn.CrossEntropyLoss has no z_loss and no softcap"
+    assert nn.revert(more) == ({}, {"": reason}) and type(more) is nn.CrossEntropyLoss
 
 
 def test_not_a_module() -> None:

@@ -1,0 +1,362 @@
+"""The part of nn.convert that knows the losses of Hugging Face's causal language models.
+
+Such a model's forward makes logits with its output layer, and calls ``self.loss_function`` with them. That function is
+replaced on the instance. With loss="linear" the model's class is changed, too, and the output layer's: while labels are
+given, the layer keeps its input, and the loss function makes the loss of it.
+"""
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from extension_cpp import ops
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss, without its copy of the logits in float32."""
+    targets = _targets(labels, shift_labels, ignore_index, logits.device)
+    loss = ops._float_cross_entropy(
+        logits.reshape(-1, vocab_size), targets, ignore_index, _reduction(num_items_in_batch)
+    )
+    return _scaled(loss, num_items_in_batch)
+
+
+def _targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, device: torch.device) -> Tensor:
+    """The next token of each: the labels are shifted, not the logits, which would be copied."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1).to(device)
+
+
+def _reduction(num_items_in_batch: Tensor | int | None) -> str:
+    return "mean" if num_items_in_batch is None else "sum"
+
+
+def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    loss = loss.float()  # of float64 logits, too, as ForCausalLMLoss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+# ---- which models ----
+
+
+def is_causal_lm(module: torch.nn.Module) -> bool:
+    """Whether it is a model of transformers whose loss is, or is said to be, ForCausalLMLoss."""
+    utilities = sys.modules.get("transformers.loss.loss_utils")
+    if utilities is None or not isinstance(module, _modeling().PreTrainedModel) or isinstance(module, LinearLossModel):
+        return False
+    if "_loss_function" in vars(module):
+        return vars(module)["_loss_function"] in (utilities.ForCausalLMLoss, causal_lm_loss)
+    default = utilities.ForCausalLMLoss if _calls_loss_function(module) else None  # also of GPT2LMHeadModel
+    return utilities.LOSS_MAPPING.get(module.loss_type, default) is utilities.ForCausalLMLoss
+
+
+def _calls_loss_function(module: torch.nn.Module) -> bool:
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
+
+
+def obstacle(module: torch.nn.Module) -> str | None:
+    """What forbids to replace the loss function of a causal language model."""
+    if not _calls_loss_function(module):
+        return "its forward does not call loss_function, but computes the loss itself"
+    if inspect.getattr_static(type(module), "loss_function", None) is not _modeling().PreTrainedModel.loss_function:
+        return "its class has a loss_function of its own"
+    devices = {parameter.device.type for parameter in module.parameters()} - {"cpu", "cuda", "meta"}
+    return f"it has parameters on {min(devices)}, and the ops run on CPU and CUDA" if devices else None
+
+
+def _modeling() -> Any:
+    return sys.modules["transformers.modeling_utils"]
+
+
+def decide(
+    module: torch.nn.Module, is_linear: bool, obstacle_of: Callable[[torch.nn.Module], str | None]
+) -> tuple[bool, "Plan | None", str | None]:
+    """Whether to replace a causal language model's loss function, the plan of its linear loss, why there is none."""
+    reason = obstacle(module)
+    if reason is not None or not is_linear:
+        return reason is None and not _has_our_loss(module), None, reason
+    plan = linear_plan(module, obstacle_of)
+    if isinstance(plan, Plan):
+        return True, plan, None
+    return not _has_our_loss(module), None, f"its loss cannot be linear: {plan}"
+
+
+def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
+    vars(module)["_loss_function"] = causal_lm_loss  # as the setter of transformers
+    if plan is not None:
+        original: Any = type(module)
+        getattr(module, plan.head).__class__ = Head
+        module.__class__ = linear_class(original, plan)
+
+
+def restore(module: torch.nn.Module) -> bool:
+    """Takes our loss function off a model that has its own class; False if there is none."""
+    if isinstance(module, LinearLossModel) or not _has_our_loss(module):
+        return False
+    del vars(module)["_loss_function"]
+    utilities = sys.modules["transformers.loss.loss_utils"]
+    if utilities.LOSS_MAPPING.get(module.loss_type, utilities.ForCausalLMLoss) is not utilities.ForCausalLMLoss:
+        vars(module)["_loss_function"] = utilities.ForCausalLMLoss  # it was set, too
+    return True
+
+
+def _has_our_loss(module: torch.nn.Module) -> bool:
+    return vars(module).get("_loss_function") is causal_lm_loss
+
+
+# ---- loss="linear" ----
+
+
+class Plan(NamedTuple):
+    """What a model's forward does between its input and its loss function."""
+
+    head: str  # the output layer's name
+    labels: int  # their position among the arguments
+    return_dict: int | None
+    scale: float  # of the logits
+    softcap: float | None  # of the scaled logits
+
+
+class Head(torch.nn.Linear):
+    """An output layer that keeps its input while ``received`` is a list."""
+
+    received: list[Tensor] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.received is None:
+            return super().forward(input)
+        self.received.append(input)
+        return input.new_zeros(*input.shape[:-1], 1)  # stands for the logits, which nobody reads
+
+    def _get_name(self) -> str:
+        return "Linear"
+
+
+class LinearLossModel:
+    """Put before a model's class, it makes the loss of the output layer's input."""
+
+    plan: ClassVar[Plan]
+    original: ClassVar[type]
+
+    @property
+    def loss_function(self) -> Callable[..., Tensor]:
+        received = getattr(getattr(self, self.plan.head), "received", None)
+        return self.linear_loss if received else super().loss_function  # type: ignore[misc]  # the model's
+
+    @loss_function.setter
+    def loss_function(self, value: Callable[..., Tensor]) -> None:
+        self._loss_function = value
+
+    def linear_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        head = getattr(self, self.plan.head)
+        (x,) = head.received
+        if self.plan.scale != 1:
+            x = x * self.plan.scale
+        targets = _targets(labels, shift_labels, ignore_index, x.device)
+        rows = x.reshape(-1, x.shape[-1])
+        options = ignore_index, _reduction(num_items_in_batch), self.plan.softcap
+        loss = ops._float_linear_cross_entropy(rows, head.weight, targets, head.bias, *options)
+        return _scaled(loss, num_items_in_batch)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies without the class, which no module holds: it is made again."""
+        if original_class(type(self)) is None:  # a class on top, which pickles as classes do
+            return super().__reduce_ex__(protocol)
+        return _blank, (self.original, self.plan), *super().__reduce_ex__(protocol)[2:]
+
+
+@functools.cache
+def linear_class(original: type, plan: Plan) -> type:
+    """A subclass of both, with the original's name, module and signature: transformers looks at these."""
+
+    @functools.wraps(original.forward)  # type: ignore[attr-defined]  # a model's
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head = getattr(self, plan.head)
+        if not _makes_linear_loss(self, head, args, kwargs):
+            return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        head.received = []
+        try:
+            output = original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            head.received = None  # torch.compile cannot replay a del
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    names |= {"original": original, "plan": plan, "forward": forward}  # type: ignore[dict-item]
+    return type(original.__name__, (LinearLossModel, original), names)
+
+
+def _blank(original: type, plan: Plan) -> torch.nn.Module:
+    return object.__new__(linear_class(original, plan))
+
+
+def original_class(converted: type) -> type | None:
+    if issubclass(converted, LinearLossModel) and converted.__bases__[0] is LinearLossModel:
+        return converted.original
+    return torch.nn.Linear if converted is Head else None
+
+
+def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are labels, a result with names, and nothing that needs the logits or replaced what makes them."""
+    plan: Plan = self.plan
+    labels = args[plan.labels] if len(args) > plan.labels else kwargs.get("labels")
+    if labels is None or getattr(self, "_loss_function", None) is not causal_lm_loss:
+        return False
+    if type(head) is not Head or must_run(head) is not None:
+        return False
+    at = plan.return_dict
+    return_dict = args[at] if at is not None and len(args) > at else kwargs.get("return_dict")
+    return bool(self.config.return_dict if return_dict is None else return_dict)
+
+
+def must_run(head: torch.nn.Module) -> str | None:
+    """Why the output layer must run: what was put on it, also after it was converted."""
+    if "forward" in vars(head):
+        return "has a forward of its own"
+    hooks = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
+    return "has hooks" if any(hooks) else None
+
+
+# ---- following a model's forward ----
+
+
+def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module], str | None]) -> Plan | str:
+    """How the loss is made of the output layer's input, or why it cannot be."""
+    head = module.get_output_embeddings()  # type: ignore[operator]  # a model's
+    name = next((name for name, each in module._modules.items() if each is head and head is not None), None)
+    if name is None:
+        return "its output layer is not one of its own modules"
+    if type(head) not in (Head, torch.nn.Linear):
+        return f"its {name} is a {type(head).__name__}, not a plain torch.nn.Linear"
+    reason = must_run(head) or ("is empty, as sharding leaves it" if head.weight.dim() != 2 else None)
+    if reason is not None:
+        return f"its {name} {reason}"
+    if (reason := obstacle_of(head)) is not None:
+        return f"of its {name}: {reason}"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    if "labels" not in arguments:
+        return "its forward does not name labels among its arguments"
+    found = _logits_to_loss(module, name)
+    if isinstance(found, str):
+        return found
+    scale, softcap = found
+    if scale != 1 and head.bias is not None:
+        return f"it scales the logits, and its {name} has a bias"
+    return_dict = arguments.index("return_dict") if "return_dict" in arguments else None
+    return Plan(name, arguments.index("labels"), return_dict, scale, softcap)
+
+
+# Of the probe: powers of two, for any dtype. What becomes of them is the scale, and the softcap if there is one.
+SMALL, LARGE = 2.0**-20, 2.0**100
+
+
+def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | None] | str:
+    """The scale and the softcap that forward applies to the logits, found by running it on a probe."""
+    head: Any = module._modules[name]
+    unknown = "what its forward does with the logits is not known"
+    with torch.device("cpu"), torch.no_grad():  # the caller's device may be meta
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randn(1, 2, head.weight.shape[0], generator=generator, dtype=torch.float64) * 4
+        probe[0, :, 0] = torch.tensor([SMALL, LARGE])
+        got = _follow(module, name, probe.clone())
+        if got is None or _follow(module, name, torch.zeros(1, 2, 1)) is None:
+            return unknown
+        if got.shape != probe.shape or not got.is_floating_point():
+            return unknown
+        scale, large = (got[0, :, 0].double() / torch.tensor([SMALL, 1.0], dtype=torch.float64)).tolist()
+        scale = 1.0 if abs(scale - 1) <= 1e-6 else scale
+        softcap = None if abs(large - scale * LARGE) <= 1e-6 * abs(scale * LARGE) else large
+        want = probe * scale if softcap is None else softcap * torch.tanh(probe * scale / softcap)
+        # A few roundings of float32, in which some models scale.
+        if not bool(((got - want).abs() <= 1e-6 * want.abs()).all()) or (softcap or 1) <= 0:
+            return unknown
+    return scale, softcap
+
+
+def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None:
+    """What loss_function gets if the output layer gives these logits; None if more depends on them, or nothing."""
+    head: Any = module._modules[name]
+    received: list[Tensor] = []
+    calls: list[tuple[Tensor, Tensor, int]] = []
+    loss = torch.zeros(())
+
+    def output_layer(input: Tensor) -> Tensor:
+        received.append(input)
+        return logits
+
+    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, *_: Any, **__: Any) -> Tensor:
+        calls.append((logits, labels, vocab_size))
+        return loss
+
+    twin, stand_in = copy.copy(module), _StandIn(torch.zeros(1, 2, head.in_features))
+    twin._modules = dict.fromkeys(module._modules, stand_in)
+    twin._modules[name] = _StandIn(output_layer)
+    vars(twin)["_loss_function"] = loss_function
+    labels = torch.tensor([[0, 1]])
+    try:
+        output: Any = type(module).forward(twin, input_ids=torch.zeros_like(labels), labels=labels, return_dict=True)
+    except Exception:  # of a stranger's code on stand-ins
+        return None
+    if len(calls) != 1 or len(received) != 1 or received[0].shape[-1] != head.in_features:
+        return None
+    if getattr(output, "loss", None) is not loss or "logits" not in output or not isinstance(output, dict):
+        return None
+    got, targets, vocab_size = calls[0]
+    return got if targets is labels and vocab_size == head.weight.shape[0] else None
+
+
+class _StandIn(torch.nn.Module):
+    """For each module inside a model: it gives the output layer's result, or hidden states."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = [result]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (result,) = self.result
+        return _Outputs(result) if isinstance(result, Tensor) else result(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # of OPT's `self.model.decoder(...)`
+
+
+class _Outputs:
+    """A base model's result, of which all but the hidden states is None."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()
