@@ -1724,7 +1724,7 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
             target is no class. On CUDA, where a check would wait for the device, that row's results and gradient are
             NaN.
 
-    Both differentiable in ``logits``, once; one read of the logits forward, one read and one write backward.
+    Differentiable in ``logits`` through both, once; one read of the logits forward, one read and one write backward.
     Deterministic and batch-invariant. Source: torch.log_softmax.
     """
     return _ops.token_log_probs(logits, target, temperature)
