@@ -45,9 +45,9 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
     undoes it.
 
     Changed is the loss of Hugging Face's causal language models, too, where ``loss_function`` is ForCausalLMLoss: it
-    is computed of the logits as they are, not of a float32 copy, and is float32. With ``loss="linear"`` it is computed
-    of the hidden states by linear_cross_entropy, and there are no logits: **where labels are given, the result's
-    ``logits`` are None**. Without labels, with ``return_dict=False``, and where something was put on the output layer
+    is computed from the logits as they are, without a float32 copy, and is float32. With ``loss="linear"`` it is
+    computed from the hidden states by linear_cross_entropy, and there are no logits: **where labels are given, the
+    result's ``logits`` are None**. Without labels, with ``return_dict=False``, and where something was put on the output layer
     later (LoRA, a hook, a loss_function), forward makes logits as before. Losses have no second derivative.
 
     Inside, the arithmetic is float32 (float64: float64), rounded once. A class that rounds to half before it multiplies
@@ -56,8 +56,8 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
 
     Args:
         model: any module, compiled, on any device and dtype, also on meta; it may be a norm itself.
-        loss: "logits" or "linear", what a causal language model's loss is computed of. A scale or a softcap of the
-            logits (Granite, Cohere, Gemma) is kept, as it is at the time of this call.
+        loss: "logits" or "linear": from what a causal language model's loss is computed. "linear" keeps the scale and
+            the softcap of the logits (Granite, Cohere, Gemma) that the model has at the time of this call.
 
     Returns:
         Two dicts by module name, the first name of one that has several: ``changed``, the function that each module
@@ -66,7 +66,7 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
         replaced on the instance; in-place dropouts, which the op could only copy, softmaxes without a dimension, and
         subclasses of Dropout, Softmax, LogSoftmax and CrossEntropyLoss; those whose parameters are of a dtype, device
         or tensor class that the ops do not take, or are empty, as sharding leaves them; and models that compute their
-        loss without loss_function. A model that cannot have the linear loss is in both: its loss is that of "logits".
+        loss without loss_function. A model that cannot have the linear loss is in both: it gets the loss of "logits".
         No module is changed before all are decided.
 
     Raises:

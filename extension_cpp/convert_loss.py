@@ -1,8 +1,8 @@
 """The part of nn.convert that knows the losses of Hugging Face's causal language models.
 
 Such a model's forward makes logits with its output layer, and calls ``self.loss_function`` with them. That function is
-replaced on the instance. With loss="linear" the model's class is changed, too, and the output layer's: while labels are
-given, the layer keeps its input, and the loss function makes the loss of it.
+replaced on the instance. With loss="linear" the classes of the model and of its output layer are changed, too: while
+labels are given, the layer only keeps its input, and the loss function computes the loss from it.
 """
 
 import copy
@@ -36,7 +36,7 @@ def causal_lm_loss(
 
 
 def _targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, device: torch.device) -> Tensor:
-    """The next token of each: the labels are shifted, not the logits, which would be copied."""
+    """Each token's next one. The labels are shifted; shifted logits would be a copy."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1).to(device)
@@ -151,7 +151,7 @@ class Head(torch.nn.Linear):
 
 
 class LinearLossModel:
-    """Put before a model's class, it makes the loss of the output layer's input."""
+    """Put before a model's class, it computes the loss from the output layer's input."""
 
     plan: ClassVar[Plan]
     original: ClassVar[type]
@@ -248,7 +248,7 @@ def must_run(head: torch.nn.Module) -> str | None:
 
 
 def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module], str | None]) -> Plan | str:
-    """How the loss is made of the output layer's input, or why it cannot be."""
+    """How the loss is computed from the output layer's input, or why it cannot be."""
     head = module.get_output_embeddings()  # type: ignore[operator]  # a model's
     name = next((name for name, each in module._modules.items() if each is head and head is not None), None)
     if name is None:
@@ -275,7 +275,7 @@ def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module]
     return Plan(name, arguments.index("labels"), return_dict, scale, softcap)
 
 
-# Of the probe: powers of two, for any dtype. What becomes of them is the scale, and the softcap if there is one.
+# Elements of the probe, exact in every dtype. The small one shows the scale, and the large one the softcap.
 SMALL, LARGE = 2.0**-20, 2.0**100
 
 
@@ -303,7 +303,7 @@ def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | 
 
 
 def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None:
-    """What loss_function gets if the output layer gives these logits; None if more depends on them, or nothing."""
+    """What loss_function gets if the output layer returns these logits; None if the loss is not its result alone."""
     head: Any = module._modules[name]
     received: list[Tensor] = []
     calls: list[tuple[Tensor, Tensor, int]] = []
@@ -320,22 +320,25 @@ def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None
     twin, stand_in = copy.copy(module), _StandIn(torch.zeros(1, 2, head.in_features))
     twin._modules = dict.fromkeys(module._modules, stand_in)
     twin._modules[name] = _StandIn(output_layer)
+    vars(twin._modules[name])["weight"] = torch.empty(head.weight.shape, device="meta")  # Mamba looks at its dtype
     vars(twin)["_loss_function"] = loss_function
     labels = torch.tensor([[0, 1]])
     try:
         output: Any = type(module).forward(twin, input_ids=torch.zeros_like(labels), labels=labels, return_dict=True)
     except Exception:  # of a stranger's code on stand-ins
         return None
-    if len(calls) != 1 or len(received) != 1 or received[0].shape[-1] != head.in_features:
+    if len(calls) != 1 or len(received) != 1 or not isinstance(received[0], Tensor):
         return None
-    if getattr(output, "loss", None) is not loss or "logits" not in output or not isinstance(output, dict):
+    if received[0].shape[-1] != head.in_features or getattr(output, "loss", None) is not loss:
+        return None
+    if not isinstance(output, dict) or "logits" not in output:
         return None
     got, targets, vocab_size = calls[0]
     return got if targets is labels and vocab_size == head.weight.shape[0] else None
 
 
 class _StandIn(torch.nn.Module):
-    """For each module inside a model: it gives the output layer's result, or hidden states."""
+    """In the place of each module of a model: it returns hidden states, or what the output layer would."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -350,7 +353,7 @@ class _StandIn(torch.nn.Module):
 
 
 class _Outputs:
-    """A base model's result, of which all but the hidden states is None."""
+    """A base model's result. All but the hidden states is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
