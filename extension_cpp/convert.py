@@ -44,10 +44,10 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
     dtypes, buffers, hooks, training state, state_dict and repr are as before; a second call changes nothing, and revert
     undoes it.
 
-    Changed is the loss of Hugging Face's causal language models, too, where ``loss_function`` is ForCausalLMLoss: it
-    is computed from the logits as they are, without a float32 copy, and is float32. With ``loss="linear"`` it is
-    computed from the hidden states by linear_cross_entropy, and there are no logits: **where labels are given, the
-    result's ``logits`` are None**. Without labels, with ``return_dict=False``, and where something was put on the output layer
+    Changed is the loss of Hugging Face's causal language models, too, where ``loss_function`` is ForCausalLMLoss: it is
+    computed from the logits as they are, without a float32 copy, and is float32. With ``loss="linear"`` it is computed
+    from the hidden states by linear_cross_entropy, and there are no logits: **where labels are given, the result's
+    ``logits`` are None**. Without labels, with ``return_dict=False``, and where something was put on the output layer
     later (LoRA, a hook, a loss_function), forward makes logits as before. Losses have no second derivative.
 
     Inside, the arithmetic is float32 (float64: float64), rounded once. A class that rounds to half before it multiplies
