@@ -149,20 +149,40 @@ def backward_of_rows(
 
 
 def _forward_kernel(*args: Any) -> tuple[Tensor, ...]:
-    tensors, reduction, options, (float_loss, *needs) = args[:5], args[5], args[6:10], args[10:]
+    (
+        x,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        reduction,
+        *options,
+        float_loss,
+        needs_x,
+        needs_weight,
+        needs_bias,
+    ) = args
     # The gradients of rows wait for backward.
-    return forward(*tensors, reduction, options, float_loss, needs if reduction > 0 else (False,) * 3)
+    needs = (needs_x, needs_weight, needs_bias) if reduction > 0 else (False, False, False)
+    return forward(x, linear_weight, target, linear_bias, weight, reduction, _options(options), float_loss, needs)
 
 
 def _twin_kernel(*args: Any) -> Tensor:
-    return forward(*args[:5], args[5], args[6:10], args[10], (False,) * 3)[0]
+    x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, _, _, _ = args
+    none = (False, False, False)
+    return forward(x, linear_weight, target, linear_bias, weight, reduction, _options(options), float_loss, none)[0]
 
 
 def _backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    tensors, made, reduction, options, needs = args[:5], args[5:8], args[8], args[9:13], args[13:]
-    if reduction == 0:
-        return backward_of_rows(grad_out, *tensors, options, needs)
-    return tuple(grad * grad_out for grad in made)
+    x, linear_weight, target, linear_bias, weight, *made, reduction, _, _, _, _, _, _, _ = args
+    if reduction > 0:
+        return tuple(grad * grad_out for grad in made)
+    return backward_of_rows(grad_out, x, linear_weight, target, linear_bias, weight, _options(args[9:13]), args[13:])
+
+
+def _options(options: Sequence[Any]) -> Options:
+    ignore_index, label_smoothing, z_loss, softcap = options
+    return ignore_index, label_smoothing, z_loss, softcap
 
 
 def register(check: Any, check_backward: Any) -> None:

@@ -35,11 +35,11 @@ typedef struct {
   const void *weight;     /* (cols), ACC; NULL: ones */
   const void *weight_sum; /* W, one number, ACC, with weight and label_smoothing; else NULL */
   int64_t outer, cols, inner;
-  int64_t outer_stride;   /* at least cols * inner */
-  int64_t ignore_index;   /* not read by token_log_probs */
+  int64_t outer_stride; /* at least cols * inner */
+  int64_t ignore_index; /* not read by token_log_probs */
   double label_smoothing, z_loss;
-  double softcap;         /* 0: none */
-  double scale;           /* 1 / temperature; 1 with softcap */
+  double softcap; /* 0: none */
+  double scale;   /* 1 / temperature; 1 with softcap */
   dtype_t dtype;
 } loss_rows;
 
@@ -47,22 +47,22 @@ typedef struct {
  * memory where a row stays in registers or caches. */
 typedef struct {
   loss_rows rows;
-  void *loss;              /* (outer, inner), ACC; token_log_probs: the log-probability */
-  void *entropy;           /* (outer, inner), ACC; NULL: cross_entropy */
-  double *lse;             /* (outer, inner), float64 for every dtype: exp(z - lse) needs its digits */
-  void *grad_logits;       /* (outer, cols, inner), contiguous; may be logits if that is contiguous */
-  const void *grad_scale;  /* one number, ACC */
+  void *loss;             /* (outer, inner), ACC; token_log_probs: the log-probability */
+  void *entropy;          /* (outer, inner), ACC; NULL: cross_entropy */
+  double *lse;            /* (outer, inner), float64: exp(z - lse) needs its digits */
+  void *grad_logits;      /* (outer, cols, inner), contiguous; may be contiguous logits */
+  const void *grad_scale; /* one number, ACC */
 } loss_forward_args;
 
 /* Writes grad_logits = dloss/dx * grad_loss / total + dentropy/dx * grad_entropy. */
 typedef struct {
   loss_rows rows;
-  const double *lse;         /* (outer, inner), from forward */
-  const void *grad_loss;     /* of type grad_dtype; row r at r * grad_stride, which is 0 or 1 */
-  const void *total;         /* one number, ACC; NULL: 1 */
-  const void *entropy;       /* (outer, inner), ACC, from forward; NULL: cross_entropy */
-  const void *grad_entropy;  /* (outer, inner), of type grad_dtype */
-  void *grad_logits;         /* (outer, cols, inner), contiguous */
+  const double *lse;        /* (outer, inner), from forward */
+  const void *grad_loss;    /* of type grad_dtype; row r at r * grad_stride, which is 0 or 1 */
+  const void *total;        /* one number, ACC; NULL: 1 */
+  const void *entropy;      /* (outer, inner), ACC, from forward; NULL: cross_entropy */
+  const void *grad_entropy; /* (outer, inner), of type grad_dtype */
+  void *grad_logits;        /* (outer, cols, inner), contiguous */
   int64_t grad_stride;
   dtype_t grad_dtype;
 } loss_backward_args;
@@ -71,12 +71,12 @@ typedef struct {
  * w_t over the rows that are not ignored and whose target is inside. Without rows: 0, mean NaN. In
  * double, in an order that rows alone fixes. target NULL: every row counts 1 (a plain sum). */
 typedef struct {
-  const void *loss;       /* (rows), ACC */
-  const int64_t *target;  /* (rows) */
-  const void *weight;     /* (cols), ACC; NULL: ones */
-  void *partial;          /* loss_partials(rows) doubles of scratch */
-  void *out;              /* one number */
-  void *total;            /* one number, ACC */
+  const void *loss;      /* (rows), ACC */
+  const int64_t *target; /* (rows) */
+  const void *weight;    /* (cols), ACC; NULL: ones */
+  void *partial;         /* loss_partials(rows) doubles of scratch */
+  void *out;             /* one number */
+  void *total;           /* one number, ACC */
   int64_t rows, cols, ignore_index;
   dtype_t dtype, out_dtype;
   int is_mean;

@@ -1,4 +1,4 @@
-// The formulas of loss.h on the GPU, each once: the logit z, the results of a row, and the gradient.
+// The formulas of loss.h on the GPU, each once: the logit z, the results of a row, the gradient.
 // A is the type of the arithmetic.
 #ifndef EXTENSION_CPP_LOSS_MATH_CUH
 #define EXTENSION_CPP_LOSS_MATH_CUH
@@ -13,7 +13,7 @@ using namespace softmaxes;
 // PLAIN: cross_entropy without softcap and smoothing. ENTROPY: token_log_probs. GENERAL: the rest.
 enum Mode { PLAIN, GENERAL, ENTROPY };
 
-// Its absolute error is about 1e-7, as that of z in float should be; tanhf's smaller one near 0 takes
+// Its absolute error is about 1e-7, as small as z needs it. tanhf, which is more exact near 0, takes
 // ten times the code.
 __device__ inline float hyperbolic_tangent(float x) {
   return copysignf(1 - 2 / (exponential(2 * fabsf(x)) + 1), x);
@@ -74,8 +74,8 @@ __device__ inline A smoothing_origin(A z) {
   return isfinite(z) ? z : A(0);
 }
 
-// Writes the results of row r. Its exponentials are relative to `from` and have the sum exp(log_sum)
-// and the moment per_sum * `moment`. smooth = sum(w_c * (z_c - origin)); z is that of the target.
+// Writes the results of row r. Its exponentials are relative to `from`, exp(log_sum) is their sum,
+// and `moment` their moment over the sum. smooth = sum(w_c * (z_c - origin)); z is the target's.
 template <Mode MODE, typename A>
 __device__ inline void write_results(const loss_forward_args &p, int64_t r, const Target &target,
                                      A z, A from, A log_sum, A moment, A smooth, A origin) {

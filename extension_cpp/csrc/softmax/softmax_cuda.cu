@@ -1,9 +1,10 @@
 // softmax and log_softmax on the GPU.
 //
 // Rows of neighbouring elements (inner = 1) lie in the registers of part of a warp, a CTA or a
-// cluster of CTAs, as in the norms' forward, and by the same plan (norm/norm_plan.h): a row is read
-// once and written once. Everything else (other dimensions, float64, rows that are wider than a
-// cluster or do not begin alike in all tensors) goes to the generic kernels, which read a row twice.
+// cluster of CTAs, as in the norms' forward and by the same plan (norm/norm_plan.h): a row is read
+// once and written once. Everything else goes to the generic kernels, which read a row twice: other
+// dimensions, float64, tensors at other addresses than multiples of 16 bytes, and rows wider than a
+// cluster holds.
 #include "softmax/softmax.h"
 #include "softmax/softmax_rows.cuh"
 

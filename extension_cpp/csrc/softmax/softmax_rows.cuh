@@ -37,7 +37,8 @@ __device__ inline A rescale(A from, A to) {
 }
 
 // Of elements z, in one pass: their maximum, sum = sum(exp(z - max)), and with ENTROPY
-// moment = sum(exp(z - max) * (z - max)). The maximum leaves NaN out; NaN and +inf make the sum NaN.
+// moment = sum(exp(z - max) * (z - max)). The maximum leaves NaN out. NaN and +inf make the sum
+// NaN.
 template <typename A, bool ENTROPY>
 struct ExpSum {
   A max = -INFINITY, sum = 0, moment = 0;
@@ -143,7 +144,7 @@ cudaError_t with_row_type(dtype_t dtype, F &&f) {
 // ---- strips ----
 
 // A CTA takes a strip: blockDim.x inner elements of one outer index. blockDim.y threads share the
-// cols of each. Threads of a warp read neighbours, along inner or, where inner is small, along cols.
+// cols of each. Threads of a warp read neighbours: along inner, or along cols where inner is small.
 constexpr int STRIP_THREADS = 256;
 
 struct Strip {
