@@ -13,7 +13,7 @@ using namespace softmaxes;
 // PLAIN: cross_entropy without softcap and smoothing. ENTROPY: token_log_probs. GENERAL: the rest.
 enum Mode { PLAIN, GENERAL, ENTROPY };
 
-// Its absolute error is about 1e-7, as small as z needs it. tanhf, which is more exact near 0, takes
+// Its absolute error is about 1e-7, as small as z needs it. tanhf, more exact near 0, takes
 // ten times the code.
 __device__ inline float hyperbolic_tangent(float x) {
   return copysignf(1 - 2 / (exponential(2 * fabsf(x)) + 1), x);
