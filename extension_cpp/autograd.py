@@ -1,10 +1,11 @@
 """register_autograd as torch.library's, cheaper a call, and operators, which go round it where no gradient is recorded.
 
 An Autograd kernel in Python runs at every call, with gradients and without, and for the backward op again, so that on
-small tensors it is most of the time. So each operator that has one has a twin that has not, <name>_no_grad: the same
-arguments, kernels and fake. It may go without the results at the end that only a backward pass reads, by a function of
-its own (def_with_twin in csrc/common/op.h). It is called in the operator's place under no_grad, and in a backward pass
-that is not differentiated itself, unless a graph records the call: a graph captured under no_grad may be trained later.
+small tensors it is most of the time. So each operator with an Autograd kernel has a twin without one, <name>_no_grad:
+the same arguments, kernels and fake. It may go without the results at the end that only a backward pass reads, by a
+function of its own (def_with_twin in csrc/common/op.h). It is called in the operator's place under no_grad, and in a
+backward pass that is not differentiated itself, unless a graph records the call: a graph captured under no_grad may be
+trained later.
 
 Where gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up
 defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is wanted here:

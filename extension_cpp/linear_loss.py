@@ -1,9 +1,11 @@
 """The kernels of linear_cross_entropy: chunks of rows, whose logits are never in memory all at once.
 
-For each chunk a matrix product makes the logits, cross_entropy_chunk reads each row of them once and writes its
-gradient in its place, and two products make the gradients of the input and of the weight. The products are PyTorch's
-(cuBLAS, oneDNN). So forward makes the gradients, for a loss whose gradient is 1, and backward scales them. Without a
-reduction each row has a gradient of its own: then backward makes the logits again.
+For each chunk a matrix product makes the logits, cross_entropy_chunk writes their gradient in their place, and two
+products make the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN). Forward
+therefore computes the gradients as if grad_out were 1, and backward scales them.
+
+That is no way where each row has a gradient of its own (no reduction), and in float16, whose range needs the scale of
+the loss in the logits' gradient itself. There backward makes the logits again.
 """
 
 import math
@@ -15,9 +17,9 @@ from torch import Tensor
 
 from extension_cpp.autograd import TWIN, library_for
 
-# Bytes of a chunk's logits. On a GPU products of few rows are slower (of 1024 by an eighth, with 128256 classes on an
-# H100); on a CPU a chunk should not be much larger than the caches.
-CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+# Of a chunk's logits. Products of few rows are slower (of 1024 by an eighth, with 128256 classes on an H100), and each
+# chunk but the first rounds the sum that is the weight's gradient once more.
+CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
 
 # Of cross_entropy: ignore_index, label_smoothing, z_loss, softcap.
@@ -27,20 +29,24 @@ Options = tuple[int, float, float, float | None]
 def chunks(rows: Tensor, classes: int) -> Iterator[slice]:
     """Ranges of rows, of about equal length, whose logits take CHUNK_BYTES at most."""
     count = rows.shape[0]
-    most = max(CHUNK_BYTES[rows.device.type] // (classes * rows.element_size()), 1)
+    most = max(CHUNK_BYTES // (classes * rows.element_size()), 1)
     parts = -(-count // most)
     step = min(-(-count // (parts * TILE)) * TILE, most) if parts else 1
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
 
 
-def _total(labels: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
-    """The sum of the targets' weights, by which the mean divides."""
-    is_counted = labels != ignore_index
+def _total(labels: Tensor, classes: int, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+    """The sum of the targets' weights, by which the mean divides; a target that is no class counts nothing."""
+    is_counted = (labels != ignore_index) & (labels >= 0) & (labels < classes)
     if weight is None:
         return is_counted.sum(dtype=like.dtype).view(1)
-    classes = labels.clamp(0, weight.shape[0] - 1)
-    return (weight.to(like.dtype)[classes] * is_counted).sum().view(1)
+    return (weight.to(like.dtype)[labels.clamp(0, classes - 1)] * is_counted).sum().view(1)
+
+
+def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
+    """Whether forward makes the gradients; else backward makes the logits again."""
+    return reduction > 0 and dtype is not torch.float16
 
 
 class Gradients:
@@ -105,7 +111,7 @@ def forward(
     losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     scale = losses.new_ones(1)
     if reduction == 1:
-        scale = _total(labels, weight, options[0], losses).reciprocal()
+        scale = _total(labels, linear_weight.shape[0], weight, options[0], losses).reciprocal()
     memory = _memory(rows, linear_weight.shape[0])
     for part in chunks(rows, linear_weight.shape[0]):
         logits = _logits(rows[part], linear_weight, linear_bias, memory)
@@ -123,20 +129,26 @@ def forward(
     return loss if float_loss else loss.to(x.dtype), *gradients.results(x)
 
 
-def backward_of_rows(
+def backward(
     grad_out: Tensor,
     x: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
+    reduction: int,
     options: Options,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients where each row's loss has its own, grad_out."""
+    """The gradients where forward made none."""
     ops, (ignore_index, *others) = torch.ops.extension_cpp, options
     rows, labels = _rows(x), target.reshape(-1).contiguous()
     grads = grad_out.reshape(-1)
+    if reduction > 0:
+        grads = grads.to(torch.promote_types(x.dtype, torch.float32))
+        if reduction == 1:
+            grads = grads / _total(labels, linear_weight.shape[0], weight, ignore_index, grads)
+        grads = grads.expand(rows.shape[0])
     gradients = Gradients(rows, linear_weight, linear_bias, needs)
     memory = _memory(rows, linear_weight.shape[0])
     for part in chunks(rows, linear_weight.shape[0]):
@@ -162,8 +174,7 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, ...]:
         needs_weight,
         needs_bias,
     ) = args
-    # The gradients of rows wait for backward.
-    needs = (needs_x, needs_weight, needs_bias) if reduction > 0 else (False, False, False)
+    needs = (needs_x, needs_weight, needs_bias) if makes_gradients(x.dtype, reduction) else (False, False, False)
     return forward(x, linear_weight, target, linear_bias, weight, reduction, _options(options), float_loss, needs)
 
 
@@ -175,9 +186,10 @@ def _twin_kernel(*args: Any) -> Tensor:
 
 def _backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     x, linear_weight, target, linear_bias, weight, *made, reduction, _, _, _, _, _, _, _ = args
-    if reduction > 0:
+    if makes_gradients(x.dtype, reduction):
         return tuple(grad * grad_out for grad in made)
-    return backward_of_rows(grad_out, x, linear_weight, target, linear_bias, weight, _options(args[9:13]), args[13:])
+    options, needs = _options(args[9:13]), args[13:]
+    return backward(grad_out, x, linear_weight, target, linear_bias, weight, reduction, options, needs)
 
 
 def _options(options: Sequence[Any]) -> Options:

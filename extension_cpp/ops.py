@@ -5,10 +5,11 @@ csrc/<op>/<op>.cpp allocates. reference.py holds the same functions in plain PyT
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA, computes in float32 (float64: in float64), lets
 NaN propagate, takes any strides, storage offset and number of elements, and is deterministic: the same bits for every
-run and number of threads. On a jagged nested tensor all but reduce_sum work on values(). A wrong argument raises
-RuntimeError with a sentence that names the op, the argument, what was expected and what came.
+run and number of threads. On a jagged nested tensor all but reduce_sum, softmax and the losses work on values(). A
+wrong argument raises RuntimeError with a sentence that names the op, the argument, what was expected and what came.
 """
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -1385,8 +1386,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
 
     Differentiable, to any order; backward saves the result alone. An element of -inf gives 0; a row of -inf alone, or
-    with NaN or +inf, gives NaN, as torch.softmax. Batch-invariant: a row's result has the same bits whatever the number
-    of rows. Autocast casts half inputs to float32 on CUDA, as for PyTorch's own.
+    with NaN or +inf, gives NaN, as torch.softmax. Batch-invariant at equal alignment: a row's result has the same bits
+    whatever the number of rows. Autocast casts half inputs to float32 on CUDA, as for PyTorch's own.
     """
     return _ops.softmax(x, dim)
 
@@ -1514,7 +1515,7 @@ def cross_entropy(
         target: int64, shape (), (N,) or (N, d1, ...): the class of each row.
         weight: shape (C,), the dtype of ``logits``, or float32 beside a half type: a weight for each class, not
             differentiable; None: ones.
-        ignore_index: a target whose row counts nothing.
+        ignore_index: rows with this target are left out of the loss and the gradient.
         reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
         label_smoothing: between 0 and 1.
         z_loss: the factor of lse^2, which keeps the logits' normalizer near 1.
@@ -1530,9 +1531,9 @@ def cross_entropy(
             A floating-point target, class probabilities, is refused.
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
-    reads and writes them once. Sums in float32 (float64: float64), over the rows in float64, in a fixed order.
-    Batch-invariant. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311;
-    softcap: Gemma Team 2024, arXiv:2408.00118.
+    reads and writes them once. Sums in float32 (float64: float64), over the rows in float64, in a fixed order. Batch-
+    invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
+    arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     number = _reduction("cross_entropy", reduction)
     return _ops.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
@@ -1587,7 +1588,7 @@ def _check_loss(
     expected = f"expected label_smoothing to be between 0 and 1, but got {label_smoothing:g}"
     checks.check(op, 0 <= label_smoothing <= 1, expected)
     if softcap is not None:
-        checks.check(op, softcap > 0, f"expected softcap to be positive or None, but got {softcap:g}")
+        checks.check(op, 0 < softcap < math.inf, f"expected softcap to be positive or None, but got {softcap:g}")
 
 
 def _class_dim(logits: Tensor) -> int:
@@ -1725,7 +1726,7 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
             NaN.
 
     Differentiable in ``logits`` through both, once; one read of the logits forward, one read and one write backward.
-    Deterministic and batch-invariant. Source: torch.log_softmax.
+    Deterministic, and batch-invariant at equal alignment. Source: torch.log_softmax.
     """
     return _ops.token_log_probs(logits, target, temperature)
 
@@ -1820,14 +1821,15 @@ def linear_cross_entropy(
 
     Raises:
         RuntimeError: an argument has another shape, dtype or device, an option is out of range, or, on the CPU, a
-            target is no class. On CUDA, where a check would wait for the device, that row's loss and gradients are NaN.
+            target is no class. On CUDA, where a check would wait for the device, that row's loss is NaN, and so are its
+            gradient of ``x`` and the gradients of ``linear_weight`` and ``linear_bias``.
 
     Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows go in chunks of at most 1 GiB of
-    logits on CUDA, 64 MiB on the CPU, beside the inputs and the gradients. Where a gradient is recorded, forward makes
-    the gradients, too, and backward scales them; with "none" backward makes the logits again. A chunk's gradient of the
-    logits is rounded to ``x``'s dtype, and each chunk but the first rounds the sum for linear_weight once more; eager
-    PyTorch rounds the logarithms of the probabilities, too. Deterministic. Under autocast the products have its dtype.
-    Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
+    logits. Where a gradient is recorded, forward makes the gradients, too, and backward scales them; with "none" and in
+    float16 backward makes the logits again. The gradient of the logits is rounded to ``x``'s dtype, as eager PyTorch
+    does; each chunk but the first rounds the sum for ``linear_weight`` once more, so that with n chunks of half types
+    this gradient's rounding error is up to sqrt(1 + (n - 1) / 2) of eager's. Deterministic. Under autocast the products
+    have its dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     number = _reduction("linear_cross_entropy", reduction)
     options = number, ignore_index, label_smoothing, z_loss, softcap
@@ -1918,7 +1920,9 @@ def _(
         *(x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap),
     )
     loss = x.new_empty([] if reduction else target.shape, dtype=_loss_type(x) if float_loss else x.dtype)
-    needs = (needs_grad_x, needs_grad_weight, needs_grad_bias) if reduction else (False, False, False)
+    needs = needs_grad_x, needs_grad_weight, needs_grad_bias
+    if not linear_loss.makes_gradients(x.dtype, reduction):
+        needs = False, False, False
     return loss, *_linear_gradients(x, linear_weight, needs)
 
 
@@ -1939,8 +1943,9 @@ def _check_linear_backward(grad_out: Tensor, *args: Any) -> None:
     _check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
     shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
     names = ("grad_x", "grad_weight", "grad_bias")
+    is_made = linear_loss.makes_gradients(x.dtype, reduction)
     for name, grad, shape, need in zip(names, made, shapes, needs, strict=True):
-        _check_statistic(op, name, grad, shape if need and reduction else [0], x.dtype, x)
+        _check_statistic(op, name, grad, shape if need and is_made else [0], x.dtype, x)
 
 
 @register_fake("extension_cpp::linear_cross_entropy_backward")

@@ -152,7 +152,8 @@ def cross_entropy(
 
 def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(logits / temperature, -1)
-    return log_p.gather(-1, target[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    terms = torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p)
+    return log_p.gather(-1, target[..., None])[..., 0], -terms.sum(-1)
 
 
 def linear_cross_entropy(

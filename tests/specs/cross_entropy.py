@@ -43,7 +43,9 @@ def error_inputs(device):
     yield ErrorSample((x, t, x[0, :2]), f"{op} weight of shape [3], a number for each class, but got [2]")
     for s in (-0.5, 1.5):
         yield ErrorSample((x, t), f"{op} label_smoothing to be between 0 and 1, but got {s}", {"label_smoothing": s})
-    yield ErrorSample((x, t), f"{op} softcap to be positive or None, but got 0", {"softcap": 0.0})
+    for softcap in (0.0, float("inf")):
+        message = f"{op} softcap to be positive or None, but got {softcap:g}"
+        yield ErrorSample((x, t), message, {"softcap": softcap})
     yield ErrorSample((x, t), f"{op} reduction to be 'none', 'mean' or 'sum', but got 'max'", {"reduction": "max"})
     message = f"{op} weight not to require grad: the derivative of the class weights is not implemented"
     yield ErrorSample((x, t, x[0].clone().requires_grad_()), message)

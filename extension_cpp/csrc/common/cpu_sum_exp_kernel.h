@@ -29,6 +29,12 @@ ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
   return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
 }
 
+/* z - shift of one element, like map_block without rounding the product of x and scale. */
+ALWAYS_INLINE double NAME(distance_one)(ACC x, NAME(map_t) map, double shift, int form) {
+  if (form & SOFTCAP) return (double)NAME(map_one)(x, map, form) - shift;
+  return fma((double)x, (double)map.scale, -shift);
+}
+
 /* exp(x) as a result. float32 needs every digit. */
 ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
   if (sizeof(T) > 2) return EXP_SOFTMAX(x);

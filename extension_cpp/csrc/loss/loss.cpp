@@ -3,6 +3,7 @@
 #include "loss/loss.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <sstream>
 #include <tuple>
@@ -107,7 +108,7 @@ static dtype_t check_inputs(const char *op, const Tensor &logits, const Tensor &
     fail(op, "expected label_smoothing to be between 0 and 1, but got " +
                  to_text(options.label_smoothing));
   }
-  if (options.softcap && !(*options.softcap > 0)) {
+  if (options.softcap && !(*options.softcap > 0 && std::isfinite(*options.softcap))) {
     fail(op, "expected softcap to be positive or None, but got " + to_text(*options.softcap));
   }
   return dtype;

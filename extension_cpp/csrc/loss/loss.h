@@ -12,8 +12,9 @@
  *
  * A row whose target is ignore_index has loss 0 and gradient 0, whatever its logits (lse is still
  * written). A row whose target is outside [0, cols) and not ignore_index has loss, entropy and
- * gradient NaN: no memory outside is read. NaN and +inf in a row make its lse and loss NaN.
- * Sums in float (float64: double). Run-to-run deterministic and batch-invariant.
+ * gradient NaN: no memory outside is read. NaN in a row makes its lse and loss NaN, and so does
+ * +inf without softcap.
+ * Sums in float (float64: double). Run-to-run deterministic; batch-invariant at equal alignment.
  * Source: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311;
  * softcap: Gemma Team 2024, arXiv:2408.00118. */
 #ifndef EXTENSION_CPP_LOSS_H
@@ -69,7 +70,8 @@ typedef struct {
 
 /* out = sum of loss over the rows, divided by *total if is_mean, of type out_dtype; total = sum of
  * w_t over the rows that are not ignored and whose target is inside. Without rows: 0, mean NaN. In
- * double, in an order that rows alone fixes. target NULL: every row counts 1 (a plain sum). */
+ * double, in an order that rows alone fixes. target NULL: every row counts 1, for the sum of the
+ * class weights. */
 typedef struct {
   const void *loss;      /* (rows), ACC */
   const int64_t *target; /* (rows) */

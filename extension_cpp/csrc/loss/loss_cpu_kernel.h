@@ -50,11 +50,12 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
   }
   const ACC x_target = (ACC)NAME(widen)(x[target * rows->inner]);
   /* Not z - lse: where max is large, lse has lost the digits of log_sum. */
-  const double log_prob = (double)NAME(map_one)(x_target, call->map, call->form) - max - log_sum;
+  const double log_prob = NAME(distance_one)(x_target, call->map, max, call->form) - log_sum;
   if (args->entropy) {
     const double entropy = log_sum - sums.products / sums.sum;
-    ((ACC *)args->loss)[r] = (ACC)log_prob;
-    ((ACC *)args->entropy)[r] = (ACC)entropy;
+    /* Rounding may leave the side of 0 on which they are. */
+    ((ACC *)args->loss)[r] = (ACC)(log_prob > 0 ? 0 : log_prob);
+    ((ACC *)args->entropy)[r] = (ACC)(entropy < 0 ? 0 : entropy);
     return log_prob_gradient(rows, target, max, 1 / sums.sum, entropy, grad, 0);
   }
   const double s = rows->label_smoothing, weight = (double)NAME(weight_of)(rows, target);

@@ -16,7 +16,7 @@ namespace losses {
 
 constexpr int NARROW = 2048;  // columns up to which a warp takes a row
 constexpr int CTA_THREADS = 256;
-// Vectors of a thread in flight, and in all in backward, whose CTAs take a part of a wide row.
+// Vectors that a thread loads at once. TILE_VECTORS: those that it takes of a wide row in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 4, TILE_VECTORS = 8;
 
 // Part number `part` of `count` things cut into `parts` equal parts.
@@ -81,7 +81,6 @@ __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, 
 
 // ---- forward ----
 
-// The sum over a row's threads of what smoothing adds.
 template <typename T, Mode MODE>
 __global__ void __launch_bounds__(CTA_THREADS)
     loss_forward_rows(const __grid_constant__ loss_forward_args p) {
@@ -260,18 +259,18 @@ __global__ void __maxnreg__((ALIGNED  ? K == 8 ? 80 : 64
   const RowWindow<T, K, ALIGNED> window(slice);
   RowFragment<T, K, ALIGNED> x{};
   const T *const from_row = static_cast<const T *>(rows.logits) + row * p.cols;
-  float z_target = 0;
+  // The row's maximum begins with the target's logit, which is one of the row. So every thread has
+  // read it before the first sum, behind which others overwrite their part of the row.
+  float own = -INFINITY, sum[1] = {0}, z_target = 0;
   if (is_row) {
     x.load(from_row, window, p.hint);
     if (p.ahead > 0 && row + p.ahead < p.rows) {
       prefetch_slice(from_row + static_cast<int64_t>(p.ahead) * p.cols, slice, p.hint);
     }
-    // Before the first sum: behind it other threads overwrite their part of the row.
     const Target target(rows, row, true);
-    if (target.is_class) z_target = to_acc(from_row[target.c]);
+    if (target.is_class) own = z_target = to_acc(from_row[target.c]);
   }
   row_sum.wait_for_others();
-  float own = -INFINITY, sum[1] = {0};
   for_each_vector(x, window, [&](auto &values, int, int) {
     for (const float value : values) own = max(own, value);
   });
@@ -298,6 +297,7 @@ __global__ void __maxnreg__((ALIGNED  ? K == 8 ? 80 : 64
     gradient.apply(values, rows, logit, column);
     store_at(out, column, values);
   });
+  if (row >= p.release_from) release_row(out, slice);
 }
 
 // ---- sum over the rows ----

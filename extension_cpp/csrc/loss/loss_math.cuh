@@ -20,6 +20,11 @@ __device__ inline float hyperbolic_tangent(float x) {
 }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
+// A product that is rounded: fused with an addition in one place and not in another, the same z
+// would be two numbers.
+__device__ inline float rounded(float x, float y) { return __fmul_rn(x, y); }
+__device__ inline double rounded(double x, double y) { return __dmul_rn(x, y); }
+
 // From x to z, and dz/dx at z.
 template <Mode MODE, typename A>
 struct Logit {
@@ -29,8 +34,8 @@ struct Logit {
       : scale(static_cast<A>(p.scale)), softcap(static_cast<A>(p.softcap)) {}
   __device__ A z(A x) const {
     if (MODE == PLAIN) return x;
-    if (MODE == ENTROPY || softcap == 0) return x * scale;
-    return softcap * hyperbolic_tangent(x / softcap);
+    if (MODE == ENTROPY || softcap == 0) return rounded(x, scale);
+    return rounded(softcap, hyperbolic_tangent(x / softcap));
   }
   __device__ A slope(A z) const {
     if (MODE == PLAIN) return 1;
@@ -86,6 +91,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
     loss = 0;
   } else if (target.is_class && MODE == ENTROPY) {
     loss = (z - from) - log_sum;
+    if (loss > 0) loss = 0;  // by rounding
   } else if (target.is_class) {
     const A lse = from + log_sum, s = static_cast<A>(rows.label_smoothing);
     loss = class_weight<A>(rows, target.c) *
@@ -96,7 +102,8 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
   }
   static_cast<A *>(p.loss)[r] = loss;
   if (MODE == ENTROPY) {
-    static_cast<A *>(p.entropy)[r] = target.is_class ? log_sum - moment : A(NAN);
+    const A entropy = target.is_class ? log_sum - moment : A(NAN);
+    static_cast<A *>(p.entropy)[r] = entropy < 0 ? A(0) : entropy;  // by rounding
   }
 }
 
@@ -157,7 +164,7 @@ struct RowGradient {
       x[j] = grad * logit.slope(z);
       if (is_zero) x[j] = 0;
     }
-    // Softcap's slope is that of the element.
+    // With softcap the target's term needs the slope at its own z: the loop above adds it.
     if constexpr (MODE != GENERAL) {
       if (at < 0) return;
 #pragma unroll

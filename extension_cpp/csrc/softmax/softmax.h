@@ -6,8 +6,9 @@
  *   otherwise they do not overlap.
  * Any size may exceed 2^31; a call with no element is not launched. One NaN or +inf makes all of
  * its (outer, inner) NaN; -inf gives 0 (log: -inf); if all are -inf, all results are NaN. Computed
- * in float (float64: double) and rounded once. Run-to-run deterministic and batch-invariant: the
- * result does not depend on the number of threads, on the instruction set (with FMA), or on outer.
+ * in float (float64: double) and rounded once. Run-to-run deterministic, and batch-invariant
+ * at equal alignment: the result does not depend on the number of threads, on the instruction set
+ * (with FMA), or on outer.
  * Source: PyTorch's definition, torch.nn.functional.softmax and log_softmax. */
 #ifndef EXTENSION_CPP_SOFTMAX_H
 #define EXTENSION_CPP_SOFTMAX_H
