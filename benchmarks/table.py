@@ -58,11 +58,9 @@ def _ours_and_best(found: dict[str, Any], op: str, step: str) -> str:
 
 
 def _models(found: dict[str, Any]) -> str:
-    ways = ["stock", "converted"]
-    lines = [
-        "| model | mode | stock, ms a step | converted | stock, GB at the peak | converted |",
-        "|---|---|---|---|---|---|",
-    ]
+    ways = list(found["rows"][0]["figures"])
+    heads = [f"{way}, {unit}" if way == "stock" else way for unit in ("ms a step", "GB at the peak") for way in ways]
+    lines = [f"| {' | '.join(['model', 'mode', *heads])} |", "|" + "---|" * (2 + len(heads))]
     for row in found["rows"]:
         figures = [row["figures"][way] for way in ways]
         times = [f"{1e3 * figure['seconds']['median']:.1f}" for figure in figures]

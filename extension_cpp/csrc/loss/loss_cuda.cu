@@ -14,7 +14,7 @@
 
 namespace losses {
 
-constexpr int NARROW = 2048;  // columns up to which a warp takes a row
+constexpr int NARROW = 4096;  // columns up to which a warp takes a row in forward
 constexpr int CTA_THREADS = 256;
 // Vectors that a thread loads at once. TILE_VECTORS: those that it takes of a wide row in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 4, TILE_VECTORS = 8;
@@ -371,13 +371,12 @@ void with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
   }
 }
 
-// Threads of a launch over whole rows: a CTA for each, or as much of a warp as has
-// FORWARD_VECTORS vectors for each thread.
-dim3 row_threads(const loss_rows &rows) {
-  if (rows.cols > NARROW) return dim3(CTA_THREADS, 1);
-  const int64_t vectors = ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
+// Threads (x for each row, y rows) of a CTA, so that a thread has at most `vectors` vectors of its
+// row, as far as x does not exceed `most`. Fewer threads would wait longer for each row's numbers.
+dim3 row_threads(const loss_rows &rows, int vectors, unsigned most) {
+  const int64_t wanted = ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
   unsigned x = 4;
-  while (x < 32 && x * FORWARD_VECTORS < vectors) x *= 2;
+  while (x < most && static_cast<int64_t>(x) * vectors < wanted) x *= 2;
   return dim3(x, CTA_THREADS / x);
 }
 
@@ -386,7 +385,10 @@ unsigned at_most_ctas(int64_t ctas) {
 }
 
 cudaError_t forward_rows(const loss_forward_args &args, cudaStream_t stream) {
-  const dim3 threads = row_threads(args.rows);
+  // Rows of several warps have their CTA to themselves: its barriers are for all threads.
+  const bool is_narrow = args.rows.cols <= NARROW;
+  const dim3 threads =
+      is_narrow ? row_threads(args.rows, FORWARD_VECTORS, 32) : dim3(CTA_THREADS, 1);
   const unsigned ctas = at_most_ctas(ceil_div(args.rows.outer, threads.y));
   return with_row_type(args.rows.dtype, [&](auto zero) {
     with_mode(args.rows, args.entropy != nullptr, [&](auto mode) {
@@ -410,7 +412,7 @@ cudaError_t forward_strips(const loss_forward_args &args, cudaStream_t stream) {
 
 cudaError_t backward_rows(const loss_backward_args &args, cudaStream_t stream) {
   const loss_rows &rows = args.rows;
-  const dim3 threads = row_threads(rows);
+  const dim3 threads = row_threads(rows, TILE_VECTORS, CTA_THREADS);
   return with_row_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int64_t vectors = ceil_div(rows.cols, VECTOR<T>);
