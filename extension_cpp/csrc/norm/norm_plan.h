@@ -1,7 +1,8 @@
 // Which kernel runs a norm on the GPU, and in which shape: a table of shapes, and a pure function
 // that picks a row of it. Host-only C++: the launchers include it, `python -m extension_cpp info
 // --plan` prints it, and tests/c/norm_plan.cpp checks that every row is reached. The tuned numbers
-// of the family are here and nowhere else; benchmarks/norm_plans.py measures them.
+// of the family are here and nowhere else; benchmarks/norm_plans.py measures them. Softmax and the
+// gradient kernel of the losses use the shapes of forward, too (softmax/softmax_rows.cuh).
 //
 // A forward plan depends on the width, the types and the alignment of the rows, never on their
 // number: a row's result has the same bits in every batch.
