@@ -62,6 +62,27 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
     return x.contiguous()
 
 
+# Float64 tensors by a generator's seed and the shapes of all that it drew, and its state then: every op and dtype asks
+# for the same ones. Nobody writes into them. The largest kept is the largest of test_right_for_every_shape.
+_DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+MOST_DRAWN, MOST_ELEMENTS = 1024, 65536 * 33
+
+
+def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]]) -> Tensor:
+    """The next tensor that the generator draws, the last of those shapes."""
+    key = (generator.initial_seed(), *shapes)
+    if key in _DRAWN:
+        x, state = _DRAWN[key]
+        generator.set_state(state)
+        return x
+    x = torch.randn(shapes[-1], generator=generator, dtype=torch.float64)
+    if x.numel() <= MOST_ELEMENTS:
+        _DRAWN[key] = x, generator.get_state()
+    if len(_DRAWN) > MOST_DRAWN:
+        del _DRAWN[next(iter(_DRAWN))]
+    return x
+
+
 def maker(
     device: str,
     dtype: torch.dtype,
@@ -73,10 +94,13 @@ def maker(
 ) -> Make:
     """make(shape): random normal leaves that require grad, the same values on every device."""
     generator = torch.Generator().manual_seed(seed)
+    shapes: list[tuple[int, ...]] = []
 
     def make(shape: Sequence[int]) -> Tensor:
-        x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * spread + mean
-        x = x.to(dtype).to(device)
+        shapes.append(tuple(shape))
+        x = _normal(generator, shapes)
+        x = x * spread + mean if (spread, mean) != (1.0, 0.0) else x
+        x = x.to(dtype, copy=True).to(device)
         return (with_layout(x, layout) if x.dim() else x).detach().requires_grad_()
 
     return make
@@ -152,13 +176,34 @@ def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tens
     return grad_out
 
 
-def _largest(x: Tensor, where: Tensor) -> float:
-    """The largest magnitude in those places, NaN if there is one."""
-    return torch.where(where, x, 0).abs().max().item() if x.numel() else 0.0
+def largest(x: Tensor, where: Tensor | None = None) -> float:
+    """The largest magnitude in those places, or in all; NaN if there is one."""
+    if x.numel() == 0:
+        return 0.0
+    return torch.linalg.vector_norm(x if where is None else torch.where(where, x, 0), math.inf).item()
 
 
-def largest_error(x: Tensor, exact: Tensor, where: Tensor) -> float:
-    return _largest((x.double() - exact).nan_to_num(0.0, 0.0, 0.0), where)
+def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Where the exact value is well inside the dtype's range. None: everywhere, the usual case, which saves passes."""
+    limit = torch.finfo(dtype).max * 0.99
+    return None if largest(exact) < limit else exact.abs() < limit  # which NaN is not
+
+
+def largest_error(x: Tensor, exact: Tensor, where: Tensor | None) -> float:
+    """What is not finite counts as no error."""
+    error = x.double() - exact
+    found = largest(error, where)
+    return found if found < math.inf else largest(error.nan_to_num(0.0, 0.0, 0.0), where)
+
+
+@dataclass
+class Expected:
+    """Of a sample: eager PyTorch's result with its errors, the exact one, and at least what max|exact| counts as."""
+
+    eager: Result
+    eager_errors: list[float]
+    exact: Result
+    least_scale: float
 
 
 def assert_right(
@@ -183,31 +228,30 @@ def assert_right(
         where = f"{what}, {name}"
         assert a.shape == c.shape, f"{where}: shape {tuple(a.shape)}, expected {tuple(c.shape)}"
         finite = is_finite(c, a.dtype)
-        if a.dtype == b.dtype:  # where eager overflows on the way, its error is no yardstick
-            finite &= b.abs() < math.inf
-        special = ~(c.abs() < math.inf)
-        if special.any():
-            got, expected = a.double()[special], c[special]
-            if limits:
-                got = torch.where(expected.isnan(), expected, got)
-            assert torch.equal(got.isnan(), expected.isnan()), f"{where}: NaN in the wrong places"
-            assert torch.equal(got[~got.isnan()], expected[~expected.isnan()]), f"{where}: infinities differ"
+        if finite is not None:
+            _assert_same_specials(a, c, limits, where)
+        if a.dtype == b.dtype and not largest(b) < math.inf:  # where eager overflows, its error is no yardstick
+            finite = (b.abs() < math.inf) & (finite if finite is not None else True)
         eps, smallest = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).smallest_normal
-        scale = max(_largest(c, finite), least_scale)
+        scale = max(largest(c, finite), least_scale)
         bound = max(2 * eager_error, 4 * eps * scale * math.sqrt(max(reduction, 1)), smallest * eps)
-        error = _largest(a.double() - c, finite)
+        error = largest(a.double() - c, finite)
         assert error <= bound, f"{where}: error {error:.3g} over the bound {bound:.3g} (eager {eager_error:.3g})"
 
 
-def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the exact value is well inside the dtype's range."""
-    return exact.abs() < torch.finfo(dtype).max * 0.99  # which NaN is not
+def _assert_same_specials(x: Tensor, exact: Tensor, limits: bool, where: str) -> None:
+    """NaN and infinities where exact has them."""
+    special = ~(exact.abs() < math.inf)
+    if special.any():
+        got, expected = x.double()[special], exact[special]
+        if limits:
+            got = torch.where(expected.isnan(), expected, got)
+        assert torch.equal(got.isnan(), expected.isnan()), f"{where}: NaN in the wrong places"
+        assert torch.equal(got[~got.isnan()], expected[~expected.isnan()]), f"{where}: infinities differ"
 
 
-def check(
-    spec: OpSpec, sample: Sample, grad_layout: str = "contiguous", what: str = "", limits: bool = False
-) -> Result:
-    """Runs the op and judges output and gradients against the float64 reference and eager PyTorch.
+def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Expected:
+    """From the float64 reference and eager PyTorch.
 
     In float64 the reference is eager PyTorch, and rounds as much as the op. Its error is taken to be that of eager
     float32 on the same inputs, less the factor between the two types' eps, and counts on top of the twice that the op
@@ -215,7 +259,6 @@ def check(
     the terms, not to a sum of them that happens to cancel. In every dtype max|exact| is at least spec.terms.
     """
     dtype, grad_out = sample.args[0].dtype, random_grad(grad_layout)
-    ours = run(spec.function, sample, grad_out)
     exact = run(spec.reference, convert(sample, torch.float64), grad_out)
     if dtype is torch.float64:
         rounded = convert(sample, torch.float32)
@@ -228,17 +271,36 @@ def check(
         eager, eager_exact, factor = run(spec.reference, sample, grad_out), exact, 1.0
     least_scale = spec.terms(sample)
     if dtype is torch.float64:
-        inputs = [x.detach().nan_to_num(0.0, 0.0, 0.0).abs() for x in leaves(sample) if x.numel()]
-        least_scale = max([least_scale, *(x.max().item() for x in inputs)])
-    result_dtype = torch.promote_types(dtype, torch.float32) if spec.float_results else dtype
-    assert all(x.dtype == result_dtype for x in ours.outputs) and all(x.dtype == dtype for x in ours.gradients)
+        least_scale = max([least_scale, *(largest(x.detach().nan_to_num(0.0, 0.0, 0.0)) for x in leaves(sample))])
     errors = [
         factor * largest_error(b, c, is_finite(c, b.dtype))
         for (_, b), (_, c) in zip(eager.tensors(), eager_exact.tensors(), strict=True)
     ]
+    return Expected(eager, errors, exact, least_scale)
+
+
+def check(
+    spec: OpSpec,
+    sample: Sample,
+    grad_layout: str = "contiguous",
+    what: str = "",
+    limits: bool = False,
+    expected: Expected | None = None,
+) -> Result:
+    """Runs the op and judges output and gradients; expected, if not given, is what `expect` says of the sample."""
+    dtype = sample.args[0].dtype
+    ours = run(spec.function, sample, random_grad(grad_layout))
+    expected = expected or expect(spec, sample, grad_layout)
+    result_dtype = torch.promote_types(dtype, torch.float32) if spec.float_results else dtype
+    assert all(x.dtype == result_dtype for x in ours.outputs) and all(x.dtype == dtype for x in ours.gradients)
     shapes = [tuple(x.shape) for x in leaves(sample)]
     assert_right(
-        ours, eager, errors, exact, spec.reduction(sample), f"{spec.name}{shapes} {dtype} {what}", limits, least_scale
+        ours,
+        *(expected.eager, expected.eager_errors, expected.exact),
+        spec.reduction(sample),
+        f"{spec.name}{shapes} {dtype} {what}",
+        limits,
+        expected.least_scale,
     )
     return ours
 

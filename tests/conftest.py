@@ -5,6 +5,7 @@ import ctypes
 import os
 import shutil
 import tempfile
+from typing import Any
 
 # Threads that wait by spinning take the cores from those that work, on a machine that does something else as well.
 # OpenMP reads this when torch is loaded, here and in what the tests start.
@@ -22,8 +23,11 @@ torch.set_num_threads(2)
 
 # Fresh blocks of the C allocator are filled with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16); the
 # compiled ops allocate without PyTorch's own fill_uninitialized_memory. M_PERTURB takes the complement of the fill.
-M_PERTURB = -6
+M_PERTURB, M_MMAP_MAX, M_TRIM_THRESHOLD = -6, -4, -1
 ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
+# Large blocks come from the heap and stay there: the kernel zeroes every page that it hands out anew.
+ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
+ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,10 +53,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: item.path.name == "test_battery.py"
+    )  # last: in small parts, so that workers end together
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow tier: run with --slow"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What a worker takes at a time with --dist loadfile: one op of the battery, which comes last, so that the
+    workers end together; one function of test_scaffold.py; of others a file, as its tests share what they compiled."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            if file.endswith("test_battery.py"):
+                return f"{file} {test.rpartition('-')[2]}"
+            return nodeid.partition("[")[0] if file.endswith("test_scaffold.py") else file
+
+    config.option.loadscopereorder = False  # by the number of tests
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)
