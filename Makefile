@@ -52,7 +52,7 @@ run: $(READY)  ## build, then show what the operators do: python -m extension_cp
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m extension_cpp demo $(ARGS)
 
-# Two files of tests at a time: much of what they do is one compiler or one interpreter. ARGS="-n 0 ..." for a debugger.
+# Two workers, each with a file or an op of the battery at a time (tests/conftest.py). ARGS="-n 0 ..." for a debugger.
 test: $(READY)  ## build, then run the tests, on the GPU too if there is one
 	$(call need,$(TEST_NEEDS))
 	@$(PYTHON) build_library.py
