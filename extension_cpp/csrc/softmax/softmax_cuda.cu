@@ -35,11 +35,8 @@ __device__ inline A grad_of(A grad_out, A y, A sum, bool is_log) {
 // ---- rows in registers ----
 
 template <typename T, int K, bool ALIGNED>
-__global__ void __maxnreg__((ALIGNED  ? K == 2   ? 48
-                                        : K == 8 ? 80
-                                                 : 64
-                             : K == 8 ? 96
-                                      : 80)) softmax_rows(const __grid_constant__ RowParams<T> p) {
+__global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED)))
+    softmax_rows(const __grid_constant__ RowParams<T> p) {
   constexpr int N = VECTOR<T>;
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;
@@ -108,7 +105,7 @@ __global__ void __maxnreg__((ALIGNED  ? K == 2   ? 48
 }
 
 template <typename T, int K, bool ALIGNED>
-__global__ void __maxnreg__((ALIGNED ? 64 : 80))
+__global__ void __maxnreg__((row_registers(K, ALIGNED)))
     softmax_backward_rows(const __grid_constant__ RowParams<T> p) {
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;

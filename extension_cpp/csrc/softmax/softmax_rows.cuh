@@ -71,6 +71,12 @@ struct ExpSum {
 
 // ---- rows in registers ----
 
+// Registers per thread of a kernel that holds a row: they decide how many threads, and so bytes in
+// flight, an SM has.
+constexpr int row_registers(int vectors, bool is_aligned) {
+  return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
+}
+
 // Calls f(values, column, k) with vector k of a thread's part of a row, an array of numbers, and
 // with its edge, an array of one.
 template <typename T, int K, bool ALIGNED, typename F>

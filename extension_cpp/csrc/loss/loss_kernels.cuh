@@ -1,0 +1,287 @@
+// The kernels of the losses that go through memory: row by row with a running maximum, element by
+// element in backward, and strips for other dimensions and float64 (loss_cuda.cu says when).
+#ifndef EXTENSION_CPP_LOSS_KERNELS_CUH
+#define EXTENSION_CPP_LOSS_KERNELS_CUH
+
+#include "loss/loss_math.cuh"
+
+namespace losses {
+
+constexpr int NARROW = 4096;  // columns up to which a warp takes a row in forward
+constexpr int CTA_THREADS = 256;
+// Vectors that a thread loads at once. TILE_VECTORS: those that it takes of a wide row in backward.
+constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 4, TILE_VECTORS = 8;
+
+// Part number `part` of `count` things cut into `parts` equal parts.
+struct Cut {
+  int64_t begin, end;
+
+  __device__ Cut(int64_t count, int64_t parts, int64_t part) {
+    const int64_t width = (count + parts - 1) / parts;
+    begin = min(part * width, count);
+    end = min(begin + width, count);
+  }
+};
+
+// ---- walking through a row in memory, whatever its alignment ----
+
+template <typename T>
+struct RowSpan {
+  static constexpr int N = VECTOR<T>;
+  int64_t head, vectors;  // columns before the first whole vector of 16 bytes; their number
+
+  __device__ RowSpan(const T *row, int64_t cols) {
+    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    head = min(static_cast<int64_t>((N - misaligned) % N), cols);
+    vectors = (cols - head) / N;
+  }
+};
+
+// Calls f(values, column) for this thread's vectors from number `begin` to `end`, and for the
+// columns before and behind the vectors if has_edges.
+template <int UNROLL, typename T, typename F>
+__device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, int64_t begin,
+                            int64_t end, bool has_edges, F &&f) {
+  constexpr int N = VECTOR<T>;
+  const int step = blockDim.x;
+  const T *const from = row + span.head;
+  if (has_edges) {
+    const int64_t tail = span.head + span.vectors * N, edges = span.head + cols - tail;
+    for (int64_t i = threadIdx.x; i < edges; i += step) {
+      const int64_t c = i < span.head ? i : tail + (i - span.head);
+      float value[1] = {to_acc(row[c])};
+      f(value, c);
+    }
+  }
+  int64_t v = begin + threadIdx.x;
+  for (; v + (UNROLL - 1) * step < end; v += UNROLL * step) {
+    Vector<T, N> bits[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) bits[u] = load_vector<T, N>(from + (v + u * step) * N);
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      float values[N];
+      unpack<T, N>(values, bits[u]);
+      f(values, span.head + (v + u * step) * N);
+    }
+  }
+  for (; v < end; v += step) {
+    float values[N];
+    load<T, N>(values, from + v * N);
+    f(values, span.head + v * N);
+  }
+}
+
+// ---- forward ----
+
+template <typename T, Mode MODE>
+__global__ void __launch_bounds__(CTA_THREADS)
+    loss_forward_rows(const __grid_constant__ loss_forward_args p) {
+  using Sum = RowSum<float, 4>;
+  __shared__ typename Sum::Shared shared;
+  const loss_rows &rows = p.rows;
+  const Logit<MODE, float> logit(rows);
+  Sum row_sum(shared, 1, 0);
+  int turn = 0;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows.outer;
+       first += step) {
+    const int64_t row = first + threadIdx.y, cols = row < rows.outer ? rows.cols : 0;
+    const T *const x = static_cast<const T *>(rows.logits) + row * rows.outer_stride;
+    const RowSpan<T> span(x, cols);
+    const float origin = MODE == GENERAL && cols > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : 0;
+    ExpSum<float, MODE == ENTROPY> own;
+    float smooth[1] = {0};
+    walk<FORWARD_VECTORS>(x, cols, span, 0, span.vectors, true, [&](auto &values, int64_t c) {
+      constexpr int M = sizeof(values) / sizeof(float);
+#pragma unroll
+      for (int j = 0; j < M; ++j) {
+        values[j] = logit.z(values[j]);
+        if (MODE == GENERAL) smooth[0] += class_weight<float>(rows, c + j) * (values[j] - origin);
+      }
+      own.add(values);
+    });
+    own.raise(row_sum.max_cta(own.max, turn++));
+    float sums[2] = {own.sum, own.moment};
+    row_sum.sum_cta(sums, turn++);
+    if (MODE == GENERAL) row_sum.sum_cta(smooth, turn++);
+    if (threadIdx.x > 0 || cols == 0) continue;
+    const Target target(rows, row, MODE != ENTROPY);
+    const float z = target.is_class ? logit.z(to_acc(x[target.c])) : 0;
+    write_results<MODE, float>(p, row, target, z, finite_maximum(own.max), logarithm(sums[0]),
+                               sums[1] / sums[0], smooth[0], origin);
+  }
+}
+
+template <typename T, Mode MODE>
+__global__ void __launch_bounds__(STRIP_THREADS)
+    loss_forward_strips(const __grid_constant__ loss_forward_args p, int64_t strips) {
+  using A = acc_t<T>;
+  const loss_rows &rows = p.rows;
+  const Logit<MODE, A> logit(rows);
+  for (int64_t s = blockIdx.x; s < rows.outer * strips; s += gridDim.x) {
+    const Strip strip(s, strips, rows.inner);
+    const T *const x =
+        static_cast<const T *>(rows.logits) + strip.outer * rows.outer_stride + strip.i;
+    const int64_t end = strip.is_there ? rows.cols : 0;
+    const A origin = MODE == GENERAL && end > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : A(0);
+    ExpSum<A, MODE == ENTROPY> row;
+    A smooth = 0;
+    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
+      const A one[1] = {logit.z(to_acc(x[c * rows.inner]))};
+      row.add(one);
+      if (MODE == GENERAL) smooth += class_weight<A>(rows, c) * (one[0] - origin);
+    }
+    join_strip(row);
+    if (MODE == GENERAL) smooth = join_strip(smooth, [](A a, A b) { return a + b; });
+    if (threadIdx.y > 0 || end == 0) continue;
+    const int64_t r = strip.outer * rows.inner + strip.i;
+    const Target target(rows, r, MODE != ENTROPY);
+    const A z = target.is_class ? logit.z(to_acc(x[target.c * rows.inner])) : A(0);
+    write_results<MODE, A>(p, r, target, z, finite_maximum(row.max), logarithm(row.sum),
+                           row.moment / row.sum, smooth, origin);
+  }
+}
+
+// ---- backward ----
+
+// Number i of an array of this dtype.
+template <typename A>
+__device__ inline A number(const void *data, dtype_t dtype, int64_t i) {
+  switch (dtype) {
+    case DTYPE_FLOAT64: return static_cast<A>(static_cast<const double *>(data)[i]);
+    case DTYPE_FLOAT32: return static_cast<const float *>(data)[i];
+    case DTYPE_BFLOAT16: return to_acc(static_cast<const __nv_bfloat16 *>(data)[i]);
+    case DTYPE_FLOAT16: return to_acc(static_cast<const __half *>(data)[i]);
+  }
+  return 0;
+}
+
+template <typename A>
+__device__ inline RowGradient<A> row_gradient(const loss_backward_args &p, int64_t r) {
+  RowGradient<A> gradient;
+  gradient.set_lse(p.lse[r]);
+  A g = number<A>(p.grad_loss, p.grad_dtype, r * p.grad_stride);
+  if (p.total != nullptr) g /= *static_cast<const A *>(p.total);
+  const Target target(p.rows, r, p.entropy == nullptr);
+  if (p.entropy == nullptr) {
+    gradient.set(p.rows, target, g);
+  } else {
+    gradient.set_entropy(target, static_cast<const A *>(p.entropy)[r], g,
+                         number<A>(p.grad_entropy, p.grad_dtype, r));
+  }
+  return gradient;
+}
+
+template <typename T, Mode MODE>
+__global__ void __launch_bounds__(CTA_THREADS)
+    loss_backward_rows(const __grid_constant__ loss_backward_args p, int64_t tiles, int64_t units) {
+  const loss_rows &rows = p.rows;
+  const Logit<MODE, float> logit(rows);
+  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int64_t row = unit / tiles * blockDim.y + threadIdx.y, tile = unit % tiles;
+    if (row >= rows.outer) continue;
+    const T *const x = static_cast<const T *>(rows.logits) + row * rows.outer_stride;
+    T *const out = static_cast<T *>(p.grad_logits) + row * rows.cols;
+    const RowGradient<float> gradient = row_gradient<float>(p, row);
+    const auto apply = [&](auto &values, int64_t c) {
+      gradient.apply(values, rows, logit, c);
+      store_at(out, c, values);
+    };
+    const RowSpan<T> span(x, rows.cols);
+    if ((reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(out)) % 16 == 0) {
+      const Cut mine(span.vectors, tiles, tile);
+      walk<MODE == GENERAL ? 1 : BACKWARD_VECTORS>(x, rows.cols, span, mine.begin, mine.end,
+                                                   tile == 0, apply);
+      continue;
+    }
+    // Rows that do not begin alike have no vectors in common.
+    const Cut mine(rows.cols, tiles, tile);
+    for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
+      float value[1] = {to_acc(x[c])};
+      apply(value, c);
+    }
+  }
+}
+
+template <typename T, Mode MODE>
+__global__ void __launch_bounds__(STRIP_THREADS)
+    loss_backward_strips(const __grid_constant__ loss_backward_args p, int64_t strips) {
+  using A = acc_t<T>;
+  const loss_rows &rows = p.rows;
+  const Logit<MODE, A> logit(rows);
+  for (int64_t s = blockIdx.x; s < rows.outer * strips; s += gridDim.x) {
+    const Strip strip(s, strips, rows.inner);
+    if (!strip.is_there) continue;
+    const T *const x =
+        static_cast<const T *>(rows.logits) + strip.outer * rows.outer_stride + strip.i;
+    T *const out = static_cast<T *>(p.grad_logits) + strip.outer * rows.cols * rows.inner + strip.i;
+    const RowGradient<A> gradient = row_gradient<A>(p, strip.outer * rows.inner + strip.i);
+    for (int64_t c = threadIdx.y; c < rows.cols; c += blockDim.y) {
+      A value[1] = {to_acc(x[c * rows.inner])};
+      gradient.apply(value, rows, logit, c);
+      out[c * rows.inner] = from_acc<T>(value[0]);
+    }
+  }
+}
+
+// ---- sum over the rows ----
+
+constexpr int REDUCE_THREADS = 1024;
+
+// Sums of row r: its loss and its weight.
+template <typename A>
+__device__ inline void add_row(double (&sums)[2], const loss_reduce_args &p, int64_t r) {
+  sums[0] += static_cast<const A *>(p.loss)[r];
+  if (p.target == nullptr) {
+    sums[1] += 1;
+  } else if (const int64_t t = p.target[r]; t != p.ignore_index && t >= 0 && t < p.cols) {
+    sums[1] += p.weight == nullptr ? A(1) : static_cast<const A *>(p.weight)[t];
+  }
+}
+
+// CTA i sums LOSS_REDUCED_ROWS rows into partial[2 * i], and their weights into partial[2 * i + 1].
+template <typename A>
+__global__ void __launch_bounds__(REDUCE_THREADS)
+    loss_partial_sums(const __grid_constant__ loss_reduce_args p) {
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * LOSS_REDUCED_ROWS;
+  const int64_t end = min(begin + LOSS_REDUCED_ROWS, p.rows);
+  double sums[2] = {0, 0};
+#pragma unroll 4
+  for (int64_t r = begin + threadIdx.x; r < end; r += REDUCE_THREADS) add_row<A>(sums, p, r);
+  block_sum<REDUCE_THREADS>(sums);
+  if (threadIdx.x < 2) {
+    static_cast<double *>(p.partial)[2 * blockIdx.x + threadIdx.x] = sums[threadIdx.x];
+  }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(REDUCE_THREADS)
+    loss_total(const __grid_constant__ loss_reduce_args p, int64_t parts) {
+  double sums[2] = {0, 0};
+  if (parts == 0) {
+#pragma unroll 4
+    for (int64_t r = threadIdx.x; r < p.rows; r += REDUCE_THREADS) add_row<A>(sums, p, r);
+  }
+  for (int64_t i = threadIdx.x; i < parts; i += REDUCE_THREADS) {
+    sums[0] += static_cast<const double *>(p.partial)[2 * i];
+    sums[1] += static_cast<const double *>(p.partial)[2 * i + 1];
+  }
+  block_sum<REDUCE_THREADS>(sums);
+  if (threadIdx.x > 0) return;
+  const A total = static_cast<A>(sums[1]);
+  *static_cast<A *>(p.total) = total;
+  const double out = p.is_mean ? sums[0] / total : sums[0];
+  switch (p.out_dtype) {
+    case DTYPE_FLOAT64: *static_cast<double *>(p.out) = out; break;
+    case DTYPE_FLOAT32: *static_cast<float *>(p.out) = static_cast<float>(out); break;
+    case DTYPE_BFLOAT16:
+      *static_cast<__nv_bfloat16 *>(p.out) = from_acc<__nv_bfloat16>(static_cast<float>(out));
+      break;
+    case DTYPE_FLOAT16: *static_cast<__half *>(p.out) = from_acc<__half>(static_cast<float>(out));
+  }
+}
+
+}  // namespace losses
+
+#endif
