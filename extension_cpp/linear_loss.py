@@ -36,7 +36,7 @@ def chunks(rows: Tensor, classes: int) -> Iterator[slice]:
         yield slice(begin, min(begin + step, count))
 
 
-def _total(labels: Tensor, classes: int, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+def total_weight(labels: Tensor, classes: int, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
     """The sum of the targets' weights, by which the mean divides; a target that is no class counts nothing."""
     is_counted = (labels != ignore_index) & (labels >= 0) & (labels < classes)
     if weight is None:
@@ -111,7 +111,7 @@ def forward(
     losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     scale = losses.new_ones(1)
     if reduction == 1:
-        scale = _total(labels, linear_weight.shape[0], weight, options[0], losses).reciprocal()
+        scale = total_weight(labels, linear_weight.shape[0], weight, options[0], losses).reciprocal()
     memory = _memory(rows, linear_weight.shape[0])
     for part in chunks(rows, linear_weight.shape[0]):
         logits = _logits(rows[part], linear_weight, linear_bias, memory)
@@ -147,7 +147,7 @@ def backward(
     if reduction > 0:
         grads = grads.to(torch.promote_types(x.dtype, torch.float32))
         if reduction == 1:
-            grads = grads / _total(labels, linear_weight.shape[0], weight, ignore_index, grads)
+            grads = grads / total_weight(labels, linear_weight.shape[0], weight, ignore_index, grads)
         grads = grads.expand(rows.shape[0])
     gradients = Gradients(rows, linear_weight, linear_bias, needs)
     memory = _memory(rows, linear_weight.shape[0])

@@ -30,6 +30,9 @@ from extension_cpp.autograd import (
 
 _ops = operators("extension_cpp")
 
+# DTensor, from the moment that there may be some: sharding.py sets it.
+DTENSOR: tuple[type, ...] = ()
+
 
 # ---- muladd ----
 
@@ -476,8 +479,17 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 def _seed(x: Tensor, p: float) -> Tensor:
     """One number for the whole of x, on its device, so that no random number passes through the host."""
     if p == 1:  # nothing is kept, whatever the seed
-        return torch.zeros(1, dtype=torch.int64, device=x.device)
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+        seed = torch.zeros(1, dtype=torch.int64, device=x.device)
+    else:
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    return sharding().agreed(seed, x) if isinstance(x, DTENSOR) else seed
+
+
+def sharding() -> Any:
+    """The module, which must not be imported before torch.distributed.tensor is."""
+    from extension_cpp import sharding
+
+    return sharding
 
 
 @register_fake("extension_cpp::dropout")
@@ -1536,12 +1548,18 @@ def cross_entropy(
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     number = _reduction("cross_entropy", reduction)
+    if number == 1 and isinstance(logits, DTENSOR):
+        return sharding().mean_cross_entropy(
+            logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, False
+        )
     return _ops.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
 
 
 def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """cross_entropy with a float32 loss for half logits, too: what nn.convert gives a language model."""
     number = _reduction("cross_entropy", reduction)
+    if number == 1 and isinstance(logits, DTENSOR):
+        return sharding().mean_cross_entropy(logits, target, None, ignore_index, 0.0, 0.0, None, True)
     return _ops.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
 
 
@@ -1832,9 +1850,18 @@ def linear_cross_entropy(
     have its dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     number = _reduction("linear_cross_entropy", reduction)
-    options = number, ignore_index, label_smoothing, z_loss, softcap
-    needs = (_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, *options, False, *needs)
+    return _linear_cross_entropy(
+        x, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, z_loss, softcap, False
+    )
+
+
+def _linear_cross_entropy(
+    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
+) -> Tensor:
+    needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
+    if options[1] == 1 and isinstance(x, DTENSOR):
+        return sharding().mean_linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
+    return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
 
 
 def _float_linear_cross_entropy(
@@ -1848,8 +1875,7 @@ def _float_linear_cross_entropy(
 ) -> Tensor:
     """linear_cross_entropy with a float32 loss for half inputs, too: what nn.convert gives a language model."""
     options = _reduction("linear_cross_entropy", reduction), ignore_index, 0.0, 0.0, softcap
-    needs = (_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, None, *options, True, *needs)
+    return _linear_cross_entropy(x, linear_weight, target, linear_bias, None, *options, True)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:

@@ -1,0 +1,312 @@
+"""DTensors: how each operator's arguments may be sharded over a mesh, and how its results are then.
+
+Importing this module registers a rule for every operator of the library; the package imports it once
+torch.distributed.tensor is imported. A rule speaks of one dimension of the mesh; PyTorch combines them for several,
+chooses what costs least to get to from the arguments' placements, and moves the data. Everything replicated is always
+allowed, and what a rule does not allow is gathered.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from extension_cpp import checks, linear_loss, ops
+from extension_cpp.autograd import TWIN
+
+# An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
+Call = dict[str, Any]
+# The placements of the results, and of the arguments that are not replicated.
+Sharding = tuple[list[Placement], dict[str, Placement]]
+Rule = Callable[[Call], Iterator[Sharding]]
+
+
+def _alike(call: Call, shard: Placement) -> dict[str, Placement]:
+    """Every tensor among the arguments sharded in the same way."""
+    return {name: shard for name, x in call.items() if hasattr(x, "tensor_meta")}
+
+
+def _first(call: Call) -> Any:
+    return next(iter(call.values()))
+
+
+# ---- pointwise ----
+
+
+def _pointwise(call: Call) -> Iterator[Sharding]:
+    for d in range(_first(call).ndim):
+        yield [Shard(d)] * 2, _alike(call, Shard(d))
+
+
+def _scale_bias_relu(call: Call) -> Iterator[Sharding]:
+    last = call["x"].ndim - 1
+    for d in range(last):
+        yield [Shard(d)], {"x": Shard(d)}
+    yield [Shard(last)], {"x": Shard(last), "bias": Shard(0)}
+
+
+def _scale_bias_relu_backward(call: Call) -> Iterator[Sharding]:
+    last = call["x"].ndim - 1
+    for d in range(last + 1):
+        grad_x = Shard(d) if call["needs_grad_x"] else Replicate()
+        grad_bias = Partial() if d < last else Shard(0)
+        bias = {} if d < last else {"bias": Shard(0)}
+        results = [grad_x, grad_bias if call["needs_grad_bias"] else Replicate()]
+        yield results, {"grad_out": Shard(d), "x": Shard(d), **bias}
+
+
+# ---- sums ----
+
+
+def _reduce_sum(call: Call) -> Iterator[Sharding]:
+    x, dims = call["x"], call["dim"]
+    reduced = {d % x.ndim for d in dims} if dims and x.ndim else set(range(x.ndim))
+    for d in range(x.ndim):
+        kept = d if call["keepdim"] else d - sum(other < d for other in reduced)
+        yield [Partial() if d in reduced else Shard(kept)], {"x": Shard(d)}
+
+
+# ---- rows ----
+
+
+def _softmax(call: Call) -> Iterator[Sharding]:
+    x = _first(call)
+    for d in range(x.ndim):
+        if d != call["dim"] % x.ndim:
+            yield [Shard(d)], _alike(call, Shard(d))
+
+
+def _row_dims(call: Call, x: str) -> Iterable[int]:
+    """None where elements are dropped: which ones goes by their places in the whole tensor."""
+    return () if call.get("p", 0) > 0 else range(call[x].ndim - len(call["normalized_shape"]))
+
+
+def _norm(call: Call) -> Iterator[Sharding]:
+    for d in _row_dims(call, "x"):
+        yield [Shard(d)] * 4, {name: Shard(d) for name in ("x", "residual") if name in call}
+
+
+def _norm_backward(call: Call) -> Iterator[Sharding]:
+    x = "sum" if "sum" in call else "x"
+    names = ("grad_out", "grad_sum", x, "mean", "rstd")
+    for d in _row_dims(call, x):
+        weights = [
+            Partial() if call[f"needs_grad_{name}"] else Replicate() for name in ("weight", "bias") if name in call
+        ]
+        grad_x = Shard(d) if call["needs_grad_x"] or call.get("needs_grad_residual") else Replicate()
+        # Without dropout the gradient of x is that of the residual, and has no room of its own.
+        own = [Replicate()] if x == "sum" else []
+        given = {name: Shard(d) for name in names if call.get(name) is not None}
+        yield [*own, grad_x, *weights], given
+
+
+# ---- losses ----
+
+
+def _loss_dims(call: Call) -> Iterator[tuple[int, int]]:
+    """The dimensions of the rows, in the logits and in the targets."""
+    dims = call["logits"].ndim
+    for d in range(dims):
+        if d != min(1, dims - 1):
+            yield d, d if d == 0 else d - 1
+
+
+def _cross_entropy(call: Call) -> Iterator[Sharding]:
+    if call["reduction"] == 1:  # ops._mean divides the sum, since a mean of means is no mean
+        return
+    for d, row in _loss_dims(call):
+        is_none = call["reduction"] == 0
+        loss, total = (Shard(row), Replicate()) if is_none else (Partial(), Partial())
+        yield [loss, Shard(row), total], {"logits": Shard(d), "target": Shard(row)}
+
+
+def _cross_entropy_backward(call: Call) -> Iterator[Sharding]:
+    for d, row in _loss_dims(call):
+        given = {"logits": Shard(d), "target": Shard(row), "lse": Shard(row)}
+        if call["reduction"] == 0:
+            given["grad_out"] = Shard(row)
+        elif call["reduction"] == 2:  # which does not read it
+            given["total"] = Partial()
+        yield [Shard(d)], given
+
+
+def _token_log_probs(call: Call) -> Iterator[Sharding]:
+    for d in range(call["logits"].ndim - 1):
+        yield [Shard(d)] * 3, _alike(call, Shard(d))
+
+
+def _linear_gradients(call: Call, shard: Placement, made: bool = True) -> list[Placement]:
+    kinds = {"x": shard, "weight": Partial(), "bias": Partial()}
+    return [kind if made and call[f"needs_grad_{name}"] else Replicate() for name, kind in kinds.items()]
+
+
+def _linear_cross_entropy(call: Call) -> Iterator[Sharding]:
+    if call["reduction"] == 1:
+        return
+    made = linear_loss.makes_gradients(call["x"].tensor_meta.dtype, call["reduction"])
+    for d in range(call["x"].ndim - 1):
+        loss = Shard(d) if call["reduction"] == 0 else Partial()
+        yield [loss, *_linear_gradients(call, Shard(d), made)], {"x": Shard(d), "target": Shard(d)}
+
+
+def _linear_cross_entropy_backward(call: Call) -> Iterator[Sharding]:
+    if call["reduction"] == 1:
+        return
+    made = linear_loss.makes_gradients(call["x"].tensor_meta.dtype, call["reduction"])
+    for d in range(call["x"].ndim - 1):
+        grad_out = {"grad_out": Shard(d)} if call["reduction"] == 0 else {}
+        names = ("grad_x", "grad_weight", "grad_bias")
+        given = dict(zip(names, _linear_gradients(call, Shard(d), made), strict=True))
+        yield _linear_gradients(call, Shard(d)), {**grad_out, "x": Shard(d), "target": Shard(d), **given}
+
+
+# ---- all of them ----
+
+
+def _replicated(call: Call) -> Iterator[Sharding]:
+    """Of dropout: which elements are kept goes by their places in the whole tensor."""
+    yield from ()
+
+
+def _refuse(op: str, instead: str) -> Rule:
+    def rule(call: Call) -> Iterator[Sharding]:
+        checks.fail(op, f"expected no DTensor; {instead}")
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "muladd": _pointwise,
+    "muladd.out": _refuse("muladd", "leave out= away, or call it on to_local()"),
+    "muladd_backward": _pointwise,
+    "relu": _pointwise,
+    "relu_backward": _pointwise,
+    "mish": _pointwise,
+    "mish_backward": _pointwise,
+    "mish_double_backward": _pointwise,
+    "scale_bias_relu": _scale_bias_relu,
+    "scale_bias_relu_backward": _scale_bias_relu_backward,
+    "reduce_sum": _reduce_sum,
+    "dropout": _replicated,
+    "softmax": _softmax,
+    "softmax_backward": _softmax,
+    "log_softmax": _softmax,
+    "log_softmax_backward": _softmax,
+    **dict.fromkeys(("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"), _norm),
+    "layer_norm_backward": _norm_backward,
+    "rms_norm_backward": _norm_backward,
+    "add_layer_norm_backward": _norm_backward,
+    "add_rms_norm_backward": _norm_backward,
+    "layer_norm_dropout_backward": _norm_backward,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_backward": _cross_entropy_backward,
+    "cross_entropy_chunk": _refuse("cross_entropy_chunk", "call linear_cross_entropy, of which it is a part"),
+    "token_log_probs": _token_log_probs,
+    "token_log_probs_backward": _token_log_probs,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+}
+
+
+def _acceptable(op: Any, rule: Rule) -> Callable[..., Any]:
+    """The rule as register_sharding takes it: lists of placements, of the results and of the arguments by position."""
+    arguments, count = op._schema.arguments, len(op._schema.returns)
+
+    def shardings(*args: Any, **keywords: Any) -> list[tuple[list[Placement | None], list[Placement | None]]]:
+        call = {a.name: args[i] if i < len(args) else a.default_value for i, a in enumerate(arguments)} | keywords
+        is_tensor = [hasattr(call[a.name], "tensor_meta") for a in arguments[: len(args)]]
+        names = [a.name for a in arguments[: len(args)]]
+        found: list[Sharding] = [([Replicate()] * count, {}), *rule(call)]
+        return [
+            (
+                list(results[:count]),
+                [
+                    given.get(name, Replicate()) if tensor else None
+                    for name, tensor in zip(names, is_tensor, strict=True)
+                ],
+            )
+            for results, given in found
+        ]
+
+    return shardings
+
+
+def register(op: Any, rule: Rule) -> None:
+    register_sharding(op)(_acceptable(op, rule))
+    # PyTorch remembers what a rule said by the tensors and what follows the first int. Ours read lists, bools, and
+    # which optional tensors are there, too.
+    kinds = [str(argument.type) for argument in op._schema.arguments]
+    first = next((i for i, kind in enumerate(kinds) if kind not in ("Tensor", "float")), len(kinds))
+    infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    infos[op] = replace(infos[op], static_argnum=first)
+
+
+def overloads() -> dict[str, Any]:
+    """Every operator of the library, the twins, too."""
+    found = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("extension_cpp::"):
+            name = name.removeprefix("extension_cpp::")
+            packet, _, overload = name.partition(".")
+            found[name] = getattr(getattr(torch.ops.extension_cpp, packet), overload or "default")
+    return found
+
+
+for _name, _op in overloads().items():
+    if (_rule := RULES.get(_name.removesuffix(TWIN))) is not None:
+        register(_op, _rule)
+ops.DTENSOR = (DTensor,)
+
+
+# ---- what the functions do on DTensors beside calling the operator ----
+
+
+def _whole(x: DTensor) -> DTensor:
+    """Of partial sums their sum."""
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
+def agreed(seed: Tensor, x: DTensor) -> DTensor:
+    """One seed for all processes of x's mesh: the largest that they drew, which is the same where they were seeded
+    alike."""
+    mesh = x.device_mesh
+    return _whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))
+
+
+def _mean(total_loss: DTensor, weights: DTensor, like: DTensor, float_loss: bool) -> Tensor:
+    """The sum of the losses over the sum of the targets' weights."""
+    loss = _whole(total_loss) / _whole(weights)
+    is_float = float_loss or torch.is_autocast_enabled(like.device.type)
+    return loss if is_float else loss.to(like.dtype)
+
+
+def mean_cross_entropy(
+    logits: DTensor, target: Tensor, weight: Tensor | None, ignore_index: int, *options: Any
+) -> Tensor:
+    *others, float_loss = options
+    loss, _, total = torch.ops.extension_cpp.cross_entropy(logits, target, weight, ignore_index, 2, *others, True)
+    return _mean(loss, total.sum(), logits, float_loss)
+
+
+def mean_linear_cross_entropy(
+    x: DTensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    *options: Any,
+) -> Tensor:
+    *others, float_loss, needs_x, needs_weight, needs_bias = options
+    needs = needs_x, needs_weight, needs_bias
+    loss = ops._ops.linear_cross_entropy(
+        x, linear_weight, target, linear_bias, weight, 2, ignore_index, *others, True, *needs
+    )
+    with torch.no_grad():
+        total = linear_loss.total_weight(target, linear_weight.shape[0], weight, ignore_index, loss)
+    return _mean(loss, total.sum(), x, float_loss)

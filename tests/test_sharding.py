@@ -1,0 +1,475 @@
+"""DTensors, FSDP2, tensor and sequence parallel, and DistributedDataParallel, on processes with gloo on the CPU.
+
+The processes are started once and run every check; a test looks up what they said of its check.
+"""
+
+import datetime
+import importlib
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+import extension_cpp
+from extension_cpp.after_import import after_import
+from extension_cpp.nn import convert
+from tests.checks import as_tuple, maker, random_grad
+from tests.opspec import OpSpec, Sample, all_specs
+
+SHAPE = (4, 6, 8)
+POINTWISE = ("muladd", "relu", "mish", "scale_bias_relu")
+LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
+
+
+# ---- what a rule promises ----
+
+
+def row_dims(name: str, sample: Sample) -> list[int]:
+    """The dimensions of the first tensor that may stay sharded."""
+    dims = range(sample.args[0].dim())
+    if name in POINTWISE or name == "reduce_sum":
+        return list(dims)
+    if name == "dropout":
+        return []
+    if "softmax" in name:
+        dim = sample.args[1] if len(sample.args) > 1 else -1
+        return [d for d in dims if d != dim % len(dims)]
+    if "norm" in name:
+        shape = next(arg for arg in sample.args if isinstance(arg, tuple))
+        has_dropout = isinstance(sample.args[-1], Tensor) and sample.args[-1].dtype is torch.int64
+        return [] if has_dropout else list(dims[: -len(shape)])
+    class_dim = 1 if name == "cross_entropy" else len(dims) - 1
+    return [d for d in dims if d != class_dim]
+
+
+def expected_placements(name: str, sample: Sample, d: int) -> str:
+    """Of the results, where the first tensor is sharded in one of these dimensions."""
+    if name == "reduce_sum":
+        dim = sample.args[1] if len(sample.args) > 1 else None
+        given = (dim,) if isinstance(dim, int) else dim
+        dims = {e % len(SHAPE) for e in given} if given else set(range(len(SHAPE)))
+        return "P(sum)" if d in dims else f"S({d if sample.kwargs else d - sum(e < d for e in dims)})"
+    if name.endswith("cross_entropy"):
+        reduction = sample.kwargs.get("reduction", "mean")
+        row = d - 1 if name == "cross_entropy" and d > 1 else d
+        return {"none": f"S({row})", "sum": "P(sum)", "mean": "R"}[reduction]
+    return f"S({d})"
+
+
+# ---- the checks, in every process ----
+
+
+@dataclass
+class Placed:
+    outputs: list[Any]
+    gradients: list[Any]
+
+
+def run_on_mesh(spec: OpSpec, sample: Sample, mesh: Any, placements: list[Any]) -> tuple[Placed, Placed]:
+    """The op on DTensors, whose first tensor (and what has its shape) is placed so, the rest replicated; its results
+    with gradients recorded, and without."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    first, replicated = sample.args[0], [Replicate()] * mesh.ndim
+    leaves = []
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        place = placements if x.shape == first.shape else replicated
+        x = distribute_tensor(x.detach(), mesh, place).requires_grad_(x.requires_grad)
+        if x.requires_grad:
+            leaves.append(x)
+        return x
+
+    args, kwargs = [one(x) for x in sample.args], {key: one(x) for key, x in sample.kwargs.items()}
+    outputs = as_tuple(spec.function(*args, **kwargs))
+    with torch.no_grad():
+        again = as_tuple(spec.function(*args, **kwargs))
+    assert all(isinstance(x, DTensor) for x in (*outputs, *again))
+    whole = [x.full_tensor() for x in outputs]
+    gradients = torch.autograd.grad(whole, leaves, [random_grad()(x) for x in whole])
+    return Placed(list(outputs), list(gradients)), Placed(list(again), [])
+
+
+def letters(x: Any) -> str:
+    return "".join(str(p) for p in x.placements)
+
+
+def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Values, gradients and placements, for each dimension that is sharded and for none."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    count = 0
+    for sample in spec.sample_inputs(maker("cpu", dtype), SHAPE):
+        whole = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        leaves = [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+        expected_gradients = torch.autograd.grad(whole, leaves, [random_grad()(x) for x in whole])
+        rows = row_dims(spec.name, sample)
+        for d in (None, *range(len(SHAPE))):
+            what = f"{spec.name}{sample.kwargs} sharded in dimension {d}"
+            placement = Replicate() if d is None else Shard(d)
+            ours, no_grad = run_on_mesh(spec, sample, mesh, [placement] * mesh.ndim)
+            stays = d in rows
+            is_exact = spec.name != "linear_cross_entropy" and (d is None or d in rows)
+            for x, y, exact in zip(ours.outputs, no_grad.outputs, whole, strict=True):
+                if stays:
+                    expected = expected_placements(spec.name, sample, d)
+                    assert letters(x) == expected, f"{what}: {letters(x)}, expected {expected}"
+                    assert letters(y) == expected, f"{what}, no_grad: {letters(y)}, expected {expected}"
+                same = is_exact and (not stays or expected.startswith("S"))
+                compare(x.full_tensor(), exact, same, what)
+                compare(y.full_tensor(), exact, same, f"{what}, no_grad")
+            for x, leaf, exact in zip(ours.gradients, leaves, expected_gradients, strict=True):
+                like_first = leaf.shape == SHAPE
+                if stays and like_first and spec.name != "reduce_sum":  # whose gradient is a view of grad_out
+                    assert letters(x) == f"S({d})", f"{what}: gradient {letters(x)}"
+                if stays and not like_first and not (spec.name == "scale_bias_relu" and d == len(SHAPE) - 1):
+                    assert letters(x) == "P(sum)", f"{what}: gradient of a weight {letters(x)}"
+                is_mean = spec.name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
+                compare(x.full_tensor(), exact, is_exact and like_first and not is_mean, f"{what}, gradient")
+            count += 1
+    assert count > 0
+
+
+def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
+    assert x.dtype == exact.dtype and x.shape == exact.shape, what
+    if same:
+        assert torch.equal(x, exact), f"{what}: other bits, off by {(x - exact).abs().max()}"
+    else:
+        torch.testing.assert_close(x, exact, msg=lambda m: f"{what}: {m}")
+
+
+def check_every_op_has_a_rule(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
+    from extension_cpp import sharding
+
+    known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    assert [name for name, op in sharding.overloads().items() if op not in known] == []
+
+
+def check_cache(mesh: Any) -> None:
+    """What PyTorch remembers of one call is not taken for another with the same tensors."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x = distribute_tensor(torch.randn(4, 4, 4), mesh, [Shard(1)])
+    w = distribute_tensor(torch.randn(4), mesh, [Replicate()])
+    for shape in ((4,), (4, 4), (4,)):
+        assert letters(extension_cpp.rms_norm(x, shape)) == (
+            "S(1)" if len(shape) == 1 else letters_of_gathered(x, shape)
+        )
+    for dim, expected in ((1, "P(sum)"), (0, "S(0)"), ((0, 1), "P(sum)")):
+        assert letters(extension_cpp.reduce_sum(x, dim)) == expected
+    plain = x.full_tensor()
+    for weight, bias in ((w, None), (None, w)):
+        y = extension_cpp.layer_norm(x, (4,), weight, bias).full_tensor()
+        parts = [None if part is None else part.full_tensor() for part in (weight, bias)]
+        assert torch.equal(y, extension_cpp.layer_norm(plain, (4,), *parts))
+
+
+def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
+    return letters(extension_cpp.rms_norm(x.redistribute(placements=x.placements), shape))
+
+
+def check_refusals(mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"extension_cpp::muladd: expected no DTensor; leave out= away"):
+        extension_cpp.muladd(x, x, 1.0, out=x.clone())
+
+
+def check_dropout_drops_the_same(mesh: Any) -> None:
+    """Seeded alike, the processes drop what one process drops; seeded otherwise, they agree all the same."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    torch.manual_seed(5)
+    expected = extension_cpp.dropout(whole, 0.5)
+    torch.manual_seed(5)
+    assert torch.equal(extension_cpp.dropout(x, 0.5).full_tensor(), expected)
+    torch.manual_seed(mesh.get_rank())
+    y = extension_cpp.dropout(x, 0.5)
+    ours = y.full_tensor()
+    everywhere = [torch.empty_like(ours) for _ in range(mesh.size())]
+    torch.distributed.all_gather(everywhere, ours)
+    assert all(torch.equal(other, ours) for other in everywhere)
+    ours, s = extension_cpp.add_rms_norm(x, x, (8,), None, 1e-6, 0.5)
+    dropped = (s.full_tensor() == whole).sum()
+    assert 0 < dropped < whole.numel()
+
+
+def llama() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 0.8, 0.3)
+    return model
+
+
+def tokens(count: int = 4) -> Tensor:
+    return torch.randint(64, (count, 12), generator=torch.Generator().manual_seed(3))
+
+
+def loss_and_gradients(model: torch.nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradients[name] = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+    return loss.detach(), gradients
+
+
+def assert_same_model(ours: tuple[Tensor, dict[str, Tensor]], stock: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Within what the other order of float32 sums allows."""
+    torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=1e-6)
+    assert ours[1].keys() == stock[1].keys()
+    for name, gradient in stock[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def part_of(ids: Tensor, mesh: Any) -> Tensor:
+    return ids.chunk(mesh.size())[mesh.get_rank()]
+
+
+def mean_over(mesh: Any, loss: Tensor) -> Tensor:
+    torch.distributed.all_reduce(loss)
+    return loss / mesh.size()
+
+
+def check_fully_shard(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    stock, model = llama(), llama()
+    assert len(convert(model).changed) == 6
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss, gradients = loss_and_gradients(model, part_of(tokens(), mesh))
+    assert_same_model((mean_over(mesh, loss), gradients), loss_and_gradients(stock, tokens()))
+
+
+def check_fully_shard_mixed_precision(mesh: Any) -> None:
+    """bfloat16 parameters in forward and backward: near the float32 model, and a step later its weights are finite."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    stock, model = llama(), llama()
+    convert(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    loss, gradients = loss_and_gradients(model, part_of(tokens(), mesh))
+    expected = loss_and_gradients(stock, tokens())
+    torch.testing.assert_close(mean_over(mesh, loss.float()), expected[0], rtol=0.01, atol=0.0)
+    for name, gradient in expected[1].items():
+        assert gradients[name].dtype is torch.float32
+        error = (gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 0.05, f"{name}: {error}"
+
+
+def check_sequence_parallel(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    stock, model = llama(), llama()
+    convert(model)
+    by_rows = {"output_layouts": Shard(1), "use_local_output": False}
+    gather = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **by_rows),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for i in range(len(model.model.layers)):
+        plan |= {
+            f"model.layers.{i}.{name}": style
+            for name, style in {
+                "input_layernorm": SequenceParallel(),
+                "self_attn": PrepareModuleInput(**gather, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+                **{f"self_attn.{part}_proj": ColwiseParallel() for part in "qkv"},
+                "self_attn.o_proj": RowwiseParallel(**by_rows),
+                "post_attention_layernorm": SequenceParallel(),
+                "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "mlp.gate_proj": ColwiseParallel(),
+                "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(**by_rows),
+            }.items()
+        }
+    parallelize_module(model, mesh, plan)
+    seen = []
+    model.model.norm.register_forward_hook(lambda module, args, result: seen.append(result))
+    ours = loss_and_gradients(model, tokens())
+    assert isinstance(seen[0], DTensor) and letters(seen[0]) == "S(1)"  # the norms work on their part of each sequence
+    assert_same_model(ours, loss_and_gradients(stock, tokens()))
+
+
+def check_data_parallel(mesh: Any) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    stock, model = llama(), llama()
+    convert(model)
+    parallel = DistributedDataParallel(model)
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (stock, parallel)]
+    loss, _ = loss_and_gradients(parallel, part_of(tokens(), mesh))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_same_model((mean_over(mesh, loss), gradients), loss_and_gradients(stock, tokens()))
+    for step in steps:
+        step.step()
+    for a, b in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def check_two_dimensions(mesh: Any) -> None:
+    """Data and sequence: a mesh of 2 x 2 for the batch and the rows of each sequence."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    square = init_device_mesh("cpu", (2, 2))
+    whole = torch.randn(4, 6, 8, requires_grad=True, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(8, requires_grad=True, generator=torch.Generator().manual_seed(2))
+    x = distribute_tensor(whole.detach(), square, [Shard(0), Shard(1)]).requires_grad_()
+    w = distribute_tensor(weight.detach(), square, [Replicate(), Replicate()]).requires_grad_()
+    y = extension_cpp.rms_norm(x, (8,), w)
+    assert letters(y) == "S(0)S(1)"
+    expected = extension_cpp.rms_norm(whole, (8,), weight)
+    assert torch.equal(y.full_tensor(), expected)
+    g = random_grad()(expected)
+    ours = torch.autograd.grad(y.full_tensor(), [x, w], g)
+    exact = torch.autograd.grad(expected, [whole, weight], g)
+    assert letters(ours[0]) == "S(0)S(1)" and letters(ours[1]) == "P(sum)P(sum)"
+    assert torch.equal(ours[0].full_tensor(), exact[0])
+    torch.testing.assert_close(ours[1].full_tensor(), exact[1])
+
+
+def checks(processes: int) -> dict[str, Callable[[Any], None]]:
+    specs = {spec.name: spec for spec in all_specs()}
+    if processes == 4:
+        names = ("rms_norm", "cross_entropy")
+        return {"two_dimensions": check_two_dimensions} | {
+            name: lambda mesh, spec=specs[name]: check_op(spec, mesh) for name in names
+        }
+    return {name: lambda mesh, spec=spec: check_op(spec, mesh) for name, spec in specs.items()} | {
+        name.removeprefix("check_"): check
+        for name, check in globals().items()
+        if name.startswith("check_") and name not in ("check_op", "check_two_dimensions")
+    }
+
+
+# ---- the processes ----
+
+
+def process(rank: int, processes: int, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=processes,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    mesh = init_device_mesh("cpu", (processes,))
+    for name, check in checks(processes).items():
+        torch.manual_seed(0)
+        try:
+            check(mesh)
+            said = ""
+        except Exception:  # the same in every process, or the next collective operation ends in a timeout
+            said = traceback.format_exc()
+        Path(folder, f"{name}.{rank}").write_text(said)
+    torch.distributed.destroy_process_group()
+
+
+def said_by(processes: int, folder: Path) -> dict[str, list[str]]:
+    """What each process said of each check: nothing where it holds."""
+    torch.multiprocessing.start_processes(process, (processes, str(folder)), processes, start_method="spawn")
+    return {name: [(folder / f"{name}.{rank}").read_text() for rank in range(processes)] for name in checks(processes)}
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return said_by(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return said_by(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("name", checks(2))
+def test_two_processes(name: str, of_two: dict[str, list[str]]) -> None:
+    for rank, said in enumerate(of_two[name]):
+        assert not said, f"process {rank}:\n{said}"
+
+
+@pytest.mark.parametrize("name", checks(4))
+def test_four_processes(name: str, of_four: dict[str, list[str]]) -> None:
+    for rank, said in enumerate(of_four[name]):
+        assert not said, f"process {rank}:\n{said}"
+
+
+# ---- when the rules are registered ----
+
+IMPORTS = """
+import sys
+import extension_cpp
+assert "torch.distributed.tensor" not in sys.modules and "extension_cpp.sharding" not in sys.modules
+import importlib.util
+importlib.util.find_spec("torch.distributed.tensor")  # a question is no import
+finders = len(sys.meta_path)
+for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
+    del sys.modules[name]
+import extension_cpp
+assert len(sys.meta_path) == finders
+import torch.distributed.tensor as first
+assert extension_cpp.ops.DTENSOR == (first.DTensor,) and "extension_cpp.sharding" in sys.modules
+for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
+    del sys.modules[name]
+import extension_cpp
+assert extension_cpp.ops.DTENSOR == (first.DTensor,)
+print("works")
+"""
+
+
+def test_rules_come_with_dtensor() -> None:
+    """In any order of the imports, and when the package is imported again."""
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(extension_cpp.__file__).parent.parent)
+    assert done.stdout == "works\n", done.stderr
+
+
+def test_a_failure_after_an_import_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_for_after_import.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+    def fail() -> None:
+        raise RuntimeError("no rules today")
+
+    after_import("module_for_after_import", fail)
+    with pytest.warns(UserWarning, match="extension_cpp: what follows the import of .* failed: no rules today"):
+        module = importlib.import_module("module_for_after_import")
+    assert module.value == 1
