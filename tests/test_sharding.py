@@ -5,6 +5,7 @@ The processes are started once and run every check; a test looks up what they sa
 
 import datetime
 import importlib
+import multiprocessing
 import subprocess
 import sys
 import traceback
@@ -403,9 +404,15 @@ def process(rank: int, processes: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+# What the server of forks imports, once for all processes; what is not there the processes import themselves.
+PRELOAD = ["tests.test_sharding", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
+PRELOAD += ["transformers.models.llama.modeling_llama"]
+
+
 def said_by(processes: int, folder: Path) -> dict[str, list[str]]:
     """What each process said of each check: nothing where it holds."""
-    torch.multiprocessing.start_processes(process, (processes, str(folder)), processes, start_method="spawn")
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    torch.multiprocessing.start_processes(process, (processes, str(folder)), processes, start_method="forkserver")
     return {name: [(folder / f"{name}.{rank}").read_text() for rank in range(processes)] for name in checks(processes)}
 
 
