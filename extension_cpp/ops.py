@@ -266,9 +266,12 @@ def _(grad_out: Tensor, y: Tensor) -> Tensor:
 
 def _relu_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(output)
+    ctx.set_materialize_grads(False)  # for a DTensor autograd's zeros are none
 
 
-def _relu_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+def _relu_backward(ctx: Any, grad_out: Tensor | None) -> Tensor | None:
+    if grad_out is None:  # in a second derivative
+        return None
     (y,) = ctx.saved_tensors
     return _ops.relu_backward(grad_out, y)
 

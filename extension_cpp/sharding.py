@@ -204,7 +204,6 @@ RULES: dict[str, Rule] = {
     "layer_norm_dropout_backward": _norm_backward,
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _cross_entropy_backward,
-    "cross_entropy_chunk": _refuse("cross_entropy_chunk", "call linear_cross_entropy, of which it is a part"),
     "token_log_probs": _token_log_probs,
     "token_log_probs_backward": _token_log_probs,
     "linear_cross_entropy": _linear_cross_entropy,
