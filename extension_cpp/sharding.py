@@ -6,7 +6,7 @@ chooses what costs least to get to from the arguments' placements, and moves the
 allowed, and what a rule does not allow is gathered.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from extension_cpp.autograd import TWIN
 # An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
 Call = dict[str, Any]
 # The placements of the results, and of the arguments that are not replicated.
-Sharding = tuple[list[Placement], dict[str, Placement]]
+Sharding = tuple[Sequence[Placement], Mapping[str, Placement]]
 Rule = Callable[[Call], Iterator[Sharding]]
 
 
@@ -126,7 +126,7 @@ def _cross_entropy(call: Call) -> Iterator[Sharding]:
 
 def _cross_entropy_backward(call: Call) -> Iterator[Sharding]:
     for d, row in _loss_dims(call):
-        given = {"logits": Shard(d), "target": Shard(row), "lse": Shard(row)}
+        given: dict[str, Placement] = {"logits": Shard(d), "target": Shard(row), "lse": Shard(row)}
         if call["reduction"] == 0:
             given["grad_out"] = Shard(row)
         elif call["reduction"] == 2:  # which does not read it
@@ -276,7 +276,7 @@ def agreed(seed: Tensor, x: DTensor) -> DTensor:
     return _whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))
 
 
-def _mean(total_loss: DTensor, weights: DTensor, like: DTensor, float_loss: bool) -> Tensor:
+def _mean(total_loss: Any, weights: Any, like: DTensor, float_loss: bool) -> Tensor:
     """The sum of the losses over the sum of the targets' weights."""
     loss = _whole(total_loss) / _whole(weights)
     is_float = float_loss or torch.is_autocast_enabled(like.device.type)

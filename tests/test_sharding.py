@@ -277,6 +277,23 @@ def check_dropout_drops_the_same(mesh: Any) -> None:
     assert 0 < dropped < whole.numel()
 
 
+def check_compile(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x = distribute_tensor(torch.randn(4, 6, 8), mesh, [Shard(1)]).requires_grad_()
+    w = distribute_tensor(torch.randn(8), mesh, [Replicate()]).requires_grad_()
+
+    def function(x: Any, w: Any) -> Any:
+        return extension_cpp.mish(extension_cpp.rms_norm(x, (8,), w))
+
+    results = []
+    for f in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        y = f(x, w)
+        results.append([y, *torch.autograd.grad(y, [x, w], grad_for(y))])
+    for eager, compiled in zip(*results, strict=True):
+        assert letters(eager) == letters(compiled) and torch.equal(eager.full_tensor(), compiled.full_tensor())
+
+
 def llama() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -322,13 +339,15 @@ def mean_over(mesh: Any, loss: Tensor) -> Tensor:
 def check_fully_shard(mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    stock, model = llama(), llama()
-    assert len(convert(model).changed) == 6
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    loss, gradients = loss_and_gradients(model, part_of(tokens(), mesh))
-    assert_same_model((mean_over(mesh, loss), gradients), loss_and_gradients(stock, tokens()))
+    expected = loss_and_gradients(llama(), tokens())
+    for loss_from in ("logits", "linear"):
+        model = llama()
+        assert len(convert(model, loss=loss_from).changed) == (6 if loss_from == "logits" else 7)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        loss, gradients = loss_and_gradients(model, part_of(tokens(), mesh))
+        assert_same_model((mean_over(mesh, loss), gradients), expected)
 
 
 def check_fully_shard_mixed_precision(mesh: Any) -> None:
