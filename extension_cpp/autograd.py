@@ -39,7 +39,17 @@ _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.Autogr
 # Library. Kept where they outlive this module: PyTorch takes none a second time, and the package may be imported again.
 registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of extension_cpp", {})
 
+# DTensor, from the moment that there may be some: sharding.py sets it.
+DTENSOR: tuple[Any, ...] = ()
+
 TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
+
+
+def sharding() -> Any:
+    """The module, which must not be imported before torch.distributed.tensor is."""
+    from extension_cpp import sharding
+
+    return sharding
 
 
 def operators(namespace: str) -> SimpleNamespace:
@@ -225,12 +235,16 @@ def _autograd_kernel(
         else:
             output = op.redispatch(keys, *inputs, **keywords)
         ctx.needs_input_grad = ctx.needs_input_grad[:-1]
+        if DTENSOR:
+            ctx.mesh = next((x.device_mesh for x in inputs if isinstance(x, DTENSOR)), None)
         if setup_context is not None:
             given = {"keyword_only_inputs": keyword_defaults | keywords} if keyword_only else {}
             setup_context(ctx=ctx, inputs=inputs, output=output, **given)
         return output
 
     def with_none(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if getattr(ctx, "mesh", None) is not None:  # autograd's zeros, for results that are not used, are plain
+            grads = sharding().on_mesh(grads, ctx.mesh)
         result = backward(ctx, *grads)
         return (*result, None) if isinstance(result, tuple) else (result, None)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks, linear_loss, plain
+from extension_cpp import autograd, checks, linear_loss, plain
 from extension_cpp.autograd import (
     has_tangent,
     is_recorded,
@@ -29,9 +29,6 @@ from extension_cpp.autograd import (
 )
 
 _ops = operators("extension_cpp")
-
-# DTensor, from the moment that there may be some: sharding.py sets it.
-DTENSOR: tuple[type, ...] = ()
 
 
 # ---- muladd ----
@@ -266,12 +263,9 @@ def _(grad_out: Tensor, y: Tensor) -> Tensor:
 
 def _relu_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(output)
-    ctx.set_materialize_grads(False)  # for a DTensor autograd's zeros are none
 
 
-def _relu_backward(ctx: Any, grad_out: Tensor | None) -> Tensor | None:
-    if grad_out is None:  # in a second derivative
-        return None
+def _relu_backward(ctx: Any, grad_out: Tensor) -> Tensor:
     (y,) = ctx.saved_tensors
     return _ops.relu_backward(grad_out, y)
 
@@ -485,14 +479,7 @@ def _seed(x: Tensor, p: float) -> Tensor:
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     else:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    return sharding().agreed(seed, x) if isinstance(x, DTENSOR) else seed
-
-
-def sharding() -> Any:
-    """The module, which must not be imported before torch.distributed.tensor is."""
-    from extension_cpp import sharding
-
-    return sharding
+    return autograd.sharding().agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
 
 
 @register_fake("extension_cpp::dropout")
@@ -1551,8 +1538,8 @@ def cross_entropy(
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     number = _reduction("cross_entropy", reduction)
-    if number == 1 and isinstance(logits, DTENSOR):
-        return sharding().mean_cross_entropy(
+    if number == 1 and isinstance(logits, autograd.DTENSOR):
+        return autograd.sharding().mean_cross_entropy(
             logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, False
         )
     return _ops.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
@@ -1561,8 +1548,8 @@ def cross_entropy(
 def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """cross_entropy with a float32 loss for half logits, too: what nn.convert gives a language model."""
     number = _reduction("cross_entropy", reduction)
-    if number == 1 and isinstance(logits, DTENSOR):
-        return sharding().mean_cross_entropy(logits, target, None, ignore_index, 0.0, 0.0, None, True)
+    if number == 1 and isinstance(logits, autograd.DTENSOR):
+        return autograd.sharding().mean_cross_entropy(logits, target, None, ignore_index, 0.0, 0.0, None, True)
     return _ops.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
 
 
@@ -1862,8 +1849,8 @@ def _linear_cross_entropy(
     x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
 ) -> Tensor:
     needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    if options[1] == 1 and isinstance(x, DTENSOR):
-        return sharding().mean_linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
+    if options[1] == 1 and isinstance(x, autograd.DTENSOR):
+        return autograd.sharding().mean_linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
     return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
 
 

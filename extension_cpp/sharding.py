@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from extension_cpp import checks, linear_loss, ops
+from extension_cpp import autograd, checks, linear_loss, ops
 from extension_cpp.autograd import TWIN
 
 # An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
@@ -258,15 +258,24 @@ def overloads() -> dict[str, Any]:
 for _name, _op in overloads().items():
     if (_rule := RULES.get(_name.removesuffix(TWIN))) is not None:
         register(_op, _rule)
-ops.DTENSOR = (DTensor,)
+autograd.DTENSOR = (DTensor,)
 
 
-# ---- what the functions do on DTensors beside calling the operator ----
+# ---- what functions and autograd do on DTensors beside calling the operator ----
 
 
 def _whole(x: DTensor) -> DTensor:
     """Of partial sums their sum."""
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
+def on_mesh(grads: Sequence[Tensor | None], mesh: Any) -> tuple[Tensor | None, ...]:
+    """Plain tensors, which every process holds whole, as replicated DTensors."""
+    placements = [Replicate()] * mesh.ndim
+    return tuple(
+        DTensor.from_local(g, mesh, placements, run_check=False) if g is not None and not isinstance(g, DTensor) else g
+        for g in grads
+    )
 
 
 def agreed(seed: Tensor, x: DTensor) -> DTensor:

@@ -88,7 +88,9 @@ def run(function: Callable[..., Any], sample: Sample, leaves: list[Tensor], seco
     second: Any = ()
     if second_order:
         ends = [grad_for(x) for x in with_graph]
-        second = torch.autograd.grad(with_graph, [*leaves, *grads], ends, allow_unused=True)
+        inputs = [*leaves, *grads]
+        of_first = torch.autograd.grad(with_graph[0], inputs, ends[0], allow_unused=True, retain_graph=True)
+        second = *of_first, *torch.autograd.grad(with_graph, inputs, ends, allow_unused=True)
     return Placed(list(outputs), list(again), list(gradients), list(with_graph), [x for x in second if x is not None])
 
 
@@ -537,11 +539,11 @@ for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
 import extension_cpp
 assert len(sys.meta_path) == finders
 import torch.distributed.tensor as first
-assert extension_cpp.ops.DTENSOR == (first.DTensor,) and "extension_cpp.sharding" in sys.modules
+assert extension_cpp.autograd.DTENSOR == (first.DTensor,) and "extension_cpp.sharding" in sys.modules
 for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
     del sys.modules[name]
 import extension_cpp
-assert extension_cpp.ops.DTENSOR == (first.DTensor,)
+assert extension_cpp.autograd.DTENSOR == (first.DTensor,)
 print("works")
 """
 
