@@ -37,11 +37,15 @@ def _load() -> None:
         ) from error
 
 
+def _register_shardings() -> None:
+    from extension_cpp import sharding as sharding
+
+
 load_error: ImportError | None = None
 try:
     _load()
     # The operators must exist before these modules register fakes and gradients for them.
-    from extension_cpp import after_import, autograd, nn, reference
+    from extension_cpp import after_import, nn, reference
     from extension_cpp import nested as nested
     from extension_cpp.ops import (
         add_layer_norm,
@@ -63,7 +67,7 @@ try:
     )
 
     # Rules for DTensors, without the cost of importing those for who has none.
-    after_import.after_import("torch.distributed.tensor", autograd.sharding)
+    after_import.after_import("torch.distributed.tensor", _register_shardings)
 except (ImportError, AttributeError, RuntimeError) as error:
     # The last two are what torch says of a fake or a gradient whose operator is not there.
     load_error = (

@@ -39,17 +39,11 @@ _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.Autogr
 # Library. Kept where they outlive this module: PyTorch takes none a second time, and the package may be imported again.
 registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of extension_cpp", {})
 
-# DTensor, from the moment that there may be some: sharding.py sets it.
+# DTensor, and the module that knows what to do with one: both set by that module, where there is one.
 DTENSOR: tuple[Any, ...] = ()
+sharding: Any = None
 
 TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
-
-
-def sharding() -> Any:
-    """The module, which must not be imported before torch.distributed.tensor is."""
-    from extension_cpp import sharding
-
-    return sharding
 
 
 def operators(namespace: str) -> SimpleNamespace:
@@ -244,7 +238,7 @@ def _autograd_kernel(
 
     def with_none(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if getattr(ctx, "mesh", None) is not None:  # autograd's zeros, for results that are not used, are plain
-            grads = sharding().on_mesh(grads, ctx.mesh)
+            grads = sharding.on_mesh(grads, ctx.mesh)
         result = backward(ctx, *grads)
         return (*result, None) if isinstance(result, tuple) else (result, None)
 

@@ -479,7 +479,7 @@ def _seed(x: Tensor, p: float) -> Tensor:
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     else:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    return autograd.sharding().agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
+    return autograd.sharding.agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
 
 
 @register_fake("extension_cpp::dropout")
@@ -1539,7 +1539,7 @@ def cross_entropy(
     """
     number = _reduction("cross_entropy", reduction)
     if number == 1 and isinstance(logits, autograd.DTENSOR):
-        return autograd.sharding().mean_cross_entropy(
+        return autograd.sharding.mean_cross_entropy(
             logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, False
         )
     return _ops.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
@@ -1549,7 +1549,7 @@ def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, redu
     """cross_entropy with a float32 loss for half logits, too: what nn.convert gives a language model."""
     number = _reduction("cross_entropy", reduction)
     if number == 1 and isinstance(logits, autograd.DTENSOR):
-        return autograd.sharding().mean_cross_entropy(logits, target, None, ignore_index, 0.0, 0.0, None, True)
+        return autograd.sharding.mean_cross_entropy(logits, target, None, ignore_index, 0.0, 0.0, None, True)
     return _ops.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
 
 
@@ -1850,7 +1850,7 @@ def _linear_cross_entropy(
 ) -> Tensor:
     needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
     if options[1] == 1 and isinstance(x, autograd.DTENSOR):
-        return autograd.sharding().mean_linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
+        return autograd.sharding.mean_linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
     return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
 
 

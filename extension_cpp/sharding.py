@@ -6,6 +6,7 @@ chooses what costs least to get to from the arguments' placements, and moves the
 allowed, and what a rule does not allow is gathered.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -258,7 +259,7 @@ def overloads() -> dict[str, Any]:
 for _name, _op in overloads().items():
     if (_rule := RULES.get(_name.removesuffix(TWIN))) is not None:
         register(_op, _rule)
-autograd.DTENSOR = (DTensor,)
+autograd.DTENSOR, autograd.sharding = (DTensor,), sys.modules[__name__]
 
 
 # ---- what functions and autograd do on DTensors beside calling the operator ----
