@@ -210,12 +210,14 @@ def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
 
 
 def check_every_op_has_a_rule(mesh: Any) -> None:
+    """The backward operators and the twins, too. An op made from a template may have none."""
     from torch.distributed.tensor import DTensor
 
     from extension_cpp import sharding
 
     known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    without = [name for name, op in sharding.overloads().items() if op not in known]
+    new = tuple(spec.name for spec in all_specs() if spec.name not in sharding.RULES)
+    without = [name for name, op in sharding.overloads().items() if op not in known and not name.startswith(new)]
     assert without == ["cross_entropy_chunk"]  # which linear_cross_entropy alone calls, on tensors of one process
 
 
@@ -452,7 +454,10 @@ def check_two_dimensions(mesh: Any) -> None:
 
 
 def checks(processes: int) -> dict[str, Callable[[Any], None]]:
-    specs = {spec.name: spec for spec in all_specs()}
+    from extension_cpp import sharding
+
+    # An op that was made from a template has no rule until its author writes one: DTensors are refused till then.
+    specs = {spec.name: spec for spec in all_specs() if spec.name in sharding.RULES}
     if processes == 4:
         names = ("rms_norm", "cross_entropy")
         return {"two_dimensions": check_two_dimensions} | {
