@@ -196,20 +196,20 @@ class LinearLossModel:
 def linear_class(original: type, plan: Plan) -> type:
     """A subclass of both, with the original's name, module and signature: transformers looks at these."""
 
-    @functools.wraps(original.forward)  # type: ignore[attr-defined]  # a model's
+    @functools.wraps(original.forward)  # type: ignore[attr-defined]  # `type` has no forward, a model's class has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         head = getattr(self, plan.head)
         if not _makes_linear_loss(self, head, args, kwargs):
-            return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # as above
         head.received = []
         try:
-            output = original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            output = original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # as above
         finally:
             head.received = None  # torch.compile cannot replay a del
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    names |= {"original": original, "plan": plan, "forward": forward}  # type: ignore[dict-item]
+    names |= {"original": original, "plan": plan, "forward": forward}  # type: ignore[dict-item]  # names of any type
     return type(original.__name__, (LinearLossModel, original), names)
 
 

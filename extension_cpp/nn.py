@@ -282,7 +282,7 @@ def _cross_entropy(
     # A target of another dtype holds class probabilities (or is torch's to refuse): torch's own forward.
     if target.dtype is not torch.int64 and not z_loss and softcap is None:
         options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        return torch.nn.functional.cross_entropy(input, target, weight, **options)  # type: ignore[arg-type]
+        return torch.nn.functional.cross_entropy(input, target, weight, **options)  # type: ignore[arg-type]  # of one dict
     return ops.cross_entropy(
         input, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss, softcap=softcap
     )

@@ -1,0 +1,224 @@
+// Checks, memory and launches of the losses (loss_shim.h).
+#include "loss/loss_shim.h"
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+#include <vector>
+
+namespace extension_cpp {
+
+// ---- checks ----
+
+dtype_t acc_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
+
+std::string to_text(double x) {
+  std::ostringstream text;
+  text << x;
+  return text.str();
+}
+
+static bool are_equal(Sizes a, Sizes b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
+// The shape of logits without the dimension of the classes.
+static std::vector<int64_t> rows_shape(const Tensor &logits, int64_t class_dim) {
+  std::vector<int64_t> sizes(logits.sizes().begin(), logits.sizes().end());
+  sizes.erase(sizes.begin() + class_dim);
+  return sizes;
+}
+
+// On the CPU also each value: the kernel would give NaN, as on the GPU, where a check would have to
+// wait for the device.
+static void check_target(const char *op, const Tensor &target, const Tensor &logits,
+                         int64_t class_dim, int64_t ignore_index) {
+  check_device(op, "target", target, "logits", logits);
+  if (target.scalar_type() != ScalarType::Long) {
+    fail(op, "expected target to be int64, class indices, but got " + dtype_string(target));
+  }
+  const std::vector<int64_t> shape = rows_shape(logits, class_dim);
+  const Sizes sizes = target.sizes();
+  if (!are_equal(sizes, {shape.data(), shape.size()})) {
+    fail(op, "expected target of shape " + to_string({shape.data(), shape.size()}) +
+                 ", that of logits without the classes, but got " + to_string(sizes));
+  }
+  if (!target.is_cpu()) return;
+  const Tensor dense = as_contiguous(target);
+  const auto *const values = static_cast<const int64_t *>(dense.const_data_ptr());
+  const int64_t classes = logits.size(class_dim);
+  for (int64_t i = 0; i < dense.numel(); ++i) {
+    if ((values[i] >= 0 && values[i] < classes) || values[i] == ignore_index) continue;
+    const std::string or_ignored = ignore_index == INT64_MIN ? "" : " or ignore_index";
+    fail(op, "expected target in [0, " + std::to_string(classes - 1) + "]" + or_ignored +
+                 ", but got " + std::to_string(values[i]));
+  }
+}
+
+static void check_weight(const char *op, const Tensor &weight, const Tensor &logits,
+                         int64_t classes) {
+  check_device(op, "weight", weight, "logits", logits);
+  if (weight.scalar_type() != logits.scalar_type() &&
+      (weight.scalar_type() != ScalarType::Float || logits.scalar_type() == ScalarType::Double)) {
+    const std::string or_float32 = logits.element_size() < 4 ? " or float32" : "";
+    fail(op, "expected weight to be " + dtype_string(logits) + " like logits" + or_float32 +
+                 ", but got " + dtype_string(weight));
+  }
+  if (weight.dim() != 1 || weight.size(0) != classes) {
+    fail(op, "expected weight of shape [" + std::to_string(classes) +
+                 "], a number for each class, but got " + to_string(weight.sizes()));
+  }
+}
+
+dtype_t check_loss_inputs(const char *op, const Tensor &logits, const Tensor &target,
+                          const Optional &weight, const LossOptions &options, int64_t class_dim) {
+  const dtype_t dtype = check_dtype(op, "logits", logits);
+  if (logits.dim() == 0) {
+    fail(op, "expected logits to have at least one dimension, but got shape []");
+  }
+  const int64_t classes = logits.size(class_dim);
+  if (classes == 0) {
+    fail(op, "expected at least one class, but got logits of shape " + to_string(logits.sizes()));
+  }
+  check_target(op, target, logits, class_dim, options.ignore_index);
+  if (weight) check_weight(op, *weight, logits, classes);
+  if (!(options.label_smoothing >= 0 && options.label_smoothing <= 1)) {
+    fail(op, "expected label_smoothing to be between 0 and 1, but got " +
+                 to_text(options.label_smoothing));
+  }
+  if (options.softcap && !(*options.softcap > 0 && std::isfinite(*options.softcap))) {
+    fail(op, "expected softcap to be positive or None, but got " + to_text(*options.softcap));
+  }
+  return dtype;
+}
+
+void check_statistic(const char *op, const char *name, const Tensor &x, const Tensor &target,
+                     dtype_t dtype) {
+  check_device(op, name, x, "logits", target);
+  if (x.scalar_type() != scalar_type(dtype) || !x.is_contiguous() ||
+      !are_equal(x.sizes(), target.sizes())) {
+    fail(op, "expected " + std::string(name) + " as the forward returned it");
+  }
+}
+
+dtype_t check_loss_grad(const char *op, const char *name, const Tensor &grad, const Tensor &logits,
+                        Sizes shape) {
+  check_device(op, name, grad, "logits", logits);
+  const dtype_t dtype = check_dtype(op, "logits", logits), acc = acc_dtype(dtype);
+  const bool is_acc = grad.scalar_type() == scalar_type(acc);
+  if (!is_acc && grad.scalar_type() != logits.scalar_type()) {
+    const std::string or_float32 = acc != dtype ? " or float32" : "";
+    fail(op, "expected " + std::string(name) + " to be " + dtype_string(logits) + " like logits" +
+                 or_float32 + ", but got " + dtype_string(grad));
+  }
+  if (!are_equal(grad.sizes(), shape)) {
+    fail(op, "expected " + std::string(name) + " of shape " + to_string(shape) +
+                 ", that of the result, but got " + to_string(grad.sizes()));
+  }
+  return is_acc ? acc : dtype;
+}
+
+// ---- memory ----
+
+// weight in the accumulation type.
+static Optional widened(const Optional &weight, dtype_t dtype) {
+  if (!weight) return std::nullopt;
+  if (weight->scalar_type() == scalar_type(acc_dtype(dtype))) return as_contiguous(*weight);
+  Tensor wide = allocate(weight->sizes(), acc_dtype(dtype), *weight);
+  torch::stable::copy_(wide, *weight);
+  return wide;
+}
+
+void launch_reduce(const char *op, loss_reduce_args &args, const Tensor &like) {
+  const int64_t partials = std::max<int64_t>(loss_partials(args.rows), 1);
+  const Tensor partial = allocate({&partials, 1}, DTYPE_FLOAT64, like);
+  args.partial = partial.mutable_data_ptr();
+  launch(op, KERNEL(loss_reduce), args, like, 1, 1);
+}
+
+// The sum of the class weights.
+static Tensor sum_of(const char *op, const Tensor &weight, dtype_t dtype) {
+  const int64_t one = 1;
+  const Tensor total = allocate({&one, 1}, dtype, weight),
+               count = allocate({&one, 1}, dtype, weight);
+  loss_reduce_args args{};
+  args.loss = weight.const_data_ptr();
+  args.out = total.mutable_data_ptr();
+  args.total = count.mutable_data_ptr();
+  args.rows = weight.numel();
+  args.dtype = args.out_dtype = dtype;
+  launch_reduce(op, args, weight);
+  return total;
+}
+
+LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target,
+                      const Optional &weight, const LossOptions &options, int64_t class_dim,
+                      double scale, dtype_t dtype) {
+  int64_t inner = 1;
+  for (int64_t d = class_dim + 1; d < logits.dim(); ++d) inner *= logits.size(d);
+  const int64_t cols = logits.size(class_dim);
+  const Rows matrix = as_rows(logits, logits.dim() - class_dim);
+  LossRows rows{matrix.tensor, as_contiguous(target), widened(weight, dtype), {}, {}};
+  loss_rows &args = rows.args;
+  args.logits = rows.logits.const_data_ptr();
+  args.target = static_cast<const int64_t *>(rows.target.const_data_ptr());
+  args.weight = rows.weight ? rows.weight->const_data_ptr() : nullptr;
+  if (rows.weight && options.label_smoothing > 0) {
+    rows.weight_sum = sum_of(op, *rows.weight, acc_dtype(dtype));
+    args.weight_sum = rows.weight_sum->const_data_ptr();
+  }
+  args.outer = inner == 0 ? 0 : logits.numel() / (cols * inner);
+  args.cols = cols;
+  args.inner = inner;
+  args.outer_stride = matrix.stride;
+  args.ignore_index = options.ignore_index;
+  args.label_smoothing = options.label_smoothing;
+  args.z_loss = options.z_loss;
+  args.softcap = options.softcap.value_or(0);
+  args.scale = scale;
+  args.dtype = dtype;
+  return rows;
+}
+
+// On the CPU a thread gets at least this many items: 16 KiB of traffic, since exp takes most of the
+// time.
+static int64_t grain(const loss_rows &rows) {
+  return ceil_div(4096, rows.cols * std::min<int64_t>(rows.inner, LOSS_TILE));
+}
+
+RowResults launch_forward(const char *op, const LossRows &rows, bool with_entropy,
+                          const Tensor *grad_logits, const Tensor *grad_scale) {
+  const Sizes sizes = rows.target.sizes();
+  const dtype_t acc = acc_dtype(rows.args.dtype);
+  RowResults results{
+      allocate(sizes, acc, rows.target), allocate(sizes, DTYPE_FLOAT64, rows.target), {}};
+  loss_forward_args args{};
+  args.rows = rows.args;
+  args.loss = results.loss.mutable_data_ptr();
+  args.lse = static_cast<double *>(results.lse.mutable_data_ptr());
+  if (with_entropy) {
+    results.entropy.emplace(allocate(sizes, acc, rows.target));
+    args.entropy = results.entropy->mutable_data_ptr();
+  }
+  if (grad_logits != nullptr) {
+    args.grad_logits = grad_logits->mutable_data_ptr();
+    args.grad_scale = grad_scale->const_data_ptr();
+  }
+  if (rows.args.outer > 0) {
+    launch(op, KERNEL(loss_forward), args, rows.logits,
+           loss_items(rows.args.outer, rows.args.inner), grain(rows.args));
+  }
+  return results;
+}
+
+Tensor launch_backward(const char *op, loss_backward_args &args, const Tensor &logits) {
+  const Tensor grad_logits = allocate(logits.sizes(), args.rows.dtype, logits);
+  args.grad_logits = grad_logits.mutable_data_ptr();
+  if (args.rows.outer > 0) {
+    launch(op, KERNEL(loss_backward), args, logits, loss_items(args.rows.outer, args.rows.inner),
+           grain(args.rows));
+  }
+  return grad_logits;
+}
+
+}  // namespace extension_cpp

@@ -1,0 +1,89 @@
+// token_log_probs: schema, checks, launches and registration. loss.h has the kernels' contract.
+#include <algorithm>
+
+#include "loss/loss_shim.h"
+
+namespace extension_cpp {
+
+// No target is ignored.
+static LossOptions token_options() { return {INT64_MIN, 0, 0, std::nullopt}; }
+
+static dtype_t check_tokens(const char *op, const Tensor &logits, const Tensor &target,
+                            double temperature) {
+  const dtype_t dtype = check_loss_inputs(op, logits, target, std::nullopt, token_options(),
+                                          std::max<int64_t>(logits.dim() - 1, 0));
+  if (!(temperature > 0)) {
+    fail(op, "expected temperature to be positive, but got " + to_text(temperature));
+  }
+  return dtype;
+}
+
+static std::tuple<Tensor, Tensor, Tensor> token_log_probs(const Tensor &logits,
+                                                          const Tensor &target,
+                                                          double temperature) {
+  const char *const op = "token_log_probs";
+  const dtype_t dtype = check_tokens(op, logits, target, temperature);
+  const LossRows rows = loss_rows_of(op, logits, target, std::nullopt, token_options(),
+                                     logits.dim() - 1, 1 / temperature, dtype);
+  const RowResults results = launch_forward(op, rows, true);
+  return {results.loss, *results.entropy, results.lse};
+}
+
+static std::tuple<Tensor, Tensor> token_log_probs_no_grad(const Tensor &logits,
+                                                          const Tensor &target,
+                                                          double temperature) {
+  const auto [log_probs, entropy, lse] = token_log_probs(logits, target, temperature);
+  return {log_probs, entropy};
+}
+
+static Tensor token_log_probs_backward(const Tensor &grad_log_probs, const Tensor &grad_entropy,
+                                       const Tensor &logits, const Tensor &target,
+                                       const Tensor &lse, const Tensor &entropy,
+                                       double temperature) {
+  const char *const op = "token_log_probs_backward";
+  const dtype_t dtype = check_tokens(op, logits, target, temperature);
+  loss_backward_args args{};
+  args.grad_dtype = check_loss_grad(op, "grad_log_probs", grad_log_probs, logits, target.sizes());
+  check_loss_grad(op, "grad_entropy", grad_entropy, logits, target.sizes());
+  check_same(op, "grad_entropy", grad_entropy, "grad_log_probs", grad_log_probs);
+  check_statistic(op, "lse", lse, target, DTYPE_FLOAT64);
+  check_statistic(op, "entropy", entropy, target, acc_dtype(dtype));
+  const LossRows rows = loss_rows_of(op, logits, target, std::nullopt, token_options(),
+                                     logits.dim() - 1, 1 / temperature, dtype);
+  const Tensor of_log_probs = as_contiguous(grad_log_probs),
+               of_entropy = as_contiguous(grad_entropy);
+  args.rows = rows.args;
+  args.lse = static_cast<const double *>(lse.const_data_ptr());
+  args.grad_loss = of_log_probs.const_data_ptr();
+  args.grad_stride = 1;
+  args.entropy = entropy.const_data_ptr();
+  args.grad_entropy = of_entropy.const_data_ptr();
+  return launch_backward(op, args, logits);
+}
+
+// ---- registration ----
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  def_with_twin(m,
+                "token_log_probs(Tensor logits, Tensor target, float temperature=1.0) -> "
+                "(Tensor, Tensor, Tensor)",
+                "(Tensor, Tensor)");
+  def_with_twin(m,
+                "token_log_probs_backward(Tensor grad_log_probs, Tensor grad_entropy, "
+                "Tensor logits, Tensor target, Tensor lse, Tensor entropy, float temperature) -> "
+                "Tensor");
+}
+
+static void register_kernels(StableLibrary &m) {
+  impl_with_twin(m, "token_log_probs", TORCH_BOX(&token_log_probs),
+                 TORCH_BOX(&token_log_probs_no_grad));
+  impl_with_twin(m, "token_log_probs_backward", TORCH_BOX(&token_log_probs_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
+#endif
+
+}  // namespace extension_cpp
