@@ -1,6 +1,7 @@
-"""Runs a function once a module is imported, by whomever, and at once where it is imported already.
+"""Runs a function when a module is imported, or at once if it has been imported already.
 
-So that what this package registers with a heavy module costs nothing to those who do not use that module.
+The package registers rules with torch.distributed.tensor in this way. Users who never import that module do not pay for
+its import.
 """
 
 import importlib.abc

@@ -1,11 +1,12 @@
-"""The kernels of linear_cross_entropy: chunks of rows, whose logits are never in memory all at once.
+"""The kernels of linear_cross_entropy: chunks of rows, of whose logits at most 1 GiB is in memory at a time.
 
 For each chunk a matrix product makes the logits, cross_entropy_chunk writes their gradient in their place, and two
 products make the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN). Forward
 therefore computes the gradients as if grad_out were 1, and backward scales them.
 
-That is no way where each row has a gradient of its own (no reduction), and in float16, whose range needs the scale of
-the loss in the logits' gradient itself. There backward makes the logits again.
+Two cases differ. Without a reduction each row has a gradient of its own. In float16 the gradient of the logits must be
+multiplied by the scale of the loss before it is rounded. In both, forward makes no gradient, and backward makes the
+logits again.
 """
 
 import math

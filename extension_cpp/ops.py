@@ -1815,7 +1815,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """cross_entropy of ``x @ linear_weight.T + linear_bias``, whose logits are never in memory all at once.
+    """cross_entropy of ``x @ linear_weight.T + linear_bias``, with at most 1 GiB of its logits in memory.
 
     Args:
         x: shape (..., features).

@@ -17,10 +17,11 @@ enum {
  * CALLS: takes a function call for every block, where little code matters more than speed. */
 enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4, TARGET = 8, CALLS = 16 };
 
-/* How a pass over a row writes its columns: blocks at 0 and `head` if begin > 0; streamed blocks in
- * [begin, end); then the others. What is left of a block overlaps the block before it, which is
- * several times faster than a partial one. No block overlaps a streamed one: the line would have to
- * be read from memory. In place, and in rows shorter than a block, the last block is partial. */
+/* How a pass over a row writes its columns, in three steps: if begin > 0, a block at 0 and a block
+ * at `head`; streamed blocks in [begin, end); the blocks behind `end`. The last BLOCK columns are
+ * one block, which may overlap the block before it: that is several times faster than a partial
+ * block. No block overlaps a streamed one, whose line would have to be read from memory again. In
+ * place, and in rows shorter than a block, the last block is partial. */
 typedef struct {
   int64_t head, begin, end;
   int partial;
