@@ -1,13 +1,13 @@
 """python -m benchmarks: times the ops (run.py); host: what a call costs; compare, plot, report: look at results.
 
-norm_plans: the shapes of the norms' GPU kernels beside each other.
+linear_loss: linear_cross_entropy beside its matrix products. norm_plans: the shapes of the norms' GPU kernels.
 """
 
 import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("compare", "host", "norm_plans", "plot", "report")
+COMMANDS = ("compare", "host", "linear_loss", "norm_plans", "plot", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -51,6 +51,10 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
         wide = x.new_full([*x.shape[:-1], 2 * x.shape[-1] + 1], 7.0)
         wide[..., 1::2] = x
         return wide[..., 1::2]
+    if layout == "padded":  # rows that begin at any multiple of an element's size
+        wide = x.new_full([*x.shape[:-1], x.shape[-1] + 3], 7.0)
+        wide[..., :-3] = x
+        return wide[..., :-3]
     if layout == "transposed":
         return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
     if layout == "expanded":

@@ -145,6 +145,16 @@ def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
             check(spec, sample, "contiguous", f"{first} with {second}")
 
 
+@every_op
+@every_dtype
+def test_rows_with_gaps(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Rows with a gap of three elements: each begins at another offset from a vector's address."""
+    shapes = [(5, 33), (9, 256), *([(300, 1024), (135, 4096), (40, 16384), (9, 50257)] if device == "cuda" else [])]
+    for shape in shapes:
+        for sample in spec.sample_inputs(maker(device, dtype, layout="padded"), shape):
+            check(spec, sample, "padded", "padded rows")
+
+
 OPCHECKS = inspect.signature(torch.library.opcheck).parameters["test_utils"].default
 
 
@@ -949,6 +959,24 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
 
 
 @every_op
+def test_every_launch_is_on_the_current_stream(spec: OpSpec, device: str) -> None:
+    """All kernels of forward and of backward, those of a second phase, too."""
+    if device != "cuda":
+        pytest.skip("CUDA streams need a GPU")
+    for shape in [(512, 1024), (300, 16384), (9, 50257)]:
+        sample = next(iter(spec.sample_inputs(maker(device, torch.bfloat16), shape)))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            run(spec.function, sample, random_grad())  # PyTorch's libraries set themselves up on streams of their own
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                run(spec.function, sample, random_grad())
+                torch.cuda.synchronize()
+        events = profiler.profiler.kineto_results.events()
+        streams = {event.device_resource_id(): event.name() for event in events if "kernel" in event.name()}
+        assert len(streams) == 1, f"{spec.name} {shape}: kernels by stream: {streams}"
+
+
+@every_op
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
     """On a stream of its own: there most launches without a guard fail; on a default one the first GPU works."""
@@ -967,11 +995,15 @@ def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
 
 @every_op
 @pytest.mark.slow
-def test_more_than_two_to_the_31_elements(spec: OpSpec, device: str) -> None:
-    """int64 everywhere: the last rows of a tensor of 2^31 + 2^17 elements are what a small tensor of them gives."""
+@pytest.mark.parametrize("cols", [1 << 16, 50257])
+def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) -> None:
+    """int64 everywhere: the last rows of a tensor of 2^31 + 2^17 elements are what a small tensor of them gives; on a
+    GPU also of more than 2^32 elements, in rows whose width does not divide 2^32."""
     if spec.positional:
         pytest.skip("no small tensor has these elements' masks: test_dropout.py and test_fused_norm.py have this test")
-    cols, rows = 1 << 16, (1 << 15) + 2
+    if cols != 1 << 16 and device == "cpu":
+        pytest.skip("the CPU's kernels count in int64 alone, and 2^32 elements take minutes")
+    rows = (1 << 31 if cols == 1 << 16 else 1 << 32) // cols + 2
     few = 64  # not so few that a kernel has more threads for each, and sums in another order
     generator = torch.Generator().manual_seed(0)
     last = torch.randn(few, cols, generator=generator).bfloat16().to(device)
@@ -981,15 +1013,18 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, device: str) -> None:
             return torch.ones(shape, dtype=torch.bfloat16, device=device)
         x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
-        return x
+        return x.requires_grad_(device == "cuda")
 
     # Norms over the last two dimensions still have the rows apart.
     shapes = [(count, 1, cols) for count in (rows, few)]
     for big, small in zip(*(spec.sample_inputs(make, shape) for shape in shapes), strict=True):
-        a = spec.function(*big.args, **big.kwargs)
-        b = spec.function(*small.args, **small.kwargs)
-        if a.shape[:1] == (rows,):
-            assert torch.equal(a[-few:], b)
-        else:
+        a, b = (as_tuple(spec.function(*sample.args, **sample.kwargs))[0] for sample in (big, small))
+        if a.shape[:1] != (rows,):
             torch.testing.assert_close(a, b)  # a sum over the rows: the zeros add nothing
+            continue
+        assert torch.equal(a[-few:], b)
+        if a.requires_grad:
+            gradients = [torch.autograd.grad(y, sample.args[0], y.detach())[0] for y, sample in ((a, big), (b, small))]
+            torch.testing.assert_close(gradients[0][-few:], gradients[1])
+            del gradients
         del a, b

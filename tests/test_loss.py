@@ -251,6 +251,9 @@ def test_chunk_is_forward_and_backward(width: int, dtype: torch.dtype, device: s
     eps = torch.finfo(dtype).eps
     tolerance = {"rtol": 4 * eps, "atol": 1e-9, "equal_nan": True}
     torch.testing.assert_close(ours.double(), losses.detach(), **tolerance | {"atol": 20 * eps})
+    # exp(d) of a rounded d in float32 errs by |d| eps / 2 of itself, and the conversion to a power of two by as much.
+    # Normal logits lie within 12 of their log-sum-exp but for one in a million, which is within 16.
+    tolerance["rtol"] += 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     torch.testing.assert_close(logits, expected, **tolerance)
 
 

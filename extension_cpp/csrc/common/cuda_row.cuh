@@ -250,11 +250,20 @@ class RowSum {
   // Sends this CTA's numbers, `mine`, to the cluster. Lane i gets those of CTA number i % 16, or
   // zeros if there is no such CTA.
   __device__ float2 exchange(float2 mine, int turn) const {
+    float2 numbers[1] = {mine};
+    exchange(numbers, turn);
+    return numbers[0];
+  }
+
+  // The same of several at once, which take a turn each and about the time of one.
+  template <int COUNT>
+  __device__ void exchange(float2 (&numbers)[COUNT], int turn) const {
+    static_assert(COUNT <= SLOTS);
 #if HAS_CLUSTERS
-    send_to_all(mine, turn);
-    return receive(turn);
-#else
-    return mine;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) send_to_all(numbers[i], turn + i);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) numbers[i] = receive(turn + i);
 #endif
   }
 

@@ -91,10 +91,12 @@ struct LayerNorm {
     row_sum.sum_cta(deviations, turn++);
     moments.add(deviations, per_element);
     if (is_cluster) {
-      const float2 part = row_sum.exchange(
-          {static_cast<float>(moments.mean), static_cast<float>(moments.squares)}, turn++);
+      float2 parts[2] = {{static_cast<float>(moments.mean), static_cast<float>(moments.squares)},
+                         {static_cast<float>(moments.excess), 0}};
+      row_sum.exchange(parts, turn);
+      turn += 2;
       const A count = static_cast<A>(columns(threadIdx.x % MAX_CLUSTER));
-      moments = join<A>(part.x, part.y, count, per_col);
+      moments = join<A>({parts[0].x, parts[1].x, parts[0].y}, count, per_col);
     }
     const A variance = moments.squares * per_col;
     const A rstd = reciprocal_root((variance < 0 ? A(0) : variance) + eps);
@@ -116,12 +118,13 @@ struct LayerNorm {
     }
   };
 
-  // Of the parts that 16 neighbouring lanes have, each of `count` elements.
+  // Of the parts that 16 neighbouring lanes have, each of `count` elements. Means are rounded: where
+  // they are large beside the deviations, what is lost by that counts.
   template <typename A>
-  __device__ static Moments<A> join(A mean, A squares, A count, A per_element) {
-    Moments<A> all{__shfl_sync(0xffffffffu, mean, 0), 0, 0};
-    const A distance = count > 0 ? mean - all.mean : A(0);
-    A deviations[2] = {count * distance, squares};
+  __device__ static Moments<A> join(const Moments<A> &part, A count, A per_element) {
+    Moments<A> all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};
+    const A distance = count > 0 ? (part.mean - all.mean) - part.excess : A(0);
+    A deviations[2] = {count * distance, part.squares};
     deviations[1] += deviations[0] * distance;
     group_sum(deviations, MAX_CLUSTER);
     all.add(deviations, per_element);
