@@ -52,6 +52,7 @@ try:
         add_rms_norm,
         cross_entropy,
         dropout,
+        gelu,
         layer_norm,
         layer_norm_dropout,
         linear_cross_entropy,
@@ -62,6 +63,7 @@ try:
         relu,
         rms_norm,
         scale_bias_relu,
+        silu,
         softmax,
         token_log_probs,
     )
@@ -85,6 +87,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "dropout",
+    "gelu",
     "layer_norm",
     "layer_norm_dropout",
     "linear_cross_entropy",
@@ -97,6 +100,7 @@ __all__ = [
     "relu",
     "rms_norm",
     "scale_bias_relu",
+    "silu",
     "softmax",
     "token_log_probs",
 ]

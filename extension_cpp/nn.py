@@ -78,6 +78,20 @@ class Mish(_NotScriptable, torch.nn.Module):
         return ops.mish(input)
 
 
+class SiLU(_NotScriptable, torch.nn.Module):
+    """``x * sigmoid(x)`` element by element; any shape."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.silu(input)
+
+
+class GELU(_NotScriptable, torch.nn.GELU):
+    """torch.nn.GELU, ``approximate`` included, over extension_cpp.gelu; any shape."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.gelu(input, self.approximate)
+
+
 class Dropout(_NotScriptable, torch.nn.Dropout):
     """torch.nn.Dropout over extension_cpp.dropout.
 

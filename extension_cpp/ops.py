@@ -369,6 +369,175 @@ def _mish_no_third_order(ctx: Any, grad: Tensor) -> None:
 register_autograd("extension_cpp::mish_double_backward", _mish_no_third_order)
 
 
+# ---- silu ----
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU, also called swish: ``x * sigmoid(x)``.
+
+    Args:
+        x: any shape.
+
+    Returns:
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
+        dimensions, as torch.empty_like. Small results keep their digits (x * exp(x) down to where float32 ends); at
+        -inf the result is NaN, as torch.nn.functional.silu's.
+
+    Raises:
+        RuntimeError: the dtype is not floating point.
+
+    Differentiable twice; a third derivative raises. Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+    return _ops.silu(x)
+
+
+@register_fake("extension_cpp::silu")
+def _(x: Tensor) -> Tensor:
+    checks.check_dtype("silu", "x", x)
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::silu_backward")
+def _(grad_out: Tensor, x: Tensor) -> Tensor:
+    checks.check_dtype("silu_backward", "x", x)
+    checks.check_like("silu_backward", "grad_out", grad_out, "x", x)
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::silu_double_backward")
+def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor) -> Tensor:
+    checks.check_dtype("silu_double_backward", "x", x)
+    checks.check_like("silu_double_backward", "grad_grad_x", grad_grad_x, "x", x)
+    checks.check_like("silu_double_backward", "grad_out", grad_out, "x", x)
+    return torch.empty_like(x)
+
+
+def _silu_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _silu_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return _ops.silu_backward(grad_out, x)
+
+
+register_autograd("extension_cpp::silu", _silu_backward, setup_context=_silu_setup_context, plain=plain.silu)
+
+
+def _silu_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _silu_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor]:
+    grad_out, x = ctx.saved_tensors
+    return _ops.silu_backward(grad_grad_x, x), _ops.silu_double_backward(grad_grad_x, grad_out, x)
+
+
+register_autograd(
+    "extension_cpp::silu_backward",
+    _silu_double_backward,
+    setup_context=_silu_backward_setup_context,
+    plain=plain.silu_backward,
+)
+
+
+def _silu_no_third_order(ctx: Any, grad: Tensor) -> None:
+    raise RuntimeError("extension_cpp::silu: the third derivative is not implemented")
+
+
+register_autograd("extension_cpp::silu_double_backward", _silu_no_third_order)
+
+
+# ---- gelu ----
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU: ``x * Phi(x)``, Phi the distribution function of the normal distribution, or its approximation by tanh.
+
+    Args:
+        x: any shape.
+        approximate: "none", Phi(x) = (1 + erf(x / sqrt(2))) / 2; or "tanh", in its place
+            (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
+
+    Returns:
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
+        dimensions, as torch.empty_like. Small results keep their digits, which ``1 + erf`` would cancel.
+
+    Raises:
+        RuntimeError: the dtype is not floating point, or ``approximate`` is neither "none" nor "tanh".
+
+    Differentiable twice; a third derivative raises. Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+    return _ops.gelu(x, _is_tanh("gelu", approximate))
+
+
+def _is_tanh(op: str, approximate: str) -> bool:
+    """The operators' argument. The stable ABI can pass a string, but leaks it at each call."""
+    if approximate not in ("none", "tanh"):
+        checks.fail(op, f"expected approximate to be 'none' or 'tanh', but got {approximate!r}")
+    return approximate == "tanh"
+
+
+@register_fake("extension_cpp::gelu")
+def _(x: Tensor, tanh: bool = False) -> Tensor:
+    checks.check_dtype("gelu", "x", x)
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::gelu_backward")
+def _(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    checks.check_dtype("gelu_backward", "x", x)
+    checks.check_like("gelu_backward", "grad_out", grad_out, "x", x)
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::gelu_double_backward")
+def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    checks.check_dtype("gelu_double_backward", "x", x)
+    checks.check_like("gelu_double_backward", "grad_grad_x", grad_grad_x, "x", x)
+    checks.check_like("gelu_double_backward", "grad_out", grad_out, "x", x)
+    return torch.empty_like(x)
+
+
+def _gelu_setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+    x, ctx.tanh = inputs
+    ctx.save_for_backward(x)
+
+
+def _gelu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+    (x,) = ctx.saved_tensors
+    return _ops.gelu_backward(grad_out, x, ctx.tanh), None
+
+
+register_autograd("extension_cpp::gelu", _gelu_backward, setup_context=_gelu_setup_context, plain=plain.gelu)
+
+
+def _gelu_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    grad_out, x, ctx.tanh = inputs
+    ctx.save_for_backward(grad_out, x)
+
+
+def _gelu_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
+    grad_out, x = ctx.saved_tensors
+    grad_grad_out = _ops.gelu_backward(grad_grad_x, x, ctx.tanh)
+    return grad_grad_out, _ops.gelu_double_backward(grad_grad_x, grad_out, x, ctx.tanh), None
+
+
+register_autograd(
+    "extension_cpp::gelu_backward",
+    _gelu_double_backward,
+    setup_context=_gelu_backward_setup_context,
+    plain=plain.gelu_backward,
+)
+
+
+def _gelu_no_third_order(ctx: Any, grad: Tensor) -> None:
+    raise RuntimeError("extension_cpp::gelu: the third derivative is not implemented")
+
+
+register_autograd("extension_cpp::gelu_double_backward", _gelu_no_third_order)
+
+
 # ---- reduce_sum ----
 
 

@@ -5,6 +5,7 @@ to any order. register_autograd calls it in the kernel's place where an argument
 the kernel's but for rounding.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,28 @@ def mish(x: Tensor) -> Tensor:
 def mish_backward(grad_out: Tensor, x: Tensor) -> Tensor:
     t = torch.tanh(torch.nn.functional.softplus(x))
     return grad_out * (t + x * (1 - t * t) * torch.sigmoid(x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x)
+
+
+def silu_backward(grad_out: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return grad_out * (s + x * s * (1 - s))
+
+
+def gelu(x: Tensor, tanh: bool = False) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh" if tanh else "none")
+
+
+def gelu_backward(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    if tanh:
+        c = 2 * math.sqrt(2 / math.pi)
+        s = torch.sigmoid(c * (x + 0.044715 * x**3))
+        return grad_out * (s + x * s * (1 - s) * c * (1 + 3 * 0.044715 * x * x))
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return grad_out * (torch.special.ndtr(x) + x * density)
 
 
 def reduce_sum(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:

@@ -24,6 +24,14 @@ def mish(x: Tensor) -> Tensor:
     return x * torch.tanh(torch.nn.functional.softplus(x))
 
 
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return torch.nn.functional.gelu(x, approximate=approximate)
+
+
 def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     return torch.sum(x, dim if dim is None or isinstance(dim, int) else tuple(dim), keepdim)
 

@@ -1,37 +1,10 @@
 // mish on the GPU: flat over the elements, two 16-byte vectors per operand and thread
 // (common/cuda_pointwise.cuh). The formulas are in mish.h. exp2 and the division are the hardware's
 // (2 ulp each); float64 uses the exact ones.
+#include "common/cuda_exp.cuh"
 #include "common/cuda_pointwise.cuh"
 #include "mish/mish.h"
 
-// exp(x) as scaled * UNSCALE. float32: exp(x) * 2^64, so that x exp(x) keeps its digits where
-// exp(x) alone underflows. x is first reduced to |r| <= ln2/2, because the error of the hardware's
-// exp2 grows with its argument. Half types need neither, and with eight elements per vector they
-// are limited by instructions.
-template <typename T>
-struct Exp {
-  static constexpr float UNSCALE = 1.0f;
-  static __device__ float scaled(float x) { return exp2f(x * 0x1.715476p0f); }
-};
-template <>
-struct Exp<float> {
-  static constexpr float UNSCALE = 0x1p-64f;
-  static __device__ float scaled(float x) {
-    const float n = rintf(x * 0x1.715476p0f);
-    const float r = fmaf(n, -0x1.7f7d1cp-20f, fmaf(n, -0x1.62e4p-1f, x));
-    const float p = exp2f(r * 0x1.715476p0f);
-    return x < -110.0f ? 0.0f
-                       : __int_as_float(__float_as_int(p) + ((static_cast<int>(n) + 64) << 23));
-  }
-};
-template <>
-struct Exp<double> {
-  static constexpr double UNSCALE = 1.0;
-  static __device__ double scaled(double x) { return exp(x); }
-};
-
-__device__ inline float divide(float a, float b) { return __fdividef(a, b); }
-__device__ inline double divide(double a, double b) { return a / b; }
 __device__ inline float linear_from(float) { return 20.0f; }
 __device__ inline double linear_from(double) { return 24.0; }
 

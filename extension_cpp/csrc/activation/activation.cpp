@@ -1,0 +1,112 @@
+// silu and gelu: schemas, checks, allocation and registration. The kernels' contract is in
+// activation.h.
+#include "activation/activation.h"
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static Tensor forward(const char *op, activation_t kind, const Tensor &x) {
+  const dtype_t dtype = check_dtype(op, "x", x);
+  const Tensor y = allocate_like(x);
+  if (x.numel() == 0) return y;
+  const Tensor x_dense = with_strides_of(x, y);
+  activation_forward_args args{x_dense.const_data_ptr(), y.mutable_data_ptr(), x.numel(), kind,
+                               dtype};
+  launch_flat(op, KERNEL(activation_forward), args, x, EXP_COST * 2 * x.element_size());
+  return y;
+}
+
+static Tensor backward(const char *op, activation_t kind, const Tensor &grad_out, const Tensor &x) {
+  const dtype_t dtype = check_dtype(op, "x", x);
+  check_same(op, "grad_out", grad_out, "x", x);
+  check_shape(op, "grad_out", grad_out, "x", x);
+  const Tensor grad_x = allocate_like(x);
+  if (x.numel() == 0) return grad_x;
+  const Tensor g = with_strides_of(grad_out, grad_x), x_dense = with_strides_of(x, grad_x);
+  activation_backward_args args{g.const_data_ptr(),
+                                x_dense.const_data_ptr(),
+                                grad_x.mutable_data_ptr(),
+                                x.numel(),
+                                kind,
+                                dtype};
+  launch_flat(op, KERNEL(activation_backward), args, x, EXP_COST * 3 * x.element_size());
+  return grad_x;
+}
+
+static Tensor double_backward(const char *op, activation_t kind, const Tensor &grad_grad_x,
+                              const Tensor &grad_out, const Tensor &x) {
+  const dtype_t dtype = check_dtype(op, "x", x);
+  check_same(op, "grad_grad_x", grad_grad_x, "x", x);
+  check_shape(op, "grad_grad_x", grad_grad_x, "x", x);
+  check_same(op, "grad_out", grad_out, "x", x);
+  check_shape(op, "grad_out", grad_out, "x", x);
+  const Tensor grad_x = allocate_like(x);
+  if (x.numel() == 0) return grad_x;
+  const Tensor gg = with_strides_of(grad_grad_x, grad_x), g = with_strides_of(grad_out, grad_x);
+  const Tensor x_dense = with_strides_of(x, grad_x);
+  activation_double_backward_args args{gg.const_data_ptr(),
+                                       g.const_data_ptr(),
+                                       x_dense.const_data_ptr(),
+                                       grad_x.mutable_data_ptr(),
+                                       x.numel(),
+                                       kind,
+                                       dtype};
+  launch_flat(op, KERNEL(activation_double_backward), args, x, EXP_COST * 4 * x.element_size());
+  return grad_x;
+}
+
+static activation_t gelu_kind(bool tanh) { return tanh ? GELU_TANH : GELU; }
+
+static Tensor silu(const Tensor &x) { return forward("silu", SILU, x); }
+static Tensor silu_backward(const Tensor &grad_out, const Tensor &x) {
+  return backward("silu_backward", SILU, grad_out, x);
+}
+static Tensor silu_double_backward(const Tensor &grad_grad_x, const Tensor &grad_out,
+                                   const Tensor &x) {
+  return double_backward("silu_double_backward", SILU, grad_grad_x, grad_out, x);
+}
+
+static Tensor gelu(const Tensor &x, bool tanh) { return forward("gelu", gelu_kind(tanh), x); }
+static Tensor gelu_backward(const Tensor &grad_out, const Tensor &x, bool tanh) {
+  return backward("gelu_backward", gelu_kind(tanh), grad_out, x);
+}
+static Tensor gelu_double_backward(const Tensor &grad_grad_x, const Tensor &grad_out,
+                                   const Tensor &x, bool tanh) {
+  return double_backward("gelu_double_backward", gelu_kind(tanh), grad_grad_x, grad_out, x);
+}
+
+// gelu takes a bool in place of PyTorch's string: in PyTorch 2.10 to 2.11 the stable ABI's string
+// argument leaks the string at every call.
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  def_with_twin(m, "silu(Tensor x) -> Tensor");
+  def_with_twin(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor");
+  def_with_twin(m, "silu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
+  def_with_twin(m, "gelu(Tensor x, bool tanh=False) -> Tensor");
+  def_with_twin(m, "gelu_backward(Tensor grad_out, Tensor x, bool tanh) -> Tensor");
+  def_with_twin(m,
+                "gelu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x, bool tanh) -> "
+                "Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+  impl_with_twin(m, "silu", TORCH_BOX(&silu));
+  impl_with_twin(m, "silu_backward", TORCH_BOX(&silu_backward));
+  impl_with_twin(m, "silu_double_backward", TORCH_BOX(&silu_double_backward));
+  impl_with_twin(m, "gelu", TORCH_BOX(&gelu));
+  impl_with_twin(m, "gelu_backward", TORCH_BOX(&gelu_backward));
+  impl_with_twin(m, "gelu_double_backward", TORCH_BOX(&gelu_double_backward));
+}
+
+#ifdef WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
+  impl_with_twin(m, "silu", TORCH_BOX(&silu));
+  impl_with_twin(m, "silu_backward", TORCH_BOX(&silu_backward));
+  impl_with_twin(m, "silu_double_backward", TORCH_BOX(&silu_double_backward));
+  impl_with_twin(m, "gelu", TORCH_BOX(&gelu));
+  impl_with_twin(m, "gelu_backward", TORCH_BOX(&gelu_backward));
+  impl_with_twin(m, "gelu_double_backward", TORCH_BOX(&gelu_double_backward));
+}
+#endif
+
+}  // namespace extension_cpp

@@ -1,0 +1,139 @@
+// The activations and their derivatives on the GPU. Formulas: activation.h.
+//
+// activation<KIND, T>(x) gives the value and both derivatives in T's accumulation type; the
+// compiler leaves out what is not used. float32 keeps the relative accuracy of both tails, as the
+// CPU does. Half types are limited by instructions, with eight elements per vector, and take a
+// shorter way to the value and the first derivative: one exp2 and one reciprocal, no range
+// reduction. Its relative error is below 2^-15.
+#ifndef EXTENSION_CPP_ACTIVATION_MATH_CUH
+#define EXTENSION_CPP_ACTIVATION_MATH_CUH
+
+#include "activation/activation.h"
+#include "activation/activation_constants.h"
+#include "common/cuda_exp.cuh"
+
+namespace activation {
+
+constexpr float LOG2_E = 0x1.715476p0f;
+
+template <typename T>
+constexpr bool is_half = sizeof(T) == 2;
+
+template <typename A>
+struct Jet {
+  A value, first, second;
+};
+
+// s(u), s (1 - s) and |1 - 2 s|.
+template <typename A>
+struct Logistic {
+  A value, slope, balance;
+};
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline Logistic<A> logistic(A u) {
+  if constexpr (is_half<T>) {
+    // 2^-64 (1 + exp(-u)) stays in float's range wherever s(u) does.
+    const float inverse = 0x1p-64f + exp2_fast(fmaf(u, -LOG2_E, -64.0f));
+    const float s = reciprocal_fast(inverse) * 0x1p-64f;
+    // 1 - s is exactly 0 where a factor x may be large.
+    return {s, u > 32.0f ? 0.0f : fmaf(-s, s, s), fabsf(1 - 2 * s)};
+  } else {
+    // exp has an argument of 0 or less, so that nothing overflows.
+    const A t = Exp<T>::scaled(-fabs(u)) * Exp<T>::UNSCALE, r = reciprocal(1 + t), small = t * r;
+    return {u < 0 ? small : r, small * r, (1 - t) * r};
+  }
+}
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline Jet<A> silu(A x) {
+  const Logistic<A> s = logistic<T>(x);
+  return {x * s.value, fma(x, s.slope, s.value), s.slope * (2 - fabs(x) * s.balance)};
+}
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline Jet<A> gelu_tanh(A x) {
+  const A square = fmin(x * x, A(TANH_SQUARE));  // of NaN too: what it is multiplied by is NaN
+  const Logistic<A> s = logistic<T>(x * fma(square, A(TANH_D), A(TANH_C)));
+  const A u1 = fma(square, A(3 * TANH_D), A(TANH_C)), xu2 = A(6 * TANH_D) * square;
+  const A bend = fabs(x) * s.slope * s.balance;
+  // x s.slope is 0 before x u' overflows.
+  return {x * s.value, fma(x * s.slope, u1, s.value), s.slope * (2 * u1 + xu2) - bend * (u1 * u1)};
+}
+
+// The polynomial G of activation_constants.h.
+template <int N>
+__device__ inline float horner(const float (&c)[N], float t) {
+  float g = c[N - 1];
+#pragma unroll
+  for (int i = N - 2; i >= 0; --i) g = fmaf(g, t, c[i]);
+  return g;
+}
+
+// exp(-x^2 / 2), Phi(-|x|), and x^2.
+template <typename A>
+struct Gauss {
+  A density, tail, square;
+};
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline Gauss<A> gauss(A x) {
+  if constexpr (is_half<T>) {
+    constexpr float c[] = ERFC_HALF_COEFFICIENTS;
+    const float square = x * x, e = exp2_fast(square * (-0.5f * LOG2_E));
+    const float t = reciprocal_fast(fabsf(x) + ERFC_HALF_SHIFT);
+    return {e, e * (t * horner(c, t)), square};
+  } else {
+    // Above `zero` exp(-x^2 / 2) is 0.
+    const A zero = std::is_same_v<A, float> ? 15 : 39;
+    const A size = fabs(x) > zero ? zero : fabs(x), square = size * size;
+    const A rounded = Exp<T>::scaled(-square / 2) * Exp<T>::UNSCALE;
+    if constexpr (std::is_same_v<A, float>) {
+      constexpr float c[] = ERFC_COEFFICIENTS;
+      const float low = fmaf(size, size, -square);  // the rounding error of x^2
+      const float e = fmaf(rounded, -0.5f * low, rounded), t = reciprocal(size + ERFC_SHIFT);
+      return {e, e * (t * horner(c, t)), square};
+    } else {
+      return {rounded, erfc(size * SQRT_HALF) / 2, square};
+    }
+  }
+}
+
+template <typename T, typename A = acc_t<T>>
+__device__ inline Jet<A> gelu(A x) {
+  const Gauss<A> g = gauss<T>(x);
+  const A phi = x < 0 ? g.tail : 1 - g.tail, density = A(INV_SQRT_2PI) * g.density;
+  return {x * phi, fma(x, density, phi), density * (2 - g.square)};
+}
+
+template <activation_t KIND, typename T, typename A = acc_t<T>>
+__device__ inline Jet<A> activation(A x) {
+  if constexpr (KIND == SILU) return silu<T>(x);
+  if constexpr (KIND == GELU) return gelu<T>(x);
+  if constexpr (KIND == GELU_TANH) return gelu_tanh<T>(x);
+}
+
+// Half types take the way of float32 to the second derivative.
+template <activation_t KIND, typename T, typename A = acc_t<T>>
+__device__ inline A second_derivative(A x) {
+  return activation<KIND, A>(x).second;
+}
+
+// The kind as a constant, for host code: with_kind(kind, [&](auto constant) { ...
+// decltype(constant)::value ... })
+template <activation_t KIND>
+using Kind = std::integral_constant<activation_t, KIND>;
+
+template <typename F>
+cudaError_t with_kind(activation_t kind, F &&f) {
+  switch (kind) {
+    case SILU: return f(Kind<SILU>{});
+    case GELU: return f(Kind<GELU>{});
+    case GELU_TANH: return f(Kind<GELU_TANH>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace activation
+
+#endif

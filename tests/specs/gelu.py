@@ -1,0 +1,35 @@
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+
+
+def sample_inputs(make, shape):
+    yield Sample((make(shape),))
+    yield Sample((make(shape), "tanh"))
+
+
+def error_inputs(device):
+    x = torch.ones(2, 3, device=device)
+    op = "extension_cpp::gelu: expected"
+    yield ErrorSample((x.int(),), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample((x.cfloat(), "tanh"), f"{op} x to be float64, float32, bfloat16 or float16, but got complex64")
+    yield ErrorSample((x, "erf"), f"{op} approximate to be 'none' or 'tanh', but got 'erf'")
+
+
+SPEC = OpSpec(
+    name="gelu",
+    function=extension_cpp.gelu,
+    reference=extension_cpp.reference.gelu,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=lambda sample: 1,
+    bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, flat=True, operations=(17, 21)),
+    variants={
+        "tanh": Bench(
+            lambda make, shape: Sample((make(shape), "tanh")), forward=2, backward=3, flat=True, operations=(8, 15)
+        )
+    },
+    keeps_strides=True,
+    launches=(1, 1),
+)

@@ -1,0 +1,35 @@
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+
+
+def sample_inputs(make, shape):
+    yield Sample((make(shape),))
+
+
+def error_inputs(device):
+    x = torch.ones(2, 3, device=device)
+    op = "extension_cpp::silu: expected"
+    yield ErrorSample((x.int(),), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample((x.cdouble(),), f"{op} x to be float64, float32, bfloat16 or float16, but got complex128")
+
+
+SPEC = OpSpec(
+    name="silu",
+    function=extension_cpp.silu,
+    reference=extension_cpp.reference.silu,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=lambda sample: 1,
+    bench=Bench(
+        lambda make, shape: Sample((make(shape),)),
+        forward=2,
+        backward=3,
+        flat=True,
+        stock=torch.nn.functional.silu,
+        operations=(4, 8),
+    ),
+    keeps_strides=True,
+    launches=(1, 1),
+)
