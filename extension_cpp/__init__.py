@@ -52,6 +52,7 @@ try:
         add_rms_norm,
         cross_entropy,
         dropout,
+        geglu,
         gelu,
         layer_norm,
         layer_norm_dropout,
@@ -65,6 +66,7 @@ try:
         scale_bias_relu,
         silu,
         softmax,
+        swiglu,
         token_log_probs,
     )
 
@@ -87,6 +89,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "dropout",
+    "geglu",
     "gelu",
     "layer_norm",
     "layer_norm_dropout",
@@ -102,5 +105,6 @@ __all__ = [
     "scale_bias_relu",
     "silu",
     "softmax",
+    "swiglu",
     "token_log_probs",
 ]

@@ -92,6 +92,42 @@ class GELU(_NotScriptable, torch.nn.GELU):
         return ops.gelu(input, self.approximate)
 
 
+class SwiGLU(_NotScriptable, torch.nn.Module):
+    """``silu(gate) * up`` for the halves of one tensor along its last dimension: the gate first, as in Llama's packed
+    gate_up_proj (torch.nn.GLU has it second).
+
+    The halves are read where they lie.
+
+    Shape: (..., 2 * features) to (..., features).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.swiglu(*input.chunk(2, -1))
+
+
+class GeGLU(_NotScriptable, torch.nn.Module):
+    """``gelu(gate, approximate) * up`` for the halves of one tensor along its last dimension, the gate first.
+
+    The halves are read where they lie.
+
+    Args:
+        approximate: "none" or "tanh", as of torch.nn.GELU.
+
+    Shape: (..., 2 * features) to (..., features).
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        gate, up = input.chunk(2, -1)
+        return ops.geglu(gate, up, self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
 class Dropout(_NotScriptable, torch.nn.Dropout):
     """torch.nn.Dropout over extension_cpp.dropout.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import autograd, checks, linear_loss, plain
+from extension_cpp import autograd, checks, linear_loss, plain, second_order
 from extension_cpp.autograd import (
     has_tangent,
     is_recorded,
@@ -536,6 +536,163 @@ def _gelu_no_third_order(ctx: Any, grad: Tensor) -> None:
 
 
 register_autograd("extension_cpp::gelu_double_backward", _gelu_no_third_order)
+
+
+# ---- swiglu ----
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The SwiGLU gate: ``silu(gate) * up``.
+
+    Args:
+        gate: any shape.
+        up: shape, dtype and device of ``gate``. Both may be halves of one packed tensor, ``packed.chunk(2, -1)``: they
+            are read where they lie, forward and backward.
+
+    Returns:
+        A tensor of ``gate``'s shape, and of ``gate``'s strides where ``gate`` is dense, else dense and in ``gate``'s
+        order of dimensions, as torch.empty_like. It is rounded once.
+
+    Raises:
+        RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, or a dtype is not floating point.
+
+    Differentiable twice; a third derivative raises. Backward saves ``gate`` and ``up`` alone. Source: Shazeer 2020,
+    arXiv:2002.05202.
+    """
+    return _ops.swiglu(gate, up)
+
+
+def _check_gate(op: str, gate: Tensor, up: Tensor) -> None:
+    checks.check_dtype(op, "gate", gate)
+    checks.check_like(op, "up", up, "gate", gate)
+
+
+@register_fake("extension_cpp::swiglu")
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    _check_gate("swiglu", gate, up)
+    return torch.empty_like(gate)
+
+
+@register_fake("extension_cpp::swiglu_backward")
+def _(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    _check_gate("swiglu_backward", gate, up)
+    checks.check_like("swiglu_backward", "grad_out", grad_out, "gate", gate)
+    return torch.empty_like(gate), torch.empty_like(gate)
+
+
+def _swiglu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return _ops.swiglu_backward(grad_out, *ctx.saved_tensors)
+
+
+register_autograd("extension_cpp::swiglu", _swiglu_backward, setup_context=_swiglu_setup_context, plain=plain.swiglu)
+
+
+def _swiglu_backward_setup_context(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_double_backward(ctx: Any, grad_grad_gate: Tensor, grad_grad_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return second_order.of_gate(
+        grad_grad_gate,
+        grad_grad_up,
+        *ctx.saved_tensors,
+        gated=_ops.swiglu,
+        backward=_ops.silu_backward,
+        double_backward=_ops.silu_double_backward,
+    )
+
+
+register_autograd(
+    "extension_cpp::swiglu_backward",
+    _swiglu_double_backward,
+    setup_context=_swiglu_backward_setup_context,
+    plain=plain.swiglu_backward,
+)
+
+
+# ---- geglu ----
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """The GeGLU gate: ``gelu(gate, approximate) * up``.
+
+    Args:
+        gate: any shape.
+        up: shape, dtype and device of ``gate``. Both may be halves of one packed tensor, ``packed.chunk(2, -1)``: they
+            are read where they lie, forward and backward.
+        approximate: "none" or "tanh", as for gelu.
+
+    Returns:
+        A tensor of ``gate``'s shape, and of ``gate``'s strides where ``gate`` is dense, else dense and in ``gate``'s
+        order of dimensions, as torch.empty_like. It is rounded once.
+
+    Raises:
+        RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, a dtype is not floating point, or
+            ``approximate`` is neither "none" nor "tanh".
+
+    Differentiable twice; a third derivative raises. Backward saves ``gate`` and ``up`` alone. Source: Shazeer 2020,
+    arXiv:2002.05202.
+    """
+    return _ops.geglu(gate, up, _is_tanh("geglu", approximate))
+
+
+@register_fake("extension_cpp::geglu")
+def _(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
+    _check_gate("geglu", gate, up)
+    return torch.empty_like(gate)
+
+
+@register_fake("extension_cpp::geglu_backward")
+def _(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    _check_gate("geglu_backward", gate, up)
+    checks.check_like("geglu_backward", "grad_out", grad_out, "gate", gate)
+    return torch.empty_like(gate), torch.empty_like(gate)
+
+
+def _geglu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    gate, up, ctx.tanh = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _geglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_ops.geglu_backward(grad_out, *ctx.saved_tensors, ctx.tanh), None
+
+
+register_autograd("extension_cpp::geglu", _geglu_backward, setup_context=_geglu_setup_context, plain=plain.geglu)
+
+
+def _geglu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.tanh = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _geglu_double_backward(
+    ctx: Any, grad_grad_gate: Tensor, grad_grad_up: Tensor
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    tanh = ctx.tanh
+    grads = second_order.of_gate(
+        grad_grad_gate,
+        grad_grad_up,
+        *ctx.saved_tensors,
+        gated=lambda gate, up: _ops.geglu(gate, up, tanh),
+        backward=lambda g, gate: _ops.gelu_backward(g, gate, tanh),
+        double_backward=lambda p, g, gate: _ops.gelu_double_backward(p, g, gate, tanh),
+    )
+    return *grads, None
+
+
+register_autograd(
+    "extension_cpp::geglu_backward",
+    _geglu_double_backward,
+    setup_context=_geglu_backward_setup_context,
+    plain=plain.geglu_backward,
+)
 
 
 # ---- reduce_sum ----

@@ -71,6 +71,22 @@ def gelu_backward(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
     return grad_out * (torch.special.ndtr(x) + x * density)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
+
+
+def swiglu_backward(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return silu_backward(grad_out * up, gate), grad_out * silu(gate)
+
+
+def geglu(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
+    return gelu(gate, tanh) * up
+
+
+def geglu_backward(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    return gelu_backward(grad_out * up, gate, tanh), grad_out * gelu(gate, tanh)
+
+
 def reduce_sum(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     return torch.sum(x, tuple(dim or ()), keepdim)
 

@@ -32,6 +32,14 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return torch.nn.functional.gelu(x, approximate=approximate)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return gelu(gate, approximate) * up
+
+
 def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     return torch.sum(x, dim if dim is None or isinstance(dim, int) else tuple(dim), keepdim)
 

@@ -26,7 +26,7 @@ from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
 SHAPE = (4, 6, 8)
-POINTWISE = ("muladd", "relu", "mish", "silu", "gelu", "scale_bias_relu")
+POINTWISE = ("muladd", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "scale_bias_relu")
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
 

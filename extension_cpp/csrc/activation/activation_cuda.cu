@@ -25,16 +25,8 @@ struct ActivationDoubleBackward {
   }
 };
 
-// f(T{}, Kind<KIND>{}) for the dtype and the kind.
-template <typename F>
-static cudaError_t with_types(dtype_t dtype, activation_t kind, F &&f) {
-  return with_dtype(dtype, [&](auto zero) {
-    return activation::with_kind(kind, [&](auto constant) { return f(zero, constant); });
-  });
-}
-
 extern "C" int activation_forward_cuda(const activation_forward_args *args, void *stream) {
-  return with_types(args->dtype, args->kind, [&](auto zero, auto kind) {
+  return activation::with_types(args->dtype, args->kind, [&](auto zero, auto kind) {
     using T = decltype(zero);
     const ActivationForward<decltype(kind)::value, T> f;
     return pointwise::launch<T, 1, 1>({args->x}, {args->y}, args->numel, f, stream);
@@ -42,7 +34,7 @@ extern "C" int activation_forward_cuda(const activation_forward_args *args, void
 }
 
 extern "C" int activation_backward_cuda(const activation_backward_args *args, void *stream) {
-  return with_types(args->dtype, args->kind, [&](auto zero, auto kind) {
+  return activation::with_types(args->dtype, args->kind, [&](auto zero, auto kind) {
     using T = decltype(zero);
     const ActivationBackward<decltype(kind)::value, T> f;
     return pointwise::launch<T, 2, 1>({args->grad_out, args->x}, {args->grad_x}, args->numel, f,
@@ -52,7 +44,7 @@ extern "C" int activation_backward_cuda(const activation_backward_args *args, vo
 
 extern "C" int activation_double_backward_cuda(const activation_double_backward_args *args,
                                                void *stream) {
-  return with_types(args->dtype, args->kind, [&](auto zero, auto kind) {
+  return activation::with_types(args->dtype, args->kind, [&](auto zero, auto kind) {
     using T = decltype(zero);
     const ActivationDoubleBackward<decltype(kind)::value, T> f;
     return pointwise::launch<T, 3, 1>({args->grad_grad_x, args->grad_out, args->x}, {args->grad_x},

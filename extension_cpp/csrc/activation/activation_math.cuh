@@ -119,19 +119,18 @@ __device__ inline A second_derivative(A x) {
   return activation<KIND, A>(x).second;
 }
 
-// The kind as a constant, for host code: with_kind(kind, [&](auto constant) { ...
-// decltype(constant)::value ... })
-template <activation_t KIND>
-using Kind = std::integral_constant<activation_t, KIND>;
-
+// The C++ type of a dtype and the kind as a constant, for host code: with_types(dtype, kind,
+// [&](auto zero, auto constant) { using T = decltype(zero); ... decltype(constant)::value ... })
 template <typename F>
-cudaError_t with_kind(activation_t kind, F &&f) {
-  switch (kind) {
-    case SILU: return f(Kind<SILU>{});
-    case GELU: return f(Kind<GELU>{});
-    case GELU_TANH: return f(Kind<GELU_TANH>{});
-  }
-  return cudaErrorInvalidValue;
+cudaError_t with_types(dtype_t dtype, activation_t kind, F &&f) {
+  return with_dtype(dtype, [&](auto zero) {
+    switch (kind) {
+      case SILU: return f(zero, std::integral_constant<activation_t, SILU>{});
+      case GELU: return f(zero, std::integral_constant<activation_t, GELU>{});
+      case GELU_TANH: return f(zero, std::integral_constant<activation_t, GELU_TANH>{});
+    }
+    return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace activation

@@ -1,5 +1,6 @@
 // Flat pointwise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j]. One more
-// operand of f may be a row that is broadcast: row[i % cols].
+// operand of f may be a row that is broadcast: row[i % cols]. Or the inputs are matrices with a
+// stride from row to row (launch_rows).
 //
 // A CTA covers THREADS * VECTORS vectors of N elements. A thread loads all its vectors before it
 // computes, so that several 16-byte loads are in flight. Head elements, before the first aligned
@@ -24,9 +25,10 @@ struct Tensors {
   int head;  // elements before the first aligned one
 };
 
-// No row operand.
+// No row operand. place(i, j): where element i of the outputs has its operand in[j].
 struct NoRow {
   static constexpr int OPERANDS = 0;
+  static __device__ int64_t place(int64_t i, int) { return i; }
 };
 
 // The last operand of f is p[i % cols]. `whole`: the columns of every vector are one aligned vector
@@ -38,7 +40,29 @@ struct Row {
   int64_t cols;
   bool whole;
   bool aligned;
+  static __device__ int64_t place(int64_t i, int) { return i; }
 };
+
+// No row operand, and inputs whose rows of `cols` elements have gaps between them. Fewer than 2^32
+// elements. A vector lies in one row.
+template <int IN>
+struct RowStrides {
+  static constexpr int OPERANDS = 0;
+  uint32_t cols;
+  int64_t gap[IN];  // elements between two rows
+  __device__ int64_t place(int64_t i, int j) const {
+    return i + static_cast<int64_t>(static_cast<uint32_t>(i) / cols) * gap[j];
+  }
+  bool allows(int n) const {
+    bool all = cols % n == 0;
+    for (int j = 0; j < IN; ++j) all = all && gap[j] % n == 0;
+    return all;
+  }
+};
+template <typename R>
+constexpr bool has_gaps = false;
+template <int IN>
+constexpr bool has_gaps<RowStrides<IN>> = true;
 
 // Elements [c, c + N) of the 16-byte aligned row p, from the two aligned vectors that hold them.
 template <typename T, int N>
@@ -82,7 +106,9 @@ __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, 
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
 #pragma unroll
-    for (int j = 0; j < IN; ++j) raw[u][j] = load_vector<T, N>(t.in[j] + i + u * step);
+    for (int j = 0; j < IN; ++j) {
+      raw[u][j] = load_vector<T, N>(t.in[j] + row.place(i + u * step, j));
+    }
   }
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
@@ -131,7 +157,11 @@ cudaError_t launch_vectors(Tensors<T, IN, OUT> t, R row, F f, cudaStream_t strea
   bool same_phase = true;
   for (int j = 0; j < IN; ++j) same_phase = same_phase && phase(t.in[j]) == phase(t.out[0]);
   for (int j = 0; j < OUT; ++j) same_phase = same_phase && phase(t.out[j]) == phase(t.out[0]);
-  if constexpr (N > 1) {
+  if constexpr (has_gaps<R> && N > 1) {
+    if (!same_phase || phase(t.out[0]) != 0 || !row.allows(N)) {
+      return launch_vectors<T, (N > 4 ? N / 4 : 1)>(t, row, f, stream);  // fewer kernels
+    }
+  } else if constexpr (N > 1) {
     if (!same_phase) return launch_vectors<T, N / 2>(t, row, f, stream);
   }
   const int64_t head = (N - static_cast<int64_t>(phase(t.out[0]) / sizeof(T))) % N;
@@ -160,6 +190,33 @@ cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t
   for (int j = 0; j < OUT; ++j) tensors.out[j] = static_cast<T *>(out[j]);
   tensors.numel = numel;
   return launch_vectors<T, 16 / sizeof(T)>(tensors, row, f, static_cast<cudaStream_t>(stream));
+}
+
+// launch<T, IN, OUT> for inputs of `rows` rows: in[j] + r * strides[j] is row r. The outputs are
+// dense. One launch for less than 2^32 elements.
+template <typename T, int IN, int OUT, typename F>
+cudaError_t launch_rows(const void *const (&in)[IN], const int64_t (&strides)[IN],
+                        void *const (&out)[OUT], int64_t rows, int64_t cols, F f, void *stream) {
+  bool dense = true;
+  RowStrides<IN> row{static_cast<uint32_t>(cols), {}};
+  for (int j = 0; j < IN; ++j) {
+    row.gap[j] = strides[j] - cols;
+    dense = dense && row.gap[j] == 0;
+  }
+  if (dense || rows == 1) return launch<T, IN, OUT>(in, out, rows * cols, f, stream);
+  const int64_t fit = UINT32_MAX / cols, most = fit > 0 ? fit : 1;
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t some = rows - first < most ? rows - first : most;
+    const void *some_in[IN];
+    void *some_out[OUT];
+    for (int j = 0; j < IN; ++j) some_in[j] = static_cast<const T *>(in[j]) + first * strides[j];
+    for (int j = 0; j < OUT; ++j) some_out[j] = static_cast<T *>(out[j]) + first * cols;
+    const cudaError_t error =
+        some == 1 ? launch<T, IN, OUT>(some_in, some_out, cols, f, stream)
+                  : launch<T, IN, OUT>(some_in, some_out, some * cols, f, stream, row);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace pointwise

@@ -1,0 +1,104 @@
+/* Compiled once per element type by gate_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD
+ * and STORE). */
+#include "activation/activation_cpu_math.h"
+
+/* n elements of one row. */
+typedef struct {
+  const T *gate, *up, *grad_out; /* grad_out: of backward */
+  T *y, *grad_up;                /* backward's y is grad_gate */
+  int64_t n;
+} NAME(part_t);
+
+ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const NAME(part_t) * part, int64_t i,
+                                       int n, int stream) {
+  ACC gate[BLOCK], up[BLOCK];
+  READ(gate, part->gate + i, n);
+  READ(up, part->up + i, n);
+  for (int k = 0; k < BLOCK; ++k) gate[k] = NAME(activation)(kind, gate[k]).value * up[k];
+  STORE(part->y + i, gate, n, stream);
+}
+
+ALWAYS_INLINE void NAME(backward_block)(activation_t kind, const NAME(part_t) * part, int64_t i,
+                                        int n, int stream) {
+  ACC grad_out[BLOCK], gate[BLOCK], up[BLOCK];
+  READ(grad_out, part->grad_out + i, n);
+  READ(gate, part->gate + i, n);
+  READ(up, part->up + i, n);
+  for (int k = 0; k < BLOCK; ++k) {
+    const NAME(jet_t) f = NAME(activation)(kind, gate[k]);
+    gate[k] = grad_out[k] * up[k] * f.first;
+    up[k] = grad_out[k] * f.value;
+  }
+  STORE(part->y + i, gate, n, stream);
+  STORE(part->grad_up + i, up, n, stream);
+}
+
+ALWAYS_INLINE void NAME(block)(activation_t kind, const NAME(part_t) * part, int64_t i, int n,
+                               int stream) {
+  if (part->grad_out)
+    NAME(backward_block)(kind, part, i, n, stream);
+  else
+    NAME(forward_block)(kind, part, i, n, stream);
+}
+
+/* The elements before the next multiple of 64 bytes are stored apart, so that the rest can be
+ * streamed. */
+ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, int stream) {
+  int64_t i = stream ? elements_to_line(part->y, sizeof(T)) : 0;
+  if (i > part->n) i = part->n;
+  if (i > 0) NAME(block)(kind, part, 0, (int)i, 0);
+  const int64_t blocks_end = part->n - (part->n - i) % BLOCK;
+  if (stream) {
+    for (; i < blocks_end; i += BLOCK) NAME(block)(kind, part, i, BLOCK, 1);
+  } else {
+    for (; i < blocks_end; i += BLOCK) NAME(block)(kind, part, i, BLOCK, 0);
+  }
+  if (i < part->n) NAME(block)(kind, part, i, (int)(part->n - i), 0);
+}
+
+/* The part of element i's row from there to the row's end or to `end`. */
+#define PART_LENGTH(args, i, end)                                                      \
+  ((args)->cols - (i) % (args)->cols < (end) - (i) ? (args)->cols - (i) % (args)->cols \
+                                                   : (end) - (i))
+
+ALWAYS_INLINE void NAME(forward)(activation_t kind, const gate_forward_args *args, int64_t begin,
+                                 int64_t end) {
+  const int stream = cpu_should_stream(3 * args->rows * args->cols * (int64_t)sizeof(T));
+  for (int64_t i = begin, n; i < end; i += n) {
+    const int64_t r = i / args->cols, c = i % args->cols;
+    n = PART_LENGTH(args, i, end);
+    const NAME(part_t) part = {.gate = (const T *)args->gate + r * args->gate_stride + c,
+                               .up = (const T *)args->up + r * args->up_stride + c,
+                               .y = (T *)args->y + i,
+                               .n = n};
+    NAME(run_part)(kind, &part, stream);
+  }
+  if (stream) stream_fence();
+}
+
+static void NAME(gate_forward)(const gate_forward_args *args, int64_t begin, int64_t end){
+    DISPATCH_ACTIVATION(args->kind, NAME(forward), args, begin, end)}
+
+ALWAYS_INLINE void NAME(backward)(activation_t kind, const gate_backward_args *args, int64_t begin,
+                                  int64_t end) {
+  /* The allocator aligns both outputs alike: they are fresh. */
+  const int stream = cpu_should_stream(5 * args->rows * args->cols * (int64_t)sizeof(T)) &&
+                     ((uintptr_t)args->grad_gate - (uintptr_t)args->grad_up) % 64 == 0;
+  for (int64_t i = begin, n; i < end; i += n) {
+    const int64_t r = i / args->cols, c = i % args->cols;
+    n = PART_LENGTH(args, i, end);
+    const NAME(part_t) part = {.grad_out = (const T *)args->grad_out + r * args->grad_stride + c,
+                               .gate = (const T *)args->gate + r * args->gate_stride + c,
+                               .up = (const T *)args->up + r * args->up_stride + c,
+                               .y = (T *)args->grad_gate + i,
+                               .grad_up = (T *)args->grad_up + i,
+                               .n = n};
+    NAME(run_part)(kind, &part, stream);
+  }
+  if (stream) stream_fence();
+}
+
+static void NAME(gate_backward)(const gate_backward_args *args, int64_t begin, int64_t end) {
+  DISPATCH_ACTIVATION(args->kind, NAME(backward), args, begin, end)
+}
+#undef PART_LENGTH
