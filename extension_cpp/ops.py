@@ -2333,3 +2333,129 @@ def _linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> t
 
 
 register_autocast_rule("extension_cpp::linear_cross_entropy", _linear_cross_entropy_autocast)
+
+
+# ---- rotary_embedding ----
+
+
+def rotary_embedding(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys by the positions of their tokens: rotary position embedding, both in one kernel.
+
+    Of each row x the first R elements are rotated in pairs (i, j), and the others are copied::
+
+        y_i = cos_i * x_i - sin_i * x_j        j = i + R / 2, as for Llama, GPT-NeoX and Phi
+        y_j = cos_j * x_j + sin_j * x_i        interleaved: i even, j = i + 1, as for GPT-J and Cohere
+
+    Args:
+        q: shape (T, D), (heads, T, D) or (B, heads, T, D).
+        k: dtype, device and shape of ``q``, but for the number of heads.
+        cos: shape (T, R), (1, T, R) or (B, T, R), R even and at most D: a column for each element that is rotated, also
+            where the two of a pair are equal. ``q``'s dtype, or float32 beside a half type.
+        sin: shape and dtype of ``cos``.
+        interleaved: whether the two elements of a pair are neighbours.
+
+    Returns:
+        ``q`` and ``k`` rotated, each of its own shape and dtype, and of its strides where it is dense, else dense and
+        in its order of dimensions, as torch.empty_like.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype or device, R is odd or larger than D, or ``cos`` or ``sin``
+            requires grad.
+
+    Differentiable in ``q`` and ``k``, to any order; backward keeps ``cos`` and ``sin`` alone. Rows of unit stride are
+    read where they lie, as those of ``qkv.view(B, T, 3, heads, D)[:, :, 0].transpose(1, 2)``; other strides cost a
+    copy. Batch-invariant. Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face transformers.
+    """
+    rotated = _ops.rotary_embedding(q, k, cos, sin, interleaved)
+    return rotated[0], rotated[1]  # one by one, as torch.fx has a Proxy for both
+
+
+def _check_rotary(op: str, grad: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    q_name, k_name = f"{grad}q", f"{grad}k"
+    checks.check_dtype(op, q_name, q)
+    checks.check_same(op, k_name, k, q_name, q)
+    checks.check_device(op, "cos", cos, q_name, q)
+    is_half = q.dtype.itemsize == 2
+    expected = f"expected cos to be {checks.dtype_name(q)} like {q_name}{' or float32' if is_half else ''}"
+    fits = cos.dtype == q.dtype or (is_half and cos.dtype == torch.float32)
+    checks.check(op, fits, f"{expected}, but got {checks.dtype_name(cos)}")
+    checks.check_same(op, "sin", sin, "cos", cos)
+    shapes = "(tokens, width), (heads, tokens, width) or (batch, heads, tokens, width)"
+    expected = f"expected {q_name} of shape {shapes}, but got {list(q.shape)}"
+    checks.check(op, 2 <= q.dim() <= 4, expected)
+    shape = ", ".join("*" if d == q.dim() - 3 else str(size) for d, size in enumerate(q.shape))
+    expected = f"expected {k_name} of shape [{shape}] like {q_name}, with any number of heads, but got {list(k.shape)}"
+    checks.check_sizes(op, k.shape, (*q.shape[:-3], *k.shape[-3:-2], *q.shape[-2:]), expected)
+    batch, tokens, width = q.shape[0] if q.dim() == 4 else 1, q.shape[-2], q.shape[-1]
+    batches = "1" if batch == 1 else f"1 or {batch}"
+    rows = f"[{tokens}, rotated] or [{batches}, {tokens}, rotated]"
+    expected = f"expected cos of shape {rows} for the tokens of {q_name}, but got {list(cos.shape)}"
+    checks.check(op, 2 <= cos.dim() <= 3, expected)
+    if cos.dim() == 3 and cos.shape[0] != 1:
+        checks.check(op, cos.shape[0] == batch, expected)
+    checks.check(op, cos.shape[-2] == tokens, expected)
+    checks.check_shape(op, "sin", sin, "cos", cos)
+    expected = f"expected cos to have an even number of columns, at most the {width} of {q_name}"
+    checks.check(op, cos.shape[-1] % 2 == 0, f"{expected}, but got {cos.shape[-1]}")
+    checks.check(op, cos.shape[-1] <= width, f"{expected}, but got {cos.shape[-1]}")
+
+
+@register_fake("extension_cpp::rotary_embedding")
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    _check_rotary("rotary_embedding", "", q, k, cos, sin)
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+@register_fake("extension_cpp::rotary_embedding_backward")
+def _(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    _check_rotary("rotary_embedding_backward", "grad_", grad_q, grad_k, cos, sin)
+    return torch.empty_like(grad_q), torch.empty_like(grad_k)
+
+
+def _rotary_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, cos, sin, ctx.interleaved = inputs
+    if any(ctx.needs_input_grad[2:4]):
+        reason = "their derivative is not implemented"
+        checks.fail("rotary_embedding", f"expected cos and sin not to require grad: {reason}")
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotary_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+    return *_ops.rotary_embedding_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.interleaved), None, None, None
+
+
+def _rotary_double_backward(ctx: Any, grad_grad_q: Tensor, grad_grad_k: Tensor) -> tuple[Tensor | None, ...]:
+    # Backward is the transposed matrix, and the transposed of that is the operator itself.
+    return *_ops.rotary_embedding(grad_grad_q, grad_grad_k, *ctx.saved_tensors, ctx.interleaved), None, None, None
+
+
+register_autograd(
+    "extension_cpp::rotary_embedding",
+    _rotary_backward,
+    setup_context=_rotary_setup_context,
+    plain=plain.rotary_embedding,
+)
+register_autograd(
+    "extension_cpp::rotary_embedding_backward",
+    _rotary_double_backward,
+    setup_context=_rotary_setup_context,
+    plain=plain.rotary_embedding_backward,
+)
+
+
+def _rotary_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What differs goes to the wider type, cos and sin beside half types to float32: as type promotion, but that the
+    results keep the type of q and k."""
+    q, k, cos, sin, interleaved = args
+    if q.dtype != k.dtype:
+        dtype = torch.promote_types(q.dtype, k.dtype)
+        q, k = q.to(dtype), k.to(dtype)
+    if cos.dtype != q.dtype or sin.dtype != q.dtype:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    return q, k, cos, sin, interleaved
+
+
+register_autocast_rule("extension_cpp::rotary_embedding", _rotary_autocast)

@@ -395,3 +395,34 @@ def linear_cross_entropy(
     with torch.no_grad():
         _, *made = torch.ops.extension_cpp.linear_cross_entropy(*constants, *options, *needs)
     return loss.reshape([] if reduction else target.shape), *made
+
+
+# ---- rotary_embedding: in float32 (float64: float64) ----
+
+
+def _turned(x: Tensor, interleaved: bool) -> Tensor:
+    """Of each pair (a, b) the pair (-b, a)."""
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    a, b = x.chunk(2, -1) if x.shape[-1] else (x, x)
+    return torch.cat([-b, a], -1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> Tensor:
+    rotated = cos.shape[-1]
+    cos, sin = (wide(f if f.dim() < 3 else f[:, None] if x.dim() == 4 else f[0]) for f in (cos, sin))
+    z = wide(x[..., :rotated])
+    y = z * cos - _turned(z * sin, interleaved) if transposed else z * cos + _turned(z, interleaved) * sin
+    return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)
+
+
+def rotary_embedding(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _rotate(q, cos, sin, interleaved, False), _rotate(k, cos, sin, interleaved, False)
+
+
+def rotary_embedding_backward(
+    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    return _rotate(grad_q, cos, sin, interleaved, True), _rotate(grad_k, cos, sin, interleaved, True)

@@ -191,3 +191,22 @@ def linear_cross_entropy(
         logits, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss, softcap=softcap
     )
     return loss.reshape(x.shape[:-1]) if reduction == "none" else loss
+
+
+def rotary_embedding(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    rotated = cos.shape[-1]
+
+    def turned(x: Tensor) -> Tensor:
+        if interleaved:
+            return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        return torch.cat([-x[..., rotated // 2 :], x[..., : rotated // 2]], -1)
+
+    def rotate(x: Tensor) -> Tensor:
+        # A dimension for the heads; without one for the batch there is one row of cos for each token.
+        c, s = (f[..., None, :, :] if x.dim() == 4 else f.reshape(f.shape[-2:]) for f in (cos, sin))
+        y = x[..., :rotated] * c + turned(x[..., :rotated]) * s
+        return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)
+
+    return rotate(q), rotate(k)

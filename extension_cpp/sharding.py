@@ -165,6 +165,21 @@ def _linear_cross_entropy_backward(call: Call) -> Iterator[Sharding]:
         yield _linear_gradients(call, Shard(d)), {**grad_out, "x": Shard(d), "target": Shard(d), **given}
 
 
+# ---- rotary_embedding ----
+
+
+def _rotary_embedding(call: Call) -> Iterator[Sharding]:
+    (q_name, x), (k_name, _), *_ = call.items()
+    cos, last = call["cos"], x.ndim - 1
+    for d in range(last):
+        given = {q_name: Shard(d), k_name: Shard(d)}
+        if d == last - 1:  # the tokens
+            given |= dict.fromkeys(("cos", "sin"), Shard(cos.ndim - 2))
+        elif d == last - 3 and cos.ndim == 3 and cos.shape[0] == x.shape[0]:
+            given |= dict.fromkeys(("cos", "sin"), Shard(0))
+        yield [Shard(d)] * 2, given
+
+
 # ---- all of them ----
 
 
@@ -219,6 +234,8 @@ RULES: dict[str, Rule] = {
     "token_log_probs_backward": _token_log_probs,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "rotary_embedding": _rotary_embedding,
+    "rotary_embedding_backward": _rotary_embedding,
 }
 
 

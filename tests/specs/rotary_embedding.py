@@ -1,0 +1,102 @@
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+
+
+def factors(make, shape):
+    """cos and sin: independent numbers of size up to 1, in the layout that make gives, which ask for no gradient."""
+    made = [make(shape).detach() for _ in range(2)]
+    for x in made:
+        x.new_empty(0).set_(x.untyped_storage()).cos_()  # in memory, of which an expanded tensor is a part
+    return made
+
+
+def sample_inputs(make, shape):
+    if not 2 <= len(shape) <= 4:
+        return
+    *outer, tokens, width = shape
+    of_k = (*outer[:-1], min(outer[-1], 2), tokens, width) if outer else shape
+    q, k = make(shape), make(of_k)
+    # Where there are heads, the whole row. Else it is either the whole row or not, as torch.compile would make another
+    # graph where two sizes that were equal are not; of a multiple of 16 columns, as vectors on the GPU want it.
+    rotated = width // 2 * 2 if outer or width < 22 else width * 3 // 4 // 16 * 16
+    yield Sample((q, k, *factors(make, (tokens, rotated))))
+    # A part of each row; a half type's factors in float32; of each sequence its own.
+    batch = shape[:1] if len(shape) == 4 else ()
+    q, k = make(shape), make(of_k)
+    cos, sin = factors(make, (*batch, tokens, width // 4 * 2))
+    if q.dtype.itemsize == 2:
+        cos, sin = cos.float(), sin.float()
+    yield Sample((q, k, cos, sin), {"interleaved": True})
+    if len(shape) == 4:
+        yield Sample((make(shape), make(of_k), *factors(make, (1, tokens, width // 4 * 2))))
+
+
+def error_inputs(device):
+    q, k = torch.ones(2, 4, 3, 8, device=device), torch.ones(2, 1, 3, 8, device=device)
+    cos = torch.ones(3, 6, device=device)
+    op = "extension_cpp::rotary_embedding: expected"
+
+    def call(message, q=q, k=k, cos=cos, sin=cos):
+        return ErrorSample((q, k, cos, sin), f"{op} {message}")
+
+    yield call("q to be float64, float32, bfloat16 or float16, but got int32", q=q.int())
+    yield call("k to be float32 like q, but got bfloat16", k=k.bfloat16())
+    yield call("cos to be float32 like q, but got float64", cos=cos.double())
+    message = "cos to be bfloat16 like q or float32, but got float16"
+    yield call(message, q=q.bfloat16(), k=k.bfloat16(), cos=cos.half(), sin=cos.half())
+    yield call("sin to be bfloat16 like cos, but got float32", q=q.bfloat16(), k=k.bfloat16(), cos=cos.bfloat16())
+    shapes = "(tokens, width), (heads, tokens, width) or (batch, heads, tokens, width)"
+    yield call(f"q of shape {shapes}, but got [8]", q=q[0, 0, 0])
+    yield call(f"q of shape {shapes}, but got [1, 2, 4, 3, 8]", q=q[None], k=k[None])
+    message = "k of shape [2, *, 3, 8] like q, with any number of heads, but got"
+    yield call(f"{message} [4, 3, 8]", k=q[0])
+    yield call(f"{message} [1, 1, 3, 8]", k=k[:1])
+    yield call(f"{message} [2, 1, 2, 8]", k=k[:, :, :2])
+    yield call(f"{message} [2, 1, 3, 7]", k=k[..., :7])
+    message = "cos of shape [3, rotated] or [1 or 2, 3, rotated] for the tokens of q, but got"
+    yield call(f"{message} [6]", cos=cos[0])
+    yield call(f"{message} [2, 6]", cos=cos[:2])
+    yield call(f"{message} [3, 3, 6]", cos=cos.expand(3, 3, 6))
+    yield call(f"{message} [1, 1, 3, 6]", cos=cos[None, None])
+    message = "cos of shape [3, rotated] or [1, 3, rotated] for the tokens of q, but got [2, 3, 6]"
+    yield call(message, q=q[0], k=k[0], cos=cos.expand(2, 3, 6))
+    yield call("sin of shape [3, 6] like cos, but got [3, 4]", sin=cos[:, :4])
+    message = "cos to have an even number of columns, at most the 8 of q, but got"
+    yield call(f"{message} 5", cos=cos[:, :5], sin=cos[:, :5])
+    yield call(f"{message} 10", cos=cos.repeat(1, 2)[:, :10], sin=cos.repeat(1, 2)[:, :10])
+    message = "cos and sin not to require grad: their derivative is not implemented"
+    yield call(message, cos=cos.clone().requires_grad_())
+    yield call(message, sin=cos.clone().requires_grad_())
+    if device != "cpu":
+        yield call(f"k on {q.device} like q, but got cpu", k=k.cpu())
+        yield call(f"cos on {q.device} like q, but got cpu", cos=cos.cpu())
+        yield call(f"sin on {q.device} like cos, but got cpu", sin=cos.cpu())
+
+
+def bench_sample(make, shape):
+    """A batch of 4: of a token's elements a fifth are keys, in heads of 64, which lie side by side in each token."""
+    rows, cols = shape
+    heads = max(cols // 64, 2)
+    batch, width = 4 if rows % 4 == 0 else 1, cols // heads // 2 * 2
+    of_k = max(heads // 5, 1)
+    q, k = (make((batch, rows // batch, n, width)) for n in (heads - of_k, of_k))
+    q, k = (x.transpose(1, 2).detach().requires_grad_(x.requires_grad) for x in (q, k))
+    position = torch.arange(rows // batch, device=q.device, dtype=torch.float32)[:, None]
+    angle = position * 10000.0 ** (-torch.arange(0, width, 2, device=q.device) / width)
+    cos, sin = (f.repeat(1, 2)[None].to(q.dtype) for f in (angle.cos(), angle.sin()))
+    return Sample((q, k, cos, sin))
+
+
+SPEC = OpSpec(
+    name="rotary_embedding",
+    function=extension_cpp.rotary_embedding,
+    reference=extension_cpp.reference.rotary_embedding,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=lambda sample: 2,
+    bench=Bench(bench_sample, forward=2, backward=2, operations=(3, 3)),
+    keeps_strides=True,
+    launches=(1, 1),
+)
