@@ -5,6 +5,8 @@ A peer is called as the op is: the same arguments, the same meaning. What each n
   grad_out unless in_place is False: neither is the work that the others do.
 * quack's LayerNorm has no autograd, and so is left out.
 * Liger's cross-entropy writes the gradient over the logits in its forward pass, and so is left out.
+* Liger's rotary embedding works in place where q and k lie with the heads of a token side by side, as they do here. So
+  it rotates its inputs on and on, and reads and writes what the others do.
 """
 
 import importlib
@@ -87,6 +89,12 @@ def _quack_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits, target, reduction="mean")
 
 
+def _liger_rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    return LigerRopeFunction.apply(q, k, cos, sin)
+
+
 def _eps(eps: float | None) -> float:
     """rms_norm's default for float32 and the half types."""
     return torch.finfo(torch.float32).eps if eps is None else eps
@@ -97,6 +105,7 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm, "apex": _apex_rms_norm},
     "softmax": {"liger": _liger_softmax, "quack": _quack_softmax},
     "cross_entropy": {"quack": _quack_cross_entropy},
+    "rotary_embedding": {"liger": _liger_rotary_embedding},
     "add_rms_norm_p0": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
 }
 

@@ -172,7 +172,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
     for gradients in (ours.gradients, ours.gradients_with_graph):
         for x, leaf in zip(gradients, given, strict=True):
             is_bias = name == "scale_bias_relu" and d == len(SHAPE) - 1 and leaf.dim() == 1
-            expected = f"S({d})" if leaf.shape == SHAPE else "S(0)" if is_bias else "P(sum)"
+            expected = f"S({d})" if leaf.dim() == len(SHAPE) else "S(0)" if is_bias else "P(sum)"
             assert letters(x) == expected, f"{what}: gradient {letters(x)}, expected {expected}"
     for x in ours.second if name in POINTWISE else ():
         assert x.shape != SHAPE or letters(x) == f"S({d})", f"{what}: second gradient {letters(x)}"
@@ -242,6 +242,27 @@ def check_cache(mesh: Any) -> None:
 
 def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
     return letters(extension_cpp.rms_norm(x.redistribute(placements=x.placements), shape))
+
+
+def check_rotary_of_batches(mesh: Any) -> None:
+    """Positions of each sequence, or of all; sequences, heads and tokens that two processes share unevenly."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    make = maker("cpu", torch.float32)
+    q, k = make((3, 5, 7, 8)), make((3, 3, 7, 8))
+    for cos_shape in ((3, 7, 8), (1, 7, 6), (7, 8)):
+        cos, sin = make(cos_shape).detach(), make(cos_shape).detach()
+        exact = extension_cpp.rotary_embedding(q, k, cos, sin)
+        exact_grads = torch.autograd.grad(exact, [q, k], [grad_for(y) for y in exact])
+        for d in range(3):
+            x = [distribute_tensor(t.detach(), mesh, [Shard(d)]).requires_grad_() for t in (q, k)]
+            outputs = extension_cpp.rotary_embedding(
+                *x, *(distribute_tensor(f, mesh, [Replicate()]) for f in (cos, sin))
+            )
+            grads = torch.autograd.grad(outputs, x, [grad_for(y) for y in outputs])
+            for ours, whole_x in zip((*outputs, *grads), (*exact, *exact_grads), strict=True):
+                assert letters(ours) == f"S({d})", f"cos {cos_shape} sharded in dimension {d}: {letters(ours)}"
+                assert torch.equal(ours.full_tensor(), whole_x), f"cos {cos_shape} sharded in dimension {d}"
 
 
 def check_refusals(mesh: Any) -> None:
