@@ -66,7 +66,9 @@ def test_both_tails(name: str, dtype: torch.dtype, device: str) -> None:
     for order, (got, want) in enumerate(zip(derivatives(function, x), exact(at), strict=True)):
         scale = want.abs() + (terms if order and dtype is torch.float32 else 0.25 * terms if order else 0)
         # Below the smallest normal number a unit is constant: here and in factors that are as small, times |x| <= 110.
-        bound = units * eps * scale + (eps * smallest if dtype is not torch.float32 else 2.0**-149) * 128 + 2.0**-125
+        # A GPU's exp2 of half types gives 0 below 2^-126, in a density as well, which is multiplied by |x| <= 13.3.
+        flushed = 2.0**-125 if dtype is torch.float32 else 2.0**-123
+        bound = units * eps * scale + (eps * smallest if dtype is not torch.float32 else 2.0**-149) * 128 + flushed
         worst = ((got.double() - want).abs() / bound).max().item()
         assert worst <= 1, f"order {order}: {worst:.3g} times the bound"
 

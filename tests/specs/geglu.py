@@ -1,7 +1,9 @@
 import torch
 
 import extension_cpp
+from tests.checks import largest
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.specs import gelu
 
 
 def sample_inputs(make, shape):
@@ -30,6 +32,12 @@ def halves(make, shape, *approximate):
     return Sample((gate, up, *approximate))
 
 
+def terms(sample):
+    """Of the activation's derivative, times up."""
+    gate, up = sample.args[:2]
+    return gelu.terms(Sample((gate,))) * largest(up.detach().double().nan_to_num())
+
+
 SPEC = OpSpec(
     name="geglu",
     function=extension_cpp.geglu,
@@ -56,4 +64,5 @@ SPEC = OpSpec(
     },
     keeps_strides=True,
     launches=(1, 1),
+    terms=terms,
 )
