@@ -290,6 +290,19 @@ def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) ->
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
+    """A product in float32, of a factor that a half type does not have, rounded once; of any layout."""
+    acc = torch.promote_types(dtype, torch.float32)
+    factor = torch.tensor(1 / 3, dtype=acc, device=device)
+    for shape in [(), (0,), (1,), (1000,), (33, 70)]:
+        x = torch.randn(shape, device=device, dtype=torch.float64).to(dtype)
+        y = torch.ops.extension_cpp.loss_scale(x.t() if x.dim() == 2 else x, factor)
+        assert torch.equal(y, (x.to(acc) * factor).to(dtype).t() if x.dim() == 2 else (x.to(acc) * factor).to(dtype))
+    with pytest.raises(RuntimeError, match="expected factor to be one number of type float"):
+        torch.ops.extension_cpp.loss_scale(torch.ones(3, dtype=dtype, device=device), factor.expand(2))
+
+
 def test_backward_twice(device: str) -> None:
     """The gradients that forward made are not used up."""
     x, w, b, target = _linear(torch.float32, device, 64)

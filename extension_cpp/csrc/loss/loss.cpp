@@ -117,6 +117,14 @@ static Tensor cross_entropy_backward(const Tensor &grad_out, const Tensor &logit
   return launch_backward(op, args, logits);
 }
 
+// Fails unless x is one number of the accumulation type of `dtype`.
+static void check_scalar(const char *op, const char *name, const Tensor &x, dtype_t dtype) {
+  if (x.scalar_type() != scalar_type(acc_dtype(dtype)) || x.numel() != 1) {
+    fail(op, std::string("expected ") + name + " to be one number of type " +
+                 (dtype == DTYPE_FLOAT64 ? "float64" : "float32"));
+  }
+}
+
 // One chunk of linear_cross_entropy: logits becomes scale * the gradients of the rows' losses.
 static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
                                   const Optional &weight, int64_t ignore_index,
@@ -131,12 +139,24 @@ static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
     fail(op,
          "expected logits to be a contiguous matrix, but got shape " + to_string(logits.sizes()));
   }
-  if (scale.scalar_type() != scalar_type(acc_dtype(dtype)) || scale.numel() != 1) {
-    fail(op, "expected scale to be one number of type " +
-                 std::string(dtype == DTYPE_FLOAT64 ? "float64" : "float32"));
-  }
+  check_scalar(op, "scale", scale, dtype);
   const LossRows rows = loss_rows_of(op, logits, target, weight, options, 1, 1, dtype);
   return launch_forward(op, rows, false, &logits, &scale).loss;
+}
+
+// x * factor, in x's type.
+static Tensor loss_scale(const Tensor &x, const Tensor &factor) {
+  const char *const op = "loss_scale";
+  const dtype_t dtype = check_dtype(op, "x", x);
+  check_device(op, "factor", factor, "x", x);
+  check_scalar(op, "factor", factor, dtype);
+  const Tensor y = allocate_like(x);
+  if (x.numel() == 0) return y;
+  const Tensor x_dense = with_strides_of(x, y);
+  loss_scale_args args{x_dense.const_data_ptr(), factor.const_data_ptr(), y.mutable_data_ptr(),
+                       x.numel(), dtype};
+  launch_flat(op, KERNEL(loss_scale), args, x, 2 * x.element_size());
+  return y;
 }
 
 // ---- registration ----
@@ -155,6 +175,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   m.def(
       "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, "
       "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor");
+  m.def("loss_scale(Tensor x, Tensor factor) -> Tensor");
   // Its kernels are in linear_loss.py: matrix products are PyTorch's.
   def_with_twin(m,
                 "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
@@ -175,6 +196,7 @@ static void register_kernels(StableLibrary &m) {
   impl_with_twin(m, "cross_entropy", TORCH_BOX(&cross_entropy), TORCH_BOX(&cross_entropy_no_grad));
   impl_with_twin(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_chunk", TORCH_BOX(&cross_entropy_chunk));
+  m.impl("loss_scale", TORCH_BOX(&loss_scale));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }

@@ -84,6 +84,15 @@ typedef struct {
   int is_mean;
 } loss_reduce_args;
 
+/* y = x * *factor, for the gradients that linear_cross_entropy made before it knew grad_out. */
+typedef struct {
+  const void *x;      /* (numel) */
+  const void *factor; /* one number, ACC */
+  void *y;            /* (numel) */
+  int64_t numel;
+  dtype_t dtype;
+} loss_scale_args;
+
 /* On the CPU an item of forward and backward is a row, or with inner > 1 a tile of LOSS_TILE of the
  * inner elements; loss_reduce has one item. */
 enum { LOSS_TILE = 128, LOSS_REDUCED_ROWS = 8192 };
@@ -96,10 +105,12 @@ static inline int64_t loss_partials(int64_t rows) { return 2 * ceil_div(rows, LO
 void loss_forward_cpu(int64_t begin, int64_t end, void *args);
 void loss_backward_cpu(int64_t begin, int64_t end, void *args);
 void loss_reduce_cpu(int64_t begin, int64_t end, void *args);
+void loss_scale_cpu(int64_t begin, int64_t end, void *args); /* chunks of CHUNK elements */
 
 int loss_forward_cuda(const loss_forward_args *args, void *stream);
 int loss_backward_cuda(const loss_backward_args *args, void *stream);
 int loss_reduce_cuda(const loss_reduce_args *args, void *stream);
+int loss_scale_cuda(const loss_scale_args *args, void *stream);
 
 #ifdef __cplusplus
 }

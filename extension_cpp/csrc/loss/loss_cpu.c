@@ -96,6 +96,11 @@ static void loss_backward_cpu_range(int64_t begin, int64_t end, const loss_backw
   DISPATCH_DTYPE(args->rows.dtype, loss_backward, args, begin, end)
 }
 
+static void loss_scale_cpu_range(int64_t begin, int64_t end, const loss_scale_args *args) {
+  DISPATCH_DTYPE(args->dtype, loss_scale, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel))
+}
+
 /* One item: a sum over rows is little work beside the rows themselves. */
 static void loss_reduce_cpu_range(int64_t begin, int64_t end, const loss_reduce_args *args) {
   const dtype_t acc = args->dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
@@ -118,3 +123,4 @@ static void loss_reduce_cpu_range(int64_t begin, int64_t end, const loss_reduce_
 CPU_ENTRY(loss_forward_cpu, loss_forward_args)
 CPU_ENTRY(loss_backward_cpu, loss_backward_args)
 CPU_ENTRY(loss_reduce_cpu, loss_reduce_args)
+CPU_ENTRY(loss_scale_cpu, loss_scale_args)

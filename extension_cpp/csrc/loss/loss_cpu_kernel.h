@@ -272,3 +272,17 @@ static void NAME(loss_backward)(const loss_backward_args *args, int64_t begin, i
   }
   if (call.stream) stream_fence();
 }
+
+ALWAYS_INLINE void NAME(loss_scale_block)(const loss_scale_args *args, int64_t i, int n,
+                                          int stream) {
+  const ACC factor = *(const ACC *)args->factor;
+  ACC x[BLOCK];
+  READ(x, (const T *)args->x + i, n);
+  for (int k = 0; k < BLOCK; ++k) x[k] *= factor;
+  STORE((T *)args->y + i, x, n, stream);
+}
+
+static void NAME(loss_scale)(const loss_scale_args *args, int64_t begin, int64_t end) {
+  const int stream = cpu_should_stream(2 * args->numel * (int64_t)sizeof(T));
+  FOR_BLOCKS(NAME(loss_scale_block), args, begin, end, (T *)args->y + begin, stream);
+}

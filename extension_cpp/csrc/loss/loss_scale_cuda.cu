@@ -1,0 +1,24 @@
+// loss_scale on the GPU: flat over the elements (common/cuda_pointwise.cuh). PyTorch's product with
+// one number in the GPU's memory goes element by element, at half the speed.
+#include "common/cuda_pointwise.cuh"
+#include "loss/loss.h"
+
+namespace {
+
+template <typename A>
+struct Scale {
+  const A *factor;
+  __device__ void operator()(const A (&in)[1], A (&out)[1]) const {
+    out[0] = in[0] * __ldg(factor);
+  }
+};
+
+}  // namespace
+
+extern "C" int loss_scale_cuda(const loss_scale_args *args, void *stream) {
+  return with_dtype(args->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Scale<acc_t<T>> scale{static_cast<const acc_t<T> *>(args->factor)};
+    return pointwise::launch<T, 1, 1>({args->x}, {args->y}, args->numel, scale, stream);
+  });
+}
