@@ -1,7 +1,8 @@
 /* rotary_embedding on the CPU, row by row: a row is one head of one token. Rows are taken in the
- * order of q's memory, so that they stream: the heads of a token one after the other where they lie
- * side by side, else the tokens of a head. A token's cos and sin are widened again for each head;
- * they come from the caches. The arithmetic is in rotary_embedding_cpu_kernel.h. */
+ * order of the memory, so that they stream: the heads of a token one after the other where they lie
+ * side by side, else the tokens of a head. (Tiles of tokens, head by head, would keep cos and sin
+ * in the first-level cache, and took 1.4 times as long.) A token's cos and sin are widened again
+ * for each head; they come from the caches. The arithmetic is in rotary_embedding_cpu_kernel.h. */
 #include "rotary_embedding/rotary_embedding.h"
 
 #include "common/cpu_block.h"

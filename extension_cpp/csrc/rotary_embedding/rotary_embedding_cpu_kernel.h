@@ -26,8 +26,8 @@ ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i,
 ALWAYS_INLINE void NAME(half_block)(const NAME(row_t) * row, int64_t i, int64_t half, int64_t low,
                                     int64_t high, ACC sign, int n, int wide, int stream) {
   ACC a[BLOCK], b[BLOCK], cos_a[BLOCK], cos_b[BLOCK], sin_a[BLOCK], sin_b[BLOCK], y[BLOCK];
-  READ(a, row->x + i, n);
-  READ(b, row->x + i + half, n);
+  LOAD(a, row->x + i, n);
+  LOAD(b, row->x + i + half, n);
   NAME(load_factors)(cos_a, row->cos, i, n, wide);
   NAME(load_factors)(cos_b, row->cos, i + half, n, wide);
   NAME(load_factors)(sin_a, row->sin, i + low, n, wide);
@@ -48,7 +48,7 @@ ALWAYS_INLINE int NAME(lane_of)(int pair, int second) {
 ALWAYS_INLINE void NAME(neighbour_block)(const NAME(row_t) * row, int64_t i, ACC sign,
                                          int is_transposed, int n, int wide, int stream) {
   ACC x[BLOCK], cos[BLOCK], sin[BLOCK], y[BLOCK];
-  READ(x, row->x + i, n);
+  LOAD(x, row->x + i, n);
   NAME(load_factors)(cos, row->cos, i, n, wide);
   NAME(load_factors)(sin, row->sin, i, n, wide);
   for (int k = 0; k < BLOCK / 2; ++k) {
@@ -109,7 +109,8 @@ static void NAME(rotate_rows)(const rotary_embedding_args *args, const rotary_te
       NAME(rotate_row)(args, &row, 0, 1);
     else
       NAME(rotate_row)(args, &row, 0, 0);
-    memcpy(row.y + rotated, row.x + rotated, (size_t)(args->cols - rotated) * sizeof(T));
+    if (args->cols > rotated)
+      memcpy(row.y + rotated, row.x + rotated, (size_t)(args->cols - rotated) * sizeof(T));
   }
   if (should_stream) stream_fence();
 }
