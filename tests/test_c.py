@@ -54,6 +54,7 @@ TESTS = [
     "loss_hostile",
     "loss_ranges",
     "loss_reduce",
+    "rotary",
 ]
 # Every 61st float; sanitizers look for other things than the last bit, and cost more.
 STEPS = {"plain": 61, "sanitized": 4999}

@@ -166,5 +166,6 @@ void test_loss_sizes(uint32_t step);
 void test_loss_hostile(uint32_t step);
 void test_loss_ranges(uint32_t step);
 void test_loss_reduce(uint32_t step);
+void test_rotary(uint32_t step);
 
 #endif

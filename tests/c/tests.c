@@ -56,6 +56,7 @@ int main(int argc, char **argv) {
       {"loss_hostile", test_loss_hostile},
       {"loss_ranges", test_loss_ranges},
       {"loss_reduce", test_loss_reduce},
+      {"rotary", test_rotary},
   };
   const uint32_t step = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 61;
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {
