@@ -5,8 +5,9 @@ csrc/<op>/<op>.cpp allocates. reference.py holds the same functions in plain PyT
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA, computes in float32 (float64: in float64), lets
 NaN propagate, takes any strides, storage offset and number of elements, and is deterministic: the same bits for every
-run and number of threads. On a jagged nested tensor all but reduce_sum, softmax and the losses work on values(). A
-wrong argument raises RuntimeError with a sentence that names the op, the argument, what was expected and what came.
+run and number of threads. On a jagged nested tensor all but reduce_sum, softmax, the losses and rotary_embedding work
+on values(). A wrong argument raises RuntimeError with a sentence that names the op, the argument, what was expected and
+what came.
 """
 
 import math

@@ -96,7 +96,7 @@ SPEC = OpSpec(
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=lambda sample: 2,
-    bench=Bench(bench_sample, forward=2, backward=2, operations=(3, 3)),
+    bench=Bench(bench_sample, forward=2, backward=2, flat=True, operations=(3, 3)),
     keeps_strides=True,
     launches=(1, 1),
 )
