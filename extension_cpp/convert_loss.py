@@ -72,6 +72,12 @@ def _calls_loss_function(module: torch.nn.Module) -> bool:
     return code is not None and "loss_function" in code.co_names
 
 
+def is_model(module: torch.nn.Module) -> bool:
+    """Whether it is a model of transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
 def obstacle(module: torch.nn.Module) -> str | None:
     """What forbids to replace the loss function of a causal language model."""
     if not _calls_loss_function(module):

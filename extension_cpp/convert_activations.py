@@ -1,0 +1,132 @@
+"""The part of nn.convert that recognises activations by what they compute."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from extension_cpp import ops
+from extension_cpp.convert_formulas import DTYPES, EPS, have_one_shape, result_dtype, run, twin_of, with_results
+
+
+class Activation(NamedTuple):
+    """What a module computes, element by element."""
+
+    function: str  # a key of FUNCTIONS
+    input: str  # the name of forward's argument
+    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+
+    def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+        return activation(x, self.function, self.results)
+
+    def __str__(self) -> str:
+        return self.function
+
+
+# The function by the name that `changed` gives it, in float64; and the one of its product with another tensor.
+TANH = " with approximate='tanh'"
+FUNCTIONS: dict[str, Any] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * 0.5 * torch.special.erfc(x * -(0.5**0.5)),
+    f"gelu{TANH}": lambda x: x * torch.sigmoid((8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)),
+}
+GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def activation(x: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
+    dtype = result_dtype(results, x)
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    y = ops.silu(x) if function == "silu" else ops.gelu(x, "tanh" if TANH in function else "none")
+    return y.to(dtype)
+
+
+@torch.fx.wrap
+def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
+    """``activation(gate) * up``: one kernel where it takes both, and has the dtype of the two that it replaces."""
+    same = gate.dtype is up.dtype and gate.device == up.device and have_one_shape(gate, up)
+    if not same or result_dtype(results, gate) is not gate.dtype:
+        return activation(gate, function, results) * up
+    if function == "silu":
+        return ops.swiglu(gate, up)
+    return ops.geglu(gate, up, "tanh" if TANH in function else "none")
+
+
+def may_be_activation(module: torch.nn.Module) -> bool:
+    held = (*module._parameters.values(), *module._buffers.values(), *module._modules.values())
+    return all(each is None for each in held)
+
+
+def is_asked_for(module: torch.nn.Module) -> bool:
+    """Whether people would ask why it was left."""
+    name = type(module).__name__.lower()
+    return isinstance(module, (torch.nn.SiLU, torch.nn.GELU)) or (
+        may_be_activation(module) and any(each in name for each in ("gelu", "silu", "swish"))
+    )
+
+
+def recognise(module: torch.nn.Module) -> Activation | str:
+    """The activation that a module computes, found by running it on probes, or why it is none."""
+    if getattr(module, "inplace", False):
+        return "it works in place, which the op could only copy"
+    try:
+        taken = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return "its forward has no signature"
+    if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
+    for function in FUNCTIONS:
+        if not _agrees(module, function, torch.float64):
+            continue
+        for dtype in DTYPES:
+            if not _agrees(module, function, dtype):
+                return f"it computes {function}, but in {dtype} it is further from it than roundings explain"
+        if not _gradients_agree(module, function):
+            return f"it computes {function}, but its gradients are others"
+        results = with_results(module, function, 64)
+        return results if isinstance(results, str) else Activation(function, taken[0].name, results)
+    return f"it computes none of {', '.join(FUNCTIONS)}"
+
+
+# Of float64: constants of some ten digits, as FastGELUActivation's. gelu and its tanh form are 1e-4 apart.
+CONSTANTS = 1e-9
+
+
+def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
+    """Compares with the function in float64, in both modes, on tensors of 1 to 4 dimensions.
+
+    Relative to the input, since gelu is written as x * (1 + tanh(...)), where 1 + tanh cancels: a polynomial of four
+    roundings, which tanh's slope makes no larger than 0.45 of one, the sum's and two products', half an eps each, and
+    as much again for PyTorch's functions.
+    """
+    dense = torch.linspace(-30, 30, 2403, dtype=torch.float64)
+    x = torch.cat([dense, torch.tensor([-1e4, -1e-3, 0.0, 1e-3, 1e4], dtype=torch.float64)]).to(dtype)
+    exact = FUNCTIONS[function](x.double())
+    bound = max(8 * EPS[dtype], CONSTANTS) * x.double().abs() + torch.finfo(dtype).tiny
+    if dtype is torch.float16:
+        bound += EPS[dtype] * torch.finfo(dtype).tiny  # of subnormal products
+    for training, shape in ((True, (-1,)), (False, (2, -1)), (True, (2, 2, -1)), (False, (2, 2, 1, -1))):
+        with torch.no_grad():
+            y = run(twin_of(module, [], training=training), x.reshape(shape))
+        if y is None or y.dtype is not dtype or not bool(((y.double().flatten() - exact).abs() <= bound).all()):
+            return False
+    return True
+
+
+def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
+    """Compares the gradients: a part that is detached shows here. They are of the size of 1."""
+    for training in (True, False):
+        x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
+        with torch.enable_grad():
+            y = run(twin_of(module, [], training=training), x * 1)
+            if y is None or not y.requires_grad:
+                return False
+            (wanted,) = torch.autograd.grad(FUNCTIONS[function](x).sum(), x)
+            try:
+                (got,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
+            except Exception:  # of a stranger's backward
+                return False
+        if got is None or not bool(((got - wanted).abs() <= 30 * CONSTANTS).all()):
+            return False
+    return True

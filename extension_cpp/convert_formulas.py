@@ -1,0 +1,181 @@
+"""What the parts of nn.convert share: modules that compute a known formula, and runs of other modules on probes."""
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from extension_cpp import nn
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, *HALF)
+EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
+
+
+class Formula(Protocol):
+    """What a module computes: a NamedTuple, since classes are cached by it."""
+
+    @property
+    def input(self) -> str: ...  # the name of forward's argument
+
+    def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor: ...
+
+    def __hash__(self) -> int: ...
+
+
+# The dtype of the result, of x's dtype, the weight's and the device type.
+RESULTS = {
+    "x": lambda x, weight, device: x,
+    "promoted": lambda x, weight, device: torch.promote_types(x, weight),
+    "half weight": lambda x, weight, device: weight if weight in HALF else torch.promote_types(x, weight),  # T5
+    # Under autocast: PyTorch's layer_norm, and what casts its input to autocast's dtype (Nemotron).
+    "float32 at least": lambda x, weight, device: torch.promote_types(x, torch.float32),
+    "autocast": lambda x, weight, device: x if x is torch.float64 else torch.get_autocast_dtype(device),
+}
+
+# Where PyTorch's rules for dtypes differ: without autocast, and under that of a device type.
+CONTEXTS = ("", "cpu", "cuda")
+
+
+def context_of(device: str) -> int:
+    """The index in CONTEXTS of the rules that hold now."""
+    return CONTEXTS.index(device) if device in CONTEXTS and torch.is_autocast_enabled(device) else 0
+
+
+def result_dtype(results: tuple[str, ...], x: Tensor, weight: torch.dtype | None = None) -> torch.dtype:
+    """The dtype that a module's result has now."""
+    device = x.device.type
+    return RESULTS[results[context_of(device)]](x.dtype, x.dtype if weight is None else weight, device)
+
+
+def have_one_shape(a: Tensor, b: Tensor) -> bool:
+    if not torch.jit.is_tracing():
+        return a.shape == b.shape
+    with warnings.catch_warnings():  # sizes are tensors there
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return [int(size) for size in a.shape] == [int(size) for size in b.shape]
+
+
+class FormulaModule:
+    """Put before a module's class, it computes that class's formula by our ops."""
+
+    formula: ClassVar[Formula]
+    original: ClassVar[type]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        nn.refuse_script(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies without the class, which no module holds: it is made again."""
+        if not is_formula_class(type(self)):  # a class on top, which pickles as classes do
+            return super().__reduce_ex__(protocol)
+        return blank_of_formula, (self.original, self.formula), *super().__reduce_ex__(protocol)[2:]
+
+
+def is_formula_class(kind: type) -> bool:
+    """Whether formula_class made it: not a class that something else put on top."""
+    return issubclass(kind, FormulaModule) and kind.__bases__[0] is FormulaModule
+
+
+@functools.cache
+def formula_class(original: type, formula: Formula) -> type:
+    """A subclass of both, of the original's name: models look for "RMSNorm" in it to initialize weights."""
+    names = {"__module__": __name__, "__doc__": original.__doc__, "original": original, "formula": formula}
+    names["forward"] = _forward_of(formula.input)
+    return type(original.__name__, (FormulaModule, original), names)
+
+
+def _forward_of(name: str) -> Any:
+    """A forward whose argument has the name that the original's has, since it may be called by it."""
+    namespace: dict[str, Any] = {}
+    exec(f"def forward(self, {name}):\n    return self.formula(self, {name})", namespace)
+    return namespace["forward"]
+
+
+def blank_of_formula(original: type, formula: Formula) -> torch.nn.Module:
+    return object.__new__(formula_class(original, formula))
+
+
+# ---- running modules on probes ----
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any) -> torch.nn.Module:
+    """A module of its class with other parameters and attributes, and without hooks."""
+    twin = copy.copy(module)
+    vars(twin).pop("forward", None)
+    names = parameters_of(module)
+    held = {name: None for name in module._parameters}
+    twin._parameters = {**held, **dict(zip(names, map(torch.nn.Parameter, parameters), strict=True))}
+    vars(twin).update(attributes)
+    return twin
+
+
+@contextlib.contextmanager
+def autocast(device: str) -> Iterator[None]:
+    """Autocast of a device type alone, "": none; on a machine without the device, too."""
+    before = {each: torch.is_autocast_enabled(each) for each in ("cpu", "cuda")}
+    try:
+        for each in before:
+            torch.set_autocast_enabled(each, each == device)
+        yield
+    finally:
+        for each, enabled in before.items():
+            torch.set_autocast_enabled(each, enabled)
+
+
+def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
+    """Runs the class's forward; None if it raises."""
+    try:
+        with autocast(context), torch.random.fork_rng(devices=[]):
+            y = twin.forward(x)
+    except Exception:  # whatever a stranger's code raises: it is not our formula
+        return None
+    return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
+
+
+def probed_dtypes(
+    module: torch.nn.Module, width: int, context: str
+) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+    """x's dtype, the parameters' and the result's, for all that the module takes there.
+
+    The tensors of CUDA's are fake: they know the dtypes, and need no GPU.
+    """
+    count = len(parameters_of(module))
+    with torch.no_grad(), FakeTensorMode() if context == "cuda" else contextlib.nullcontext():
+        device = context or "cpu"
+        for x in DTYPES:
+            for weight in DTYPES if count else (x,):
+                parameters = [torch.ones(width, dtype=weight, device=device)] * count
+                y = run(twin_of(module, parameters), torch.ones(2, 3, width, dtype=x, device=device), context)
+                if y is not None:
+                    yield x, weight, y.dtype
+
+
+def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...] | str:
+    """The rules for the dtypes of a module's results, by CONTEXTS, or why there are none."""
+    taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
+    found = []
+    for context in CONTEXTS:
+        results = [
+            (x, weight, result)
+            for x, weight, result in probed_dtypes(module, width, context)
+            if (x, weight) in taken or (context and torch.float64 not in (x, weight))
+        ]
+        device = context or "cpu"
+        rules = (rule for rule, of in RESULTS.items() if all(of(x, w, device) == result for x, w, result in results))
+        rule = next(rules, None)
+        if rule is None or not results:
+            where = f" under autocast on {context}" if context else ""
+            return f"it computes {formula}, with results of dtypes that follow no known rule{where}"
+        found.append(rule)
+    return tuple(found)

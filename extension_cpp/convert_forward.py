@@ -1,0 +1,211 @@
+"""The part of nn.convert for modules whose forward it rewrites: gated products, residual additions, rotary embedding.
+
+convert_source.py finds these in the source of a forward, and makes a copy of it that calls the methods below. Each of
+them looks at what it is given when it is called. Where the kernel computes the same it runs the kernel. Where it does
+not (a hook on the norm, another module in its place, other dtypes or shapes) it does what the original did.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from extension_cpp import convert_rotary, convert_source, nn, ops
+from extension_cpp.convert_activations import GATED, TANH, Activation, gated
+from extension_cpp.convert_formulas import CONTEXTS, FormulaModule, is_formula_class
+from extension_cpp.convert_loss import must_run
+from extension_cpp.convert_norms import Norm, add_norm
+from extension_cpp.convert_rotary import Rotary
+from extension_cpp.convert_source import Site
+
+AS_INPUT = ("x",) * len(CONTEXTS)
+
+
+class RewrittenModule:
+    """Put before a module's class, with a forward that calls these methods."""
+
+    sites: ClassVar[frozenset[Site]]
+    original: ClassVar[type]
+    rotaries: ClassVar[tuple[tuple[Any, Rotary], ...]]  # the functions that are known, and what they compute
+
+    def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
+        """``act(gate) * up``."""
+        found = ("", ()) if not isinstance(gate, Tensor) or not isinstance(up, Tensor) else _activation(act)
+        if found[0]:
+            return gated(gate, up, *found)
+        return (_functional(act) if isinstance(act, str) else act)(gate) * up
+
+    def _extension_cpp_add_norm(self, norm: Any, x: Any, residual: Any, dropout: Any = None) -> Any:
+        """``norm(s)`` and ``s = residual + dropout(x)``."""
+        p, training = 0.0, False
+        if isinstance(dropout, tuple):
+            p, training = dropout
+        elif dropout is not None:
+            if type(dropout) is nn.Dropout and not dropout.inplace and must_run(dropout) is None:
+                p, training = dropout.p, dropout.training
+            else:
+                x = dropout(x)
+        options = _norm(norm)
+        if options is None or not isinstance(x, Tensor) or not isinstance(residual, Tensor):
+            if p and training:
+                x = ops.dropout(x, p, True)
+            total = residual + x
+            return norm(total), total
+        return add_norm(x, residual, *options, p, training)
+
+    def _extension_cpp_rotary(self, function: Any, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
+        """``function(q, k, cos, sin, **options)``."""
+        for known, rotary in self.rotaries:
+            if function is known:
+                return convert_rotary.rotate(function, rotary, q, k, cos, sin, **options)
+        return function(q, k, cos, sin, **options)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        nn.refuse_script(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies without the class, which no module holds: it is made again."""
+        if not is_rewritten_class(type(self)):  # a class on top, which pickles as classes do
+            return super().__reduce_ex__(protocol)
+        return _blank, (self.original, self.sites), *super().__reduce_ex__(protocol)[2:]
+
+
+def _norm(norm: Any) -> tuple[Any, ...] | None:
+    """What add_norm is to compute in place of a norm; None if the norm must be called."""
+    if must_run(norm) is not None:
+        return None
+    if type(norm) is nn.LayerNorm:
+        return norm.normalized_shape, norm.weight, norm.bias, True, 0, norm.eps, AS_INPUT
+    if type(norm) is nn.RMSNorm:
+        return norm.normalized_shape, norm.weight, None, False, 0, norm.eps, AS_INPUT
+    if isinstance(norm, FormulaModule) and is_formula_class(type(norm)):
+        return norm.formula.options(norm)  # type: ignore[attr-defined]  # a Norm
+    return None
+
+
+def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
+    """The function of an activation and the rules for its results' dtypes; "": it must be called."""
+    if isinstance(act, str):
+        return act, AS_INPUT
+    if must_run(act) is not None:
+        return "", ()
+    if type(act) is nn.GELU:
+        return f"gelu{TANH}" if act.approximate == "tanh" else "gelu", AS_INPUT
+    if type(act) is nn.SiLU:
+        return "silu", AS_INPUT
+    if isinstance(act, FormulaModule) and is_formula_class(type(act)):
+        return act.formula.function, act.formula.results  # type: ignore[attr-defined]  # an Activation
+    return "", ()
+
+
+def _functional(function: str) -> Callable[[Any], Any]:
+    if function == "silu":
+        return torch.nn.functional.silu
+    return functools.partial(torch.nn.functional.gelu, approximate="tanh" if TANH in function else "none")
+
+
+def is_rewritten_class(kind: type) -> bool:
+    """Whether rewritten_class made it: not a class that something else put on top."""
+    return issubclass(kind, RewrittenModule) and kind.__bases__[0] is RewrittenModule
+
+
+@functools.cache
+def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
+    """A subclass of both, with the original's name, module and signature: transformers looks at these. Or why not."""
+    forward = convert_source.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
+    if isinstance(forward, str):
+        return forward
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    found = [(function_of(original, site), dict(site.options)) for site in sites if site.kind == "rotary"]
+    known = [(function, rotary_of(function, tuple(options.items()))) for function, options in found]
+    rotaries = tuple((function, rotary) for function, rotary in known if isinstance(rotary, Rotary))
+    more = {"original": original, "sites": sites, "forward": forward, "rotaries": rotaries}
+    try:
+        return type(original.__name__, (RewrittenModule, original), names | more)  # type: ignore[operator]  # any type
+    except Exception as error:  # of its metaclass or its __init_subclass__
+        return f"its class cannot be subclassed ({error})"
+
+
+def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
+    made = rewritten_class(original, sites)
+    if isinstance(made, str):
+        raise RuntimeError(
+            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {made}"
+        )
+    return object.__new__(made)
+
+
+# ---- deciding ----
+
+
+class Decision(NamedTuple):
+    made: type | None  # the class that the module gets
+    functions: str  # what it calls then
+    reasons: tuple[str, ...]  # why something that people would ask about is left
+
+
+def decide(module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type]) -> Decision:
+    """What becomes of a module, whose children will be of the classes that class_of says."""
+    kind: Any = type(module)
+    if kind.__module__.split(".")[0] == "torch" or "forward" in vars(module):
+        return Decision(None, "", ())
+    sites = convert_source.sites_of(kind.forward)
+    if isinstance(sites, str):
+        return Decision(None, "", ())
+    functions: dict[str, None] = {}
+    wanted, reasons = [], []
+    for site in sites:
+        if site.kind == "rotary":
+            rotary = rotary_of(function_of(kind, site), site.options)
+            if isinstance(rotary, str):
+                reasons.append(f"its {site.name} {rotary}")
+                continue
+            function: str | None = "rotary_embedding"
+        elif site.kind == "dropout":
+            if class_of_child(module, site, class_of) is nn.Dropout:
+                wanted.append(site)
+            continue
+        else:
+            function = _function_at(site, class_of_child(module, site, class_of))
+        if function is not None:
+            wanted.append(site)
+            functions[function] = None
+    if not functions:
+        return Decision(None, "", tuple(reasons))
+    made = rewritten_class(kind, frozenset(wanted))
+    if isinstance(made, str):
+        return Decision(None, "", (*reasons, f"it could call {', '.join(functions)}, but {made}"))
+    return Decision(made, ", ".join(functions), tuple(reasons))
+
+
+def class_of_child(module: torch.nn.Module, site: Site, class_of: Callable[[torch.nn.Module], type]) -> type | None:
+    child = module._modules.get(site.name)
+    return None if child is None else class_of(child)
+
+
+def _function_at(site: Site, kind: type | None) -> str | None:
+    """What replaces a gated product or a norm of a sum, where the child is of this class."""
+    formula: Any = kind.formula if kind is not None and is_formula_class(kind) else None  # type: ignore[attr-defined]
+    if site.kind == "add_norm":
+        if kind in (nn.LayerNorm, nn.RMSNorm):
+            return "add_layer_norm" if kind is nn.LayerNorm else "add_rms_norm"
+        return f"add_{formula}" if isinstance(formula, Norm) else None
+    if site.options:  # torch.nn.functional's
+        return GATED[site.name]
+    if kind is nn.SiLU:
+        return "swiglu"
+    if kind is nn.GELU:
+        return "geglu"
+    return GATED[formula.function] if isinstance(formula, Activation) else None
+
+
+def function_of(kind: Any, site: Site) -> Any:
+    return convert_source.globals_of(kind.forward).get(site.name)
+
+
+@functools.cache
+def rotary_of(function: Any, options: tuple[tuple[str, Any], ...]) -> Rotary | str:
+    with torch.device("cpu"):  # the caller's may be meta
+        return convert_rotary.recognise(function, dict(options))

@@ -1,0 +1,262 @@
+"""The part of nn.convert that recognises norms over the last dimension by what they compute."""
+
+import inspect
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from extension_cpp import nn, ops
+from extension_cpp.convert_formulas import (
+    EPS,
+    HALF,
+    context_of,
+    have_one_shape,
+    parameters_of,
+    result_dtype,
+    run,
+    twin_of,
+    with_results,
+)
+
+
+class Norm(NamedTuple):
+    """What a norm over the last dimension computes: xhat * (offset + weight) + bias."""
+
+    centered: bool  # layer_norm, else rms_norm
+    offset: int
+    eps: str  # the names of the attributes
+    weight: str | None
+    bias: str | None
+    input: str  # the name of forward's argument
+    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+
+    def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+        _, *options = self.options(module)
+        return norm(x, *options)
+
+    def options(self, module: torch.nn.Module) -> tuple[Any, ...]:
+        """Of add_norm, in place of a module that computes this."""
+        weight: Tensor | None = getattr(module, self.weight) if self.weight else None
+        bias: Tensor | None = getattr(module, self.bias) if self.bias else None
+        return None, weight, bias, self.centered, self.offset, getattr(module, self.eps), self.results
+
+    def __str__(self) -> str:
+        function = "layer_norm" if self.centered else "rms_norm"
+        return f"{function} with {self.offset} + {self.weight}" if self.offset else function
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    centered: bool,
+    offset: int,
+    eps: float,
+    results: tuple[str, ...],
+) -> Tensor:
+    dtype = result_dtype(results, x, None if weight is None else weight.dtype)
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
+    shape = _row_shape(x if weight is None else weight)
+    if weight is not None and offset:
+        weight = offset + weight.to(arithmetic)
+    if weight is not None and weight.dtype != x.dtype:
+        weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
+    if centered:
+        return ops.layer_norm(x, shape, weight, bias, eps).to(dtype)
+    return ops.rms_norm(x, shape, weight, eps).to(dtype)
+
+
+@torch.fx.wrap
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    shape: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    centered: bool,
+    offset: int,
+    eps: float,
+    results: tuple[str, ...],
+    p: float,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    """The norm of ``s = residual + dropout(x, p)``, and ``s``: one kernel where its results have the dtypes of the two
+    operations that it replaces. ``shape``: that of a row, or None for the last dimension."""
+    is_plain = context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast changes other dtypes
+    same = x.dtype is residual.dtype and x.device == residual.device and have_one_shape(x, residual)
+    dtype = result_dtype(results, x, None if weight is None else weight.dtype)
+    if not (is_plain and same and dtype is x.dtype):
+        s = residual + ops.dropout(x, p, training)
+        return _norm_of(s, shape, weight, bias, centered, offset, eps, results), s
+    arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
+    row = _row_shape(x if weight is None else weight) if shape is None else shape
+    if weight is not None and offset:
+        weight = offset + weight.to(arithmetic)
+    if weight is not None and weight.dtype != x.dtype:
+        weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
+    if centered:
+        return ops.add_layer_norm(x, residual, row, weight, bias, eps, p, training)
+    return ops.add_rms_norm(x, residual, row, weight, eps, p, training)
+
+
+def _norm_of(
+    s: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, centered: bool, *options: Any
+) -> Tensor:
+    if shape is None:
+        return norm(s, weight, bias, centered, *options)
+    eps = options[1]
+    if centered:
+        return ops.layer_norm(s, shape, weight, bias, eps)
+    return nn._rms_norm(s, shape, weight, eps)
+
+
+def _row_shape(x: Tensor) -> Any:
+    if not torch.jit.is_tracing():
+        return x.shape[-1:]
+    with warnings.catch_warnings():  # sizes are tensors there; a norm's width is a constant
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return [int(x.shape[-1])]
+
+
+# ---- recognising them ----
+
+
+def recognise(module: torch.nn.Module) -> Norm | str:
+    """The formula that a module computes, found by running it on probes, or why it is none."""
+    names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
+    floats = sorted(_float_attributes(module), key=_not_called_eps)
+    try:
+        taken = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return "its forward has no signature"
+    if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
+    if any(buffer is not None for buffer in module._buffers.values()):
+        return "it has buffers"
+    for name, value in vars(module).items():
+        if any(isinstance(x, Tensor) for x in torch.utils._pytree.tree_leaves(value)) and name != "_parameters":
+            return f"its {name} is a tensor and neither a parameter nor a buffer"
+    if any(0 in shape for shape in shapes):
+        return "its parameters are empty, as sharding leaves them; convert the model before it is sharded"
+    if len(names) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        return "it has other parameters than a weight and a bias over the last dimension"
+    if not floats:
+        return "none of its attributes is a number that could be eps"
+    weight, bias = (*names, None, None)[:2]
+    width = next(iter(shapes))[0] if shapes else 64
+    if width < 2:
+        return "its rows are too short to tell what it computes"
+    for centered, offset, eps in (
+        (centered, offset, eps) for eps in floats for centered in (False, True) for offset in (0, 1)
+    ):
+        if (offset and weight is None) or (bias is not None and not centered):
+            continue
+        formula = Norm(centered, offset, eps, weight, bias, taken[0].name, ())
+        if any(
+            all(_agrees(module, formula, width, torch.float32, dims, training=training) for dims in (2, 3, 4))
+            for training in (True, False)
+        ):
+            break
+    else:
+        return "it computes neither layer_norm nor rms_norm over the last dimension"
+    difference = _difference(module, formula, width, floats)
+    if difference is not None:
+        return difference
+    results = with_results(module, formula, width)
+    return results if isinstance(results, str) else formula._replace(results=results)
+
+
+def _float_attributes(module: torch.nn.Module) -> set[str]:
+    """Names of the instance's own and of its classes' numbers with a fraction."""
+    classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    return {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
+
+
+def _difference(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> str | None:
+    """What else the module does than the formula that it computes in one mode, or None."""
+    for training in (True, False):
+        mode = {"training": training}
+        if not _agrees(module, formula, width, torch.float32, 3, **mode):
+            return f"it computes {formula} in {'evaluation' if training else 'training'} only"
+        if not _gradients_agree(module, formula, width, **mode):
+            return f"it computes {formula}, but its gradients are others"
+        for name in floats:
+            other = {name: 1.5 * getattr(module, name) + (0.0 if getattr(module, name) else 0.25)}
+            if not _agrees(module, formula, width, torch.float32, 3, **mode, **other):
+                return f"it computes {formula}, but what it does with its {name} is something else"
+        for dtype in HALF:
+            if not _agrees(module, formula, width, dtype, 3, **mode):
+                return f"it computes {formula}, but in {dtype} it is further from it than roundings explain"
+    return None
+
+
+def _not_called_eps(name: str) -> tuple[bool, str]:
+    return "eps" not in name, name
+
+
+def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:
+    """Rows of spread 1, of mean 3, and so small that eps counts; a weight and a bias."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
+    rows[2:4] += 3
+    rows[4:] *= abs(eps) ** 0.5
+    weights = [torch.randn(width, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)]
+    x = rows.to(dtype).reshape((6, width) if dims == 2 else (2, *(1,) * (dims - 3), 3, width))
+    return [x, *weights[: (formula.weight is not None) + (formula.bias is not None)]]
+
+
+def _exact(formula: Norm, eps: float, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The formula in plain tensor operations."""
+    xhat = x - (x.mean(-1, keepdim=True) if formula.centered else 0)
+    xhat = xhat * (xhat.square().mean(-1, keepdim=True) + eps).rsqrt()
+    scaled = xhat if weight is None else xhat * (formula.offset + weight)
+    return scaled if bias is None else scaled + bias
+
+
+def _agrees(
+    module: torch.nn.Module, formula: Norm, width: int, dtype: torch.dtype, dims: int, **attributes: Any
+) -> bool:
+    """Compares with the formula in float64, with some of the module's attributes changed.
+
+    The bound in float32 is that of sums of up to 2^16 squares, added in a tree, and of x - mean at that mean (16 to 20
+    roundings, half an eps each); in half, of an xhat, a product and a result rounded, and a row's statistics.
+    """
+    eps = attributes.get(formula.eps, getattr(module, formula.eps))
+    x, *parameters = _probe(formula, eps, width, dtype, dims)
+    with torch.no_grad():
+        y = run(twin_of(module, parameters, **attributes), x.clone())
+        if y is None:
+            return False
+        exact = _exact(formula, eps, x.double(), *(parameter.double() for parameter in parameters))
+        bound = (16 if dtype is torch.float32 else 4) * EPS[dtype] * exact.abs().max()
+        return bool((y.double() - exact).abs().max() <= bound)
+
+
+def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attributes: Any) -> bool:
+    """Compares the gradients with the formula's, row by row: statistics or a weight that are detached show here.
+
+    The bound is far from rounding, some 100 eps of a row, and far from a missing term, which is as large as the others.
+    """
+    eps = getattr(module, formula.eps)
+    x, *parameters = _probe(formula, eps, width, torch.float32, 2)
+    leaves = [each.double().requires_grad_() for each in (x, *parameters)]
+    grad_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    with torch.enable_grad():
+        wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
+        twin, x = twin_of(module, parameters, **attributes), x.clone().requires_grad_()
+        y = run(twin, x * 1)  # not a leaf, which forward could not change in place
+        if y is None or not y.requires_grad:
+            return False
+        own = [x, *parameters_of(twin).values()]
+        try:
+            got = torch.autograd.grad(y, own, grad_out.to(y.dtype), allow_unused=True)
+        except Exception:  # of a stranger's backward
+            return False
+    return all(
+        a is not None and bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())
+        for a, b in zip(got, wanted, strict=True)
+    )

@@ -1,0 +1,190 @@
+"""The part of nn.convert that recognises functions which rotate queries and keys, by what they compute."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from extension_cpp import ops
+from extension_cpp.convert_formulas import EPS, HALF, autocast
+
+
+class Rotary(NamedTuple):
+    """What function(q, k, cos, sin, **options) computes: rotary_embedding, and how it lays out what it takes."""
+
+    layout: str  # a key of LAYOUTS
+    interleaved: bool
+    repeats: bool  # it takes the first half of the columns of cos and sin, each for two neighbours (GLM)
+    is_partial: bool  # cos and sin may have fewer columns than q and k
+    takes_float: bool  # beside half q and k cos and sin may be float32, and the results are half
+
+
+# The dimensions of q and k, which are swapped for the op, the dimension of the tokens, and those of cos and sin.
+LAYOUTS = {
+    "batch, heads, tokens": (4, None, 2, 3),
+    "batch, tokens, heads": (4, (1, 2), 1, 3),
+    "tokens, heads": (3, (0, 1), 0, 2),
+}
+
+
+def rotate(function: Any, rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
+    """The op where its result is that of the function; else (other shapes or dtypes) the function itself."""
+    if not _takes(rotary, q, k, cos, sin):
+        return function(q, k, cos, sin, **options)
+    return _rotate(rotary, q, k, cos, sin, ops.rotary_embedding)
+
+
+def _takes(rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or torch.jit.is_tracing():
+        return False
+    dims, _, tokens, table_dims = LAYOUTS[rotary.layout]
+    if q.dim() != dims or k.dim() != dims or cos.dim() != table_dims or cos.shape != sin.shape:
+        return False
+    if q.dtype is not k.dtype or cos.dtype is not sin.dtype or cos.requires_grad or sin.requires_grad:
+        return False
+    if cos.dtype is not q.dtype and not (rotary.takes_float and q.dtype in HALF and cos.dtype is torch.float32):
+        return False
+    width, rotated = q.shape[-1], cos.shape[-1]
+    if rotated % 2 or rotated > width or k.shape[-1] != width or not (rotary.is_partial or rotated == width):
+        return False
+    if q.shape[tokens] != cos.shape[-2] or k.shape[tokens] != cos.shape[-2]:
+        return False
+    return dims == 3 or (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0]))
+
+
+def _rotate(rotary: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, op: Any) -> tuple[Tensor, Tensor]:
+    swapped = LAYOUTS[rotary.layout][1]
+    if rotary.repeats:
+        cos, sin = (table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in (cos, sin))
+    if swapped is None:
+        return op(q, k, cos, sin, interleaved=rotary.interleaved)
+    q, k = op(q.transpose(*swapped), k.transpose(*swapped), cos, sin, interleaved=rotary.interleaved)
+    return q.transpose(*swapped), k.transpose(*swapped)
+
+
+# ---- recognising them ----
+
+
+def recognise(function: Callable[..., Any], options: dict[str, Any]) -> Rotary | str:
+    """What a function of q, k, cos, sin computes, found by calling it on probes, or why it is not rotary_embedding."""
+    for rotary in _candidates():
+        if not _agrees(function, options, rotary, torch.float32):  # which some compute in, also of float64
+            continue
+        if not _gradients_agree(function, options, rotary):
+            return "computes rotary_embedding, but its gradients are others"
+        for dtype in HALF:
+            if not _agrees(function, options, rotary, dtype):
+                return f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain"
+        is_partial = _agrees(function, options, rotary, torch.float32, rotated=4)
+        takes_float = all(_agrees(function, options, rotary, dtype, torch.float32) for dtype in HALF)
+        return rotary._replace(is_partial=is_partial, takes_float=takes_float)
+    return "computes something else than rotary_embedding"
+
+
+def _candidates() -> Iterator[Rotary]:
+    for layout in LAYOUTS:
+        for interleaved, repeats in ((False, False), (True, False), (True, True)):
+            yield Rotary(layout, interleaved, repeats, False, False)
+
+
+def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -> list[Tensor]:
+    """q, k, cos and sin. All sizes differ, and so do all columns of cos and sin."""
+    generator = torch.Generator().manual_seed(0)
+    dims, swapped, *_ = LAYOUTS[layout]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    q, k = draw(2, 3, 5, 8), draw(2, 4, 5, 8)
+    cos, sin = draw(2, 5, rotated), draw(2, 5, rotated)
+    if dims == 3:
+        q, k, cos, sin = q[0], k[0], cos[0], sin[0]
+    if swapped is not None:
+        q, k = q.transpose(*swapped), k.transpose(*swapped)
+    return [q.to(dtype), k.to(dtype), cos.to(tables), sin.to(tables)]
+
+
+def _exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """rotary_embedding in plain tensor operations."""
+    if q.dim() == 4:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    results = []
+    for x in (q, k):
+        rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        if interleaved:
+            turned = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
+        else:
+            first, second = rotated.chunk(2, -1)
+            turned = torch.cat((-second, first), -1)
+        results.append(torch.cat((rotated * cos + turned * sin, rest), -1))
+    return results[0], results[1]
+
+
+def _call(function: Callable[..., Any], options: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """None if it raises, or returns something else than two tensors of the shapes and dtypes of q and k."""
+    try:
+        with autocast(""), torch.random.fork_rng(devices=[]):
+            results = function(*inputs, **options)
+    except Exception:  # whatever a stranger's code raises: it is not our formula
+        return None
+    if not isinstance(results, (tuple, list)) or len(results) != 2:
+        return None
+    fits = all(
+        isinstance(y, Tensor) and y.shape == x.shape and y.dtype is x.dtype
+        for y, x in zip(results, inputs[:2], strict=True)
+    )
+    return (results[0], results[1]) if fits else None
+
+
+def _agrees(
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    rotary: Rotary,
+    dtype: torch.dtype,
+    tables: torch.dtype | None = None,
+    rotated: int = 8,
+) -> bool:
+    """Compares with the formula in float64, for cos and sin of a batch and, where they have one, of batch 1.
+
+    The function rounds two products and a sum, half an eps each of at most |x cos| + |x sin|.
+    """
+    with torch.no_grad():
+        for batch in (slice(None), slice(1)) if LAYOUTS[rotary.layout][0] == 4 else (slice(None),):
+            q, k, cos, sin = _probe(rotary.layout, dtype, tables or dtype, rotated)
+            inputs = [q, k, cos[batch], sin[batch]]
+            found = _call(function, options, [each.clone() for each in inputs])
+            if found is None:
+                return False
+            q, k, cos, sin = wide = [each.double() for each in inputs]
+            for got, exact in zip(found, _rotate(rotary, q, k, cos, sin, _exact), strict=True):
+                bound = (
+                    4
+                    * EPS[dtype]
+                    * max(each.abs().max() for each in wide[:2])
+                    * max(each.abs().max() for each in wide[2:])
+                )
+                if not bool(((got.double() - exact).abs() <= bound).all()):
+                    return False
+    return True
+
+
+def _gradients_agree(function: Callable[..., Any], options: dict[str, Any], rotary: Rotary) -> bool:
+    """Compares the gradients of q and k, some 100 eps of what a missing term would be."""
+    gradients = []
+    for run in (
+        lambda *inputs: _call(function, options, [*inputs]),
+        lambda q, k, cos, sin: _rotate(rotary, q, k, cos, sin, _exact),
+    ):
+        q, k, cos, sin = _probe(rotary.layout, torch.float32, torch.float32, 8)
+        q, k = q.requires_grad_(), k.requires_grad_()
+        with torch.enable_grad():
+            results = run(q * 1, k * 1, cos, sin)
+            if results is None or not all(each.requires_grad for each in results):
+                return False
+            total = sum((each * each.detach().cos()).sum() for each in results)
+            try:
+                gradients.append(torch.autograd.grad(total, (q, k)))  # type: ignore[arg-type]  # sum() of tensors
+            except Exception:  # of a stranger's backward
+                return False
+    return all(bool(((a - b).abs() <= 1e-5).all()) for a, b in zip(*gradients, strict=True))
