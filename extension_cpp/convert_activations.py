@@ -62,7 +62,7 @@ def is_asked_for(module: torch.nn.Module) -> bool:
     """Whether people would ask why it was left."""
     name = type(module).__name__.lower()
     return isinstance(module, (torch.nn.SiLU, torch.nn.GELU)) or (
-        may_be_activation(module) and any(each in name for each in ("gelu", "silu", "swish"))
+        may_be_activation(module) and any(each in name for each in ("gelu", "silu"))
     )
 
 

@@ -1,8 +1,8 @@
 """The part of nn.convert for modules whose forward it rewrites: gated products, residual additions, rotary embedding.
 
-convert_source.py finds these in the source of a forward, and makes a copy of it that calls the methods below. Each of
-them looks at what it is given when it is called. Where the kernel computes the same it runs the kernel. Where it does
-not (a hook on the norm, another module in its place, other dtypes or shapes) it does what the original did.
+convert_rewriter.py finds these in the source of a forward, and makes a copy of it that calls the methods below. Each
+of them looks at what it is given when it is called. Where the kernel computes the same it runs the kernel. Elsewhere
+(a hook on the norm, another module in its place, other dtypes or shapes) it does what the original did.
 """
 
 import functools
@@ -17,8 +17,8 @@ from extension_cpp.convert_activations import GATED, TANH, Activation, gated
 from extension_cpp.convert_formulas import CONTEXTS, FormulaModule, is_formula_class
 from extension_cpp.convert_loss import must_run
 from extension_cpp.convert_norms import Norm, add_norm
+from extension_cpp.convert_rewriter import Site
 from extension_cpp.convert_rotary import Rotary
-from extension_cpp.convert_source import Site
 
 AS_INPUT = ("x",) * len(CONTEXTS)
 

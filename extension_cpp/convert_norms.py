@@ -90,7 +90,7 @@ def add_norm(
     same = x.dtype is residual.dtype and x.device == residual.device and have_one_shape(x, residual)
     dtype = result_dtype(results, x, None if weight is None else weight.dtype)
     if not (is_plain and same and dtype is x.dtype):
-        s = residual + ops.dropout(x, p, training)
+        s = residual + (ops.dropout(x, p, True) if p and training else x)
         return _norm_of(s, shape, weight, bias, centered, offset, eps, results), s
     arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
     row = _row_shape(x if weight is None else weight) if shape is None else shape

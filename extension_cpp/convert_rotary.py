@@ -1,6 +1,6 @@
 """The part of nn.convert that recognises functions which rotate queries and keys, by what they compute."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from extension_cpp.convert_formulas import EPS, HALF, autocast
 class Rotary(NamedTuple):
     """What function(q, k, cos, sin, **options) computes: rotary_embedding, and how it lays out what it takes."""
 
-    layout: str  # a key of LAYOUTS
+    layouts: tuple[str, ...]  # keys of LAYOUTS, each of another number of dimensions
     interleaved: bool
     repeats: bool  # it takes the first half of the columns of cos and sin, each for two neighbours (GLM)
     is_partial: bool  # cos and sin may have fewer columns than q and k
@@ -30,15 +30,16 @@ LAYOUTS = {
 
 def rotate(function: Any, rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
     """The op where its result is that of the function; else (other shapes or dtypes) the function itself."""
-    if not _takes(rotary, q, k, cos, sin):
-        return function(q, k, cos, sin, **options)
-    return _rotate(rotary, q, k, cos, sin, ops.rotary_embedding)
+    for layout in rotary.layouts:
+        if _takes(rotary, layout, q, k, cos, sin):
+            return _rotate(rotary, layout, q, k, cos, sin, ops.rotary_embedding)
+    return function(q, k, cos, sin, **options)
 
 
-def _takes(rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any) -> bool:
+def _takes(rotary: Rotary, layout: str, q: Any, k: Any, cos: Any, sin: Any) -> bool:
     if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or torch.jit.is_tracing():
         return False
-    dims, _, tokens, table_dims = LAYOUTS[rotary.layout]
+    dims, _, tokens, table_dims = LAYOUTS[layout]
     if q.dim() != dims or k.dim() != dims or cos.dim() != table_dims or cos.shape != sin.shape:
         return False
     if q.dtype is not k.dtype or cos.dtype is not sin.dtype or cos.requires_grad or sin.requires_grad:
@@ -53,8 +54,10 @@ def _takes(rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any) -> bool:
     return dims == 3 or (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0]))
 
 
-def _rotate(rotary: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, op: Any) -> tuple[Tensor, Tensor]:
-    swapped = LAYOUTS[rotary.layout][1]
+def _rotate(
+    rotary: Rotary, layout: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, op: Any
+) -> tuple[Tensor, Tensor]:
+    swapped = LAYOUTS[layout][1]
     if rotary.repeats:
         cos, sin = (table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in (cos, sin))
     if swapped is None:
@@ -68,24 +71,24 @@ def _rotate(rotary: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, op: 
 
 def recognise(function: Callable[..., Any], options: dict[str, Any]) -> Rotary | str:
     """What a function of q, k, cos, sin computes, found by calling it on probes, or why it is not rotary_embedding."""
-    for rotary in _candidates():
-        if not _agrees(function, options, rotary, torch.float32):  # which some compute in, also of float64
+    for interleaved, repeats in ((False, False), (True, False), (True, True)):
+        rotary = Rotary((), interleaved, repeats, False, False)
+        # float32, in which some compute, also of float64.
+        layouts = tuple(layout for layout in LAYOUTS if _agrees(function, options, rotary, layout, torch.float32))
+        if not layouts:
             continue
-        if not _gradients_agree(function, options, rotary):
+
+        def agrees(*args: Any, rotary: Rotary = rotary, layouts: tuple[str, ...] = layouts) -> bool:
+            return all(_agrees(function, options, rotary, layout, *args) for layout in layouts)
+
+        if not all(_gradients_agree(function, options, rotary, layout) for layout in layouts):
             return "computes rotary_embedding, but its gradients are others"
         for dtype in HALF:
-            if not _agrees(function, options, rotary, dtype):
+            if not agrees(dtype):
                 return f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain"
-        is_partial = _agrees(function, options, rotary, torch.float32, rotated=4)
-        takes_float = all(_agrees(function, options, rotary, dtype, torch.float32) for dtype in HALF)
-        return rotary._replace(is_partial=is_partial, takes_float=takes_float)
+        is_partial, takes_float = agrees(torch.float32, None, 4), all(agrees(dtype, torch.float32) for dtype in HALF)
+        return Rotary(layouts, interleaved, repeats, is_partial, takes_float)
     return "computes something else than rotary_embedding"
-
-
-def _candidates() -> Iterator[Rotary]:
-    for layout in LAYOUTS:
-        for interleaved, repeats in ((False, False), (True, False), (True, True)):
-            yield Rotary(layout, interleaved, repeats, False, False)
 
 
 def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -> list[Tensor]:
@@ -141,6 +144,7 @@ def _agrees(
     function: Callable[..., Any],
     options: dict[str, Any],
     rotary: Rotary,
+    layout: str,
     dtype: torch.dtype,
     tables: torch.dtype | None = None,
     rotated: int = 8,
@@ -150,14 +154,14 @@ def _agrees(
     The function rounds two products and a sum, half an eps each of at most |x cos| + |x sin|.
     """
     with torch.no_grad():
-        for batch in (slice(None), slice(1)) if LAYOUTS[rotary.layout][0] == 4 else (slice(None),):
-            q, k, cos, sin = _probe(rotary.layout, dtype, tables or dtype, rotated)
+        for batch in (slice(None), slice(1)) if LAYOUTS[layout][0] == 4 else (slice(None),):
+            q, k, cos, sin = _probe(layout, dtype, tables or dtype, rotated)
             inputs = [q, k, cos[batch], sin[batch]]
             found = _call(function, options, [each.clone() for each in inputs])
             if found is None:
                 return False
             q, k, cos, sin = wide = [each.double() for each in inputs]
-            for got, exact in zip(found, _rotate(rotary, q, k, cos, sin, _exact), strict=True):
+            for got, exact in zip(found, _rotate(rotary, layout, q, k, cos, sin, _exact), strict=True):
                 bound = (
                     4
                     * EPS[dtype]
@@ -169,14 +173,14 @@ def _agrees(
     return True
 
 
-def _gradients_agree(function: Callable[..., Any], options: dict[str, Any], rotary: Rotary) -> bool:
+def _gradients_agree(function: Callable[..., Any], options: dict[str, Any], rotary: Rotary, layout: str) -> bool:
     """Compares the gradients of q and k, some 100 eps of what a missing term would be."""
     gradients = []
     for run in (
         lambda *inputs: _call(function, options, [*inputs]),
-        lambda q, k, cos, sin: _rotate(rotary, q, k, cos, sin, _exact),
+        lambda q, k, cos, sin: _rotate(rotary, layout, q, k, cos, sin, _exact),
     ):
-        q, k, cos, sin = _probe(rotary.layout, torch.float32, torch.float32, 8)
+        q, k, cos, sin = _probe(layout, torch.float32, torch.float32, 8)
         q, k = q.requires_grad_(), k.requires_grad_()
         with torch.enable_grad():
             results = run(q * 1, k * 1, cos, sin)

@@ -1,0 +1,306 @@
+"""The part of nn.convert that finds what the ops can do in a forward's syntax tree, and replaces it there.
+
+Three things are found, each by its form, and replaced by a call of one of the module's own methods:
+
+* a gated product: ``act(gate) * up``, where act is a module (``self.act_fn``) or torch.nn.functional's silu or gelu;
+* a residual addition and the norm of its sum: ``s = residual + x`` followed by ``self.norm(s)``, or
+  ``self.norm(residual + x)``, with the dropout of x where it comes just before;
+* the call of a function with "rotary" or "rope" in its name, with q, k, cos and sin.
+
+The methods (convert_forward.py) compute what they stand for, whatever they are given; so a rewritten forward computes
+what the original did. All else in it is as it was: its arguments and results, its other calls.
+"""
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# The methods that a rewritten forward calls. The prefix keeps them apart from those of the model's class.
+PREFIX = "_extension_cpp_"
+
+
+class Site(NamedTuple):
+    """What may be replaced in a forward."""
+
+    kind: str  # "gated", "add_norm", "dropout", "rotary"
+    name: str  # the module, as an attribute of self, or the function as the forward calls it
+    options: tuple[tuple[str, Any], ...] = ()  # constants that the function is called with
+
+
+class Rewriter(ast.NodeTransformer):
+    """Asks about each site, and replaces those that are wanted."""
+
+    def __init__(self, function: Any, definition: ast.FunctionDef, wants: Callable[[Site], bool]) -> None:
+        self.function, self.definition, self.wants = function, definition, wants
+        arguments = [*definition.args.posonlyargs, *definition.args.args]
+        self.self_name = arguments[0].arg if arguments else ""
+        uses = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
+        self.uses = Counter((type(node.ctx), node.id) for node in uses)
+        self.temporaries = 0
+
+    def rewrite(self) -> None:
+        self.definition.body = self.block(self.definition.body)
+
+    # -- forms --
+
+    def child(self, node: ast.AST) -> str | None:
+        """NAME of self.NAME."""
+        own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.self_name
+        return node.attr if own else None  # type: ignore[attr-defined]  # own: it is an ast.Attribute
+
+    def value(self, node: ast.AST) -> Any:
+        """What a name of the forward's module, or an attribute of it (nn.functional.silu), stands for; else None."""
+        if isinstance(node, ast.Attribute):
+            return getattr(self.value(node.value), node.attr, None)
+        if not isinstance(node, ast.Name) or node.id in self.function.__code__.co_varnames:
+            return None
+        return self.function.__globals__.get(node.id)
+
+    def activation(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+        """act and x of a call act(x) whose product is wanted: self.NAME, or the name of a function."""
+        if not isinstance(node, ast.Call) or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+            return None
+        name = self.child(node.func)
+        if name is not None:
+            return (node.func, node.args[0]) if not node.keywords and self.wants(Site("gated", name)) else None
+        function, options = self.value(node.func), _constants(node.keywords)
+        if function is None or options is None:
+            return None
+        known = {"silu": ((),), "gelu": ((), (("approximate", "none"),), (("approximate", "tanh"),))}
+        name = next((each for each in known if function is getattr(torch.nn.functional, each)), None)
+        if name is None or options not in known[name]:
+            return None
+        name += " with approximate='tanh'" if ("approximate", "tanh") in options else ""
+        return (ast.Constant(name), node.args[0]) if self.wants(Site("gated", name, (("function", True),))) else None
+
+    def dropout(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+        """What draws and x, of self.NAME(x) and of torch.nn.functional.dropout(x, p=..., training=...)."""
+        if not isinstance(node, ast.Call) or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+            return None
+        name = self.child(node.func)
+        if name is not None:
+            return (node.func, node.args[0]) if not node.keywords and self.wants(Site("dropout", name)) else None
+        given = {each.arg: each.value for each in node.keywords}
+        if given.keys() != {"p", "training"} or self.value(node.func) is not torch.nn.functional.dropout:
+            return None
+        return ast.Tuple([given["p"], given["training"]], ast.Load()), node.args[0]
+
+    def call(self, method: str, *arguments: ast.expr) -> ast.Call:
+        function = ast.Attribute(ast.Name(self.self_name, ast.Load()), PREFIX + method, ast.Load())
+        return ast.Call(function, list(arguments), [])
+
+    def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
+        """The call for norm(total). A dropout just before it, of what ``target`` overwrites, becomes part of it."""
+        x, residual = total.left, total.right
+        drawn = self.dropout(x)
+        if drawn is None and (drawn := self.dropout(residual)) is not None:
+            x, residual = residual, x
+        if drawn is None and before and target is not None:
+            dropped = [isinstance(each, ast.Name) and each.id == target for each in (x, residual)]
+            last = before[-1]
+            other = residual if dropped[0] else x
+            if dropped.count(True) == 1 and not _mentions(other, target) and _assigned(last) == target:
+                drawn = self.dropout(last.value)  # type: ignore[attr-defined]  # of an assignment
+                if drawn is not None:
+                    residual = other
+                    before.pop()
+        if drawn is None:
+            return self.call("add_norm", norm, x, residual)
+        return self.call("add_norm", norm, drawn[1], residual, drawn[0])
+
+    # -- expressions --
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Mult):
+            for one, other in ((node.left, node.right), (node.right, node.left)):
+                found = self.activation(one)
+                if found is not None:
+                    return self.call("gated", *found, other)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if not any(part in name.lower() for part in ("rotary", "rope")) or self.value(node.func) is None:
+            return node
+        options = _constants(node.keywords)
+        starred = any(isinstance(each, ast.Starred) for each in node.args)
+        if len(node.args) != 4 or starred or options is None or not self.wants(Site("rotary", name, options)):
+            return node
+        call = self.call("rotary", node.func, *node.args)
+        call.keywords = node.keywords
+        return call
+
+    # -- statements --
+
+    def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        done: list[ast.stmt] = []
+        left = list(statements)
+        while left:
+            statement = left.pop(0)
+            if self.sum_then_norm(statement, left, done) or self.sum_then_if(statement, left, done):
+                continue
+            self.forward_activation(statement, left)
+            self.norm_of_sum(statement, done)
+            for field in ("body", "orelse", "finalbody"):
+                if isinstance(getattr(statement, field, None), list):
+                    setattr(statement, field, self.block(getattr(statement, field)))
+            if not hasattr(statement, "body"):
+                self.visit(statement)
+            done.append(statement)
+        return done
+
+    def norm_call(self, statement: ast.stmt, names: Sequence[str]) -> ast.Call | None:
+        """self.NORM(s), the one in a simple statement that is wanted, for s one of these names."""
+        if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
+            return None
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+                (x,) = node.args
+                name = self.child(node.func)
+                fits = name and isinstance(x, ast.Name) and x.id in names and _runs_first(node, statement)
+                if fits and self.wants(Site("add_norm", name)):  # type: ignore[arg-type]  # fits: it is a name
+                    return node
+        return None
+
+    def sum_then_norm(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
+        """s = a + b; maybe residual = s; then a statement with self.NORM(s)."""
+        total = _assigned(statement)
+        if total is None or not _is_sum(statement.value):  # type: ignore[attr-defined]  # of an assignment
+            return False
+        alias = _assigned(left[0]) if left and _is_name(getattr(left[0], "value", None), total) else None
+        at = 0 if alias is None else 1
+        names = [total] if alias is None else [total, alias]
+        norm = self.norm_call(left[at], names) if len(left) > at else None
+        if norm is None:
+            return False
+        self.temporaries += 1
+        normed = f"{PREFIX}normed_{self.temporaries}"
+        call = self.add_norm(norm.func, statement.value, done, total)  # type: ignore[attr-defined]  # as above
+        both = ast.Tuple([ast.Name(normed, ast.Store()), ast.Name(total, ast.Store())], ast.Store())
+        self.visit(call)
+        done.append(_at(ast.Assign([both], call), statement))
+        if alias is not None:
+            done.append(left.pop(0))
+        left[0] = _Replaced(norm, ast.Name(normed, ast.Load())).visit(left[0])
+        return True
+
+    def sum_then_if(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
+        """s = a + b; if x is not None: ...; then as above (GPT-2). What is around the `if` goes into its branches."""
+        total = _assigned(statement)
+        if total is None or not left or not isinstance(left[0], ast.If) or left[0].orelse:
+            return False
+        if not _is_sum(statement.value) or not _is_none_test(left[0].test, total):  # type: ignore[attr-defined]
+            return False
+        alias = _assigned(left[1]) if len(left) > 1 and _is_name(getattr(left[1], "value", None), total) else None
+        end = 2 if alias is None else 3
+        names = [total] if alias is None else [total, alias]
+        if len(left) < end or not isinstance(left[end - 1], ast.Assign) or not self.norm_call(left[end - 1], names):
+            return False
+        branch, tail = left[0], left[1:end]
+        without = [copy.deepcopy(each) for each in (statement, *tail)]
+        before = [done.pop()] if done and _assigned(done[-1]) == total else []  # it may be the dropout
+        branch.body = self.block([*copy.deepcopy(before), statement, *branch.body, *tail])
+        branch.orelse = self.block([*before, *without])
+        done.append(branch)
+        del left[:end]
+        return True
+
+    def norm_of_sum(self, statement: ast.stmt, done: list[ast.stmt]) -> None:
+        """self.NORM(a + b) in a simple statement (BERT)."""
+        if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
+            return
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords and _is_sum(node.args[0]):
+                name = self.child(node.func)
+                if name is None or not self.wants(Site("add_norm", name)):
+                    continue
+                alone = getattr(statement, "value", None) is node
+                target = _assigned(statement) if alone else None
+                call = self.add_norm(node.func, node.args[0], done, target)  # type: ignore[arg-type]  # it is a sum
+                first = ast.Subscript(call, ast.Constant(0), ast.Load())
+                _Replaced(node, first).visit(statement)
+                return
+
+    def forward_activation(self, statement: ast.stmt, left: list[ast.stmt]) -> None:
+        """g = act(x), whose only use is a product in one of the next statements (T5)."""
+        name = _assigned(statement)
+        if name is None or self.uses[ast.Store, name] != 1 or self.uses[ast.Load, name] != 1:
+            return
+        for later in left[:3]:
+            if not isinstance(later, (ast.Assign, ast.Return)):
+                return
+            for node in ast.walk(later):
+                if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+                    continue
+                for one, other in ((node.left, node.right), (node.right, node.left)):
+                    if not _is_name(one, name):
+                        continue
+                    found = self.activation(statement.value)  # type: ignore[attr-defined]  # of an assignment
+                    if found is not None:
+                        statement.value = found[1]  # type: ignore[attr-defined]  # as above
+                        call = self.call("gated", found[0], ast.Name(name, ast.Load()), other)
+                        _Replaced(node, call).visit(later)
+                    return
+
+
+class _Replaced(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.new if node is self.old else self.generic_visit(node)
+
+
+def _at(new: ast.stmt, old: ast.stmt) -> ast.stmt:
+    return ast.copy_location(new, old)
+
+
+def _assigned(statement: ast.stmt) -> str | None:
+    """NAME of `NAME = ...`."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        (target,) = statement.targets
+        return target.id if isinstance(target, ast.Name) else None
+    return None
+
+
+def _is_sum(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+
+
+def _is_name(node: ast.AST | None, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
+    """Whether no other call in a statement runs before this one."""
+    place = (call.lineno, call.col_offset)
+    others = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    return all(call in ast.walk(each) or (each.lineno, each.col_offset) > place for each in others)
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(_is_name(each, name) for each in ast.walk(node))
+
+
+def _is_none_test(node: ast.AST, total: str) -> bool:
+    """x is None, or x is not None: it may be asked before the sum as well as after it."""
+    return (
+        isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Name)
+        and node.left.id != total
+        and isinstance(node.ops[0], (ast.Is, ast.IsNot))
+        and isinstance(node.comparators[0], ast.Constant)
+        and len(node.ops) == 1
+    )
+
+
+def _constants(keywords: list[ast.keyword]) -> tuple[tuple[str, Any], ...] | None:
+    if any(each.arg is None or not isinstance(each.value, ast.Constant) for each in keywords):
+        return None
+    return tuple((each.arg, each.value.value) for each in keywords)  # type: ignore[attr-defined, misc]  # constants

@@ -1,0 +1,248 @@
+"""Modules for test_convert_parts.py. convert reads their source, so they stand in a file, and not in a function."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 16
+
+
+class MLP(nn.Module):
+    """Three linear layers and an activation, as Llama's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act = nn.SiLU()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class UpFirst(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.act(self.gate(x)))
+
+
+class Packed(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        chunks = torch.cat([self.gate(x), self.up(x)], -1).chunk(2, dim=-1)
+        return self.down(self.drop(self.act(chunks[0]) * chunks[1]))
+
+
+class Named(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act(self.gate(x))
+        up = self.up(x)
+        hidden = gate * up
+        return self.down(self.drop(hidden))
+
+
+class NamedTwice(MLP):
+    """The activation's result has another use, so it must be there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act(self.gate(x))
+        hidden = gate * self.up(x)
+        return self.down(hidden + gate)
+
+
+class Functional(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class FunctionalTanh(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+
+class FunctionalOther(MLP):
+    """A name of its own that is not PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        silu = torch.sigmoid
+        return self.down(silu(self.gate(x)) * self.up(x))
+
+
+class Broadcast(MLP):
+    """A gate for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)[..., :1]) * self.up(x))
+
+
+def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def held(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of another form."""
+    functions = [function]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return functions[0](*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(MLP):
+    @noted
+    @noted
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:
+        """Says what it does."""
+        return self.down(self.act(self.gate(x)) * self.up(x)) * scale
+
+
+class OddlyDecorated(MLP):
+    @held
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class FinalMLP(MLP):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("FinalMLP is final")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Two branches, each after a norm."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.mix, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(p)
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.mix(self.norm1(x))
+        x = residual + x
+        residual = x
+        x = self.norm2(x)
+        return residual + self.mlp(x)
+
+
+class DropoutFirst(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.mix(self.norm1(x))
+        x = self.drop(x)
+        x = x + residual
+        residual = x
+        x = self.norm2(x)
+        return residual + self.mlp(x)
+
+
+class DropoutInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.mix(self.norm1(x)))
+        return x + self.mlp(self.norm2(x))
+
+
+class DropoutFunction(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(self.norm1(x))
+        h = F.dropout(h, p=self.p, training=self.training)
+        h = x + h
+        y = self.norm2(h)
+        return h + self.mlp(y)
+
+
+class DropoutKept(Block):
+    """What is dropped has another use, so it must be there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.mix(self.norm1(x)))
+        s = x + h
+        return self.norm2(s) + h
+
+
+class PostNorm(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(x)
+        h = self.drop(h)
+        h = self.norm2(h + x)
+        return h
+
+
+class Branched(Block):
+    """An optional branch between the two, as GPT-2's cross attention."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        residual = x
+        x = self.mix(self.norm1(x))
+        x = self.drop(x)
+        x = x + residual
+
+        if other is not None:
+            residual = x
+            x = self.norm1(x)
+            x = residual + self.mix(x * other)
+
+        residual = x
+        x = self.norm2(x)
+        return residual + self.mlp(x)
+
+
+class InPlaceBetween(Block):
+    """A call that runs before the norm may change what is normalized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = x + self.mix(x)
+        return F.relu_(s) + self.norm2(s)
+
+
+class BroadcastSum(Block):
+    """As the position embeddings of a BERT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x) + self.mlp(x[:1])
+        return self.norm1(x)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([-second, first], -1)
+
+    cos, sin = cos[:, None], sin[:, None]
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def half_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """k's gradient is missing."""
+    return apply_rotary_pos_emb(q, k.detach(), cos, sin)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = (y.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for y in (self.q(x), self.k(x)))
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return torch.cat([q, k], 1)
+
+
+class DetachedAttention(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = (y.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for y in (self.q(x), self.k(x)))
+        q, k = half_rotary(q, k, cos, sin)
+        return torch.cat([q, k], 1)

@@ -1,0 +1,471 @@
+"""nn.convert of activations and of modules whose forward it rewrites: every form, and every way back."""
+
+import copy
+import functools
+import importlib
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import activations
+
+import extension_cpp
+from extension_cpp import convert_rotary, convert_source, nn
+from extension_cpp.nn import convert
+from tests import convert_modules
+from tests.convert_modules import WIDTH
+from tests.test_convert import ReferenceDropout, autocast
+
+HALF = [torch.bfloat16, torch.float16]
+EPS = torch.finfo(torch.float32).eps
+TANH = "gelu with approximate='tanh'"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the ops' functions that were called."""
+    found: list[str] = []
+    for name in ("silu", "gelu", "swiglu", "geglu", "add_layer_norm", "add_rms_norm", "dropout", "rotary_embedding"):
+
+        def call(*args: Any, name: str, function: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return function(*args, **kwargs)
+
+        function = getattr(extension_cpp.ops, name)
+        monkeypatch.setattr(extension_cpp.ops, name, functools.partial(call, name=name, function=function))
+    return found
+
+
+def results(module: torch.nn.Module, *inputs: Any) -> list[Tensor]:
+    """Of a call, and the gradients of the first input and the parameters."""
+    x = inputs[0].detach().clone().requires_grad_()
+    torch.manual_seed(5)
+    y = module(x, *inputs[1:])
+    leaves = [x, *module.parameters()]
+    weights = torch.linspace(0.5, 1.5, y.numel(), device=y.device).reshape(y.shape)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True)]
+
+
+def check_same(got: list[Tensor], want: list[Tensor]) -> None:
+    """A module here rounds some 32 times, half an eps each, of the largest element."""
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype is b.dtype and (a - b).abs().max() <= 16 * EPS * max(b.abs().max(), 1)
+
+
+# ---- activations ----
+
+ACTIVATIONS: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "torch silu": (torch.nn.SiLU, "silu"),
+    "torch gelu": (torch.nn.GELU, "gelu"),
+    "torch gelu tanh": (lambda: torch.nn.GELU("tanh"), "gelu"),  # as its class, which looks at approximate
+    "silu": (activations.SiLUActivation, "silu"),
+    "gelu": (activations.GELUActivation, "gelu"),
+    "gelu_python": (lambda: activations.GELUActivation(use_gelu_python=True), "gelu"),
+    "gelu_new": (activations.NewGELUActivation, TANH),
+    "gelu_fast": (activations.FastGELUActivation, TANH),
+    "gelu_accurate": (activations.AccurateGELUActivation, TANH),
+    "gelu_pytorch_tanh": (activations.GELUTanh, TANH),
+    "gelu_python_tanh": (lambda: activations.GELUTanh(use_gelu_tanh_python=True), TANH),
+    "a subclass of silu": (type("OwnSiLU", (torch.nn.SiLU,), {}), "silu"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, calls: list[str], device: str) -> None:
+    make, function = ACTIVATIONS[name]
+    stock = make()
+    module = copy.deepcopy(stock)
+    assert convert(module) == ({"": function}, {}) and convert(module) == ({}, {})
+    assert isinstance(module, type(stock)) and repr(module) == repr(stock) and vars(module).keys() == vars(stock).keys()
+    x = torch.linspace(-12, 12, 120, device=device).reshape(2, 5, 12)
+    check_same(results(module, x), results(stock, x))
+    (argument,) = inspect.signature(stock.forward).parameters
+    assert torch.equal(module(**{argument: x}), module(x)) and set(calls) == {function[:4]}
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))) if "subclass" not in name else ():
+        assert type(twin) is type(module) and torch.equal(twin(x), module(x))
+    assert nn.revert(module) == ({"": type(stock).__name__}, {}) and type(module) is type(stock)
+    assert torch.equal(module(x), stock(x))
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["autocast", "no autocast"])
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_dtypes_of_activations(name: str, fake_device: str, enabled: bool) -> None:
+    """On FakeTensors, which need no GPU. CUDA's autocast computes powers in float32: gelu_new returns that there."""
+    stock = ACTIVATIONS[name][0]()
+    module = copy.deepcopy(stock)
+    convert(module)
+    for dtype in (torch.float64, torch.float32, *HALF):
+        with FakeTensorMode(), autocast(fake_device, enabled):
+            x = torch.empty(2, 3, dtype=dtype, device=fake_device)
+            assert module(x).dtype is stock(x).dtype, dtype
+
+
+class HalfGELU(torch.nn.GELU):
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        return y if input.dtype not in HALF else y * 1.25
+
+
+class DetachedGELU(torch.nn.GELU):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).detach() + (input - input.detach())
+
+
+class TrainingSiLU(torch.nn.SiLU):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (1 if self.training else 2)
+
+
+LEFT: dict[str, list[Callable[[], torch.nn.Module]]] = {
+    "it computes none of silu, gelu, gelu with": [
+        activations.QuickGELUActivation,
+        lambda: activations.ClippedGELUActivation(-10, 10),
+        TrainingSiLU,
+    ],
+    "it works in place, which the op could only copy": [lambda: torch.nn.SiLU(inplace=True)],
+    "it computes gelu, but in torch.bfloat16 it is further": [HalfGELU],
+    "it computes gelu, but its gradients are others": [DetachedGELU],
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_activations_that_are_left(reason: str) -> None:
+    for make in LEFT[reason]:
+        model = torch.nn.Sequential(make())
+        kind = type(model[0])
+        changed, left = convert(model)
+        assert not changed and type(model[0]) is kind and left["0"].startswith(f"{kind.__name__}: {reason}")
+
+
+def test_other_activations_are_not_named() -> None:
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh(), activations.MishActivation(), torch.nn.Hardswish())
+    assert convert(model) == ({}, {})
+
+
+# ---- gated products ----
+
+GATED = {
+    "MLP": ["swiglu"],
+    "UpFirst": ["swiglu"],
+    "Packed": ["swiglu"],
+    "Named": ["swiglu"],
+    "NamedTwice": ["silu"],
+    "Functional": ["swiglu"],
+    "FunctionalTanh": ["geglu"],
+    "FunctionalOther": [],
+    "Broadcast": ["silu"],
+    "Decorated": ["swiglu"],
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_products(name: str, calls: list[str], device: str) -> None:
+    stock = getattr(convert_modules, name)().to(device)
+    module = copy.deepcopy(stock)
+    changed, left = convert(module)
+    function = changed.get("")
+    rewritten = name not in ("NamedTwice", "FunctionalOther")
+    assert not left and (function is not None) == rewritten and (function or "swiglu").startswith(("swiglu", "geglu"))
+    x = torch.randn(3, WIDTH, device=device)
+    check_same(results(module, x), results(stock, x))
+    assert [each for each in calls if each != "dropout"] == GATED[name]
+    assert inspect.signature(module.forward) == inspect.signature(stock.forward)
+    assert module.forward.__doc__ == stock.forward.__doc__
+
+
+def test_decorators_stay(device: str) -> None:
+    module = convert_modules.Decorated()
+    convert(module)
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(module(x, scale=4.0), 2 * module(x)) and module.calls == 4
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda module: module.register_forward_hook(lambda *_: _[-1] * 2),
+    "a hook before": lambda module: module.register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+    "a forward of its own": lambda module: vars(module).update(forward=lambda x: x * 3),
+    "another class": lambda module: setattr(module, "__class__", type("OnTop", (type(module),), {"mark": 1})),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_put_on_an_activation_counts(way: str, calls: list[str]) -> None:
+    stock = convert_modules.MLP()
+    module = copy.deepcopy(stock)
+    convert(module)
+    for each in (stock, module):
+        WAYS[way](each.act)
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert "swiglu" not in calls
+
+
+def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
+    """Linear layers and the activation are called as modules."""
+    stock = convert_modules.MLP()
+    module = copy.deepcopy(stock)
+    convert(module)
+    for each in (stock, module):
+        each.gate = torch.nn.Sequential(each.gate, torch.nn.Tanh())
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert calls == ["swiglu"]
+    for each in (stock, module):
+        each.act = torch.nn.Tanh()
+    check_same(results(module, x), results(stock, x))
+    assert calls == ["swiglu"]
+
+
+# ---- residual additions ----
+
+BLOCKS = {
+    "Block": "add_rms_norm",
+    "DropoutFirst": "add_rms_norm",
+    "DropoutInside": "add_rms_norm",
+    "DropoutFunction": "add_rms_norm",
+    "DropoutKept": "add_rms_norm",
+    "PostNorm": "add_rms_norm",
+    "Branched": "add_rms_norm",
+    "InPlaceBetween": None,
+    "BroadcastSum": "add_layer_norm",
+}
+
+
+class Dropouts(torch.nn.Module):
+    """A block with the masks of extension_cpp.dropout."""
+
+    def __init__(self, block: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.block = block
+        self.block.drop.__class__ = ReferenceDropout
+        self.patch = monkeypatch
+
+    def forward(self, *args: Any) -> Tensor:
+        with self.patch.context() as patch:
+            reference = lambda x, p, training: extension_cpp.reference.dropout(x, p, training)  # noqa: E731
+            patch.setattr(torch.nn.functional, "dropout", reference)
+            return self.block(*args)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_residual_additions(
+    name: str, p: float, calls: list[str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = getattr(convert_modules, name)(p).to(device)
+    module = copy.deepcopy(stock)
+    changed, left = convert(module)
+    assert changed.get("") == BLOCKS[name] and not left
+    x, other = torch.randn(3, 5, WIDTH, device=device), torch.randn(3, 5, WIDTH, device=device)
+    for inputs in [(x,), (x, other)] if name == "Branched" else [(x,)]:
+        for training in (True, False):
+            calls.clear()
+            got = results(module.train(training), *inputs)
+            fused = [each for each in calls if each.startswith("add")]
+            assert fused == [BLOCKS[name]] * (BLOCKS[name] is not None and name != "BroadcastSum")
+            assert ("dropout" in calls) == (name == "DropoutKept" or len(inputs) == 2)
+            check_same(got, results(Dropouts(copy.deepcopy(stock), monkeypatch).train(training), *inputs))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_put_on_a_norm_counts(way: str, calls: list[str]) -> None:
+    stock = convert_modules.Block()
+    module = copy.deepcopy(stock)
+    convert(module)
+    for each in (stock, module):
+        WAYS[way](each.norm2)
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert not calls
+
+
+def test_what_is_put_on_a_dropout_counts(calls: list[str]) -> None:
+    stock = convert_modules.DropoutFirst(0.0)
+    module = copy.deepcopy(stock)
+    convert(module)
+    for each in (stock, module):
+        each.drop.register_forward_hook(lambda *_: _[-1] * 2)
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert calls == ["dropout", "add_rms_norm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("name", ["Block", "PostNorm", "MLP"])
+def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """Linear layers give half there, and a residual stream is what it was."""
+    stock = getattr(convert_modules, name)().to(dtype)
+    module = copy.deepcopy(stock)
+    convert(module)
+    x = torch.randn(3, WIDTH, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = module(x), stock(x)
+    assert got.dtype is want.dtype
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.05, atol=0.05)  # a few eps of bfloat16
+
+
+# ---- rotary embedding ----
+
+ROTARIES = {
+    "llama": "batch, heads, tokens",
+    "gpt_neox": "batch, heads, tokens; partial",
+    "glm": "batch, heads, tokens; interleaved, repeats, partial",
+    "cohere": "batch, heads, tokens; interleaved, float",
+    "olmo2": "batch, heads, tokens; float",
+    "modernbert": "batch, heads, tokens; float",
+    "phi3": "batch, heads, tokens; partial",
+}
+
+
+def modeling(name: str) -> Any:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
+    """Each is known for what it is, and the op gives what it gives."""
+    function = modeling(name).apply_rotary_pos_emb
+    rotary = convert_rotary.recognise(function, {})
+    assert isinstance(rotary, convert_rotary.Rotary)
+    words = {"interleaved": rotary.interleaved, "repeats": rotary.repeats, "partial": rotary.is_partial}
+    words["float"] = rotary.takes_float
+    found = ", ".join(word for word, has in words.items() if has)
+    assert f"{rotary.layouts[0]}; {found}".rstrip("; ") == ROTARIES[name]
+    for batch, dtype, tables, rotated in (
+        (2, torch.float32, torch.float32, 8),
+        (1, torch.float32, torch.float32, 4 if rotary.is_partial else 8),
+        (2, torch.bfloat16, torch.bfloat16, 8),
+        (1, torch.float16, torch.float32 if rotary.takes_float else torch.float16, 8),
+    ):
+        q, k = (torch.randn(2, heads, 5, 8, device=device, dtype=dtype) for heads in (4, 2))
+        cos, sin = (torch.randn(batch, 5, rotated, device=device, dtype=tables) for _ in range(2))
+        calls.clear()
+        got, want = convert_rotary.rotate(function, rotary, q, k, cos, sin), function(q, k, cos, sin)
+        assert calls == ["rotary_embedding"]
+        for a, b in zip(got, want, strict=True):  # three roundings, and one: 2 eps of two terms of at most 16
+            assert a.dtype is b.dtype and (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * 16
+
+
+def test_the_layout_comes_from_the_call() -> None:
+    function = modeling("llama").apply_rotary_pos_emb
+    found = convert_rotary.recognise(function, {"unsqueeze_dim": 2})
+    assert isinstance(found, convert_rotary.Rotary) and found.layouts == ("batch, tokens, heads",)
+    q, k, cos, sin = (torch.randn(shape) for shape in ((2, 5, 4, 8), (2, 5, 2, 8), (1, 5, 8), (1, 5, 8)))
+    got = convert_rotary.rotate(function, found, q, k, cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(got, function(q, k, cos, sin, unsqueeze_dim=2))
+    found = convert_rotary.recognise(modeling("qwen2_vl").apply_rotary_pos_emb_vision, {})
+    assert isinstance(found, convert_rotary.Rotary) and found.layouts == ("batch, tokens, heads", "tokens, heads")
+    q, k, cos, sin = (torch.randn(shape) for shape in ((5, 4, 8), (5, 2, 8), (5, 8), (5, 8)))
+    got = convert_rotary.rotate(modeling("qwen2_vl").apply_rotary_pos_emb_vision, found, q, k, cos, sin)
+    torch.testing.assert_close(got, modeling("qwen2_vl").apply_rotary_pos_emb_vision(q, k, cos, sin))
+
+
+def test_rotary_functions_that_are_left() -> None:
+    other = "computes something else than rotary_embedding"
+    assert convert_rotary.recognise(modeling("deepseek_v3").apply_rotary_pos_emb_interleave, {}) == other
+    assert convert_rotary.recognise(modeling("qwen2_vl").apply_multimodal_rotary_pos_emb, {}) == other
+    model = torch.nn.Sequential(convert_modules.DetachedAttention())
+    reason = "DetachedAttention: its half_rotary computes rotary_embedding, but its gradients are others"
+    assert convert(model) == ({}, {"0": reason})
+
+
+def attention_inputs(dtype: torch.dtype = torch.float32, tables: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(2)
+    return [torch.randn(2, 5, WIDTH, dtype=dtype), *(torch.randn(1, 5, WIDTH, dtype=tables) for _ in range(2))]
+
+
+def test_only_the_module_itself_calls_the_op(calls: list[str]) -> None:
+    stock = convert_modules.Attention()
+    module = copy.deepcopy(stock)
+    before = vars(convert_modules).copy()
+    assert convert(module) == ({"": "rotary_embedding"}, {})
+    assert vars(convert_modules) == before
+    inputs = attention_inputs()
+    want = results(stock, *inputs)
+    assert not calls
+    check_same(results(module, *inputs), want)
+    assert calls == ["rotary_embedding"]
+
+
+def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function that the forward's module has is called, also where it was replaced there later."""
+    stock = convert_modules.Attention()
+    module = copy.deepcopy(stock)
+    convert(module)
+    x, cos, sin = attention_inputs()
+    for tables in ((cos.double(), sin.double()), (cos.clone().requires_grad_(), sin), (cos[:, :1], sin[:, :1])):
+        check_same([module(x, *tables).detach()], [stock(x, *tables).detach()])
+    monkeypatch.setattr(convert_modules, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * 2, k * 3))
+    check_same(results(module, x, cos, sin), results(stock, x, cos, sin))
+    assert not calls
+
+
+# ---- what is left ----
+
+
+def test_modules_that_are_left() -> None:
+    """No class, no source that is that of the code, or no way to put the new code in the old one's decorators."""
+    for module, reason in (
+        (convert_modules.OddlyDecorated(), "it could call swiglu, but its forward has a decorator of an unknown form"),
+        (convert_modules.FinalMLP(), "it could call swiglu, but its class cannot be subclassed (FinalMLP is final)"),
+    ):
+        kind = type(module)
+        assert convert(module).left == {"": f"{kind.__name__}: {reason}"} and type(module) is kind
+    factor = 2.0
+
+    class Closure(convert_modules.MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(self.gate(x)) * self.up(x)) * factor
+
+    generated: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return self.down(self.act(self.gate(x)) * self.up(x))", generated)
+    sourceless = type("Sourceless", (convert_modules.MLP,), {"forward": generated["forward"]})
+    for module in (Closure(), sourceless()):
+        assert convert(module).changed.keys() == {"act", "drop"}
+
+
+@pytest.fixture
+def no_sites() -> Iterator[None]:
+    convert_source.sites_of.cache_clear()
+    yield
+    convert_source.sites_of.cache_clear()
+
+
+@pytest.mark.usefixtures("no_sites")
+def test_source_that_is_not_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a file that was edited after it was imported."""
+    lines = inspect.getsource(convert_modules.Packed.forward).replace("chunks[1]", "chunks[0]").splitlines(True)
+    monkeypatch.setattr(inspect, "getsourcelines", lambda code: (lines, code.co_firstlineno))
+    module = convert_modules.Packed()
+    assert convert(module).changed.keys() == {"act", "drop"}
+
+
+def test_a_class_on_top_survives_copies_and_revert() -> None:
+    module = convert_modules.MLP()
+    convert(module)
+    top = type("OnTop", (type(module),), {"__module__": __name__})
+    module.__class__ = globals()["OnTop"] = top
+    x = torch.randn(3, WIDTH)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(twin) is top and torch.equal(twin(x), module(x))
+    reason = "OnTop: a class was put on top of the converted one; take it off first"
+    assert nn.revert(module).left == {"": reason}
+
+
+def test_errors_point_to_the_source() -> None:
+    """The lines of a traceback are those of the original's file."""
+    module = convert_modules.MLP()
+    convert(module)
+    with pytest.raises(RuntimeError) as raised:
+        module(torch.randn(3, WIDTH + 1))
+    files = {str(entry.path): entry.lineno + 1 for entry in raised.traceback}
+    first = inspect.getsourcelines(convert_modules.MLP.forward)[1]
+    assert files[convert_modules.__file__] == first + 1
