@@ -157,8 +157,8 @@ def revert(model: torch.nn.Module) -> Converted:
     Returns:
         Two dicts by module name: ``changed``, the class that each module has again, and ``left``, a sentence for each
         that something else put a class of its own on top of. Modules that were made as extension_cpp.nn.LayerNorm,
-        RMSNorm, Dropout, Softmax, LogSoftmax or CrossEntropyLoss become torch.nn's, but for a loss with ``z_loss`` or
-        ``softcap``, which is left; the others of extension_cpp.nn have no class to go back to.
+        RMSNorm, SiLU, GELU, Dropout, Softmax, LogSoftmax or CrossEntropyLoss become torch.nn's, but for a loss with
+        ``z_loss`` or ``softcap``, which is left; the others of extension_cpp.nn have no class to go back to.
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.

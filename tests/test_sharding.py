@@ -368,7 +368,7 @@ def check_fully_shard(mesh: Any) -> None:
     expected = loss_and_gradients(llama(), tokens())
     for loss_from in ("logits", "linear"):
         model = llama()
-        assert len(convert(model, loss=loss_from).changed) == (6 if loss_from == "logits" else 7)
+        assert len(convert(model, loss=loss_from).changed) == (14 if loss_from == "logits" else 15)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
