@@ -78,10 +78,16 @@ class Mish(_NotScriptable, torch.nn.Module):
         return ops.mish(input)
 
 
-class SiLU(_NotScriptable, torch.nn.Module):
-    """``x * sigmoid(x)`` element by element; any shape."""
+class SiLU(_NotScriptable, torch.nn.SiLU):
+    """torch.nn.SiLU over extension_cpp.silu: ``x * sigmoid(x)`` element by element; any shape.
+
+    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.SiLU; that takes two copies more, and no
+    less memory.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.inplace:
+            return input.copy_(ops.silu(input.clone()))  # backward needs the input
         return ops.silu(input)
 
 

@@ -124,3 +124,8 @@ def test_modules(device: str) -> None:
     assert torch.equal(GELU()(x), extension_cpp.gelu(x))
     assert torch.equal(GELU(approximate="tanh")(x), extension_cpp.gelu(x, "tanh"))
     assert repr(GELU("tanh")) == "GELU(approximate='tanh')"
+    (expected,) = torch.autograd.grad(extension_cpp.silu(x.requires_grad_()).square().sum(), x)
+    leaf = x.detach().clone().requires_grad_()
+    overwritten = leaf * 1
+    assert SiLU(inplace=True)(overwritten) is overwritten and torch.equal(overwritten, extension_cpp.silu(x))
+    assert torch.equal(torch.autograd.grad(overwritten.square().sum(), leaf)[0], expected)
