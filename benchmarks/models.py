@@ -1,19 +1,22 @@
-"""Times training steps of whole models from transformers, as they are and converted by nn.convert, in one run.
+"""Times training steps of whole models from transformers in one run: stock, converted by nn.convert, patched by Liger.
 
-"linear loss" is converted with loss="linear", which computes the loss without logits.
+"linear loss" is converted with loss="linear", which computes the loss without logits. "liger" is there where
+liger_kernel can be imported and knows the model. Each also runs under torch.compile.
 
 A step is forward, backward and AdamW (fused), in bfloat16 with random weights and tokens, with the dropout of the
-model's own configuration. The three take turns, eager first and then under torch.compile. Peak memory is that of one
-step, its model, gradients and optimizer included.
+model's own configuration. All contenders take turns, eager and compiled side by side. They share one set of weights,
+gradients and optimizer state, so that they fit on one GPU. Peak memory is that of one step, these included.
 """
 
 import argparse
+import contextlib
 import copy
 import gc
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from benchmarks.results import commit, machine, versions, write
 from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
-# Two trainings from the same weights part by what bfloat16 rounds differently, and by their dropout masks.
+# Losses of the same weights differ by what bfloat16 rounds differently, and by dropout masks.
 LOSSES_AGREE = 0.02
 SEED = 0  # of weights and tokens
 
@@ -65,21 +68,43 @@ SMALL = {
 }
 
 
-class Contender:
-    """A model in training, alone with its gradients and its optimizer."""
+CONTENDERS = ("stock", "converted", "linear loss", "liger")
+COMPILED = " compiled"
 
-    def __init__(self, model: torch.nn.Module, tokens: torch.Tensor, compiled: bool) -> None:
-        self.tokens = tokens
-        self.forward: Callable[..., Any] = torch.compile(model) if compiled else model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.losses: list[torch.Tensor] = []
+
+@dataclass
+class Contender:
+    """A way to run a model."""
+
+    forward: Callable[..., Any]
+    tokens: torch.Tensor
+    optimizer: torch.optim.Optimizer  # of the weights that all share
+    patches: dict[str, Any] = field(default_factory=dict)  # of the model's module, while it runs
+    module: Any = None
+
+    def loss(self) -> torch.Tensor:
+        """Of the weights as they are; leaves gradients."""
+        with replaced(self.module, self.patches):
+            loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
+            loss.backward()
+        return loss.detach()
 
     def step(self) -> None:
-        loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
-        loss.backward()
+        self.loss()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)  # so that every step has the same memory
-        self.losses.append(loss.detach())
+
+
+@contextlib.contextmanager
+def replaced(module: Any, values: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def make(shape: Shape, device: str) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -91,48 +116,104 @@ def make(shape: Shape, device: str) -> tuple[torch.nn.Module, torch.Tensor]:
         return model, torch.randint(config.vocab_size, (shape.batch, shape.tokens))
 
 
-def held(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
+def twin(model: torch.nn.Module) -> Any:
+    """A copy with the same parameters, not copies of them."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def peak_bytes(contender: Contender, own: int) -> int:
-    """Of one step: what is allocated beside the contender's own does not count."""
-    torch.cuda.reset_peak_memory_stats()
-    others = held("cuda") - own
-    contender.step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - others
+def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
+    """A twin that Liger patched, and what it replaced in the model's module, taken back; None where it cannot."""
+    try:
+        liger = importlib.import_module("liger_kernel.transformers")
+    except ImportError:
+        return None
+    apply = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}", None)
+    if apply is None:
+        return None
+    module, patched = sys.modules[type(model).__module__], twin(model)
+    before = vars(module).copy()
+    apply(model=patched)
+    patches = {name: value for name, value in vars(module).items() if before.get(name) is not value}
+    for name in patches:
+        setattr(module, name, before[name])
+    return patched, patches
 
 
-def measure(shape: Shape, device: str, compiled: bool, rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """The row's figures by contender, and the functions that the converted model's modules call."""
-    torch.compiler.reset()
-    stock, tokens = make(shape, device)
-    converted, linear = copy.deepcopy(stock), copy.deepcopy(stock)
+def contenders_of(
+    stock: Any, tokens: torch.Tensor, names: Sequence[str], modes: Sequence[str]
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Those that there are, and the functions that the converted model's modules call."""
+    models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
+    converted, linear = twin(stock), twin(stock)
     changed, _ = extension_cpp.nn.convert(converted)
     extension_cpp.nn.convert(linear, loss="linear")
-    contenders, owned = {}, {}
-    for name, model in (("stock", stock), ("converted", converted), ("linear loss", linear)):
-        before = held(device)
-        contenders[name] = Contender(model, tokens, compiled)
-        contenders[name].step()  # allocates gradients and the optimizer's state
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        owned[name] = held(device) - before + weights
-    times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
+    models |= {"converted": (converted, {}), "linear loss": (linear, {})}
+    if "liger" in names and (found := patched_by_liger(stock)) is not None:
+        models["liger"] = found
+    optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-4, fused=True)
+    module = sys.modules[type(stock).__module__]
+    contenders = {}
+    for mode in modes:
+        for name in names:
+            if name in models:
+                model, patches = models[name]
+                forward = torch.compile(model) if mode else model
+                contenders[name + mode] = Contender(forward, tokens, optimizer, patches, module)
+    return contenders, changed
+
+
+def measure(
+    shape: Shape, device: str, names: Sequence[str], modes: Sequence[str], rounds: int, profiles: dict[str, Path]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The figures by contender, and the functions that the converted model's modules call."""
+    torch.compiler.reset()
+    stock, tokens = make(shape, device)
+    contenders, changed = contenders_of(stock, tokens, names, modes)
     figures: dict[str, Any] = {}
+    for name, contender in [*contenders.items()]:
+        try:
+            figures[name] = {"first_loss": contender.loss().item()}  # before the weights change
+        except Exception as error:  # of a Liger that does not know this version of transformers
+            if not name.startswith("liger"):
+                raise
+            print(f"{name} is left out, as it fails here: {error}", file=sys.stderr)
+            del contenders[name]
+        contender.optimizer.zero_grad(set_to_none=False)
+    times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
     for name, contender in contenders.items():
-        figures[name] = {"seconds": asdict(times[name]), "first_loss": contender.losses[0].item()}
+        figures[name]["seconds"] = asdict(times[name])
         if device == "cuda":
-            figures[name]["peak_bytes"] = peak_bytes(contender, owned[name])
+            torch.cuda.reset_peak_memory_stats()
+            contender.step()
+            torch.cuda.synchronize()
+            figures[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
+        if name in profiles:
+            profile(contender, device, profiles[name])
     return figures, changed
 
 
+def profile(contender: Contender, device: str, path: Path) -> None:
+    """Writes the time by kernel of one step: the 40 that take most."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        contender.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    order = f"self_{device}_time_total"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100) + "\n")
+
+
 def check(name: str, figures: dict[str, Any]) -> None:
-    stock = figures["stock"]["first_loss"]
+    stock = next(iter(figures.values()))["first_loss"]
     for each, figure in figures.items():
         loss = figure["first_loss"]
         if not abs(loss - stock) <= LOSSES_AGREE * stock:
-            sys.exit(f"error: {name}: the first loss is {stock} as it is and {loss} {each}: this is not the same model")
+            sys.exit(
+                f"error: {name}: the first loss is {stock} {next(iter(figures))} and {loss} {each}: not the same model"
+            )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -142,6 +223,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=20, help="timed steps of each (default: %(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="eager alone")
     parser.add_argument("--small", action="store_true", help="models of a few thousand parameters, to try it out")
+    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="(default: all)")
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        choices=[name + mode for mode in ("", COMPILED) for name in CONTENDERS],
+        default=[],
+        metavar="CONTENDER",
+        help="writes the time by kernel of one step of each to profile-MODEL-CONTENDER.txt beside the figures, as of "
+        "'converted' or 'stock compiled'",
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures (default: out/models-DEVICE.json)")
     options = parser.parse_args(arguments)
     check_options(parser, options)
@@ -149,13 +240,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(console: Console, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    table = Table("model", "mode", "", "step ms", "10 to 90 %", "peak GiB", title=str(about))
+    table = Table("model", "", "step ms", "10 to 90 %", "peak GiB", title=str(about))
     for row in rows:
         for name, figures in row["figures"].items():
             time = {key: f"{1e3 * value:.1f}" for key, value in figures["seconds"].items()}
             memory = f"{figures['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in figures else ""
             spread = f"{time['low']} to {time['high']}"
-            table.add_row(row["model"], row["mode"], name, time["median"], spread, memory)
+            table.add_row(row["model"], name, time["median"], spread, memory)
     console.print(table)
 
 
@@ -167,18 +258,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about |= {"versions": versions() | {"transformers": transformers.__version__}}
     path = options.json or Path("out") / f"models-{options.device}.json"
     rows: list[dict[str, Any]] = []
+    modes = ("",) if options.no_compile else ("", COMPILED)
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
-        for mode in ("eager",) if options.no_compile else ("eager", "compiled"):
-            with console.status(f"{name}, {mode}"):
-                figures, changed = measure(shape, options.device, mode == "compiled", options.rounds)
-            check(name, figures)
-            row = {"model": name, "mode": mode, "batch": shape.batch, "tokens": shape.tokens, "figures": figures}
-            rows.append(row | {"converted_modules": len(changed), "config": shape.config})
-            write(path, {"machine": about, "optimizer": "AdamW, fused", "rows": rows})
-            gc.collect()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
+        profiles = {each: path.parent / f"profile-{name}-{each.replace(' ', '-')}.txt" for each in options.profile}
+        with console.status(name):
+            figures, changed = measure(shape, options.device, options.contender, modes, options.rounds, profiles)
+        check(name, figures)
+        row = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "figures": figures}
+        rows.append(row | {"converted_modules": len(changed), "config": shape.config})
+        write(path, {"machine": about, "optimizer": "AdamW, fused", "rows": rows})
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
     show(console, rows, about)
     console.print(f"The figures are in {path}.")
 
