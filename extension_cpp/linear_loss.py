@@ -22,15 +22,16 @@ from extension_cpp.autograd import TWIN, library_for
 # chunk but the first rounds the sum that is the weight's gradient once more.
 CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
+ALIGNMENT = 16  # bytes: where rows of logits begin at other addresses, cuBLAS takes kernels of a sixth of the speed
 
 # Of cross_entropy: ignore_index, label_smoothing, z_loss, softcap.
 Options = tuple[int, float, float, float | None]
 
 
-def chunks(rows: Tensor, classes: int) -> Iterator[slice]:
+def chunks(rows: Tensor, width: int) -> Iterator[slice]:
     """Ranges of rows, of about equal length, whose logits take CHUNK_BYTES at most."""
     count = rows.shape[0]
-    most = max(CHUNK_BYTES // (classes * rows.element_size()), 1)
+    most = max(CHUNK_BYTES // (width * rows.element_size()), 1)
     parts = -(-count // most)
     step = min(-(-count // (parts * TILE)) * TILE, most) if parts else 1
     for begin in range(0, count, step):
@@ -64,15 +65,17 @@ class Gradients:
         self.bias_sum = rows.new_zeros(linear_weight.shape[0] if self.needs_bias else 0, dtype=acc)
 
     def add(self, part: slice, gradient: Tensor) -> None:
-        """From the gradient of the logits of a chunk."""
+        """From the gradient of the logits of a chunk, padded as these are."""
+        if self.needs_bias:
+            sums = torch.ops.extension_cpp.reduce_sum_no_grad(gradient, (0,))
+            self.bias_sum += sums[: self.linear_weight.shape[0]]
+        gradient = gradient[:, : self.linear_weight.shape[0]]
         if self.needs_x:
             torch.mm(gradient, self.linear_weight, out=self.x[part])
         if self.needs_weight and part.start == 0:
             torch.mm(gradient.t(), self.rows[part], out=self.weight)
         elif self.needs_weight:
             self.weight.addmm_(gradient.t(), self.rows[part])
-        if self.needs_bias:
-            self.bias_sum += torch.ops.extension_cpp.reduce_sum_no_grad(gradient, (0,))
 
     def results(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         like = self.linear_weight if self.linear_bias is None else self.linear_bias
@@ -83,16 +86,43 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
-def _logits(rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, memory: Tensor) -> Tensor:
-    out = memory[: rows.shape[0]]
-    if linear_bias is None:
-        return torch.mm(rows, linear_weight.t(), out=out)
-    return torch.addmm(linear_bias, rows, linear_weight.t(), out=out)
+class Logits:
+    """The logits of a chunk at a time, always in the same memory.
 
+    Each row is padded to whole ALIGNMENTs by logits of -inf, which have no part in the sum of exponentials, and
+    gradient 0. Smoothing, class weights and softcap would give them one: there rows are not padded.
+    """
 
-def _memory(rows: Tensor, classes: int) -> Tensor:
-    """For the logits of the longest chunk, the first one."""
-    return rows.new_empty(next(chunks(rows, classes), slice(0, 0)).stop, classes)
+    def __init__(
+        self,
+        rows: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        labels: Tensor,
+        weight: Tensor | None,
+        options: Options,
+    ) -> None:
+        ignore_index, label_smoothing, _, softcap = options
+        self.rows, self.linear_weight, self.linear_bias, self.labels = rows, linear_weight, linear_bias, labels
+        self.classes = width = linear_weight.shape[0]
+        if weight is None and label_smoothing == 0 and softcap is None:
+            elements = ALIGNMENT // rows.element_size()
+            width = -(-self.classes // elements) * elements
+        if width > self.classes:  # a target of the padding is no class
+            is_meant = (labels < self.classes) | (labels == ignore_index)
+            self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
+        self.parts = list(chunks(rows, width))
+        self.memory = rows.new_empty(self.parts[0].stop if self.parts else 0, width)
+
+    def of(self, part: slice) -> Tensor:
+        logits = self.memory[: part.stop - part.start]
+        logits[:, self.classes :] = -math.inf
+        out, weight = logits[:, : self.classes], self.linear_weight.t()
+        if self.linear_bias is None:
+            torch.mm(self.rows[part], weight, out=out)
+        else:
+            torch.addmm(self.linear_bias, self.rows[part], weight, out=out)
+        return logits
 
 
 def forward(
@@ -113,15 +143,15 @@ def forward(
     scale = losses.new_ones(1)
     if reduction == 1:
         scale = total_weight(labels, linear_weight.shape[0], weight, options[0], losses).reciprocal()
-    memory = _memory(rows, linear_weight.shape[0])
-    for part in chunks(rows, linear_weight.shape[0]):
-        logits = _logits(rows[part], linear_weight, linear_bias, memory)
+    chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
+    for part in chunk.parts:
+        logits = chunk.of(part)
         if any(needs):
-            losses[part] = ops.cross_entropy_chunk(logits, labels[part], weight, *options, scale)
+            losses[part] = ops.cross_entropy_chunk(logits, chunk.labels[part], weight, *options, scale)
             gradients.add(part, logits)
         else:
             ignore_index, *others = options
-            losses[part] = ops.cross_entropy_no_grad(logits, labels[part], weight, ignore_index, 0, *others, True)
+            losses[part] = ops.cross_entropy_no_grad(logits, chunk.labels[part], weight, ignore_index, 0, *others, True)
     loss = losses.view(target.shape)
     if reduction > 0:
         loss = ops.reduce_sum_no_grad(losses)
@@ -151,12 +181,12 @@ def backward(
             grads = grads / total_weight(labels, linear_weight.shape[0], weight, ignore_index, grads)
         grads = grads.expand(rows.shape[0])
     gradients = Gradients(rows, linear_weight, linear_bias, needs)
-    memory = _memory(rows, linear_weight.shape[0])
-    for part in chunks(rows, linear_weight.shape[0]):
-        logits = _logits(rows[part], linear_weight, linear_bias, memory)
-        row_options = labels[part], weight, ignore_index, 0, *others
+    chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
+    for part in chunk.parts:
+        logits = chunk.of(part)
+        row_options = chunk.labels[part], weight, ignore_index, 0, *others
         _, lse, total = ops.cross_entropy.default(logits, *row_options, True)
-        given = labels[part], lse, total, weight, ignore_index, 0, *others
+        given = chunk.labels[part], lse, total, weight, ignore_index, 0, *others
         gradients.add(part, ops.cross_entropy_backward_no_grad(grads[part], logits, *given))
     return gradients.results(x)
 

@@ -141,15 +141,15 @@ def _linear(dtype: torch.dtype, device: str, rows: int = 700) -> tuple[Tensor, T
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Chunks of at most 128 rows of float32 with 50 classes; the rows of every product that makes logits."""
-    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 128 * 50 * 4)
+    monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 128 * 52 * 4)
     seen: list[int] = []
-    make = linear_loss._logits
+    make = linear_loss.Logits.of
 
-    def logits(rows: Tensor, *others: Tensor) -> Tensor:
-        seen.append(rows.shape[0])
-        return make(rows, *others)
+    def logits(self: linear_loss.Logits, part: slice) -> Tensor:
+        seen.append(part.stop - part.start)
+        return make(self, part)
 
-    monkeypatch.setattr(linear_loss, "_logits", logits)
+    monkeypatch.setattr(linear_loss.Logits, "of", logits)
     return seen
 
 
@@ -165,6 +165,25 @@ def test_logits_are_never_whole(reduction: str, small_chunks: list[int], device:
     torch.testing.assert_close(loss, eager)
     for a, e in zip(ours, torch.autograd.grad(eager, (x, w, b), grad_out), strict=True):
         torch.testing.assert_close(a, e, atol=1e-5 * e.abs().max().item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks: list[int], device: str) -> None:
+    """50 classes are no whole number of 16 bytes. Class number 50, which lies in the padding, may be ignore_index."""
+    x, w, b, target = _linear(dtype, device)
+    target = target.clamp(min=0)
+    target[::3] = 50
+    options = {"ignore_index": 50, "reduction": reduction}
+    loss = extension_cpp.linear_cross_entropy(x, w, target, b, **options)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    expected = F.cross_entropy(F.linear(*exact), target, **options)
+    ours = torch.autograd.grad(loss, (x, w, b), torch.ones_like(loss))
+    eps = torch.finfo(dtype).eps
+    # Logits, their gradient and the results are rounded; of several chunks the sum for w once more for each.
+    torch.testing.assert_close(loss.double(), expected, atol=8 * eps, rtol=8 * eps)
+    for a, e in zip(ours, torch.autograd.grad(expected, exact, torch.ones_like(expected)), strict=True):
+        torch.testing.assert_close(a.double(), e, atol=8 * eps * e.abs().max().item(), rtol=8 * eps)
 
 
 def test_chunks_cover_all_rows() -> None:
