@@ -208,11 +208,34 @@ class InPlaceBetween(Block):
         return F.relu_(s) + self.norm2(s)
 
 
+class DropoutElsewhere(Block):
+    """The dropout just before is of another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(self.norm1(x))
+        kept = self.drop(x)
+        h = h + x
+        return self.norm2(h) + kept
+
+
+class BranchedOnSum(Block):
+    """The question is about the sum itself, which was None before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = None
+        h = self.mix(self.norm1(x))
+        s = x + h
+        if s is not None:
+            s = s * 2
+        y = self.norm2(s)
+        return s + self.mlp(y)
+
+
 class BroadcastSum(Block):
     """As the position embeddings of a BERT."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.mix(x) + self.mlp(x[:1])
+        x = self.drop(self.mix(x)) + self.mlp(x[:1])
         return self.norm1(x)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import activations
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import extension_cpp
 from extension_cpp import convert_rotary, convert_source, nn
@@ -186,6 +187,7 @@ def test_decorators_stay(device: str) -> None:
     convert(module)
     x = torch.randn(3, WIDTH)
     assert torch.equal(module(x, scale=4.0), 2 * module(x)) and module.calls == 4
+    assert "gated" in str(inspect.unwrap(module.forward).__code__.co_names), "it leads to the original"
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -233,7 +235,9 @@ BLOCKS = {
     "DropoutFunction": "add_rms_norm",
     "DropoutKept": "add_rms_norm",
     "PostNorm": "add_rms_norm",
+    "DropoutElsewhere": "add_rms_norm",
     "Branched": "add_rms_norm",
+    "BranchedOnSum": None,
     "InPlaceBetween": None,
     "BroadcastSum": "add_layer_norm",
 }
@@ -271,7 +275,8 @@ def test_residual_additions(
             got = results(module.train(training), *inputs)
             fused = [each for each in calls if each.startswith("add")]
             assert fused == [BLOCKS[name]] * (BLOCKS[name] is not None and name != "BroadcastSum")
-            assert ("dropout" in calls) == (name == "DropoutKept" or len(inputs) == 2)
+            alone = name in ("DropoutKept", "DropoutElsewhere") or len(inputs) == 2
+            assert ("dropout" in calls) == (alone or (name == "BroadcastSum" and p > 0 and training))
             check_same(got, results(Dropouts(copy.deepcopy(stock), monkeypatch).train(training), *inputs))
 
 
@@ -310,6 +315,28 @@ def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
         got, want = module(x), stock(x)
     assert got.dtype is want.dtype
     torch.testing.assert_close(got.float(), want.float(), rtol=0.05, atol=0.05)  # a few eps of bfloat16
+
+
+def test_dtypes_that_differ() -> None:
+    """Llama's norm gives its weight's dtype, and CUDA's autocast computes gelu_new in float32: so do the converted."""
+    stock = convert_modules.PostNorm().bfloat16()
+    stock.norm2 = LlamaRMSNorm(WIDTH)
+    module = copy.deepcopy(stock)
+    assert convert(module).changed[""] == "add_rms_norm"
+    x = torch.randn(3, WIDTH, dtype=torch.bfloat16)
+    assert module(x).dtype is stock(x).dtype is torch.float32
+    torch.testing.assert_close(module(x), stock(x), rtol=0.02, atol=0.02)  # a few eps of bfloat16
+    stock = convert_modules.MLP()
+    stock.act = activations.NewGELUActivation()
+    module = copy.deepcopy(stock)
+    assert convert(module).changed[""] == "geglu with approximate='tanh'"
+    seen = []
+    for each in (stock, module):
+        each.down.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        with FakeTensorMode(allow_non_fake_inputs=True), autocast("cuda", True):
+            parameters = {key: torch.empty(p.shape, device="cuda") for key, p in each.named_parameters()}
+            torch.func.functional_call(each, parameters, (torch.empty(3, WIDTH, device="cuda"),))
+    assert seen == [torch.float32, torch.float32]
 
 
 # ---- rotary embedding ----
