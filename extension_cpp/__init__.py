@@ -50,6 +50,7 @@ try:
     from extension_cpp.ops import (
         add_layer_norm,
         add_rms_norm,
+        bias_gelu,
         cross_entropy,
         dropout,
         geglu,
@@ -88,6 +89,7 @@ except (ImportError, AttributeError, RuntimeError) as error:
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "bias_gelu",
     "cross_entropy",
     "dropout",
     "geglu",

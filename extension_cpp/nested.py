@@ -13,7 +13,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from extension_cpp import checks, ops
 from extension_cpp.autograd import TWIN, library_for
 
-BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "swiglu", "geglu"]
+BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "bias_gelu"]
 BY_ROWS += ["dropout", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"]
 
 

@@ -159,7 +159,7 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
     return _ops.scale_bias_relu(x, bias, scale)
 
 
-def _check_scale_bias_relu(op: str, x: Tensor, bias: Tensor) -> None:
+def _check_bias(op: str, x: Tensor, bias: Tensor) -> None:
     checks.check_dtype(op, "x", x)
     checks.check_same(op, "bias", bias, "x", x)
     checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
@@ -169,7 +169,7 @@ def _check_scale_bias_relu(op: str, x: Tensor, bias: Tensor) -> None:
 
 @register_fake("extension_cpp::scale_bias_relu")
 def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    _check_scale_bias_relu("scale_bias_relu", x, bias)
+    _check_bias("scale_bias_relu", x, bias)
     return torch.empty_like(x)
 
 
@@ -177,7 +177,7 @@ def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
 def _(
     grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    _check_scale_bias_relu("scale_bias_relu_backward", x, bias)
+    _check_bias("scale_bias_relu_backward", x, bias)
     checks.check_like("scale_bias_relu_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
 
@@ -537,6 +537,92 @@ def _gelu_no_third_order(ctx: Any, grad: Tensor) -> None:
 
 
 register_autograd("extension_cpp::gelu_double_backward", _gelu_no_third_order)
+
+
+# ---- bias_gelu ----
+
+
+def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    """Adds a bias over the last dimension, and GELU: ``gelu(x + bias, approximate)``.
+
+    Args:
+        x: shape (..., features).
+        bias: shape (features,), dtype and device of ``x``.
+        approximate: "none" or "tanh", as for gelu.
+
+    Returns:
+        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
+        dimensions, as torch.empty_like. It is rounded once: ``x + bias`` is kept in float32.
+
+    Raises:
+        RuntimeError: ``x`` has no dimension, ``bias`` is not (features,) or differs from ``x`` in dtype or device, a
+            dtype is not floating point, or ``approximate`` is neither "none" nor "tanh".
+
+    Differentiable twice in ``x`` and ``bias``; a third derivative raises. Backward saves ``x`` and ``bias`` alone; it
+    reads and writes everything once, and sums the bias gradient over the rows in a fixed order.
+    """
+    return _ops.bias_gelu(x, bias, _is_tanh("bias_gelu", approximate))
+
+
+@register_fake("extension_cpp::bias_gelu")
+def _(x: Tensor, bias: Tensor, tanh: bool = False) -> Tensor:
+    _check_bias("bias_gelu", x, bias)
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::bias_gelu_backward")
+def _(
+    grad_out: Tensor, x: Tensor, bias: Tensor, tanh: bool, needs_grad_x: bool, needs_grad_bias: bool
+) -> tuple[Tensor, Tensor]:
+    _check_bias("bias_gelu_backward", x, bias)
+    checks.check_like("bias_gelu_backward", "grad_out", grad_out, "x", x)
+    return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
+
+
+def _bias_gelu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    x, bias, ctx.tanh = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _bias_gelu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, bias = ctx.saved_tensors
+    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    grad_x, grad_bias = _ops.bias_gelu_backward(grad_out, x, bias, ctx.tanh, needs_x, needs_bias)
+    return grad_x if needs_x else None, grad_bias if needs_bias else None, None
+
+
+register_autograd(
+    "extension_cpp::bias_gelu",
+    _bias_gelu_backward,
+    setup_context=_bias_gelu_setup_context,
+    plain=plain.bias_gelu,
+)
+
+
+def _bias_gelu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    grad_out, x, bias, ctx.tanh, ctx.needs_x, ctx.needs_bias = inputs
+    ctx.save_for_backward(grad_out, x, bias)
+
+
+def _bias_gelu_double_backward(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> tuple[Tensor | None, ...]:
+    # Both gradients are grad_out * gelu'(x + bias), the second one summed over the rows.
+    grad_out, x, bias = ctx.saved_tensors
+    total = torch.zeros_like(x)
+    if ctx.needs_x:
+        total = total + grad_grad_x
+    if ctx.needs_bias:
+        total = total + grad_grad_bias
+    grad_grad_out, _ = _ops.bias_gelu_backward(total, x, bias, ctx.tanh, True, False)
+    grad_x = _ops.gelu_double_backward(total, grad_out, x + bias, ctx.tanh)
+    return grad_grad_out, grad_x, grad_x.sum_to_size(bias.shape), None, None, None
+
+
+register_autograd(
+    "extension_cpp::bias_gelu_backward",
+    _bias_gelu_double_backward,
+    setup_context=_bias_gelu_backward_setup_context,
+    plain=plain.bias_gelu_backward,
+)
 
 
 # ---- swiglu ----

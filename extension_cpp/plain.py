@@ -71,6 +71,18 @@ def gelu_backward(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
     return grad_out * (torch.special.ndtr(x) + x * density)
 
 
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool = False) -> Tensor:
+    return gelu(x + bias, tanh)
+
+
+def bias_gelu_backward(
+    grad_out: Tensor, x: Tensor, bias: Tensor, tanh: bool, needs_grad_x: bool, needs_grad_bias: bool
+) -> tuple[Tensor, Tensor]:
+    g = gelu_backward(grad_out, x + bias, tanh)
+    grad_bias = g.sum_to_size(bias.shape) if needs_grad_bias else bias.new_empty(0)
+    return g if needs_grad_x else x.new_empty(0), grad_bias
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 

@@ -32,6 +32,10 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return torch.nn.functional.gelu(x, approximate=approximate)
 
 
+def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    return gelu(x + bias, approximate)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 

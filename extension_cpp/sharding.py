@@ -43,14 +43,14 @@ def _pointwise(call: Call) -> Iterator[Sharding]:
         yield [Shard(d)] * 2, _alike(call, Shard(d))
 
 
-def _scale_bias_relu(call: Call) -> Iterator[Sharding]:
+def _with_bias(call: Call) -> Iterator[Sharding]:
     last = call["x"].ndim - 1
     for d in range(last):
         yield [Shard(d)], {"x": Shard(d)}
     yield [Shard(last)], {"x": Shard(last), "bias": Shard(0)}
 
 
-def _scale_bias_relu_backward(call: Call) -> Iterator[Sharding]:
+def _with_bias_backward(call: Call) -> Iterator[Sharding]:
     last = call["x"].ndim - 1
     for d in range(last + 1):
         grad_x = Shard(d) if call["needs_grad_x"] else Replicate()
@@ -214,8 +214,10 @@ RULES: dict[str, Rule] = {
     "swiglu_backward": _pointwise,
     "geglu": _pointwise,
     "geglu_backward": _pointwise,
-    "scale_bias_relu": _scale_bias_relu,
-    "scale_bias_relu_backward": _scale_bias_relu_backward,
+    "scale_bias_relu": _with_bias,
+    "scale_bias_relu_backward": _with_bias_backward,
+    "bias_gelu": _with_bias,
+    "bias_gelu_backward": _with_bias_backward,
     "reduce_sum": _reduce_sum,
     "dropout": _replicated,
     "softmax": _softmax,

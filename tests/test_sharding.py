@@ -26,7 +26,7 @@ from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
 SHAPE = (4, 6, 8)
-POINTWISE = ("muladd", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "scale_bias_relu")
+POINTWISE = ("muladd", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "scale_bias_relu", "bias_gelu")
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
 
@@ -171,7 +171,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
         return
     for gradients in (ours.gradients, ours.gradients_with_graph):
         for x, leaf in zip(gradients, given, strict=True):
-            is_bias = name == "scale_bias_relu" and d == len(SHAPE) - 1 and leaf.dim() == 1
+            is_bias = name in ("scale_bias_relu", "bias_gelu") and d == len(SHAPE) - 1 and leaf.dim() == 1
             expected = f"S({d})" if leaf.dim() == len(SHAPE) else "S(0)" if is_bias else "P(sum)"
             assert letters(x) == expected, f"{what}: gradient {letters(x)}, expected {expected}"
     for x in ours.second if name in POINTWISE else ():

@@ -98,10 +98,9 @@ static void run_forward(const sbr_case *c, const buffer_t *in, int way, buffer_t
 /* grad_x or grad_bias may be NULL: it is not computed. */
 static void run_backward(const sbr_case *c, const buffer_t *in, int way, buffer_t *grad_x,
                          buffer_t *grad_bias) {
-  const int64_t tiles = scale_bias_relu_tiles(c->cols),
-                parts = scale_bias_relu_parts(c->rows, c->cols);
+  const int64_t tiles = column_sums_tiles(c->cols), parts = column_sums_parts(c->rows, c->cols);
   buffer_t partial =
-      buffer_new((size_t)scale_bias_relu_partial_cpu(c->rows, c->cols) * sizeof(double), 0);
+      buffer_new((size_t)column_sums_partial_cpu(c->rows, c->cols) * sizeof(double), 0);
   scale_bias_relu_backward_args args = {
       .grad_out = in[1].data,
       .x = in[0].data,

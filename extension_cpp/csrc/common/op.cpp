@@ -103,6 +103,17 @@ void check_seed(const char *op, const Tensor &seed, const Tensor &x) {
     fail(op, "expected seed to have one element, but got shape " + to_string(seed.sizes()));
 }
 
+dtype_t check_bias(const char *op, const Tensor &x, const Tensor &bias) {
+  const dtype_t dtype = check_dtype(op, "x", x);
+  check_same(op, "bias", bias, "x", x);
+  if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
+  if (bias.dim() != 1 || bias.size(0) != x.size(-1)) {
+    fail(op, "expected bias of shape [" + std::to_string(x.size(-1)) +
+                 "], the last dimension of x, but got " + to_string(bias.sizes()));
+  }
+  return dtype;
+}
+
 ScalarType scalar_type(dtype_t dtype) {
   switch (dtype) {
     case DTYPE_FLOAT64: return ScalarType::Double;

@@ -6,21 +6,10 @@
 
 namespace extension_cpp {
 
-static dtype_t check_inputs(const char *op, const Tensor &x, const Tensor &bias) {
-  const dtype_t dtype = check_dtype(op, "x", x);
-  check_same(op, "bias", bias, "x", x);
-  if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
-  if (bias.dim() != 1 || bias.size(0) != x.size(-1)) {
-    fail(op, "expected bias of shape [" + std::to_string(x.size(-1)) +
-                 "], the last dimension of x, but got " + to_string(bias.sizes()));
-  }
-  return dtype;
-}
-
 // The kernels work on rows: contiguous memory, with the bias along the last dimension. At the end
 // the result gets x's strides.
 static Tensor scale_bias_relu(const Tensor &x, const Tensor &bias, double scale) {
-  const dtype_t dtype = check_inputs("scale_bias_relu", x, bias);
+  const dtype_t dtype = check_bias("scale_bias_relu", x, bias);
   const Tensor y = allocate_like(x);
   if (x.numel() == 0) return y;
   const Tensor x_rows = as_contiguous(x), bias_row = as_contiguous(bias);
@@ -44,7 +33,7 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
                                                            bool needs_grad_x,
                                                            bool needs_grad_bias) {
   const char *op = "scale_bias_relu_backward";
-  const dtype_t dtype = check_inputs(op, x, bias);
+  const dtype_t dtype = check_bias(op, x, bias);
   check_same(op, "grad_out", grad_out, "x", x);
   check_shape(op, "grad_out", grad_out, "x", x);
   const int64_t none = 0, cols = x.size(-1), rows = cols == 0 ? 0 : x.numel() / cols;
@@ -55,8 +44,7 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
   const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x),
                bias_row = as_contiguous(bias);
   const Tensor grad_x_rows = grad_x.is_contiguous() ? grad_x : allocate(x.sizes(), dtype, x);
-  const int64_t doubles =
-      !needs_grad_bias ? 0 : ON_DEVICE_OF(x, scale_bias_relu_partial)(rows, cols);
+  const int64_t doubles = !needs_grad_bias ? 0 : ON_DEVICE_OF(x, column_sums_partial)(rows, cols);
   const Tensor partial = allocate({&doubles, 1}, DTYPE_FLOAT64, x);
   scale_bias_relu_backward_args args{
       g.const_data_ptr(),
@@ -69,9 +57,8 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
       rows,
       cols,
       dtype};
-  const int64_t tiles = scale_bias_relu_tiles(cols);
-  launch(op, KERNEL(scale_bias_relu_backward), args, x, scale_bias_relu_parts(rows, cols) * tiles,
-         1);
+  const int64_t tiles = column_sums_tiles(cols);
+  launch(op, KERNEL(scale_bias_relu_backward), args, x, column_sums_parts(rows, cols) * tiles, 1);
   if (needs_grad_bias && !x.is_cuda()) parallel_for(tiles, 1, scale_bias_relu_grad_bias_cpu, &args);
   return {copy_into(grad_x, grad_x_rows), grad_bias};
 }

@@ -4,7 +4,7 @@
  *   x, y, grad_out, grad_x  (rows, cols)  contiguous, one type, no overlap
  *   bias, grad_bias         (cols)        the same type
  *   grad_x, grad_bias       either may be NULL: it is not computed
- *   partial                 scratch of scale_bias_relu_partial_cpu() or _cuda() doubles; NULL if
+ *   partial                 scratch of column_sums_partial_cpu() or _cuda() doubles; NULL if
  *                           grad_bias is NULL
  * rows = 0 gives grad_bias = 0 and writes nothing else. NaN propagates. x * scale + bias is rounded
  * once (fma) in float, for float64 in double. Backward computes it the same way, so that its mask
@@ -14,6 +14,7 @@
 #ifndef EXTENSION_CPP_SCALE_BIAS_RELU_H
 #define EXTENSION_CPP_SCALE_BIAS_RELU_H
 
+#include "common/column_sums.h"
 #include "common/dtype.h"
 #include "common/range.h"
 
@@ -44,31 +45,9 @@ typedef struct {
   dtype_t dtype;
 } scale_bias_relu_backward_args;
 
-/* The CPU backward is cut into items: parts of the rows times tiles of TILE columns. The shape
- * alone fixes them. */
-enum { SCALE_BIAS_RELU_TILE = 2048 };
-
-static inline int64_t scale_bias_relu_tiles(int64_t cols) {
-  return ceil_div(cols, SCALE_BIAS_RELU_TILE);
-}
-
-/* At most 256 items if there are many rows, and at least 64 rows per part. */
-static inline int64_t scale_bias_relu_part_rows(int64_t rows, int64_t cols) {
-  const int64_t parts = ceil_div(256, scale_bias_relu_tiles(cols));
-  return 64 * ceil_div(ceil_div(rows, parts), 64);
-}
-
-static inline int64_t scale_bias_relu_parts(int64_t rows, int64_t cols) {
-  return rows == 0 ? 0 : ceil_div(rows, scale_bias_relu_part_rows(rows, cols));
-}
-
-static inline int64_t scale_bias_relu_partial_cpu(int64_t rows, int64_t cols) {
-  return scale_bias_relu_parts(rows, cols) * scale_bias_relu_tiles(cols) * SCALE_BIAS_RELU_TILE;
-}
-
 /* CPU; args points to the struct. Forward: chunks [begin, end) of CHUNK of the rows * cols
- * elements. Backward: items [begin, end) of parts * tiles; then, for grad_bias, tiles [begin,
- * end). */
+ * elements. Backward: items [begin, end) of parts * tiles (common/column_sums.h); then, for
+ * grad_bias, tiles [begin, end). */
 void scale_bias_relu_forward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_backward_cpu(int64_t begin, int64_t end, void *args);
 void scale_bias_relu_grad_bias_cpu(int64_t begin, int64_t end, void *args);
@@ -76,7 +55,6 @@ void scale_bias_relu_grad_bias_cpu(int64_t begin, int64_t end, void *args);
 /* CUDA: on a cudaStream_t. Returns a cudaError_t. */
 int scale_bias_relu_forward_cuda(const scale_bias_relu_forward_args *args, void *stream);
 int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args *args, void *stream);
-int64_t scale_bias_relu_partial_cuda(int64_t rows, int64_t cols);
 
 #ifdef __cplusplus
 }

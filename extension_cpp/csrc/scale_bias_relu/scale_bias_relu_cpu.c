@@ -7,8 +7,7 @@
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
-
-enum { TILE = SCALE_BIAS_RELU_TILE, FLUSH_ROWS = 64 };
+#include "common/cpu_row.h"
 
 #define KERNEL_BODY "scale_bias_relu/scale_bias_relu_cpu_kernel.h"
 #include "common/for_each_dtype.h"

@@ -1,270 +1,9 @@
 // scale_bias_relu on the GPU. Forward is flat over the elements, with the bias as the broadcast row
-// (common/cuda_pointwise.cuh).
-//
-// Backward: a thread owns one 16-byte vector of columns and strides over the rows of its CTA's
-// share, with LOADS rows in flight. The bias of its columns and the sums of g stay in registers,
-// and grad_x is written in the same pass. The CTA adds up the sums of its thread rows and writes
-// them as one partial row. A second kernel adds the partial rows in order. There are no atomics.
-//
-// Unaligned rows. Row r begins (phase + r * cols) % N elements after an aligned address. The rows
-// of a thread are a multiple of N apart, so this number is the same for all of them: a thread's
-// columns are fixed and every access is aligned, whatever the width. A vector that straddles the
-// end of a row is read whole and written element by element.
+// (common/cuda_pointwise.cuh). Backward is one pass with sums over the rows
+// (common/cuda_column_sums.cuh).
+#include "common/cuda_column_sums.cuh"
 #include "common/cuda_pointwise.cuh"
-#include "common/cuda_vector.cuh"
 #include "scale_bias_relu/scale_bias_relu.h"
-
-namespace {
-
-template <typename T>
-struct Backward {
-  const T *x;
-  const T *bias;
-  const T *grad_out;
-  T *grad_x;          // may be NULL
-  acc_t<T> *partial;  // (row blocks, cols); may be NULL
-  acc_t<T> scale;
-  int64_t rows;
-  int64_t cols;
-  int64_t tiles;  // CTAs that share a row
-  int64_t share;  // rows of a CTA
-  int phase;      // elements from an aligned address to x[0]; the same for grad_out and grad_x
-  int halo;       // largest shift of a row's tile, in columns: N - 1 if rows are unaligned, else 0
-};
-
-constexpr int THREADS = 256;
-constexpr int LOADS = 2;
-constexpr int BLOCKS_PER_SM = 4;
-// CTAs of a wave on the 132 SMs of an H100. Fixed, so that sums do not depend on the GPU.
-constexpr int WAVE = 132 * BLOCKS_PER_SM;
-
-// Row blocks: at least 64 rows each. Of the counts up to eight waves, the first that fills its last
-// wave best.
-int64_t row_blocks(int64_t rows, int64_t tiles) {
-  const int64_t most = ceil_div(rows, 64);
-  int64_t best = most < 1 ? most : 1;
-  for (int64_t blocks = 1; blocks <= most && blocks * tiles <= 8 * WAVE; ++blocks) {
-    const auto waste = [&](int64_t n) {
-      return double(ceil_div(n * tiles, WAVE) * WAVE) / double(n * tiles);
-    };
-    if (waste(blocks) < 0.98 * waste(best)) best = blocks;
-  }
-  return best;
-}
-
-// How a shape is split, for vectors of n elements: tiles of threads_x vectors, row blocks of equal
-// shares.
-struct Geometry {
-  int threads_x;
-  int threads_y;
-  int halo;
-  int64_t tiles;
-  int64_t row_blocks;
-};
-
-constexpr int MAX_THREADS_X = 32;
-constexpr int MAX_THREADS_Y = 64;
-// A multiple of every n, as threads_y always is, so that the rows of a thread have one phase.
-constexpr int MIN_THREADS_Y = 8;
-
-Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
-  Geometry g;
-  g.halo = phase == 0 && cols % n == 0 ? 0 : n - 1;
-  const int64_t vectors = ceil_div(cols + g.halo, n);
-  g.threads_x = static_cast<int>(vectors < MAX_THREADS_X ? vectors : MAX_THREADS_X);
-  g.tiles = ceil_div(vectors, g.threads_x);
-  g.threads_y = MAX_THREADS_Y;
-  while (g.threads_y > MIN_THREADS_Y && g.threads_y * g.threads_x > THREADS) g.threads_y /= 2;
-  g.row_blocks = row_blocks(rows, g.tiles);
-  return g;
-}
-
-// One element: adds to the sum and returns the value to write.
-template <typename T>
-__device__ inline acc_t<T> one_element(const Backward<T> &p, acc_t<T> x, acc_t<T> g, acc_t<T> bias,
-                                       acc_t<T> &sum) {
-  const acc_t<T> masked = fma(x, p.scale, bias) <= acc_t<T>(0) ? acc_t<T>(0) : g;
-  sum += masked;
-  return masked * p.scale;
-}
-
-// One vector of a row, from column c on, at flat index i. If it straddles the row's end, only the
-// elements in the row are written. (Its sums outside the row are never read.)
-template <typename T, int N>
-__device__ inline void one_vector(const Backward<T> &p, int64_t i, int64_t c,
-                                  const Vector<T, N> &x_raw, const Vector<T, N> &g_raw,
-                                  const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
-  acc_t<T> x[N], g[N];
-  unpack<T, N>(x, x_raw);
-  unpack<T, N>(g, g_raw);
-#pragma unroll
-  for (int k = 0; k < N; ++k) x[k] = one_element<T>(p, x[k], g[k], bias[k], sum[k]);
-  if (p.grad_x == nullptr) return;
-  if (c >= 0 && c + N <= p.cols) {
-    store<T, N>(p.grad_x + i, x);
-  } else {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      if (c + k >= 0 && c + k < p.cols) p.grad_x[i + k] = from_acc<T>(x[k]);
-    }
-  }
-}
-
-// The same element by element, for vectors that extend past the tensor: before its first row or
-// after its last.
-template <typename T, int N>
-__device__ inline void one_edge(const Backward<T> &p, int64_t i, int64_t c,
-                                const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    if (c + k < 0 || c + k >= p.cols) continue;
-    const acc_t<T> value =
-        one_element<T>(p, to_acc(p.x[i + k]), to_acc(p.grad_out[i + k]), bias[k], sum[k]);
-    if (p.grad_x != nullptr) p.grad_x[i + k] = from_acc<T>(value);
-  }
-}
-
-// LOADS rows of this thread from row r on. All are loaded before the first is used. There is no
-// condition here: nvcc would make branches of it, with one load in flight instead of many.
-template <typename T, int N, int LOADS>
-__device__ inline void some_rows(const Backward<T> &p, int64_t r, int step, int64_t c,
-                                 const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
-  Vector<T, N> x[LOADS], g[LOADS];
-#pragma unroll
-  for (int u = 0; u < LOADS; ++u) {
-    const int64_t i = (r + u * step) * p.cols + c;
-    x[u] = load_vector<T, N>(p.x + i);
-    g[u] = load_vector<T, N>(p.grad_out + i);
-  }
-#pragma unroll
-  for (int u = 0; u < LOADS; ++u) {
-    one_vector<T, N>(p, (r + u * step) * p.cols + c, c, x[u], g[u], bias, sum);
-  }
-}
-
-// Adds up the sums of the CTA's thread rows in order, and writes them to `partial`: (row block,
-// tile, halo + width) sums, the first of which is for column tile * width - halo. Thread row y
-// begins `shift[y]` columns before tile * width.
-template <typename T, int N>
-__device__ inline void write_partial(const Backward<T> &p, int shift, const acc_t<T> (&sum)[N]) {
-  __shared__ acc_t<T> fold[THREADS * N];
-  __shared__ int shifts[MAX_THREADS_Y];
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x, width = blockDim.x * N;
-#pragma unroll
-  for (int k = 0; k < N; ++k) fold[k * THREADS + thread] = sum[k];
-  if (threadIdx.x == 0) shifts[threadIdx.y] = shift;
-  __syncthreads();
-  for (int j = thread; j < p.halo + width; j += blockDim.x * blockDim.y) {
-    acc_t<T> total = 0;
-    for (int y = 0; y < static_cast<int>(blockDim.y); ++y) {
-      const int offset = j - p.halo + shifts[y];
-      if (offset >= 0 && offset < width)
-        total += fold[offset % N * THREADS + y * blockDim.x + offset / N];
-    }
-    p.partial[static_cast<int64_t>(blockIdx.x) * (p.halo + width) + j] = total;
-  }
-}
-
-template <typename T, int N>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Backward<T> p) {
-  const int step = blockDim.y;
-  const int64_t tile = blockIdx.x % p.tiles, first = blockIdx.x / p.tiles * p.share;
-  const int64_t last = first + p.share < p.rows ? first + p.share : p.rows;
-  int64_t r = first + threadIdx.y;
-  const int shift = static_cast<int>((p.phase + r * p.cols) % N);
-  const int64_t c = (tile * blockDim.x + threadIdx.x) * N - shift;
-  acc_t<T> sum[N] = {};
-  if (c + N > 0 && c < p.cols) {
-    acc_t<T> bias[N];
-#pragma unroll
-    for (int k = 0; k < N; ++k)
-      bias[k] = c + k >= 0 && c + k < p.cols ? to_acc(p.bias[c + k]) : acc_t<T>(0);
-    // The vectors that extend past the tensor: those that straddle a row's end, in the first row or
-    // the last.
-    if (c < 0 && r == 0) {
-      one_edge<T, N>(p, c, c, bias, sum);
-      r += step;
-    }
-    const int64_t end = c + N > p.cols && last == p.rows ? last - 1 : last;
-    for (; r + (LOADS - 1) * step < end; r += LOADS * step)
-      some_rows<T, N, LOADS>(p, r, step, c, bias, sum);
-    for (; r < end; r += step) some_rows<T, N, 1>(p, r, step, c, bias, sum);
-    if (r == end && end < last) one_edge<T, N>(p, r * p.cols + c, c, bias, sum);
-  }
-  if (p.partial != nullptr) write_partial<T, N>(p, shift, sum);
-}
-
-// grad_bias[c] = the partial sums of its column, in order of the row blocks. A column in the halo
-// of two tiles has two per row block. Eight interleaved chains per column, added up in order.
-template <typename T>
-__global__ void __launch_bounds__(THREADS)
-    grad_bias_kernel(const acc_t<T> *partial, T *grad_bias, int64_t row_blocks, int64_t cols,
-                     int64_t tiles, int width, int halo) {
-  __shared__ double fold[8][32];
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
-  const int64_t tile = c / width, pitch = width + halo, block_pitch = tiles * pitch;
-  const int64_t place = tile * pitch + halo + c % width;
-  const bool twice = c % width >= width - halo && tile + 1 < tiles;
-  double sum = 0;
-  if (c < cols) {
-#pragma unroll 4
-    for (int64_t row = threadIdx.y; row < row_blocks; row += 8)
-      sum += partial[row * block_pitch + place];
-    for (int64_t row = threadIdx.y; twice && row < row_blocks; row += 8)
-      sum += partial[row * block_pitch + place + halo];
-  }
-  fold[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && c < cols) {
-    for (int y = 1; y < 8; ++y) sum += fold[y][threadIdx.x];
-    grad_bias[c] = from_acc<T>(static_cast<acc_t<T>>(sum));
-  }
-}
-
-template <int N, typename T>
-int phase(const T *p) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % N);
-}
-
-template <typename T, int N>
-cudaError_t backward(Backward<T> p, T *grad_bias, cudaStream_t stream) {
-  p.phase = phase<N>(p.x);
-  if constexpr (N > 1) {
-    const bool same_phase =
-        phase<N>(p.grad_out) == p.phase && (p.grad_x == nullptr || phase<N>(p.grad_x) == p.phase);
-    if (!same_phase || p.cols < N) return backward<T, N / 2>(p, grad_bias, stream);
-  }
-  const Geometry g = geometry(p.rows, p.cols, N, p.phase);
-  p.tiles = g.tiles;
-  p.halo = g.halo;
-  if (g.row_blocks > 0) {
-    p.share = ceil_div(p.rows, g.row_blocks);
-    const dim3 threads(g.threads_x, g.threads_y);
-    backward_kernel<T, N><<<static_cast<unsigned>(g.tiles * g.row_blocks), threads, 0, stream>>>(p);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-  }
-  if (grad_bias == nullptr) return cudaSuccess;
-  const unsigned blocks = static_cast<unsigned>(ceil_div(p.cols, 32));
-  grad_bias_kernel<T><<<blocks, dim3(32, 8), 0, stream>>>(p.partial, grad_bias, g.row_blocks,
-                                                          p.cols, g.tiles, g.threads_x * N, g.halo);
-  return cudaGetLastError();
-}
-
-}  // namespace
-
-// Enough for every vector width and phase that the pointers may require.
-extern "C" int64_t scale_bias_relu_partial_cuda(int64_t rows, int64_t cols) {
-  int64_t most = 0;
-  for (const int vector : {1, 2, 4, 8}) {
-    for (const int any_phase : {0, 1}) {
-      const Geometry g = geometry(rows, cols, vector, any_phase);
-      const int64_t sums = g.row_blocks * g.tiles * (g.threads_x * vector + g.halo);
-      most = sums > most ? sums : most;
-    }
-  }
-  return most;
-}
 
 template <typename A>
 struct ScaleBiasRelu {
@@ -286,20 +25,23 @@ extern "C" int scale_bias_relu_forward_cuda(const scale_bias_relu_forward_args *
   });
 }
 
+template <typename A>
+struct ScaleBiasReluBackward {
+  A scale;
+  __device__ A operator()(A x, A grad_out, A bias, A &sum) const {
+    const A masked = fma(x, scale, bias) <= A(0) ? A(0) : grad_out;
+    sum += masked;
+    return masked * scale;
+  }
+};
+
 extern "C" int scale_bias_relu_backward_cuda(const scale_bias_relu_backward_args *args,
                                              void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
-    Backward<T> p{};
-    p.x = static_cast<const T *>(args->x);
-    p.bias = static_cast<const T *>(args->bias);
-    p.grad_out = static_cast<const T *>(args->grad_out);
-    p.grad_x = static_cast<T *>(args->grad_x);
-    p.partial = reinterpret_cast<acc_t<T> *>(args->partial);
-    p.scale = static_cast<acc_t<T>>(args->scale);
-    p.rows = args->rows;
-    p.cols = args->cols;
-    return backward<T, 16 / sizeof(T)>(p, static_cast<T *>(args->grad_bias),
-                                       static_cast<cudaStream_t>(stream));
+    const ScaleBiasReluBackward<acc_t<T>> f{static_cast<acc_t<T>>(args->scale)};
+    return column_sums::launch<T>(args->x, args->bias, args->grad_out, args->grad_x,
+                                  args->grad_bias, args->partial, f, args->rows, args->cols,
+                                  stream);
   });
 }

@@ -1,0 +1,33 @@
+/* bias_gelu on the CPU. Forward is flat over the elements, so that threads share one wide row as
+ * well as many narrow ones. Backward takes a tile of columns and a part of the rows at a time
+ * (common/cpu_column_sums_kernel.h). The arithmetic is in activation_cpu_math.h. */
+#include "bias_gelu/bias_gelu.h"
+
+#include "activation/activation_cpu.h"
+#include "common/cpu_row.h"
+
+#define KERNEL_BODY "bias_gelu/bias_gelu_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void bias_gelu_forward_cpu_range(int64_t begin, int64_t end,
+                                        const bias_gelu_forward_args *args) {
+  const int64_t numel = args->rows * args->cols;
+  DISPATCH_DTYPE(args->dtype, bias_gelu_forward, args, chunk_begin(begin, numel),
+                 chunk_begin(end, numel))
+}
+
+static void bias_gelu_backward_cpu_range(int64_t begin, int64_t end,
+                                         const bias_gelu_backward_args *args) {
+  for (int64_t item = begin; item < end; ++item)
+    DISPATCH_DTYPE(args->dtype, bias_gelu_backward, args, item)
+}
+
+static void bias_gelu_grad_bias_cpu_range(int64_t begin, int64_t end,
+                                          const bias_gelu_backward_args *args) {
+  for (int64_t tile = begin; tile < end; ++tile)
+    DISPATCH_DTYPE(args->dtype, column_sums_total, args, tile)
+}
+
+CPU_ENTRY(bias_gelu_forward_cpu, bias_gelu_forward_args)
+CPU_ENTRY(bias_gelu_backward_cpu, bias_gelu_backward_args)
+CPU_ENTRY(bias_gelu_grad_bias_cpu, bias_gelu_backward_args)

@@ -1,0 +1,101 @@
+/* A pass over the rows of x and grad_out that writes grad_x and sums over the rows into grad_bias.
+ * Compiled once per element type (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE) by
+ * kernels that first define COLUMN_SUMS_ARGS, the struct of arguments, and
+ *   ACC NAME(column_term)(args, kind, x, grad_out, bias)   what is summed
+ *   ACC NAME(column_value)(args, kind, term)               what grad_x gets of it
+ * `kind` is passed through; a constant, where a kernel has several.
+ *
+ * An item is a part of the rows and a tile of columns (common/column_sums.h), whose bias and running
+ * sums stay in the first-level cache. Lanes sum at most COLUMN_FLUSH_ROWS rows before they are
+ * flushed to double; the parts are added in order. */
+/* What a backward item keeps for its tile of columns, in block order. */
+typedef struct {
+  ACC bias[COLUMN_TILE];
+  ACC sums[COLUMN_TILE];
+} NAME(column_tile_t);
+
+/* n elements from flat index i on, from the tile's column t on. */
+ALWAYS_INLINE void NAME(column_block)(const COLUMN_SUMS_ARGS *args, int kind,
+                                      NAME(column_tile_t) *restrict tile, int64_t i, int64_t t,
+                                      int n, int want_x, int want_bias, int stream) {
+  ACC x[BLOCK], g[BLOCK];
+  READ(x, (const T *)args->x + i, n);
+  READ(g, (const T *)args->grad_out + i, n);
+  for (int k = 0; k < BLOCK; ++k)
+    g[k] = NAME(column_term)(args, kind, x[k], g[k], tile->bias[t + k]);
+  if (want_bias) {
+    for (int k = 0; k < BLOCK; ++k) tile->sums[t + k] += g[k];
+  }
+  if (want_x) {
+    for (int k = 0; k < BLOCK; ++k) g[k] = NAME(column_value)(args, kind, g[k]);
+    STORE((T *)args->grad_x + i, g, n, stream);
+  }
+}
+
+/* `width` elements of one row. */
+ALWAYS_INLINE void NAME(column_row)(const COLUMN_SUMS_ARGS *args, int kind,
+                                    NAME(column_tile_t) *restrict tile, int64_t i, int64_t width,
+                                    int want_x, int want_bias, int stream) {
+  const int64_t blocks_end = width / BLOCK * BLOCK;
+  if (stream && (uintptr_t)((T *)args->grad_x + i) % 64 == 0) {
+    for (int64_t t = 0; t < blocks_end; t += BLOCK)
+      NAME(column_block)(args, kind, tile, i + t, t, BLOCK, want_x, want_bias, 1);
+  } else {
+    for (int64_t t = 0; t < blocks_end; t += BLOCK)
+      NAME(column_block)(args, kind, tile, i + t, t, BLOCK, want_x, want_bias, 0);
+  }
+  if (blocks_end < width) {
+    NAME(column_block)
+    (args, kind, tile, i + blocks_end, blocks_end, (int)(width - blocks_end), want_x, want_bias, 0);
+  }
+}
+
+ALWAYS_INLINE void NAME(column_sums)(const COLUMN_SUMS_ARGS *args, int kind, int64_t item) {
+  const int64_t tiles = column_sums_tiles(args->cols),
+                part_rows = column_sums_part_rows(args->rows, args->cols);
+  const int64_t column = item % tiles * COLUMN_TILE, first = item / tiles * part_rows;
+  const int64_t width = args->cols - column < COLUMN_TILE ? args->cols - column : COLUMN_TILE;
+  const int64_t last = first + part_rows < args->rows ? first + part_rows : args->rows;
+  const int stream =
+      args->grad_x && cpu_should_stream(3 * args->rows * args->cols * (int64_t)sizeof(T));
+  double *restrict partial = args->grad_bias ? args->partial + item * COLUMN_TILE : NULL;
+  NAME(column_tile_t) tile;
+  for (int64_t t = 0; t < width; t += BLOCK) {
+    LOAD(tile.bias + t, (const T *)args->bias + column + t,
+         width - t < BLOCK ? (int)(width - t) : BLOCK);
+  }
+  for (int64_t t = 0; args->grad_bias && t < COLUMN_TILE; ++t) partial[t] = 0;
+  for (int64_t r = first; r < last;) {
+    const int64_t flush = r + COLUMN_FLUSH_ROWS < last ? r + COLUMN_FLUSH_ROWS : last;
+    memset(tile.sums, 0, sizeof tile.sums);
+    for (; r < flush; ++r) {
+      const int64_t i = r * args->cols + column;
+      if (!args->grad_bias)
+        NAME(column_row)(args, kind, &tile, i, width, 1, 0, stream);
+      else if (!args->grad_x)
+        NAME(column_row)(args, kind, &tile, i, width, 0, 1, 0);
+      else
+        NAME(column_row)(args, kind, &tile, i, width, 1, 1, stream);
+    }
+    for (int64_t t = 0; args->grad_bias && t < COLUMN_TILE; ++t) partial[t] += (double)tile.sums[t];
+  }
+  if (stream) stream_fence();
+}
+
+static void NAME(column_sums_total)(const COLUMN_SUMS_ARGS *args, int64_t tile) {
+  const int64_t tiles = column_sums_tiles(args->cols),
+                parts = column_sums_parts(args->rows, args->cols);
+  const int64_t column = tile * COLUMN_TILE,
+                width = args->cols - column < COLUMN_TILE ? args->cols - column : COLUMN_TILE;
+  double sums[COLUMN_TILE] = {0};
+  for (int64_t part = 0; part < parts; ++part) {
+    const double *partial = args->partial + (part * tiles + tile) * COLUMN_TILE;
+    for (int64_t t = 0; t < COLUMN_TILE; ++t) sums[t] += partial[t];
+  }
+  for (int64_t t = 0; t < width; t += BLOCK) {
+    ACC total[BLOCK];
+    for (int k = 0; k < BLOCK; ++k) total[k] = (ACC)sums[t + k];
+    STORE((T *)args->grad_bias + column + t, total, width - t < BLOCK ? (int)(width - t) : BLOCK,
+          0);
+  }
+}

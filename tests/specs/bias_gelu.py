@@ -1,0 +1,48 @@
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+
+
+def sample_inputs(make, shape):
+    if len(shape) > 0:
+        yield Sample((make(shape), make(shape[-1:])))
+        yield Sample((make(shape), make(shape[-1:]), "tanh"))
+
+
+def error_inputs(device):
+    x, bias = torch.ones(2, 3, device=device), torch.ones(3, device=device)
+    op = "extension_cpp::bias_gelu: expected"
+    yield ErrorSample((x.int(), bias.int()), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample((x.cfloat(), bias), f"{op} x to be float64, float32, bfloat16 or float16, but got complex64")
+    yield ErrorSample((x, bias.double()), f"{op} bias to be float32 like x, but got float64")
+    yield ErrorSample((x, bias[:2]), f"{op} bias of shape [3], the last dimension of x, but got [2]")
+    yield ErrorSample((x, x), f"{op} bias of shape [3], the last dimension of x, but got [2, 3]")
+    yield ErrorSample((x[0, 0], bias), f"{op} x to have at least one dimension, but got shape []")
+    yield ErrorSample((x, bias, "erf"), f"{op} approximate to be 'none' or 'tanh', but got 'erf'")
+    if device != "cpu":
+        yield ErrorSample((x, bias.cpu()), f"{op} bias on {x.device} like x, but got cpu")
+        yield ErrorSample((x.cpu(), bias), f"{op} bias on cpu like x, but got {x.device}")
+
+
+SPEC = OpSpec(
+    name="bias_gelu",
+    function=extension_cpp.bias_gelu,
+    reference=extension_cpp.reference.bias_gelu,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # rows, for the bias gradient
+    bench=Bench(
+        lambda make, shape: Sample((make(shape), make(shape[-1:]))), forward=2, backward=3, operations=(18, 23)
+    ),
+    variants={
+        "tanh": Bench(
+            lambda make, shape: Sample((make(shape), make(shape[-1:]), "tanh")),
+            forward=2,
+            backward=3,
+            operations=(9, 17),
+        )
+    },
+    keeps_strides=True,
+    launches=(1, 2),
+)

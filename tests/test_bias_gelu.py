@@ -1,0 +1,47 @@
+"""bias_gelu: what its results are rounded from, and which derivatives it has."""
+
+import pytest
+import torch
+
+import extension_cpp
+
+both = pytest.mark.parametrize("approximate", ["none", "tanh"])
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None:
+    """Half a unit of the type beside float32's errors; PyTorch's x + bias is rounded before gelu."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(64, 4096, device=device).to(dtype), torch.randn(4096, device=device).to(dtype)
+    exact = torch.nn.functional.gelu(x.double() + bias.double(), approximate=approximate)
+    ours = extension_cpp.bias_gelu(x, bias, approximate)
+    eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    # 2^-15: the relative error of the shorter way of half types. In the left tail gelu multiplies that of x + bias.
+    bound = exact.abs() * (eps / 2 + 2.0**-15) + eps * smallest
+    assert ((ours.double() - exact).abs() <= bound).all()
+    eager = torch.nn.functional.gelu(x + bias, approximate=approximate)
+    assert ((eager.double() - exact).abs() > 2 * bound).any()
+
+
+@both
+def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, device: str) -> None:
+    """4096 rows: terms rounded to bfloat16 first, or a bfloat16 sum, would be far off."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(4096, 65, device=device).bfloat16(), torch.randn(65, device=device).bfloat16()
+    leaf = bias.clone().requires_grad_()
+    (ours,) = torch.autograd.grad(extension_cpp.bias_gelu(x, leaf, approximate).sum(), leaf)
+    exact = bias.double().requires_grad_()
+    y = torch.nn.functional.gelu(x.double() + exact, approximate=approximate)
+    (expected,) = torch.autograd.grad(y.sum(), exact)
+    # Half a unit, and float32's errors of terms of at most 1.2, whose relative error is below 2^-15.
+    assert ((ours.double() - expected).abs() <= expected.abs() * 2.0**-9 + 4096 * 1.2 * 2.0**-15).all()
+
+
+@both
+def test_third_derivative_is_refused(approximate: str, device: str) -> None:
+    x, bias = (torch.randn(3, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
+    (first,) = torch.autograd.grad(extension_cpp.bias_gelu(x, bias, approximate).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), bias, create_graph=True)
+    with pytest.raises(RuntimeError, match="extension_cpp::gelu: the third derivative is not implemented"):
+        torch.autograd.grad(second.sum(), x)
