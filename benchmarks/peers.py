@@ -4,6 +4,8 @@ A peer is called as the op is: the same arguments, the same meaning. What each n
 * Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
   grad_out unless in_place is False: neither is the work that the others do.
 * quack's LayerNorm has no autograd, and so is left out.
+* Liger's gates write the gradients over gate and up in their backward pass: the same traffic, but the inputs are lost.
+  Its geglu is the approximation by tanh.
 * Liger's cross-entropy writes the gradient over the logits in its forward pass, and so is left out.
 * Liger's rotary embedding works in place where q and k lie with the heads of a token side by side, as they do here. So
   it rotates its inputs on and on, and reads and writes what the others do.
@@ -95,6 +97,18 @@ def _liger_rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
     return LigerRopeFunction.apply(q, k, cos, sin)
 
 
+def _liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
+def _liger_geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    return LigerGELUMulFunction.apply(gate, up)
+
+
 def _eps(eps: float | None) -> float:
     """rms_norm's default for float32 and the half types."""
     return torch.finfo(torch.float32).eps if eps is None else eps
@@ -104,6 +118,8 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "layer_norm": {"liger": _liger_layer_norm, "apex": _apex_layer_norm},
     "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm, "apex": _apex_rms_norm},
     "softmax": {"liger": _liger_softmax, "quack": _quack_softmax},
+    "swiglu": {"liger": _liger_swiglu},
+    "geglu_tanh": {"liger": _liger_geglu},
     "cross_entropy": {"quack": _quack_cross_entropy},
     "rotary_embedding": {"liger": _liger_rotary_embedding},
     "add_rms_norm_p0": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},

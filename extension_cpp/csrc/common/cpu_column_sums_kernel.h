@@ -5,9 +5,10 @@
  *   ACC NAME(column_value)(args, kind, term)               what grad_x gets of it
  * `kind` is passed through; a constant, where a kernel has several.
  *
- * An item is a part of the rows and a tile of columns (common/column_sums.h), whose bias and running
- * sums stay in the first-level cache. Lanes sum at most COLUMN_FLUSH_ROWS rows before they are
- * flushed to double; the parts are added in order. */
+ * An item is a part of the rows and a tile of columns (common/column_sums.h). The tile's bias and
+ * running sums stay in the first-level cache. Lanes sum at most COLUMN_FLUSH_ROWS rows before they
+ * are flushed to double; the parts are added in order.
+ */
 /* What a backward item keeps for its tile of columns, in block order. */
 typedef struct {
   ACC bias[COLUMN_TILE];
