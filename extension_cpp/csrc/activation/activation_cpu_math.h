@@ -5,13 +5,17 @@
  * needs one exp and one division. exp has an argument of 0 or less, so that nothing overflows, and
  * both tails keep their relative accuracy: s(u) is exp(u) / (1 + exp(u)) for u < 0. */
 
+/* 16-bit results need shorter polynomials. */
+#define HALF (sizeof(T) == 2)
+
 typedef struct {
   ACC value, first, second;
 } NAME(jet_t);
 
 /* exp(-size). It is 0 where every result is, which is also where the scaled exp is not valid. */
 ALWAYS_INLINE ACC NAME(exp_minus)(ACC size) {
-  const ACC e = EXP_SCALED(-size) * EXP_UNSCALE(size);
+  const ACC scaled = HALF ? (ACC)exp_scaled_short_float((float)-size) : EXP_SCALED(-size);
+  const ACC e = scaled * EXP_UNSCALE(size);
   return size > ACTIVATION_ZERO(size) ? 0 : e;
 }
 
@@ -43,10 +47,21 @@ ALWAYS_INLINE NAME(jet_t) NAME(gelu_tanh)(ACC x) {
 
 /* Phi(-size) for a gauss of exp(-size^2 / 2). */
 ALWAYS_INLINE float NAME(erfc_float)(float size, float gauss) {
-  static const float c[] = ERFC_COEFFICIENTS;
-  const float t = 1 / (size + ERFC_SHIFT);
-  float g = c[9];
-  for (int i = 8; i >= 0; --i) g = fma_float(g, t, c[i]);
+  static const float c[] = ERFC_COEFFICIENTS, h[] = ERFC_HALF_COEFFICIENTS;
+  const float t = 1 / (size + (HALF ? ERFC_HALF_SHIFT : ERFC_SHIFT));
+  /* Written out: gcc vectorises no loop around another one. */
+  float g = HALF ? h[5] : c[9];
+  if (!HALF) {
+    g = fma_float(g, t, c[8]);
+    g = fma_float(g, t, c[7]);
+    g = fma_float(g, t, c[6]);
+    g = fma_float(g, t, c[5]);
+  }
+  g = fma_float(g, t, HALF ? h[4] : c[4]);
+  g = fma_float(g, t, HALF ? h[3] : c[3]);
+  g = fma_float(g, t, HALF ? h[2] : c[2]);
+  g = fma_float(g, t, HALF ? h[1] : c[1]);
+  g = fma_float(g, t, HALF ? h[0] : c[0]);
   return gauss * (t * g);
 }
 ALWAYS_INLINE double NAME(erfc_double)(double size, double gauss) {
@@ -60,7 +75,8 @@ ALWAYS_INLINE NAME(jet_t) NAME(gelu)(ACC x) {
   const ACC all = x < 0 ? -x : x, size = all > GELU_ZERO(x) ? GELU_ZERO(x) : all;
   /* exp(-x^2 / 2), with the rounding error of x^2 taken into account. */
   const ACC square = size * size, low = FMA(size, size, -square);
-  const ACC rounded = NAME(exp_minus)(square / 2), gauss = FMA(rounded, low / -2, rounded);
+  const ACC rounded = NAME(exp_minus)(square / 2);
+  const ACC gauss = HALF ? rounded : FMA(rounded, low / -2, rounded);
   const ACC tail = GELU_TAIL(size, gauss), phi = x < 0 ? tail : 1 - tail;
   const ACC density = (ACC)INV_SQRT_2PI * gauss;
   return (NAME(jet_t)){x * phi, FMA(x, density, phi), density * (2 - square)};
@@ -71,3 +87,4 @@ ALWAYS_INLINE NAME(jet_t) NAME(gelu)(ACC x) {
 ALWAYS_INLINE NAME(jet_t) NAME(activation)(activation_t kind, ACC x) {
   return kind == SILU ? NAME(silu)(x) : kind == GELU ? NAME(gelu)(x) : NAME(gelu_tanh)(x);
 }
+#undef HALF

@@ -40,6 +40,18 @@ ALWAYS_INLINE float exp_scaled_float(float x) {
   return bits_float(float_bits(p) + (float_bits(shifted) << 23) + (64u << 23));
 }
 
+/* The same by 2^(x / ln 2), which takes a third fewer operations: for 16-bit results. The relative
+ * error is 2^-18.4 + 2^-24 |x| (scripts/exp2_polynomial.sollya). */
+ALWAYS_INLINE float exp_scaled_short_float(float x) {
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f); /* n in the low bits */
+  const float r = fma_float(x, 0x1.715476p0f, 0x1.8p23f - shifted);
+  float p = fma_float(r, 0x1.3a02fp-7f, 0x1.c9fc9cp-5f);
+  p = fma_float(r, p, 0x1.ec0378p-3f);
+  p = fma_float(r, p, 0x1.62e12cp-1f);
+  p = fma_float(r, p, 1.0f);
+  return bits_float(float_bits(p) + (float_bits(shifted) << 23) + (64u << 23));
+}
+
 /* float64 exists for gradcheck, which should run the real kernels. libm is fast enough for that. */
 #define EXP_UNSCALE_DOUBLE 1.0
 ALWAYS_INLINE double exp_scaled_double(double x) { return exp(x); }
