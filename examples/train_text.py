@@ -1,8 +1,8 @@
 """Trains a small GPT on text, byte by byte: python examples/train_text.py --help
 
-A pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. Its norms are this
-package's (--ops ours) or PyTorch's (--ops torch); everything else, the weights at the start and the order of the data
-included, is the same, so the two loss curves lie on each other.
+A pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. Its norms, its rotary
+embedding, its gates and its loss are this package's (--ops ours) or plain PyTorch (--ops torch); everything else, the
+weights at the start and the order of the data included, is the same, so the two loss curves lie on each other.
 
 A step's batches depend on its number alone. The checkpoint is replaced in one move, so a run that is killed at any
 moment goes on from the last one when it is started again, and ends where it would have ended.
@@ -80,53 +80,78 @@ class AddLayerNorm(nn.LayerNorm):
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": extension_cpp.nn.AddLayerNorm, "torch": AddLayerNorm}
+# rotary_embedding, swiglu and linear_cross_entropy; reference has the same functions in plain PyTorch.
+FUNCTIONS: dict[str, Any] = {"ours": extension_cpp, "torch": extension_cpp.reference}
 
 
 class Block(nn.Module):
-    """Causal attention, then a perceptron; takes and returns a branch and the residual stream, (B, T, width) each."""
+    """Causal attention, then a gated perceptron; takes and returns a branch and the residual stream, (B, T, width)
+    each."""
 
-    def __init__(self, norm: Callable[[int], nn.Module], width: int, heads: int) -> None:
+    def __init__(self, ops: str, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = norm(width), norm(width)
+        self.heads, self.functions = heads, FUNCTIONS[ops]
+        self.norm1, self.norm2 = NORMS[ops](width), NORMS[ops](width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gate_up, self.down = nn.Linear(width, 6 * width), nn.Linear(3 * width, width)
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.norm1(x, residual)
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
         )
+        query, key = self.functions.rotary_embedding(query, key, cos, sin)
         x = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x, residual = self.norm2(self.out(x.transpose(1, 2).flatten(2)), residual)
-        return self.down(functional.gelu(self.up(x))), residual
+        return self.down(self.functions.swiglu(*self.gate_up(x).chunk(2, dim=-1))), residual
+
+
+def rotations(tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles by which the pairs of a head are rotated, (tokens, width) each."""
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.outer(torch.arange(tokens), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
 
 
 class GPT(nn.Module):
     """Predicts the next byte."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, ops: str, vocabulary: int, settings: Settings) -> None:
         super().__init__()
-        width, norm = settings.width, NORMS[ops]
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(settings.context, width)
-        self.blocks = nn.ModuleList(Block(norm, width, settings.heads) for _ in range(settings.layers))
-        self.norm = norm(width)
+        width = settings.width
+        self.functions = FUNCTIONS[ops]
+        self.token = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(ops, width, settings.heads) for _ in range(settings.layers))
+        self.norm = NORMS[ops](width)
+        for name, factors in zip(("cos", "sin"), rotations(settings.context, width // settings.heads), strict=True):
+            self.register_buffer(name, factors, persistent=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 into_the_stream = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x, residual = self.position(positions).expand(*tokens.shape, -1), self.token(tokens)
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the head makes logits of, (B, T, width)."""
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        x = self.token(tokens)
+        residual = torch.zeros_like(x)
         for block in self.blocks:
-            x, residual = block(x, residual)
-        return self.head(self.norm(x, residual)[0])
+            x, residual = block(x, residual, cos, sin)
+        hidden: Tensor = self.norm(x, residual)[0]
+        return hidden
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(tokens))
+        return logits
 
     def loss(self, tokens: Tensor, following: Tensor) -> Tensor:
         """Mean cross-entropy in nats a byte."""
-        return functional.cross_entropy(self(tokens).flatten(0, 1).float(), following.flatten())
+        loss: Tensor = self.functions.linear_cross_entropy(self.hidden(tokens), self.head.weight, following)
+        return loss
 
 
 # ---- the text ----
@@ -317,7 +342,7 @@ def draw(folder: Path, settings: Settings) -> Path:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python examples/train_text.py", description=__doc__.split("\n\n", 1)[1])
-    parser.add_argument("--ops", choices=NORMS, default="ours", help="whose norms (default: ours)")
+    parser.add_argument("--ops", choices=NORMS, default="ours", help="whose functions (default: ours)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
     parser.add_argument("--steps", type=positive, default=300, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")

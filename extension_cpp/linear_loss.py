@@ -219,7 +219,7 @@ def _backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     x, linear_weight, target, linear_bias, weight, *made, reduction, _, _, _, _, _, _, _ = args
     if makes_gradients(x.dtype, reduction):
         factor = grad_out.to(torch.promote_types(x.dtype, torch.float32))
-        return tuple(torch.ops.extension_cpp.loss_scale(grad, factor) for grad in made)
+        return tuple(torch.ops.extension_cpp.cross_entropy_scale(grad, factor) for grad in made)
     options, needs = _options(args[9:13]), args[13:]
     return backward(grad_out, x, linear_weight, target, linear_bias, weight, reduction, options, needs)
 

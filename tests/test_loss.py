@@ -316,10 +316,10 @@ def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
     factor = torch.tensor(1 / 3, dtype=acc, device=device)
     for shape in [(), (0,), (1,), (1000,), (33, 70)]:
         x = torch.randn(shape, device=device, dtype=torch.float64).to(dtype)
-        y = torch.ops.extension_cpp.loss_scale(x.t() if x.dim() == 2 else x, factor)
+        y = torch.ops.extension_cpp.cross_entropy_scale(x.t() if x.dim() == 2 else x, factor)
         assert torch.equal(y, (x.to(acc) * factor).to(dtype).t() if x.dim() == 2 else (x.to(acc) * factor).to(dtype))
     with pytest.raises(RuntimeError, match="expected factor to be one number of type float"):
-        torch.ops.extension_cpp.loss_scale(torch.ones(3, dtype=dtype, device=device), factor.expand(2))
+        torch.ops.extension_cpp.cross_entropy_scale(torch.ones(3, dtype=dtype, device=device), factor.expand(2))
 
 
 def test_backward_twice(device: str) -> None:

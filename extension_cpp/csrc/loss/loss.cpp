@@ -145,8 +145,8 @@ static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
 }
 
 // x * factor, in x's type.
-static Tensor loss_scale(const Tensor &x, const Tensor &factor) {
-  const char *const op = "loss_scale";
+static Tensor cross_entropy_scale(const Tensor &x, const Tensor &factor) {
+  const char *const op = "cross_entropy_scale";
   const dtype_t dtype = check_dtype(op, "x", x);
   check_device(op, "factor", factor, "x", x);
   check_scalar(op, "factor", factor, dtype);
@@ -175,7 +175,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   m.def(
       "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, "
       "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor");
-  m.def("loss_scale(Tensor x, Tensor factor) -> Tensor");
+  m.def("cross_entropy_scale(Tensor x, Tensor factor) -> Tensor");
   // Its kernels are in linear_loss.py: matrix products are PyTorch's.
   def_with_twin(m,
                 "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
@@ -196,7 +196,7 @@ static void register_kernels(StableLibrary &m) {
   impl_with_twin(m, "cross_entropy", TORCH_BOX(&cross_entropy), TORCH_BOX(&cross_entropy_no_grad));
   impl_with_twin(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_chunk", TORCH_BOX(&cross_entropy_chunk));
-  m.impl("loss_scale", TORCH_BOX(&loss_scale));
+  m.impl("cross_entropy_scale", TORCH_BOX(&cross_entropy_scale));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
