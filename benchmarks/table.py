@@ -58,15 +58,16 @@ def _ours_and_best(found: dict[str, Any], op: str, step: str) -> str:
 
 
 def _models(found: dict[str, Any]) -> str:
-    ways = list(found["rows"][0]["figures"])
-    heads = [f"{way}, {unit}" if way == "stock" else way for unit in ("ms a step", "GB at the peak") for way in ways]
-    lines = [f"| {' | '.join(['model', 'mode', *heads])} |", "|" + "---|" * (2 + len(heads))]
+    """Beside the stock model under torch.compile, where that is there."""
+    lines = ["| model | | ms a step | GB at the peak | time | memory |", "|---|---|---|---|---|---|"]
     for row in found["rows"]:
-        figures = [row["figures"][way] for way in ways]
-        times = [f"{1e3 * figure['seconds']['median']:.1f}" for figure in figures]
-        peaks = [f"{figure['peak_bytes'] / 1e9:.1f}" for figure in figures]
-        name = f"{row['model']}, {row['batch']} x {row['tokens']}"
-        lines.append(f"| {' | '.join([name, row['mode'], *times, *peaks])} |")
+        name, figures = f"{row['model']}, {row['batch']} x {row['tokens']}", row["figures"]
+        stock = figures.get("stock compiled")
+        for way, figure in figures.items():
+            time, peak = figure["seconds"]["median"], figure["peak_bytes"]
+            ratios = [f"{time / stock['seconds']['median']:.2f}", f"{peak / stock['peak_bytes']:.2f}"] if stock else []
+            cells = [name, way, f"{1e3 * time:.1f}", f"{peak / 1e9:.1f}", *(ratios or ["", ""])]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@ import torch
 
 import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.specs import gelu
 
 
 def sample_inputs(make, shape):
@@ -25,6 +26,11 @@ def error_inputs(device):
         yield ErrorSample((x.cpu(), bias), f"{op} bias on cpu like x, but got {x.device}")
 
 
+def terms(sample):
+    x, bias = (each.detach().double() for each in sample.args[:2])
+    return gelu.terms(Sample((x + bias,)))
+
+
 SPEC = OpSpec(
     name="bias_gelu",
     function=extension_cpp.bias_gelu,
@@ -45,4 +51,5 @@ SPEC = OpSpec(
     },
     keeps_strides=True,
     launches=(1, 2),
+    terms=terms,
 )
