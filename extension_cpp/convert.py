@@ -42,7 +42,9 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
       with the formulas (of norms with weight and with 1 + weight, as Gemma's), in float32 and the half types, in
       training and evaluation, gradients too;
     * gated MLPs, ``act(gate) * up`` (swiglu, geglu), where act is such an activation or torch.nn.functional's silu or
-      gelu. The linear layers around it, packed or not, are called as before;
+      gelu. The linear layers around it, packed or not, are called as before. But where the product is all that a
+      plain torch.nn.Linear takes, in the same expression, it is not kept for backward, which makes it again: the same
+      bits, and a third less memory;
     * attention modules that call a function with "rotary" or "rope" in its name: the function is run on probes, too
       (rotary_embedding). Nothing changes for other modules that call it;
     * modules that normalize a residual sum: ``s = residual + dropout(x)`` and ``norm(s)`` (add_layer_norm,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from extension_cpp import ops
-from extension_cpp.convert_formulas import DTYPES, EPS, have_one_shape, result_dtype, run, twin_of, with_results
+from extension_cpp.convert_formulas import DTYPES, EPS, result_dtype, run, twin_of, with_results
 
 
 class Activation(NamedTuple):
@@ -24,14 +24,13 @@ class Activation(NamedTuple):
         return self.function
 
 
-# The function by the name that `changed` gives it, in float64; and the one of its product with another tensor.
+# The function by the name that `changed` gives it, in float64.
 TANH = " with approximate='tanh'"
 FUNCTIONS: dict[str, Any] = {
     "silu": lambda x: x * torch.sigmoid(x),
     "gelu": lambda x: x * 0.5 * torch.special.erfc(x * -(0.5**0.5)),
     f"gelu{TANH}": lambda x: x * torch.sigmoid((8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)),
 }
-GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}
 
 
 @torch.fx.wrap  # torch.fx records the call: it knows no dtypes
@@ -40,17 +39,6 @@ def activation(x: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, dtype))
     y = ops.silu(x) if function == "silu" else ops.gelu(x, "tanh" if TANH in function else "none")
     return y.to(dtype)
-
-
-@torch.fx.wrap
-def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
-    """``activation(gate) * up``: one kernel where it takes both, and has the dtype of the two that it replaces."""
-    same = gate.dtype is up.dtype and gate.device == up.device and have_one_shape(gate, up)
-    if not same or result_dtype(results, gate) is not gate.dtype:
-        return activation(gate, function, results) * up
-    if function == "silu":
-        return ops.swiglu(gate, up)
-    return ops.geglu(gate, up, "tanh" if TANH in function else "none")
 
 
 def may_be_activation(module: torch.nn.Module) -> bool:

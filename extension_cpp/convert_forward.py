@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from extension_cpp import convert_rotary, convert_source, nn, ops
-from extension_cpp.convert_activations import GATED, TANH, Activation, gated
+from extension_cpp.convert_activations import TANH, Activation
 from extension_cpp.convert_formulas import CONTEXTS, FormulaModule, is_formula_class
+from extension_cpp.convert_gated import GATED, GatedLinear, can_make_again, gated
 from extension_cpp.convert_loss import must_run
 from extension_cpp.convert_norms import Norm, add_norm
 from extension_cpp.convert_rewriter import Site
@@ -32,10 +33,17 @@ class RewrittenModule:
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
         """``act(gate) * up``."""
-        found = ("", ()) if not isinstance(gate, Tensor) or not isinstance(up, Tensor) else _activation(act)
-        if found[0]:
-            return gated(gate, up, *found)
+        function, results = _activation(act)
+        if function and isinstance(gate, Tensor) and isinstance(up, Tensor):
+            return gated(gate, up, function, results)
         return (_functional(act) if isinstance(act, str) else act)(gate) * up
+
+    def _extension_cpp_gated_linear(self, linear: Any, act: Any, gate: Any, up: Any) -> Any:
+        """``linear(act(gate) * up)``."""
+        function, results = _activation(act)
+        if function and can_make_again(linear, gate, up, results):
+            return GatedLinear.apply(gate, up, linear.weight, linear.bias, function)
+        return linear(self._extension_cpp_gated(act, gate, up))
 
     def _extension_cpp_add_norm(self, norm: Any, x: Any, residual: Any, dropout: Any = None) -> Any:
         """``norm(s)`` and ``s = residual + dropout(x)``."""

@@ -247,7 +247,7 @@ def must_run(head: torch.nn.Module) -> str | None:
     if "forward" in vars(head):
         return "has a forward of its own"
     hooks = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
-    return "has hooks" if any(hooks) else None
+    return "has hooks" if any(hooks) or torch.nn.modules.module._has_any_global_hook() else None
 
 
 # ---- following a model's forward ----

@@ -2,7 +2,8 @@
 
 Three things are found, each by its form, and replaced by a call of one of the module's own methods:
 
-* a gated product: ``act(gate) * up``, where act is a module (``self.act_fn``) or torch.nn.functional's silu or gelu;
+* a gated product: ``act(gate) * up``, where act is a module (``self.act_fn``) or torch.nn.functional's silu or gelu,
+  with the module that it is the input of (``self.down_proj(act(gate) * up)``);
 * a residual addition and the norm of its sum: ``s = residual + x`` followed by ``self.norm(s)``, or
   ``self.norm(residual + x)``, with the dropout of x where it comes just before;
 * the call of a function with "rotary" or "rope" in its name, with q, k, cos and sin.
@@ -125,6 +126,10 @@ class Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
+        if self.child(node.func) is not None and len(node.args) == 1 and not node.keywords:
+            (product,) = node.args
+            if isinstance(product, ast.Call) and self.child(product.func) == f"{PREFIX}gated":
+                return self.call("gated_linear", node.func, *product.args)
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if not any(part in name.lower() for part in ("rotary", "rope")) or self.value(node.func) is None:
             return node

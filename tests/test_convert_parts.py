@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import activations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import extension_cpp
-from extension_cpp import convert_rotary, convert_source, nn
+from extension_cpp import convert_gated, convert_rotary, convert_source, nn
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.convert_modules import WIDTH
@@ -177,7 +178,7 @@ def test_gated_products(name: str, calls: list[str], device: str) -> None:
     assert not left and (function is not None) == rewritten and (function or "swiglu").startswith(("swiglu", "geglu"))
     x = torch.randn(3, WIDTH, device=device)
     check_same(results(module, x), results(stock, x))
-    assert [each for each in calls if each != "dropout"] == GATED[name]
+    assert list(dict.fromkeys(each for each in calls if each != "dropout")) == GATED[name]  # twice: backward again
     assert inspect.signature(module.forward) == inspect.signature(stock.forward)
     assert module.forward.__doc__ == stock.forward.__doc__
 
@@ -219,11 +220,132 @@ def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
         each.gate = torch.nn.Sequential(each.gate, torch.nn.Tanh())
     x = torch.randn(3, WIDTH)
     check_same(results(module, x), results(stock, x))
-    assert calls == ["swiglu"]
+    assert set(calls) == {"swiglu"}
     for each in (stock, module):
         each.act = torch.nn.Tanh()
+    calls.clear()
     check_same(results(module, x), results(stock, x))
-    assert calls == ["swiglu"]
+    assert not calls
+
+
+def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
+    """The addresses of what is kept for backward."""
+    addresses = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: addresses.add(each.data_ptr()) or each.detach(), id):
+        y = module(x)
+    del y
+    return addresses
+
+
+@pytest.fixture
+def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The activations of the products that are not kept."""
+    found: list[str] = []
+    apply = convert_gated.GatedLinear.apply
+    monkeypatch.setattr(convert_gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("act", ["silu", "gelu", TANH])
+def test_gated_product_is_made_again(act: str, dtype: torch.dtype, device: str, made_again: list[str]) -> None:
+    """Backward has the same bits as with the product kept, and one tensor less is kept."""
+    module = convert_modules.MLP().to(device, dtype)
+    module.act = torch.nn.SiLU() if act == "silu" else torch.nn.GELU("tanh" if act == TANH else "none")
+    module.down = torch.nn.Linear(WIDTH, WIDTH, bias=act == "silu", device=device, dtype=dtype)
+    convert(module)
+    kept = copy.deepcopy(module)
+    kept.down.register_forward_pre_hook(lambda *_: None)  # so it is called
+    x = torch.randn(2, 3, WIDTH, device=device, dtype=dtype)
+    for got, want in zip(results(module, x), results(kept, x), strict=True):
+        assert got.dtype is want.dtype and torch.equal(got, want)
+    assert made_again == [act]
+    assert len(saved_by(kept, x)) - len(saved_by(module, x)) == 1
+
+
+def test_second_order_of_a_product_made_again(device: str, made_again: list[str]) -> None:
+    for make in (convert_modules.MLP, convert_modules.Functional, convert_modules.FunctionalTanh):
+        stock = make().to(device, torch.float64)
+        module = copy.deepcopy(stock)
+        convert(module)
+        leaves = (torch.randn(3, WIDTH, dtype=torch.float64, device=device, requires_grad=True), *module.parameters())
+        found = []
+        for each in (module, stock):
+            leaves = (leaves[0], *each.parameters())
+            grads = torch.autograd.grad(each(leaves[0]).square().sum(), leaves, create_graph=True)
+            found.append(torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves))
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert len(made_again) == 3
+
+
+def test_product_made_again_under_checkpoint(device: str, made_again: list[str]) -> None:
+    module = convert_modules.MLP().to(device)
+    convert(module)
+    x = torch.randn(3, WIDTH, device=device)
+    plain = results(module, x)
+    for reentrant in (True, False):
+        again = functools.partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=reentrant)
+        leaf = x.clone().requires_grad_()
+        y = again(leaf)
+        weights = torch.linspace(0.5, 1.5, y.numel(), device=device).reshape(y.shape)
+        (y * weights).sum().backward()
+        got = [y.detach(), leaf.grad, *(each.grad for each in module.parameters())]
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+        module.zero_grad()
+    assert len(made_again) == 1 + 2 + 1  # a reentrant one runs without gradients at first
+
+
+def _patch(name: str) -> Callable[[Any, pytest.MonkeyPatch], Any]:
+    original = torch.nn.functional.linear
+    return lambda _, monkeypatch: monkeypatch.setattr(name, lambda *args: original(*args) * 2)
+
+
+KEPT: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+    **{way: lambda linear, _, put=put: put(linear) for way, put in WAYS.items()},
+    "a frozen weight": lambda linear, _: linear.weight.requires_grad_(False),
+    "a function patched": _patch("torch.nn.functional.linear"),
+    "a tensor subclass": lambda linear, _: vars(linear)["_parameters"].update(
+        weight=torch.nn.Parameter(linear.weight.detach().as_subclass(type("Own", (Tensor,), {})))
+    ),
+}
+
+
+@pytest.mark.parametrize("way", KEPT)
+def test_where_a_linear_layer_keeps_its_product(
+    way: str, made_again: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = convert_modules.MLP()
+    module = copy.deepcopy(stock)
+    convert(module)
+    x = torch.randn(3, WIDTH)
+    KEPT[way](stock.down, monkeypatch)
+    KEPT[way](module.down, monkeypatch)
+    y = module(x)
+    torch.testing.assert_close(*(each.as_subclass(Tensor) for each in (y, stock(x))), rtol=0, atol=64 * EPS)
+    assert y.requires_grad and not made_again
+
+
+def test_where_nothing_is_made_again(made_again: list[str]) -> None:
+    """Without gradients, under autocast, in a graph, and in a transform of torch.func."""
+    stock = convert_modules.MLP()
+    module = copy.deepcopy(stock)
+    convert(module)
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():
+        module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x).dtype is torch.bfloat16
+        gated = copy.deepcopy(module)
+        gated.gate, gated.up = torch.nn.Identity(), torch.nn.Identity()  # which leave float32
+        gated(x).float().sum().backward()
+    check_same(results(torch.compile(module, backend="aot_eager"), x), results(stock, x))
+    torch.export.export(module, (x,))
+    torch.jit.trace(module, (x,))
+    parameters = dict(module.named_parameters())
+    loss = lambda parameters, x: torch.func.functional_call(module, parameters, (x,)).sum()  # noqa: E731
+    grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
+    assert grads["down.weight"].shape == (3, WIDTH, WIDTH)
+    assert not made_again
 
 
 # ---- residual additions ----

@@ -1,0 +1,89 @@
+"""The part of nn.convert that runs gated products, and the linear layer that takes one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from extension_cpp import ops
+from extension_cpp.autograd import is_recorded
+from extension_cpp.convert_activations import TANH, activation
+from extension_cpp.convert_formulas import context_of, have_one_shape, result_dtype
+from extension_cpp.convert_loss import must_run
+
+# The name that `changed` gives to the product with an activation, by the activation's.
+GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}
+
+_linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # as they were, whoever patches them
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
+    """``activation(gate) * up``: one kernel where it takes both, and has the dtype of the two that it replaces."""
+    if _is_one_kernel(gate, up, results):
+        return _product(gate, up, function)
+    return activation(gate, function, results) * up
+
+
+def _is_one_kernel(gate: Tensor, up: Tensor, results: tuple[str, ...]) -> bool:
+    same = gate.dtype is up.dtype and gate.device == up.device and have_one_shape(gate, up)
+    return same and result_dtype(results, gate) is gate.dtype
+
+
+def _product(gate: Tensor, up: Tensor, function: str) -> Tensor:
+    return ops.swiglu(gate, up) if function == "silu" else ops.geglu(gate, up, "tanh" if TANH in function else "none")
+
+
+def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) -> bool:
+    """Whether GatedLinear computes what linear would of the product, and less is kept for it.
+
+    Only where linear is PyTorch's own, as it was made, and runs now: not where a graph records it (a compiler decides
+    itself what it makes again), under autocast, or with a weight that gets no gradient, for which nothing is kept.
+    """
+    if torch.compiler.is_compiling() or is_recorded() or torch._C._are_functorch_transforms_active():
+        return False
+    if type(linear) is not torch.nn.Linear or must_run(linear) is not None:
+        return False
+    if torch.nn.functional.linear is not _linear or torch.nn.Linear.forward is not _linear_forward:
+        return False
+    weight, bias = linear.weight, linear.bias
+    kinds = [type(each) for each in (gate, up, weight) if each is not None]
+    if any(kind not in (Tensor, torch.nn.Parameter) for kind in kinds) or not torch.is_grad_enabled():
+        return False
+    if not weight.requires_grad or (bias is not None and type(bias) not in (Tensor, torch.nn.Parameter)):
+        return False
+    if gate.layout is not torch.strided or gate.is_nested:
+        return False
+    return context_of(gate.device.type) == 0 and _is_one_kernel(gate, up, results)
+
+
+class GatedLinear(torch.autograd.Function):
+    """``linear(act(gate) * up, weight, bias)``, which keeps gate, up and weight for backward.
+
+    PyTorch would keep the product, too, for the weight's gradient: a third of what a gated MLP keeps. A kernel makes it
+    again from the two others in a small part of the time of a matrix product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.function = function
+        return torch.nn.functional.linear(_product(gate, up, function), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = grad_out.reshape(-1, grad_out.shape[-1])
+        grad_gate = grad_up = grad_weight = grad_bias = None
+        if needs_weight:
+            grad_weight = rows.t() @ _product(gate, up, ctx.function).reshape(-1, weight.shape[1])
+        if needs_bias:
+            grad_bias = rows.sum(0)
+        if needs_gate or needs_up:
+            of_product = grad_out @ weight
+            if ctx.function == "silu":
+                grad_gate, grad_up = ops._ops.swiglu_backward(of_product, gate, up)
+            else:
+                grad_gate, grad_up = ops._ops.geglu_backward(of_product, gate, up, TANH in ctx.function)
+        return grad_gate, grad_up, grad_weight, grad_bias, None
