@@ -12,7 +12,9 @@ import argparse
 import hashlib
 import math
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -222,13 +224,14 @@ class Training:
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         self.losses: list[float] = []
+        self.seconds: list[float] = []  # of the steps of this run
         self.validation: dict[int, float] = {}  # by step
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.settings.device, torch.bfloat16)
 
     def step(self) -> None:
-        number, settings = len(self.losses), self.settings
+        number, settings, began = len(self.losses), self.settings, time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * min((number + 1) / WARMUP, 1.0) * self.decay(number)
         total = torch.zeros((), device=settings.device)
@@ -240,7 +243,8 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(total.item())
+        self.losses.append(total.item())  # waits for the GPU
+        self.seconds.append(time.perf_counter() - began)
 
     def decay(self, number: int) -> float:
         """A cosine from 1 to 0.1."""
@@ -392,6 +396,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 training.validate()
                 training.save(checkpoint)
             progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
+    if training.seconds:
+        console.print(f"{1e3 * statistics.median(training.seconds):.1f} ms a step, the median", highlight=False)
     for step, loss in training.validation.items():
         console.print(
             f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}", highlight=False

@@ -118,8 +118,8 @@ struct LayerNorm {
     }
   };
 
-  // Of the parts that 16 neighbouring lanes have, each of `count` elements. Means are rounded: where
-  // they are large beside the deviations, what is lost by that counts.
+  // Of the parts that 16 neighbouring lanes have, each of `count` elements. Means are rounded, and
+  // where they are large beside the deviations, what is lost by that counts.
   template <typename A>
   __device__ static Moments<A> join(const Moments<A> &part, A count, A per_element) {
     Moments<A> all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};
