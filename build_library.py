@@ -7,7 +7,7 @@ Environment variables:
   USE_CUDA              0: CPU only; 1: CUDA is required; unset: CUDA if nvcc is found
   TORCH_CUDA_ARCH_LIST  "7.5;9.0+PTX", "Turing;Hopper", or "native" (the GPU of this machine, without one 9.0+PTX);
                         unset: every architecture from 7.5 up that nvcc knows, PTX for the newest
-  DEBUG                 1: -O0 -g, and -lineinfo for CUDA
+  DEBUG                 1: -O0 -g, and -lineinfo for CUDA; C for the baseline instruction set alone
   VERBOSE               1: names what is compiled, also where the output is not a terminal
   MAX_JOBS              compilations at a time
   CC, CXX, NVCC         the compilers
@@ -215,7 +215,8 @@ def write_ninja(folder: Path) -> None:
         )
     debug = os.environ.get("DEBUG", "0") == "1"
     optimise = ["-O0", "-g"] if debug else ["-O3"]
-    levels = X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
+    levels = X86_LEVELS if platform.machine() == "x86_64" and not debug else {"baseline": []}
+    only = ["-DCPU_BASELINE_ONLY"] if debug else []
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
@@ -230,7 +231,7 @@ def write_ninja(folder: Path) -> None:
         nvcc, toolkit = nvcc_command(nvcc, cxx, debug, archs)
         link += toolkit
     commands = {
-        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, include) + " -MMD",
+        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " -MMD",
         "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, optimise, include, shim) + " -MMD",
         "nvcc": quote(nvcc or [], optimise, include) + " -MD",
     }

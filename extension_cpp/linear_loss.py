@@ -22,7 +22,9 @@ from extension_cpp.autograd import TWIN, library_for
 # chunk but the first rounds the sum that is the weight's gradient once more.
 CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
-ALIGNMENT = 16  # bytes: where rows of logits begin at other addresses, cuBLAS takes kernels of a sixth of the speed
+ALIGNMENT = (
+    16  # bytes: where the classes do not fill a whole number of them, cuBLAS takes kernels of a sixth of the speed
+)
 
 # Of cross_entropy: ignore_index, label_smoothing, z_loss, softcap.
 Options = tuple[int, float, float, float | None]
@@ -51,37 +53,6 @@ def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
     return reduction > 0 and dtype is not torch.float16
 
 
-class Gradients:
-    """The gradients of x (as rows), linear_weight and linear_bias, chunk by chunk; empty where not needed."""
-
-    def __init__(self, rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, needs: Sequence[bool]) -> None:
-        self.rows, self.linear_weight, self.linear_bias = rows, linear_weight, linear_bias
-        self.needs_x, self.needs_weight, self.needs_bias = needs
-        self.x = torch.empty_like(rows) if self.needs_x else rows.new_empty(0)
-        self.weight = linear_weight.new_empty(linear_weight.shape if self.needs_weight else 0)
-        if self.needs_weight and rows.shape[0] == 0:
-            self.weight.zero_()
-        acc = torch.promote_types(rows.dtype, torch.float32)
-        self.bias_sum = rows.new_zeros(linear_weight.shape[0] if self.needs_bias else 0, dtype=acc)
-
-    def add(self, part: slice, gradient: Tensor) -> None:
-        """From the gradient of the logits of a chunk, padded as these are."""
-        if self.needs_bias:
-            sums = torch.ops.extension_cpp.reduce_sum_no_grad(gradient, (0,))
-            self.bias_sum += sums[: self.linear_weight.shape[0]]
-        gradient = gradient[:, : self.linear_weight.shape[0]]
-        if self.needs_x:
-            torch.mm(gradient, self.linear_weight, out=self.x[part])
-        if self.needs_weight and part.start == 0:
-            torch.mm(gradient.t(), self.rows[part], out=self.weight)
-        elif self.needs_weight:
-            self.weight.addmm_(gradient.t(), self.rows[part])
-
-    def results(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        like = self.linear_weight if self.linear_bias is None else self.linear_bias
-        return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(like.dtype)
-
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
@@ -89,8 +60,9 @@ def _rows(x: Tensor) -> Tensor:
 class Logits:
     """The logits of a chunk at a time, always in the same memory.
 
-    Each row is padded to whole ALIGNMENTs by logits of -inf, which have no part in the sum of exponentials, and
-    gradient 0. Smoothing, class weights and softcap would give them one: there rows are not padded.
+    The classes are padded to whole ALIGNMENTs, with weights of 0. Their logits are then set to -inf, which have no part
+    in the sum of exponentials, and gradient 0. Smoothing, class weights and softcap would give them one: there nothing
+    is padded. Nor is it for less than a TILE of rows, where the copy of the weights would take longest.
     """
 
     def __init__(
@@ -104,25 +76,59 @@ class Logits:
     ) -> None:
         ignore_index, label_smoothing, _, softcap = options
         self.rows, self.linear_weight, self.linear_bias, self.labels = rows, linear_weight, linear_bias, labels
-        self.classes = width = linear_weight.shape[0]
-        if weight is None and label_smoothing == 0 and softcap is None:
-            elements = ALIGNMENT // rows.element_size()
-            width = -(-self.classes // elements) * elements
-        if width > self.classes:  # a target of the padding is no class
+        self.classes = linear_weight.shape[0]
+        is_plain = weight is None and label_smoothing == 0 and softcap is None
+        padding = -self.classes % (ALIGNMENT // rows.element_size())
+        if padding and is_plain and rows.shape[0] >= TILE:
+            self.linear_weight = torch.nn.functional.pad(linear_weight, (0, 0, 0, padding))
+            if linear_bias is not None:
+                self.linear_bias = torch.nn.functional.pad(linear_bias, (0, padding))
+            # A target of the padding is no class.
             is_meant = (labels < self.classes) | (labels == ignore_index)
             self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
+        width = self.linear_weight.shape[0]
         self.parts = list(chunks(rows, width))
         self.memory = rows.new_empty(self.parts[0].stop if self.parts else 0, width)
 
     def of(self, part: slice) -> Tensor:
-        logits = self.memory[: part.stop - part.start]
-        logits[:, self.classes :] = -math.inf
-        out, weight = logits[:, : self.classes], self.linear_weight.t()
+        logits, weight = self.memory[: part.stop - part.start], self.linear_weight.t()
         if self.linear_bias is None:
-            torch.mm(self.rows[part], weight, out=out)
+            torch.mm(self.rows[part], weight, out=logits)
         else:
-            torch.addmm(self.linear_bias, self.rows[part], weight, out=out)
+            torch.addmm(self.linear_bias, self.rows[part], weight, out=logits)
+        logits[:, self.classes :] = -math.inf
         return logits
+
+
+class Gradients:
+    """The gradients of x (as rows), linear_weight and linear_bias, chunk by chunk; empty where not needed."""
+
+    def __init__(self, chunk: Logits, linear_weight: Tensor, linear_bias: Tensor | None, needs: Sequence[bool]) -> None:
+        rows = chunk.rows
+        self.rows, self.padded_weight, self.classes = rows, chunk.linear_weight, chunk.classes
+        self.needs_x, self.needs_weight, self.needs_bias = needs
+        self.x = torch.empty_like(rows) if self.needs_x else rows.new_empty(0)
+        self.weight = linear_weight.new_empty(linear_weight.shape if self.needs_weight else 0)
+        if self.needs_weight and rows.shape[0] == 0:
+            self.weight.zero_()
+        acc = torch.promote_types(rows.dtype, torch.float32)
+        self.bias_sum = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=acc)
+        self.bias_dtype = (linear_weight if linear_bias is None else linear_bias).dtype
+
+    def add(self, part: slice, gradient: Tensor) -> None:
+        """From the gradient of the logits of a chunk, padded as these are."""
+        if self.needs_bias:
+            self.bias_sum += torch.ops.extension_cpp.reduce_sum_no_grad(gradient, (0,))[: self.classes]
+        if self.needs_x:
+            torch.mm(gradient, self.padded_weight, out=self.x[part])
+        gradient = gradient[:, : self.classes]
+        if self.needs_weight and part.start == 0:
+            torch.mm(gradient.t(), self.rows[part], out=self.weight)
+        elif self.needs_weight:
+            self.weight.addmm_(gradient.t(), self.rows[part])
+
+    def results(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(self.bias_dtype)
 
 
 def forward(
@@ -138,12 +144,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ops = torch.ops.extension_cpp
     rows, labels = _rows(x), target.reshape(-1).contiguous()
-    gradients = Gradients(rows, linear_weight, linear_bias, needs)
+    chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
+    gradients = Gradients(chunk, linear_weight, linear_bias, needs)
     losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     scale = losses.new_ones(1)
     if reduction == 1:
         scale = total_weight(labels, linear_weight.shape[0], weight, options[0], losses).reciprocal()
-    chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
     for part in chunk.parts:
         logits = chunk.of(part)
         if any(needs):
@@ -180,8 +186,8 @@ def backward(
         if reduction == 1:
             grads = grads / total_weight(labels, linear_weight.shape[0], weight, ignore_index, grads)
         grads = grads.expand(rows.shape[0])
-    gradients = Gradients(rows, linear_weight, linear_bias, needs)
     chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
+    gradients = Gradients(chunk, linear_weight, linear_bias, needs)
     for part in chunk.parts:
         logits = chunk.of(part)
         row_options = chunk.labels[part], weight, ignore_index, 0, *others

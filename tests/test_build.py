@@ -258,6 +258,8 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
         command = re.search(rf"^rule {rule}\n  command = (.*)", text, re.MULTILINE)[1]
         assert ("-O0 -g" in command) is (debug == "1") and ("-O3" in command) is (debug == "0")
     assert f"debug={debug}" in text
+    levels = [*build_library.X86_LEVELS] if build_library.platform.machine() == "x86_64" else ["baseline"]
+    assert f"cpu={','.join(levels if debug == '0' else levels[:1])} " in text
 
 
 def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):

@@ -1,16 +1,20 @@
-"""The C kernels without torch: tests/c as one program, at every instruction set, plain and under sanitizers.
+"""The C kernels without torch: tests/c as one program, plain at every instruction set, and under sanitizers.
+
+Sanitizers look at the instruction set that runs here, the slow tier at every one: compiling them takes minutes.
 
 The program is linked like the library, the plain one of the library's own objects: every kernel once per instruction
 set, and common/cpu_level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only its cpu_should_stream is put aside for one
 that the tests set.
 """
 
+import ctypes
 import functools
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +24,8 @@ import build_library
 
 SOURCES = Path(__file__).parent / "c"
 LEVELS = build_library.X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
+# Behind the flags of sanitizers, it takes them back.
+PLAIN = ["-O3", "-fno-sanitize=all"]
 BUILDS = {
     "plain": ["-O3"],
     # -Og keeps the source's loads and stores, and compiles in less time than -O1. null and object-size, a third of that
@@ -79,12 +85,21 @@ def library_objects() -> Path | None:
     return folder if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout else None
 
 
-def compile_program(build: str, folder: Path) -> Path:
+@functools.cache
+def level_here() -> str:
+    level = ctypes.CDLL(str(build_library.CSRC.parent / build_library.LIBRARY)).extension_cpp_cpu_level
+    level.restype = ctypes.c_char_p
+    return level().decode()
+
+
+def compile_program(build: str, folder: Path, levels: Collection[str]) -> Path:
+    """With the flags of `build` at these levels, and at the others those of the library."""
     compiler = build_library.compiler("CC", "cc", "gcc")
     include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
-    flags = [*compiler, *build_library.c_flags(compiler), *build_library.COMMON_FLAGS, *BUILDS[build]]
+    common = [*compiler, *build_library.c_flags(compiler), *build_library.COMMON_FLAGS]
+    flags = [*common, *BUILDS[build]]
     commands, objects = [], []
-    built = library_objects() if build == "plain" else None
+    built = library_objects()
 
     def add(source: Path, name: str, extra: list[str]) -> None:
         objects.append(str(folder / f"{name}.o"))
@@ -92,10 +107,12 @@ def compile_program(build: str, folder: Path) -> Path:
 
     for source in [*sorted(build_library.CSRC.rglob("*_cpu.c")), SOURCES / "probe_cpu.c"]:
         for level, level_flags in LEVELS.items():
-            if built and source.is_relative_to(build_library.CSRC):
+            is_plain = build == "plain" or level not in levels
+            if is_plain and built and source.is_relative_to(build_library.CSRC):
                 objects.append(str(built / level / f"{source.relative_to(build_library.CSRC)}.o"))
             else:
-                add(source, f"{source.stem}.{level}", [*level_flags, f"-DCPU_LEVEL_{level.upper()}"])
+                extra = [*level_flags, f"-DCPU_LEVEL_{level.upper()}", *(PLAIN if is_plain else [])]
+                add(source, f"{source.stem}.{level}", extra)
     for source in [SOURCES / "check.c", *sorted(SOURCES.glob("test*.c"))]:
         add(source, source.stem, ["-O2"])
     add(build_library.CSRC / "common/cpu_math.c", "cpu_math", [])
@@ -112,12 +129,16 @@ def compile_program(build: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory):
+def run(tmp_path_factory, pytestconfig):
     """run(build, level, test, step): what the program prints; built once a session, run at all levels at once."""
 
     @functools.cache
+    def levels(build: str) -> list[str]:
+        return [*LEVELS] if build == "plain" or pytestconfig.getoption("--slow") else [level_here()]
+
+    @functools.cache
     def program(build: str) -> Path:
-        return compile_program(build, tmp_path_factory.mktemp(f"c_{build}"))
+        return compile_program(build, tmp_path_factory.mktemp(f"c_{build}"), levels(build))
 
     def at_level(build: str, level: str, test: str, step: int) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
@@ -127,9 +148,12 @@ def run(tmp_path_factory):
     def at_all_levels(build: str, test: str, step: int) -> dict[str, subprocess.CompletedProcess[str]]:
         program(build)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return dict(zip(LEVELS, pool.map(lambda level: at_level(build, level, test, step), LEVELS), strict=True))
+            there = levels(build)
+            return dict(zip(there, pool.map(lambda level: at_level(build, level, test, step), there), strict=True))
 
     def checked(build: str, level: str, test: str, step: int) -> str:
+        if level not in levels(build):
+            pytest.skip("slow tier: sanitizers look at the instruction set that runs here")
         picked = at_all_levels(build, "level", 0)[level]
         assert picked.returncode == 0, picked.stdout + picked.stderr
         if picked.stdout.strip() != level:

@@ -95,7 +95,9 @@ def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "qwen3"))]
+)
 def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
     stock = make(name, device=device)
     inputs = make_inputs(stock)
@@ -109,8 +111,9 @@ def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
     assert compiled(**inputs).logits.shape == (2, 16, 61), "the output layer still keeps its input"
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [pytest.param("logits", marks=pytest.mark.slow), "linear"])
 def test_compiled_by_inductor(loss: str, device: str) -> None:
+    """test_convert.py compiles a model with its logits."""
     stock = make("gemma3", device=device)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)

@@ -175,7 +175,7 @@ def test_in_bfloat16(name: str, device: str) -> None:
     assert 0 < errors[1] <= 1.25 * errors[0], errors
 
 
-COMPILED = ["llama", "phi3", "gemma3", "glm", "modernbert", "t5", "vit"]
+COMPILED = ["llama", "phi3", "gemma3", "glm", "modernbert", "vit", pytest.param("t5", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("name", COMPILED)

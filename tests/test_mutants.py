@@ -9,7 +9,6 @@ Only the objects that see the change are compiled, at the instruction set that r
 the last build. Mutants of CUDA code need a GPU, one of a test of the slow tier needs --slow.
 """
 
-import ctypes
 import dataclasses
 import json
 import re
@@ -25,7 +24,7 @@ import torch
 
 import build_library
 import extension_cpp
-from tests.test_c import build_folder
+from tests.test_c import build_folder, level_here
 from tests.test_docs import ROOT, blocks
 
 SLOW = "test_more_than_two_to_the_31_elements"
@@ -68,9 +67,7 @@ def ninja(tool: str) -> str:
 
 def objects_of(mutant: Mutant) -> list[str]:
     """The objects that see the change: of the op's folder, and of the instruction set that runs here."""
-    level = ctypes.CDLL(str(extension_cpp.LIBRARY)).extension_cpp_cpu_level
-    level.restype = ctypes.c_char_p
-    others = set(build_library.X86_LEVELS) - {level().decode()}
+    others = set(build_library.X86_LEVELS) - {level_here()}
     folder = mutant.file.parent.name
     if folder == "common":
         shims = build_library.CSRC.glob("*/*.cpp")

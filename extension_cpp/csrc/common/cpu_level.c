@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(CPU_BASELINE_ONLY)
 #include <cpuid.h>
 #endif
 
@@ -20,7 +20,7 @@ const char *cpu_level_name(cpu_level_t level) {
 }
 
 static cpu_level_t detect(void) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(CPU_BASELINE_ONLY)
   __builtin_cpu_init();
   unsigned eax, ebx, ecx = 0, edx;
   /* clang 14 does not know the name "f16c", so this reads cpuid: leaf 1, ecx bit 29. */

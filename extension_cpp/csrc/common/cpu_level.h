@@ -2,7 +2,8 @@
  * CPU_ENTRY at the end of the file gives each level's object a symbol of its own, and the baseline
  * object also the public symbol, which picks a level at run time.
  *
- *   baseline  SSE2, which every x86-64 has. Elsewhere the only level, the compiler's default
+ *   baseline  SSE2, which every x86-64 has. Elsewhere the only level, the compiler's default; so it
+ *             is in a debug build (CPU_BASELINE_ONLY), which compiles in a third of the time
  *   v3        AVX2, FMA, F16C
  *   v4        AVX-512 F, BW, VL, DQ
  *
@@ -48,7 +49,7 @@ int cpu_should_stream(int64_t bytes);
   }
 #if defined(CPU_LEVEL_V3) || defined(CPU_LEVEL_V4)
 #define CPU_ENTRY(name, args_type) CPU_ENTRY_LEVEL(name, args_type)
-#elif defined(__x86_64__)
+#elif defined(__x86_64__) && !defined(CPU_BASELINE_ONLY)
 #define CPU_ENTRY(name, args_type)                                  \
   CPU_ENTRY_LEVEL(name, args_type)                                  \
   void name##_v3(int64_t begin, int64_t end, void *args);           \
