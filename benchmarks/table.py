@@ -19,6 +19,8 @@ def table(path: Path) -> str:
         return host.markdown(path)
     if path.stem.startswith("models-"):
         return _models(json.loads(path.read_text()))
+    if path.stem.startswith("linear-loss-"):
+        return _linear_loss(json.loads(path.read_text()))
     found = results.read(path)
     about = found["machine"]
     lines = [
@@ -58,16 +60,30 @@ def _ours_and_best(found: dict[str, Any], op: str, step: str) -> str:
 
 
 def _models(found: dict[str, Any]) -> str:
-    """Beside the stock model under torch.compile, where that is there."""
-    lines = ["| model | | ms a step | GB at the peak | time | memory |", "|---|---|---|---|---|---|"]
+    """With ratios to the stock model under torch.compile, where that is there."""
+    compared = all("stock compiled" in row["figures"] for row in found["rows"])
+    heads = ["model", "", "ms a step", "GB at the peak", *(["time", "memory"] if compared else [])]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in found["rows"]:
         name, figures = f"{row['model']}, {row['batch']} x {row['tokens']}", row["figures"]
-        stock = figures.get("stock compiled")
         for way, figure in figures.items():
             time, peak = figure["seconds"]["median"], figure["peak_bytes"]
-            ratios = [f"{time / stock['seconds']['median']:.2f}", f"{peak / stock['peak_bytes']:.2f}"] if stock else []
-            cells = [name, way, f"{1e3 * time:.1f}", f"{peak / 1e9:.1f}", *(ratios or ["", ""])]
+            cells = [name, way, f"{1e3 * time:.1f}", f"{peak / 1e9:.1f}"]
+            if compared:
+                stock = figures["stock compiled"]
+                cells += [f"{time / stock['seconds']['median']:.2f}", f"{peak / stock['peak_bytes']:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _linear_loss(found: dict[str, Any]) -> str:
+    figures = found["figures"]
+    products = figures["products"]["seconds"]["median"]
+    lines = ["| | ms | beside the products | GB beyond inputs and gradients |", "|---|---|---|---|"]
+    for name, figure in figures.items():
+        time = figure["seconds"]["median"]
+        cells = [name, f"{1e3 * time:.1f}", f"{time / products:.2f}", f"{figure['extra_bytes'] / 1e9:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -65,7 +65,7 @@ def anchors(document: Path) -> set[str]:
     "results", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem
 )
 def test_performance_tables_are_those_of_the_results(results: Path) -> None:
-    text = "".join((ROOT / "docs" / name).read_text() for name in ("performance.md", "performance_tables.md"))
+    text = "".join(path.read_text() for path in (ROOT / "docs").glob("performance*.md"))
     assert table(results) in text, f"python -m benchmarks.table {results}"
 
 
