@@ -7,12 +7,14 @@ and training state, wherever in the model and under however many names it is reg
 import functools
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from extension_cpp import convert_activations, convert_forward, convert_loss, convert_norms, info, nn
+from extension_cpp.convert_choice import Choice
 from extension_cpp.convert_formulas import (
     DTYPES,
     Formula,
@@ -30,7 +32,14 @@ class Converted(NamedTuple):
     left: dict[str, str]  # why
 
 
-def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
+def convert(
+    model: torch.nn.Module,
+    loss: str = "logits",
+    *,
+    only: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] = (),
+    dry_run: bool = False,
+) -> Converted:
     """Makes a transformer run on this package's ops, in place: all of them that its modules can call.
 
     Changed are, and ``changed`` says by which function:
@@ -75,6 +84,10 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
         model: any module, compiled, on any device and dtype, also on meta; it may be a norm itself.
         loss: "logits" or "linear": from what a causal language model's loss is computed. "linear" keeps the scale and
             the softcap of the logits (Granite, Cohere, Gemma) that the model has at the time of this call.
+        only, skip: what alone to change, and what not to: functions as ``changed`` names them ("dropout"), and patterns
+            of module names in the sense of fnmatch ("lm_head", "model.layers.0.*"). The fused functions need the
+            simple ones: add_rms_norm runs in place of a norm that is changed to rms_norm, swiglu of a silu module.
+        dry_run: return what would be changed, and change nothing.
 
     Returns:
         Two dicts by module name, the first name of one that has several: ``changed``, the function that each module
@@ -90,23 +103,27 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.
-        ValueError: ``loss`` is neither "logits" nor "linear".
+        ValueError: ``loss`` is neither "logits" nor "linear"; ``only`` or ``skip`` has a word that is no function and
+            matches no module's name.
 
-    What torch.compile compiled before is dropped if anything changed (torch.compiler.reset), as it holds the old code.
+    Dropouts draw other masks than PyTorch's from the same seed; ``skip="dropout"`` keeps PyTorch's. What torch.compile
+    compiled before is dropped if anything changed (torch.compiler.reset), as it holds the old code.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got {type(model)}")
     if loss not in ("logits", "linear"):
         raise ValueError(f"extension_cpp.nn.convert: expected loss to be 'logits' or 'linear', but got {loss!r}")
-    result = Converted({}, {})
+    choice, result = Choice(only, skip, model), Converted({}, {})
     losses: list[tuple[str, torch.nn.Module, convert_loss.Plan | None]] = []
     classes: dict[torch.nn.Module, type] = {}
     recognised: dict[Any, Formula | str] = {}
-    modules = list(model.named_modules())
+    modules = [(name, module) for name, module in model.named_modules() if choice.may_change(name)]
     for name, module in modules:
         if convert_loss.is_causal_lm(module):
             is_replaced, plan, reason = convert_loss.decide(module, loss == "linear", _obstacle)
-            if is_replaced or plan is not None:
+            head = "" if plan is None else f"{name}.{plan.head}".lstrip(".")
+            function = "cross_entropy" if plan is None else "linear_cross_entropy"
+            if is_replaced and choice.wants(name, function) and (plan is None or choice.wants(head, function)):
                 losses.append((name, module, plan))
             if reason is not None:
                 result.left[name] = f"{_class_name(module)}: {reason}"
@@ -114,26 +131,30 @@ def convert(model: torch.nn.Module, loss: str = "logits") -> Converted:
             continue
         kind = _obstacle(module) or _class_for(module, recognised)
         if isinstance(kind, type):
-            classes[module] = kind
+            if choice.wants(name, _function(kind)):
+                classes[module] = kind
         elif _is_asked_for(module) and ".parametrizations." not in f".{name}":
             result.left[name] = f"{_class_name(module)}: {kind}"
     changes = [(name, module, found, _function(found)) for name, module in modules if (found := classes.get(module))]
-    changes += _rewritten(modules, classes, result)
-    for name, module, plan in losses:
-        convert_loss.apply(module, plan)
+    changes += _rewritten(modules, classes, choice, result)
+    for name, _, plan in losses:
         result.changed[name] = "cross_entropy" if plan is None else "linear_cross_entropy"
         if plan is not None:
             result.changed[f"{name}.{plan.head}".lstrip(".")] = "linear_cross_entropy"
-    for name, module, found, function in changes:
+    result.changed.update((name, function) for name, _, _, function in changes)
+    if dry_run:
+        return result
+    for _, module, plan in losses:
+        convert_loss.apply(module, plan)
+    for _, module, found, _ in changes:
         vars(module).pop("forward", None)  # its class's own, which would stand before the new class's
         module.__class__ = found
-        result.changed[name] = function
     _forget_what_was_compiled(result)
     return result
 
 
 def _rewritten(
-    modules: list[tuple[str, torch.nn.Module]], classes: dict[torch.nn.Module, type], result: Converted
+    modules: list[tuple[str, torch.nn.Module]], classes: dict[torch.nn.Module, type], choice: Choice, result: Converted
 ) -> list[tuple[str, torch.nn.Module, type, str]]:
     """The modules whose forward is rewritten, with their classes, and what they call then."""
     changes = []
@@ -142,7 +163,9 @@ def _rewritten(
             continue
         if convert_loss.is_model(module) or _obstacle(module) is not None:
             continue
-        decision = convert_forward.decide(module, lambda child: classes.get(child, type(child)))
+        decision = convert_forward.decide(
+            module, lambda child: classes.get(child, type(child)), functools.partial(choice.wants, name)
+        )
         if decision.made is not None:
             changes.append((name, module, decision.made, decision.functions))
         if decision.reasons:
@@ -222,6 +245,8 @@ def _called_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)) or "norm" in _class_name(module).lower()
 
 
+SHARDING = "fully_shard, parallelize_module or distribute_module"  # what makes DTensors of parameters
+
 # Recognised by their class alone, and reported where they are left.
 KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
 
@@ -249,7 +274,8 @@ def _obstacle(module: torch.nn.Module) -> str | None:
         tensors["weight"] = module.weight
     for name, parameter in tensors.items():
         if type(parameter) not in (torch.nn.Parameter, Tensor):
-            return f"its {name} is a {type(parameter).__name__}, not a plain tensor"
+            reason = f"its {name} is a {type(parameter).__name__}, not a plain tensor"
+            return f"{reason}; convert the model before {SHARDING}" if "DTensor" in reason else reason
         if parameter.dtype not in DTYPES:
             return f"its {name} is {parameter.dtype}, not float64, float32, bfloat16 or float16"
         if parameter.device.type not in ("cpu", "cuda", "meta"):

@@ -18,7 +18,7 @@ from extension_cpp.convert_formulas import CONTEXTS, FormulaModule, is_formula_c
 from extension_cpp.convert_gated import GATED, GatedLinear, can_make_again, gated
 from extension_cpp.convert_loss import must_run
 from extension_cpp.convert_norms import Norm, add_norm
-from extension_cpp.convert_rewriter import Site
+from extension_cpp.convert_rewriter import FUNCTIONAL_DROPOUT, Site
 from extension_cpp.convert_rotary import Rotary
 
 AS_INPUT = ("x",) * len(CONTEXTS)
@@ -154,8 +154,11 @@ class Decision(NamedTuple):
     reasons: tuple[str, ...]  # why something that people would ask about is left
 
 
-def decide(module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type]) -> Decision:
-    """What becomes of a module, whose children will be of the classes that class_of says."""
+def decide(
+    module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type], wants: Callable[[str], bool]
+) -> Decision:
+    """What becomes of a module, whose children will be of the classes that class_of says: it calls functions that are
+    wanted."""
     kind: Any = type(module)
     if kind.__module__.split(".")[0] == "torch" or "forward" in vars(module):
         return Decision(None, "", ())
@@ -165,6 +168,8 @@ def decide(module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type])
     functions: dict[str, None] = {}
     wanted, reasons = [], []
     for site in sites:
+        if site.kind == "rotary" and not wants("rotary_embedding"):
+            continue
         if site.kind == "rotary":
             rotary = rotary_of(function_of(kind, site), site.options)
             if isinstance(rotary, str):
@@ -172,12 +177,13 @@ def decide(module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type])
                 continue
             function: str | None = "rotary_embedding"
         elif site.kind == "dropout":
-            if class_of_child(module, site, class_of) is nn.Dropout:
+            is_known = site == FUNCTIONAL_DROPOUT or class_of_child(module, site, class_of) is nn.Dropout
+            if is_known and wants("dropout"):
                 wanted.append(site)
             continue
         else:
             function = _function_at(site, class_of_child(module, site, class_of))
-        if function is not None:
+        if function is not None and wants(function):
             wanted.append(site)
             functions[function] = None
     if not functions:

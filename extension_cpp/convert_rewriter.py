@@ -32,6 +32,9 @@ class Site(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()  # constants that the function is called with
 
 
+FUNCTIONAL_DROPOUT = Site("dropout", "")  # every torch.nn.functional.dropout of a forward
+
+
 class Rewriter(ast.NodeTransformer):
     """Asks about each site, and replaces those that are wanted."""
 
@@ -87,6 +90,8 @@ class Rewriter(ast.NodeTransformer):
             return (node.func, node.args[0]) if not node.keywords and self.wants(Site("dropout", name)) else None
         given = {each.arg: each.value for each in node.keywords}
         if given.keys() != {"p", "training"} or self.value(node.func) is not torch.nn.functional.dropout:
+            return None
+        if not self.wants(FUNCTIONAL_DROPOUT):
             return None
         return ast.Tuple([given["p"], given["training"]], ast.Load()), node.args[0]
 

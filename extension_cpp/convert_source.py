@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from extension_cpp.convert_rewriter import Rewriter, Site
+from extension_cpp.convert_rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
 
 FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -37,7 +37,7 @@ def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...] | str:
     rewriter.rewrite()
     calls = [node for node in ast.walk(found) if isinstance(node, ast.Call) and len(node.args) == 1]
     dropouts = [Site("dropout", name) for node in calls if (name := rewriter.child(node.func)) is not None]
-    return (*sites, *dropouts)
+    return (*sites, *dropouts, FUNCTIONAL_DROPOUT)
 
 
 def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[..., Any] | str:

@@ -587,6 +587,72 @@ def test_cross_entropy_losses(weighted: bool, device: str) -> None:
     assert nn.revert(more) == ({}, {"": reason}) and type(more) is nn.CrossEntropyLoss
 
 
+CHOICES: list[tuple[dict[str, object], set[str]]] = [
+    ({}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
+    ({"only": "layer_norm"}, {"norm", "blocks.0.norm"}),
+    ({"only": ["layer_norm", "add_layer_norm"]}, {"norm", "blocks.0.norm", "blocks.0"}),
+    ({"only": ["add_layer_norm"]}, set()),  # for want of a norm that is changed
+    ({"only": ["blocks.*"]}, {"blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
+    ({"skip": "dropout"}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act"}),
+    ({"skip": ["norm", "gelu"]}, {"blocks.0.norm", "blocks.0", "blocks.0.drop"}),
+    ({"skip": ["*.norm"]}, {"norm", "blocks.0.act", "blocks.0.drop"}),
+    ({"only": ["gelu", "dropout"], "skip": ["*.drop"]}, {"blocks.0.act"}),
+]
+
+
+class ChosenBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act, self.drop = torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        residual = residual + self.drop(x)
+        return self.act(self.norm(residual))
+
+
+class ChosenModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm = torch.nn.ModuleList([ChosenBlock()]), torch.nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.blocks[0](x, x))
+
+
+@pytest.mark.parametrize("options, names", CHOICES, ids=lambda each: str(each))
+def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
+    """What they leave out is in neither dict and keeps its class; a dry run says the same, and changes nothing."""
+    model = ChosenModel()
+    classes = {name: type(module) for name, module in model.named_modules()}
+    planned = convert(model, dry_run=True, **options)
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert convert(model, **options) == planned and planned.changed.keys() == names and not planned.left
+    assert {name for name, module in model.named_modules() if type(module) is not classes[name]} == names
+
+
+class FunctionalDropoutBlock(ChosenBlock):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        residual = residual + torch.nn.functional.dropout(x, p=0.5, training=self.training)
+        return self.act(self.norm(residual))
+
+
+@pytest.mark.parametrize("block", [ChosenBlock, FunctionalDropoutBlock])
+def test_without_dropout_the_masks_are_those_of_torch(block: type) -> None:
+    model, x = ChosenModel(), torch.randn(4, 64)
+    model.blocks[0] = block()
+    torch.manual_seed(1)
+    expected = model(x)
+    assert convert(model, skip="dropout").changed["blocks.0"] == "add_layer_norm"
+    torch.manual_seed(1)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("argument", ["only", "skip"])
+def test_only_and_skip_refuse_slips(argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"expected {argument} to hold functions .* but 'layernorm' is neither"):
+        convert(ChosenModel(), **{argument: ["layer_norm", "layernorm"]})
+
+
 def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got"):
         convert([torch.nn.LayerNorm(8)])  # type: ignore[arg-type]  # that is the mistake

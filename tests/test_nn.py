@@ -81,6 +81,22 @@ def test_modules_call_their_ops() -> None:
     assert torch.equal(Mish()(x), extension_cpp.mish(x))
 
 
+@pytest.mark.parametrize("kind, torch_kind", [(ReLU, torch.nn.ReLU), (Mish, torch.nn.Mish)])
+def test_inplace_activations(kind: type, torch_kind: type) -> None:
+    """The input is overwritten and returned, and the gradient is that of torch.nn's module."""
+    ours, theirs = kind(inplace=True), torch_kind(inplace=True)
+    assert isinstance(ours, torch_kind) and repr(ours) == repr(theirs)
+    leaf = torch.randn(4, 33, requires_grad=True)
+    grads = []
+    for module in (ours, theirs):
+        x = 2 * leaf
+        y = module(x)
+        assert y is x
+        (grad,) = torch.autograd.grad(y.square().sum(), leaf)
+        grads += [y, grad]
+    torch.testing.assert_close(grads[:2], grads[2:])
+
+
 @pytest.mark.parametrize("module", [Dropout, AddLayerNorm, AddRMSNorm])
 @pytest.mark.parametrize("p", [-0.1, 1.5])
 def test_probabilities_are_refused_as_by_torch(module: type, p: float) -> None:

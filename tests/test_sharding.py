@@ -376,6 +376,20 @@ def check_fully_shard(mesh: Any) -> None:
         assert_same_model((mean_over(mesh, loss), gradients), expected)
 
 
+def check_convert_after_fully_shard(mesh: Any) -> None:
+    """It is too late for what has parameters, and the reason says when to convert."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama()
+    fully_shard(model, mesh=mesh)
+    changed, left = convert(model)
+    assert not [name for name in changed if "norm" in name]
+    assert left["model.norm"] == (
+        "LlamaRMSNorm: its weight is a DTensor, not a plain tensor; convert the model before fully_shard, "
+        "parallelize_module or distribute_module"
+    )
+
+
 def check_fully_shard_mixed_precision(mesh: Any) -> None:
     """bfloat16 parameters in forward and backward: near the float32 model, and a step later its weights are finite."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,0 +1,60 @@
+"""The part of nn.convert that knows which changes its caller asked for: ``only`` and ``skip``."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+
+# What `changed` may say of a module, without the form of a function (" with approximate='tanh'").
+FUNCTIONS = (
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "silu",
+    "gelu",
+    "swiglu",
+    "geglu",
+    "dropout",
+    "softmax",
+    "log_softmax",
+    "rotary_embedding",
+    "cross_entropy",
+    "linear_cross_entropy",
+)
+
+
+class Choice:
+    """``only`` and ``skip`` of convert, for the modules of one model."""
+
+    def __init__(self, only: Iterable[str] | None, skip: Iterable[str], model: torch.nn.Module) -> None:
+        self.only = None if only is None else _items("only", only, model)
+        self.skip = _items("skip", skip, model)
+
+    def may_change(self, name: str) -> bool:
+        """Whether a module may be changed, for all that its name says."""
+        if any(fnmatchcase(name, item) for item in self.skip if item not in FUNCTIONS):
+            return False
+        return self.only is None or any(item in FUNCTIONS or fnmatchcase(name, item) for item in self.only)
+
+    def wants(self, name: str, function: str) -> bool:
+        """Whether a module shall call a function."""
+
+        def named(items: list[str]) -> bool:
+            return any(item == function if item in FUNCTIONS else fnmatchcase(name, item) for item in items)
+
+        function = function.split(" ")[0]
+        return (self.only is None or named(self.only)) and not named(self.skip)
+
+
+def _items(argument: str, items: Iterable[str], model: torch.nn.Module) -> list[str]:
+    """The items as a list; a name that means nothing is refused, because it is a slip."""
+    listed = [items] if isinstance(items, str) else list(items)
+    names = [name for name, _ in model.named_modules()]
+    for item in listed:
+        if item not in FUNCTIONS and not any(fnmatchcase(name, item) for name in names):
+            raise ValueError(
+                f"extension_cpp.nn.convert: expected {argument} to hold functions ({', '.join(FUNCTIONS)}) or patterns "
+                f"of module names, but '{item}' is neither"
+            )
+    return listed
