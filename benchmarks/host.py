@@ -21,7 +21,6 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 
 import extension_cpp
 from benchmarks import results
-from benchmarks.run import microseconds
 from benchmarks.timing import check_options, take_turns
 from extension_cpp import autograd, ops
 from extension_cpp.__main__ import Parser, positive
@@ -47,6 +46,13 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "forward, grad": (contextlib.nullcontext, {"kernel", "shim"}),
     "forward and backward": (contextlib.nullcontext, {"shim"}),
 }
+
+
+def microseconds(seconds: dict[str, float]) -> str:
+    """The median, and the range from 10 to 90 %."""
+    low, median, high = (1e6 * seconds[name] for name in ("low", "median", "high"))
+    digits = 0 if median >= 100 else 1
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 @contextlib.contextmanager

@@ -83,7 +83,6 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
             known = [(x, y) for x, y in part if y is not None]
             line(axes, name, [x for x, _ in known], [y for _, y in known], joined)
     axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
-    axes.set_ylim(bottom=0)
 
 
 def bytes_in_words(count: int) -> str:
@@ -108,7 +107,6 @@ def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], f
             axes.minorticks_off()
         else:
             axes.set_xticks(sorted({x(row) for row in rows}))
-            axes.set_ylim(bottom=0)
 
     return panel
 
@@ -129,6 +127,9 @@ def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_labe
             one.grid(alpha=0.3)
             if op == ops[-1]:
                 one.set_xlabel(x_label, fontsize=9)
+        for one in pair:  # after both: they share their limits, and a limit that is set no longer follows the data
+            if one.get_yscale() == "linear":
+                one.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
     figure.supylabel(y_label, fontsize=9)
     legend(figure)
@@ -290,6 +291,8 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
         most = max(row.get("threads", about["threads"]) for row in rows)
         with_most = [row for row in rows if row.get("threads", about["threads"]) == most]
         for kind, (draw, what) in PICTURES.items():
+            if draw is size and any("call_seconds" in row for row in rows):
+                what = "time over size, from a call's first kernel on (without the host's part)"
             figure = draw(rows if draw is threads else with_most, f"{about['device']}, {dtype}: {what}")
             if figure:
                 yield f"{path.stem}-{kind}-{dtype}", figure

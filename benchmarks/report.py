@@ -18,18 +18,10 @@ th { position: sticky; top: 0; background: white; }
 svg { max-width: 100%; height: auto; }
 """
 READING = (
-    "A percentage is the bandwidth that the op's floor (every input read once, every output written once) comes to, "
+    "Percent of copy: the bandwidth that the op's floor (every input read once, every output written once) comes to, "
     "as a share of what a copy reaches in the same turns: of one such tensor, or, beside small tensors and sweeps, of "
-    "as many bytes. Times are medians, with the range from 10 to 90 % after them; the fastest of a row is bold."
+    "as many bytes. Times are medians, with the range from 10 to 90 % after them. The fastest of a row is bold."
 )
-
-
-def description(about: dict) -> str:
-    """The machine and the settings; a library without a version was not there."""
-    facts = {name: value for name, value in about.items() if name != "versions"}
-    facts |= {name: version or "absent" for name, version in about.get("versions", {}).items()}
-    rows = (f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
-    return f"<table>{''.join(rows)}</table>"
 
 
 def cell(row: results.Row, name: str, shares: bool) -> str:
@@ -40,13 +32,14 @@ def cell(row: results.Row, name: str, shares: bool) -> str:
     low, median, high = (1e6 * row["seconds"][name][figure] for figure in ("low", "median", "high"))
     others = [time["median"] for other, time in row["seconds"].items() if other != "copy"]
     best = ' class="best"' if row["seconds"][name]["median"] == min(others) else ""
-    share = f"{row['percent_of_copy'][name]:.0f} %, " if name != "copy" else f"{row['copy_gb_s']:.0f} GB/s, "
-    return f"<td{best}>{share if shares else ''}{median:.1f} us ({low:.1f} to {high:.1f})</td>"
+    share = row["percent_of_copy"][name] if name != "copy" else row["copy_gb_s"]
+    return f"<td{best}>{f'{share:.0f}, ' if shares else ''}{median:.1f} ({low:.1f} to {high:.1f})</td>"
 
 
 def figures(rows: list[results.Row], about: dict, shares: bool) -> str:
     names = ["copy", *results.names(rows)]
-    head = ["op", "pass", "dtype", "shape", "threads", *names]
+    units = {name: "GB/s, us" if name == "copy" else "% of copy, us" for name in names} if shares else {}
+    head = ["op", "pass", "dtype", "shape", "threads", *(f"{name}, {units.get(name, 'us')}" for name in names)]
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
     for row in rows:
         threads = row.get("threads", about["threads"])
@@ -67,9 +60,9 @@ def page(path: Path) -> str:
             tables.append(f"<h2>The same, {escape(what)}</h2>{figures(rows, found['machine'], shares=False)}")
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>
-<body><h1>{title}</h1><p>{READING}</p>
-{description(found["machine"])}
+<body><h1>{title}</h1><p>{escape(results.in_words(found["machine"]))}</p>
 {pictures}
+<p>{READING}</p>
 {chr(10).join(tables)}
 </body></html>
 """

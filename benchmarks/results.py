@@ -34,6 +34,14 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def in_words(about: dict[str, Any]) -> str:
+    """The machine and the settings in one line."""
+    facts = [about["device"], f"{about['threads']} CPU threads"]
+    facts += [f"{name} {about[name]}" for name in ("torch", "python", "rounds", "commit") if about.get(name)]
+    libraries = about.get("versions", {}).items()
+    return ", ".join(facts + [f"{name} {version or 'absent'}" for name, version in libraries])
+
+
 def _cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -298,45 +298,53 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
-    """Percent of copy for large tensors, microseconds for the others."""
-    about = {name: value for name, value in found["machine"].items() if name != "versions"}
+    """Percent of copy for large tensors, microseconds for the others: medians, a table for each op and dtype."""
+    console.print(results.in_words(found["machine"]), highlight=False)
     large = [row for row in rows if results.sizes(row) == "large"]
-    if large:
-        names = results.names(large)
-        table = Table("op", "pass", "dtype", "shape", "copy GB/s", "ours us", *(f"{name} %" for name in names))
-        table.title = str(about)
-        for row in large:
-            figures = [figure(row, "ours", False), *(figure(row, name, True) for name in names)]
-            table.add_row(*about_row(row), f"{row['copy_gb_s']:.0f}", *figures)
-        console.print(table)
-    small = [row for row in rows if results.sizes(row) != "large"]
-    for title, chosen in ((str(about), small), *((title, results.other(rows, key)) for key, title in results.OTHERS)):
-        if chosen:
-            names = ["copy", *results.names(chosen)]
-            table = Table("op", "pass", "dtype", "shape", *(f"{name} us" for name in names), title=title)
-            for row in chosen:
-                table.add_row(*about_row(row), *(figure(row, name, False) for name in names))
-            console.print(table)
+    show_group(console, "percent of the bandwidth of a copy", large, percents=True)
+    show_group(console, "microseconds", [row for row in rows if results.sizes(row) != "large"], percents=False)
+    for key, title in results.OTHERS:
+        show_group(console, f"microseconds, {title}", results.other(rows, key), percents=False)
     for row in rows:
         for name, reason in row.get("failed", {}).items():
             console.print(f"{' '.join(about_row(row))}: {name}: {reason}", markup=False)
+
+
+def show_group(console: Console, title: str, rows: list[results.Row], percents: bool) -> None:
+    """In at most 80 columns."""
+    names = results.names(rows)
+    for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
+        heads = ["copy\nGB/s", "ours\nus", *(f"{name}\n%" for name in names)]
+        table = Table("\npass", "\nshape", box=None, padding=(0, 1, 0, 0))
+        for head in heads if percents else [f"{name}\nus" for name in ("copy", *names)]:
+            table.add_column(head, justify="right", no_wrap=True)
+        for row in rows:
+            if (row["op"], row["dtype"]) == (op, dtype):
+                cells = [microseconds(row, name) for name in (["ours"] if percents else ["copy", *names])]
+                if percents:
+                    cells = [f"{row['copy_gb_s']:.0f}", *cells, *(percent(row, name) for name in names)]
+                table.add_row(row["pass"], f"{row['rows']} x {row['cols']}", *cells)
+        console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
 
 
 def about_row(row: results.Row) -> list[str]:
     return [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}"]
 
 
-def figure(row: results.Row, name: str, percent: bool) -> str:
+def missing(row: results.Row, name: str) -> str:
+    return "failed" if name in row.get("failed", {}) else ""
+
+
+def percent(row: results.Row, name: str) -> str:
+    return f"{row['percent_of_copy'][name]:.0f}" if name in row["seconds"] else missing(row, name)
+
+
+def microseconds(row: results.Row, name: str) -> str:
+    """The median; the file has the range from 10 to 90 %, and the report shows it."""
     if name not in row["seconds"]:
-        return "failed" if name in row.get("failed", {}) else ""
-    return f"{row['percent_of_copy'][name]:.0f}" if percent else microseconds(row["seconds"][name])
-
-
-def microseconds(seconds: dict[str, float]) -> str:
-    """The median, and the range from 10 to 90 %."""
-    low, median, high = (1e6 * seconds[name] for name in ("low", "median", "high"))
-    digits = 0 if median >= 100 else 1
-    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+        return missing(row, name)
+    median = 1e6 * row["seconds"][name]["median"]
+    return f"{median:.{0 if median >= 100 else 1}f}"
 
 
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

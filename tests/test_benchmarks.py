@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -324,9 +326,35 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
     (change,) = (each for each in found if each.beyond)
     assert change.name == "ours, call_seconds"
     for (_, title), figure in zip(results.OTHERS, ("7.0", "9.0"), strict=True):
-        assert title in printed and f"{figure} (1.0 to 80.0)" in printed
+        assert title in printed and f" {figure}" in printed
         assert f"Small tensors, microseconds, {title}:" in text and f"| {figure} |" in text
-        assert f"<h2>The same, {title}</h2>" in page and f">{figure} us (1.0 to 80.0)<" in page
+        assert f"<h2>The same, {title}</h2>" in page and f">{figure} (1.0 to 80.0)<" in page
+
+
+@pytest.mark.parametrize("name", ["h200", "h200-sizes", "cpu"])
+def test_tables_fit_into_80_columns(name: str, capsys) -> None:
+    """No cell is cut or broken over lines."""
+    found = results.read(results.ROOT / "benchmarks" / "results" / f"{name}.json")
+    run.show(Console(width=80), found, found["rows"])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    rows = [line for line in lines if re.match(r"(forward|backward) +\d+ x \d+ ", line)]
+    assert len(rows) >= len(found["rows"]) and max(map(len, rows)) <= 80
+    assert all(re.search(r" ([\d.]+|failed)$", line) for line in rows) and "\u2026" not in "".join(lines)
+
+
+def test_points_lie_inside_their_axes() -> None:
+    """Forward and backward share their limits: what only one of them needs must not be cut off in the other."""
+    for name in ("h200", "cpu", "h200-sizes"):
+        for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
+            for axes in (each for each in figure.axes if each.lines):
+                low, high = axes.get_ylim()
+                values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+                assert low <= values.min() and values.max() <= high, (title, axes.get_title())
+
+
+def test_pictures_of_time_over_size_on_a_gpu_say_what_is_timed() -> None:
+    found = dict(plot.pictures(results.ROOT / "benchmarks" / "results" / "h200-sizes.json"))
+    assert "without the host's part" in found["h200-sizes-size-bfloat16"].get_suptitle()
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
@@ -344,7 +372,11 @@ def test_report(tmp_path) -> None:
     assert command.main(["report", str(path), "--out", str(page)]) == 0
     text = page.read_text()
     assert "A &lt;machine&gt;" in text and "wrong &lt;&amp;&gt;" in text and "absent" in text
-    assert text.count("<svg") == 5 and text.count("<tr>") == 1 + 13 + 5
+    assert text.count("<svg") == 5 and text.count("<tr>") == 1 + 13
+    assert text.index("<svg") < text.index("<table") and text.rindex("</svg>") < text.index("<table")
+    for unit in ("copy, GB/s, us", "ours, % of copy, us", "liger, % of copy, us"):
+        assert f"<th>{unit}</th>" in text
+    assert text.count('class="best"') >= 13  # of each row the fastest, here both
     assert "src=" not in text and "@import" not in text
 
 
