@@ -29,6 +29,8 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as symbolic_trace
 from torch.library import Library
 
+from extension_cpp import checks
+
 # Of a call's keys those that come after autograd: the bits of a set are in the order of dispatch. PythonDispatcher, the
 # first of all while torch.compile traces, has to see each step.
 _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.AutogradOther).raw_repr() - 1).add(
@@ -90,15 +92,25 @@ def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
     count = len(twin._schema.returns)
 
     def call(*args: Any) -> Any:
-        return (op if _is_differentiable() else twin)(*args)
+        try:
+            return (op if _is_differentiable() else twin)(*args)
+        except Exception:
+            checks.check_tensors(op._schema, args)
+            raise
 
     def call_for_first(*args: Any) -> Any:
-        return op(*args)[0] if _is_differentiable() else twin(*args)
+        try:
+            return op(*args)[0] if _is_differentiable() else twin(*args)
+        except Exception:
+            checks.check_tensors(op._schema, args)
+            raise
 
     def call_for_some(*args: Any) -> Any:
-        if not _is_differentiable():
-            return twin(*args)
-        results = op(*args)
+        try:
+            results = (op if _is_differentiable() else twin)(*args)
+        except Exception:
+            checks.check_tensors(op._schema, args)
+            raise
         return tuple([results[i] for i in range(count)])  # one by one, as torch.fx has a Proxy for them all
 
     return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some

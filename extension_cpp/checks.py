@@ -26,6 +26,25 @@ def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
+def check_tensor(op: str, name: str, x: Any) -> None:
+    """Fails unless x is a tensor, or stands for one as torch.fx's Proxy does."""
+    if not hasattr(x, "__torch_function__"):
+        kind = "None" if x is None else f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
+        hint = "; torch.from_numpy makes a tensor of it" if kind == "numpy.ndarray" else ""
+        fail(op, f"expected {name} to be a tensor, but got {kind}{hint}")
+
+
+def check_tensors(schema: Any, args: Sequence[Any]) -> None:
+    """check_tensor of each argument that the schema says is one.
+
+    For calls that failed: PyTorch's own words for these mistakes are many lines, and some name none of the arguments.
+    """
+    for argument, value in zip(schema.arguments, args, strict=False):
+        kind = str(argument.type)
+        if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
+            check_tensor(schema.name.split("::")[1], argument.name, value)
+
+
 def check_sizes(op: str, sizes: Sequence[Any], expected: Sequence[Any], message: str) -> None:
     """Size by size, since a symbolic one answers with a SymBool."""
     check(op, len(sizes) == len(expected), message)

@@ -880,6 +880,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     Salmon et al. 2011.
     """
     checks.check_probability("dropout", p)
+    checks.check_tensor("dropout", "x", x)
     if p == 0 or not training:
         return x
     return _ops.dropout(x, p, _seed(x, p))
@@ -1297,6 +1298,8 @@ def add_layer_norm(
     is; with dropout the mask goes by the elements' places in ``x``.
     """
     checks.check_probability("add_layer_norm", p)
+    for name, tensor in (("x", x), ("residual", residual)):
+        checks.check_tensor("add_layer_norm", name, tensor)
     p = p if training else 0.0
     x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
@@ -1536,6 +1539,8 @@ def add_rms_norm(
     the mask goes by the elements' places in ``x``.
     """
     checks.check_probability("add_rms_norm", p)
+    for name, tensor in (("x", x), ("residual", residual)):
+        checks.check_tensor("add_rms_norm", name, tensor)
     p = p if training else 0.0
     x, residual = _under_autocast(x, residual)
     seed = _seed(x, p) if p else None
@@ -1676,6 +1681,7 @@ def layer_norm_dropout(
     Batch-invariant, as layer_norm is, but that the mask goes by the elements' places in ``x``.
     """
     checks.check_probability("layer_norm_dropout", p)
+    checks.check_tensor("layer_norm_dropout", "x", x)
     if p == 0 or not training:
         return layer_norm(x, normalized_shape, weight, bias, eps)
     return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))
@@ -2253,6 +2259,8 @@ def linear_cross_entropy(
     have its dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     number = _reduction("linear_cross_entropy", reduction)
+    for name, tensor in (("x", x), ("linear_weight", linear_weight), ("target", target)):
+        checks.check_tensor("linear_cross_entropy", name, tensor)
     return _linear_cross_entropy(
         x, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, z_loss, softcap, False
     )

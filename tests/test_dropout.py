@@ -266,3 +266,13 @@ def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
         assert at[index] != 0 and above[index] == 0
         for kept, word in ((at != 0, bits[index]), (above != 0, bits[index] + 1)):
             assert kept.tolist() == [other >= word for other in bits]
+
+
+@pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
+def test_no_tensor_to_draw_a_seed_for(name: str) -> None:
+    """The functions look at x before the operator does."""
+    function, more = getattr(extension_cpp, name), {} if name == "dropout" else {"normalized_shape": (6,)}
+    x = {"residual": torch.ones(4, 6)} if name.startswith("add") else {}
+    for other, got in ((None, "None"), ([1.0], "list")):
+        with pytest.raises(RuntimeError, match=f"^extension_cpp::{name}: expected x to be a tensor, but got {got}$"):
+            function(other, **x, **more, p=0.5)

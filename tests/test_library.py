@@ -4,9 +4,13 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import build_library
+from tests.checks import maker
+from tests.opspec import all_specs
 
 ROOT = Path(build_library.__file__).parent
 
@@ -63,3 +67,26 @@ def test_versions_agree():
 def test_torch_minimum_is_the_same_everywhere():
     asked = re.findall(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
     assert [(int(major), int(minor)) for major, minor in asked] == [build_library.TORCH_MINIMUM] * 2
+
+
+@pytest.mark.parametrize("spec", all_specs(), ids=str)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
+    """In place of each tensor of a call; PyTorch's own words are many lines, or a path of the build."""
+    others = {
+        "None": None,
+        "numpy.ndarray; torch.from_numpy makes a tensor of it": np.ones((4, 6), np.float32),
+        "float": 2.5,
+        "list": [1.0, 2.0],
+    }
+    arguments = getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments
+    sample = next(spec.sample_inputs(maker("cpu", torch.float32), (4, 6)))
+    for place, (x, argument) in enumerate(zip(sample.args, arguments, strict=False)):
+        for got, other in others.items() if isinstance(x, torch.Tensor) else ():
+            if other is None and "Optional" in str(argument.type):
+                continue
+            args = [*sample.args[:place], other, *sample.args[place + 1 :]]
+            with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
+                spec.function(*args, **sample.kwargs)
+            sentence = f"expected {argument.name} to be a tensor, but got {got}"
+            assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"

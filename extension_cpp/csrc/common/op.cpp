@@ -48,7 +48,13 @@ std::string dtype_string(const Tensor &x) {
   }
 }
 
+// Python's None arrives as a tensor that is not defined.
+static void check_defined(const char *op, const char *name, const Tensor &x) {
+  if (!x.defined()) fail(op, "expected " + std::string(name) + " to be a tensor, but got None");
+}
+
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x) {
+  check_defined(op, name, x);
   switch (x.scalar_type()) {
     case ScalarType::Double: return DTYPE_FLOAT64;
     case ScalarType::Float: return DTYPE_FLOAT32;
@@ -62,6 +68,7 @@ dtype_t check_dtype(const char *op, const char *name, const Tensor &x) {
 
 void check_device(const char *op, const char *name, const Tensor &x, const char *like_name,
                   const Tensor &like) {
+  check_defined(op, name, x);
   if (x.is_cuda() != like.is_cuda() || x.is_cpu() != like.is_cpu() ||
       x.get_device_index() != like.get_device_index()) {
     fail(op, "expected " + std::string(name) + " on " + device_string(like) + " like " + like_name +
