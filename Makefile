@@ -7,7 +7,10 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup build run test test-gpu matrix mutants bench budgets docs lint format sanitize wheel clean FORCE
 
-ifdef PYTHON
+ifneq ($(origin PYTHON),undefined)
+ifeq ($(strip $(PYTHON)),)
+$(error PYTHON= is empty: name a Python that has torch, or leave PYTHON out and make sets up .venv)
+endif
 READY :=
 else
 PYTHON := .venv/bin/python
@@ -37,13 +40,17 @@ help:  ## list the targets
 	  { echo "error: Python 3.10 or newer is needed, and there is no python3 on PATH." >&2; exit 1; }
 	@if test -x .venv/bin/python; then .venv/bin/python check_environment.py machine; \
 	  else python3 check_environment.py machine && python3 -m venv --clear .venv; fi
-	@echo "Installing requirements.txt into .venv (torch is a download of some gigabytes)"
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@echo "Installing requirements.txt into .venv: torch and its CUDA libraries, a download of 3 GB that takes 5 GB of disk."
+	@echo "PYTHON=/path/to/python uses an environment that has torch instead."
+	@.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	@# The package of this folder, so that scripts elsewhere find it, too.
+	@.venv/bin/python -c 'import os, pathlib, sysconfig; \
+	  pathlib.Path(sysconfig.get_path("purelib"), "extension_cpp.pth").write_text(os.getcwd() + "\n")'
 	@touch $@
 
 setup: $(READY)  ## make .venv from requirements.txt
 
-build: $(READY)  ## compile the library for the GPU that is there, or 9.0+PTX; nothing if it is up to date
+build: $(READY)  ## compile the library for this machine: its CPU, and its GPU if it has one
 	$(call need,$(BUILD_NEEDS))
 	@$(PYTHON) build_library.py
 

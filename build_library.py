@@ -5,15 +5,16 @@ through the C++ compiler against PyTorch's stable ABI. Ninja tracks the headers 
 
 Environment variables:
   USE_CUDA              0: CPU only; 1: CUDA is required; unset: CUDA if nvcc is found
-  TORCH_CUDA_ARCH_LIST  "7.5;9.0+PTX", "Turing;Hopper", or "native" (the GPU of this machine, without one 9.0+PTX);
+  TORCH_CUDA_ARCH_LIST  "7.5;9.0+PTX", "Turing;Hopper", or "native": the GPU of this machine, and without one CPU only
+                        (with USE_CUDA=1: 9.0+PTX);
                         unset: every architecture from 7.5 up that nvcc knows, PTX for the newest
   DEBUG                 1: -O0 -g, and -lineinfo for CUDA; C for the baseline instruction set alone
-  VERBOSE               1: names what is compiled, also where the output is not a terminal
   MAX_JOBS              compilations at a time
   CC, CXX, NVCC         the compilers
   CUDA_HOME             the CUDA toolkit
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -25,6 +26,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+if sys.version_info < (3, 10):  # noqa: UP036  # any Python can be asked to run this file
+    sys.exit(f"error: Python 3.10 or newer is needed, and {sys.executable} is {sys.version.split()[0]}.")
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "extension_cpp" / "csrc"
@@ -45,6 +49,9 @@ C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
+
+# Of extension_cpp, and of two cores that do nothing else.
+TIMES = "All of them take 1 to 3 minutes on 2 cores, and for each GPU architecture 3 to 5 more."
 
 ARCHITECTURE_NAMES = {
     "Volta": "7.0+PTX",
@@ -108,21 +115,31 @@ def find_nvcc() -> list[str] | None:
         raise BuildError(f"NVCC is set to '{candidates[0]}', which was not found.")
     for candidate in filter(None, candidates):
         if shutil.which(shlex.split(candidate)[0]):
-            return shlex.split(candidate)
+            return None if is_for_no_gpu() else shlex.split(candidate)
     if use_cuda == "1":
         raise BuildError("USE_CUDA=1, but nvcc was not found; install the CUDA toolkit or set CUDA_HOME.")
     return None
 
 
-def native_architecture() -> str:
-    """The compute capabilities of this machine's GPUs, or 9.0+PTX where there is none."""
+def asked_architectures() -> str:
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,")
+
+
+def is_for_no_gpu() -> bool:
+    """Whether the build is for the GPUs of this machine, which has none."""
+    return asked_architectures() == "native" and os.environ.get("USE_CUDA") != "1" and not native_architectures()
+
+
+@functools.cache
+def native_architectures() -> str:
+    """The compute capabilities of this machine's GPUs, such as "8.6;9.0"."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         found = []
     found = [capability for capability in found if re.fullmatch(r"\d+\.\d", capability)]
-    return ";".join(sorted(set(found))) or "9.0+PTX"
+    return ";".join(sorted(set(found)))
 
 
 def architectures(nvcc: list[str]) -> list[str]:
@@ -134,9 +151,9 @@ def architectures(nvcc: list[str]) -> list[str]:
             f"'{shlex.join(nvcc)} --list-gpu-arch' names no architecture: set NVCC or CUDA_HOME to a CUDA toolkit that "
             "works, or USE_CUDA=0 to build for the CPU only."
         )
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip("; ,")
+    asked = asked_architectures()
     if asked == "native":
-        asked = native_architecture()
+        asked = native_architectures() or "9.0+PTX"
     if not asked:
         modern = [f"{major}.{minor}" for major, minor in known if (major, minor) >= (7, 5)]
         return [*modern[:-1], modern[-1] + "+PTX"]
@@ -220,7 +237,9 @@ def write_ninja(folder: Path) -> None:
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
+    # __FILE__ is part of some messages, and shall not tell where the library was built; gcc follows links to headers.
     include = [f"-I{CSRC}"]
+    here = [f"-fmacro-prefix-map={folder}/=" for folder in (CSRC, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}"]
     # Undefined symbols are then errors of the link, not of the first import.
@@ -232,7 +251,7 @@ def write_ninja(folder: Path) -> None:
         link += toolkit
     commands = {
         "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " -MMD",
-        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, optimise, include, shim) + " -MMD",
+        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, optimise, include, here, shim) + " -MMD",
         "nvcc": quote(nvcc or [], optimise, include) + " -MD",
     }
     objects: list[str] = []
@@ -259,6 +278,21 @@ def write_ninja(folder: Path) -> None:
         ninja.default([LIBRARY])
 
 
+def steps_to_do(ninja: list[str]) -> int:
+    """How many files would be compiled or linked now."""
+    planned = subprocess.run([*ninja, "-n"], capture_output=True, text=True)
+    counted = re.search(r"^\[\d+/(\d+)\]", planned.stdout or "", re.MULTILINE)
+    return int(counted[1]) if counted else 0
+
+
+def announcement(steps: int, archs: str) -> str:
+    """Says what is compiled before it begins, and what it takes where that is long."""
+    what = "the CPU kernels" if archs == "cpu" else f"the CPU kernels and GPU code for {archs.replace('-', ', ')}"
+    if archs == "cpu" and is_for_no_gpu():
+        what += " (this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds the code of one)"
+    return f"Compiling {what}: {steps} files. {TIMES if steps > 20 else ''}".rstrip()
+
+
 def build(destination: Path) -> None:
     """Builds the library and copies it to destination."""
     nvcc = find_nvcc()
@@ -269,7 +303,9 @@ def build(destination: Path) -> None:
     write_ninja(folder)
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
     command = [sys.executable, "-m", "ninja", "-C", str(folder), *jobs]
-    if not os.environ.get("VERBOSE") and not sys.stdout.isatty():
+    if steps := steps_to_do(command):
+        print(announcement(steps, archs), flush=True)
+    else:
         command.append("--quiet")
     if subprocess.run(command).returncode != 0:
         raise BuildError("the compilation failed; the first message above says where.")

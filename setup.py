@@ -1,6 +1,7 @@
 """The package's metadata is in pyproject.toml; here are the two commands that differ from setuptools' own."""
 
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -33,7 +34,25 @@ class StableWheel(bdist_wheel):
         return "py3", "none", f"manylinux_{major}_{minor}_{platform.machine()}"
 
 
+def tag() -> str:
+    """The local version of a wheel, as torch's: a build for the CPU alone and one for CUDA are two files."""
+    if "sdist" in sys.argv:
+        return ""
+    nvcc = build_library.find_nvcc()
+    return "+cu" + build_library.cuda_version(nvcc).replace(".", "") if nvcc else "+cpu"
+
+
+def readme() -> str:
+    """README.md for a package index, which has no other file: links into the repository are their text there."""
+    text = (Path(__file__).resolve().parent / "README.md").read_text()
+    text = re.sub(r"!\[([^\]]*)\]\((?!https?:)[^)]*\)", r"*Picture: \1.*", text)
+    return re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    options={"egg_info": {"tag_build": tag()}},
     ext_modules=[Extension("extension_cpp.libextension_cpp", sources=[])],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": StableWheel},
 )

@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from extension_cpp.__main__ import run_command
+
 COMMANDS = ("compare", "host", "linear_loss", "norm_plans", "plot", "report")
 
 
@@ -18,4 +20,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -10,6 +10,11 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
+if sys.version_info < (3, 10):  # noqa: UP036  # a checkout can be imported by any Python
+    raise ImportError(
+        f"extension_cpp needs Python >= 3.10, and {sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}."
+    )
+
 LIBRARY = Path(__file__).with_name("libextension_cpp.so")
 
 
@@ -35,6 +40,14 @@ def _load() -> None:
         raise ImportError(
             f"extension_cpp's library cannot be loaded: {reason}. Build it on this machine (in a checkout: make build)."
         ) from error
+
+
+def _is_command() -> bool:
+    """Whether Python imports this package in order to run `python -m extension_cpp`.
+
+    While Python looks for the module that -m names, sys.argv[0] is "-m". In sys.orig_argv the name stands there.
+    """
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "extension_cpp"
 
 
 def _register_shardings() -> None:
@@ -81,9 +94,8 @@ except (ImportError, AttributeError, RuntimeError) as error:
         if isinstance(error, ImportError)
         else ImportError(f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build.")
     )
-    # argv[0] is "-m" while Python looks for the module that -m names: `python -m extension_cpp` then says this in one
-    # sentence, and its info says more.
-    if sys.argv[:1] != ["-m"]:
+    # The command prints the error as one sentence, and its info says more.
+    if not _is_command():
         raise load_error from error.__cause__
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""python -m extension_cpp new and new-package: the templates under other names.
+"""python -m extension_cpp new, remove and new-package: the templates under other names.
 
 Needs neither torch nor the library. Everything is read and checked before the first byte is written, and what was
 written is taken back where something stops the rest.
@@ -10,6 +10,7 @@ import importlib.util
 import keyword
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import symtable
@@ -29,7 +30,8 @@ FIRST_OP = {"pointwise": "square", "reduction": "rms_norm"}  # what the template
 
 # A new package's own files, in templates/package, and those that it has in common with this one.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
-SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE", "build_library.py", "setup.py"]
+SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
+SHARED += ["build_library.py", "check_environment.py", "setup.py"]
 SHARED += ["extension_cpp/autograd.py", "extension_cpp/checks.py", "extension_cpp/py.typed"]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
@@ -61,10 +63,11 @@ class CannotMake(Exception):
 
 @dataclass
 class Plan:
-    """New files and changed ones, by path, with the text that each will have."""
+    """New files and changed ones, by path, with the text that each will have, and files that go."""
 
     new: dict[Path, str] = field(default_factory=dict)
     changed: dict[Path, str] = field(default_factory=dict)
+    removed: list[Path] = field(default_factory=list)
 
 
 # ---- names ----
@@ -203,6 +206,65 @@ def plan_op(name: str, kind: str) -> Plan:
     return plan
 
 
+def cut(path: Path, pattern: str, what: str) -> str:
+    """The text of a file without the one place that a pattern finds."""
+    text, count = re.subn(pattern, "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    if count != 1:
+        raise CannotMake(f"expected {path.relative_to(TREE)} to have {what} once, but found it {count} times")
+    return text
+
+
+def plan_removal(name: str) -> Plan:
+    """The reverse of plan_op: only what `new` writes is taken out, and nothing that other code uses."""
+    check_identifier("op", name)
+    package = TREE / "extension_cpp"
+    folder, ops, reference, init = (
+        package / part for part in (f"csrc/{name}", "ops.py", "reference.py", "__init__.py")
+    )
+    if not (folder / f"{name}.cpp").exists():
+        example = " (an example is a folder: delete it)" if (TREE / "examples" / name).exists() else ""
+        raise CannotMake(f"there is no op '{name}': no {folder.relative_to(TREE)}/{name}.cpp{example}")
+    plan = Plan(removed=sorted(path for path in folder.rglob("*") if path.is_file()))
+    plan.removed += [
+        path for path in (TREE / f"tests/specs/{name}.py", TREE / f"tests/test_{name}.py") if path.exists()
+    ]
+    for path, pattern, what in (
+        (ops, rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
+        (reference, rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
+        (TREE / "README.md", rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
+        (TREE / "docs" / "ops.md", rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
+    ):
+        plan.changed[path] = cut(path, pattern, what)
+    plan.changed[init] = without_public_name(init.read_text(), name)
+    check_unused(name, plan)
+    return plan
+
+
+def without_public_name(text: str, name: str) -> str:
+    """__init__.py without a function in its import from ops and in __all__."""
+    text, count = re.subn(rf'^ +"?{name}"?,\n', "", text, flags=re.MULTILINE)  # a name a line
+    if count == 1:
+        text, more = re.subn(
+            rf"^( *from extension_cpp\.ops import .*?)(?:, {name}\b|\b{name}, )", r"\1", text, flags=re.M
+        )
+        count += more
+    if count != 2:
+        raise CannotMake(f"expected extension_cpp/__init__.py to import {name} and to name it in __all__")
+    return text
+
+
+def check_unused(name: str, plan: Plan) -> None:
+    """Refuses to take out an op that other code calls; a test that does shows it by itself."""
+    word = re.compile(rf'\b(?:ops|extension_cpp|reference|_ops|plain)\.{name}(?:_\w+)?\b|#include "{name}/')
+    sources = [path for part in ("extension_cpp", "benchmarks", "examples") for path in (TREE / part).rglob("*")]
+    for path in sorted(sources):
+        if path in plan.removed or path.suffix not in (".py", *C_SUFFIXES) or "build" in path.parts:
+            continue
+        found = word.search(plan.changed.get(path) or path.read_text())
+        if found is not None:
+            raise CannotMake(f"{path.relative_to(TREE)} uses {found[0]}; take that out first")
+
+
 def plan_accessor(name: str) -> Plan:
     check_identifier("example", name)
     check_free(name, "accessor")
@@ -291,7 +353,7 @@ def write(plan: Plan) -> None:
     if taken is not None:
         raise CannotMake(f"{taken} exists; nothing is overwritten")
     made: list[Path] = []
-    before = {path: path.read_bytes() for path in plan.changed}
+    before = {path: path.read_bytes() for path in (*plan.changed, *plan.removed)}
     try:
         for path, text in laid_out(plan.new).items():
             make_folder(path.parent, made)
@@ -301,6 +363,8 @@ def write(plan: Plan) -> None:
                 path.chmod(0o755)
         for path, text in plan.changed.items():
             path.write_text(text)
+        for path in plan.removed:
+            path.unlink()
     except BaseException as error:
         undo(made, before)
         if isinstance(error, OSError):
@@ -309,7 +373,7 @@ def write(plan: Plan) -> None:
 
 
 def report(plan: Plan, root: Path) -> None:
-    for heading, paths in (("Wrote", plan.new), ("Changed", plan.changed)):
+    for heading, paths in (("Wrote", plan.new), ("Removed", plan.removed), ("Changed", plan.changed)):
         if paths:
             print(f"{heading} in {root}:")
             print("".join(f"  {path.relative_to(root)}\n" for path in paths), end="")
@@ -324,12 +388,15 @@ Next:
   Then put your arithmetic into {name}_cpu_kernel.h and {name}_cuda.cu, and your formula into {name}.h, ops.py
   (docstring and second derivative) and reference.py; what it alone promises into its test.
   make docs    writes what its docstring says by then into README.md and docs/ops.md
-docs/TEMPLATE_USAGE.md says more, and how to take it out again.""",
+docs/TEMPLATE_USAGE.md says more. "python -m extension_cpp remove {name}" takes it out again.""",
     "example": """
 Next:
   python -m pytest -s examples/{name}    compiles it and tests it as it stands
   Then put your arithmetic into {name}.cpp and {name}_cuda.cu (f and derivative), and into reference in {name}.py.
   To take it out again, delete the folder.""",
+    "removal": """
+Next:
+  make build    without it: until then the library still holds the op""",
     "package": """
 Next:
   cd {folder}
@@ -349,6 +416,19 @@ def new(name: str, kind: str) -> None:
     write(plan)
     report(plan, TREE)
     print(NEXT["example" if kind == "accessor" else "op"].format(name=name))
+
+
+def remove(name: str) -> None:
+    """Takes an op out of this source tree: what `new` wrote, and what was compiled of it."""
+    if TREE == INSTALLED:
+        raise CannotMake("'remove' takes an op out of a checkout of extension_cpp, and this one is installed")
+    plan = plan_removal(name)
+    write(plan)
+    folders = [TREE / "extension_cpp" / "csrc" / name, *TREE.glob(f"build/*/{name}"), *TREE.glob(f"build/*/*/{name}")]
+    for folder in folders:
+        shutil.rmtree(folder)
+    report(plan, TREE)
+    print(NEXT["removal"])
 
 
 def new_package(folder: Path, name: str, kind: str) -> None:

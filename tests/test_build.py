@@ -1,6 +1,7 @@
 """The build: what the variables mean, what is compiled again, and that each mistake gets one sentence."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -81,14 +82,48 @@ def test_architecture_flags():
     ]
 
 
-@pytest.mark.parametrize(
-    "output, built", [("8.6\n9.0\n8.6\n", ["8.6", "9.0"]), ("", ["9.0+PTX"]), ("[N/A]\n", ["9.0+PTX"])]
-)
-def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, tmp_path, monkeypatch):
-    script(tmp_path / "nvidia-smi", f"printf '{output}'\n")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+@pytest.fixture
+def machine_with(tmp_path, monkeypatch):
+    """Makes this machine one whose nvidia-smi says so."""
+
+    def make(output: str) -> None:
+        script(tmp_path / "nvidia-smi", f"printf '{output}'\n")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        build_library.native_architectures.cache_clear()
+
+    yield make
+    build_library.native_architectures.cache_clear()
+
+
+@pytest.mark.parametrize("output, built", [("8.6\n9.0\n8.6\n", ["8.6", "9.0"]), ("", None), ("[N/A]\n", None)])
+def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machine_with, monkeypatch):
+    """Without a GPU its code is left out, unless CUDA or an architecture is asked for."""
+    machine_with(output)
+    monkeypatch.setenv("NVCC", nvcc[0])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
-    assert build_library.architectures(nvcc) == built
+    if built:
+        assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == built
+        return
+    assert build_library.find_nvcc() is None
+    assert "this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds" in build_library.announcement(3, "cpu")
+    monkeypatch.setenv("USE_CUDA", "1")
+    assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == ["9.0+PTX"]
+    monkeypatch.delenv("USE_CUDA")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == ["8.0"]
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    assert build_library.find_nvcc() == nvcc and len(build_library.architectures(nvcc)) == 7
+
+
+def test_continuous_integration_compiles_the_gpu_code():
+    """It has no GPU, so that `make` would leave it out."""
+    assert "export TORCH_CUDA_ARCH_LIST=9.0+PTX" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_long_builds_are_announced():
+    assert build_library.announcement(3, "cpu") == "Compiling the CPU kernels: 3 files."
+    told = build_library.announcement(90, "8.0-9.0PTX")
+    assert told.startswith("Compiling the CPU kernels and GPU code for 8.0, 9.0PTX: 90 files. All of them take ")
 
 
 @pytest.mark.parametrize(
@@ -210,18 +245,20 @@ def builds(monkeypatch, tmp_path) -> list[list[str]]:
     monkeypatch.setenv("USE_CUDA", "0")
     monkeypatch.setattr(build_library, "ROOT", tmp_path)
     monkeypatch.setattr(build_library, "write_ninja", lambda folder: None)
+    monkeypatch.setattr(build_library, "steps_to_do", lambda ninja: 0)
     monkeypatch.setattr(build_library.subprocess, "run", ninja)
     return commands
 
 
-def test_variables_of_the_build(builds, monkeypatch, tmp_path):
-    """MAX_JOBS bounds the jobs, DEBUG has a folder of its own, VERBOSE shows the steps."""
+def test_variables_of_the_build(builds, monkeypatch, tmp_path, capsys):
+    """MAX_JOBS bounds the jobs, DEBUG has a folder of its own, and what is compiled is shown."""
     build_library.build(tmp_path / "library.so")
     monkeypatch.setenv("MAX_JOBS", "3")
     build_library.build(tmp_path / "library.so")
     monkeypatch.setenv("DEBUG", "1")
-    monkeypatch.setenv("VERBOSE", "1")
+    monkeypatch.setattr(build_library, "steps_to_do", lambda ninja: 7)
     build_library.build(tmp_path / "library.so")
+    assert capsys.readouterr().out == "Compiling the CPU kernels: 7 files.\n"
     ninja = [sys.executable, "-m", "ninja", "-C"]
     release, debug = (str(tmp_path / "build" / f"{kind}-cpu") for kind in ("release", "debug"))
     assert builds[0] == [*ninja, release, "--quiet"]
@@ -262,6 +299,15 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
     assert f"cpu={','.join(levels if debug == '0' else levels[:1])} " in text
 
 
+def test_library_does_not_tell_where_it_was_built(small_tree):
+    """Some messages of PyTorch's headers name the file that raised them."""
+    content = (small_tree / "extension_cpp" / build_library.LIBRARY).read_bytes()
+    assert b"torch/csrc/stable/" in content
+    torch = build_library.torch_folder()
+    for folder in (torch, torch.resolve(), small_tree):
+        assert str(folder).encode() not in content
+
+
 def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
@@ -271,11 +317,13 @@ def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
 
 def test_header_change_rebuilds_c_and_cpp(small_tree):
     folder = small_tree / "build" / "release-cpu"
-    assert steps(folder) == []
+    ninja = [sys.executable, "-m", "ninja", "-C", str(folder)]
+    assert steps(folder) == [] and build_library.steps_to_do(ninja) == 0
     touch(small_tree / "extension_cpp" / "csrc" / "muladd" / "muladd.h")
     levels = ["baseline", "v3", "v4"] if build_library.platform.machine() == "x86_64" else ["baseline"]
     expected = [f"{level}/muladd/muladd_cpu.c.o" for level in levels] + ["muladd/muladd.cpp.o", build_library.LIBRARY]
     assert sorted(steps(folder)) == sorted(expected)
+    assert build_library.steps_to_do(ninja) == len(expected)
 
 
 def test_header_change_rebuilds_cu(small_tree, tmp_path, monkeypatch):
@@ -305,6 +353,35 @@ def test_small_library_loads_and_runs(small_tree):
     assert run(sys.executable, "-c", call).stdout == "[3.0, 3.0, 3.0]\n"
 
 
+# What setup.py says of a wheel
+
+
+def setup_options(command: str, **variables: str) -> dict:
+    """What it hands to setuptools for a command."""
+    ask = "import json, setuptools, sys; sys.argv[:] = ['setup.py', sys.argv[1]]; __file__ = 'setup.py'; "
+    ask += "setuptools.setup = lambda **options: print(json.dumps(options, default=str)); exec(open('setup.py').read())"
+    told = run(sys.executable, "-c", ask, command, cwd=ROOT, env=os.environ | variables)
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)
+
+
+@pytest.mark.parametrize(
+    "command, use_cuda, tag",
+    [("bdist_wheel", "0", "+cpu"), ("bdist_wheel", "1", "+cu130"), ("dist_info", "1", "+cu130"), ("sdist", "1", "")],
+)
+def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, tmp_path):
+    """The files of a CPU build and a CUDA build have two names; the source distribution is for both."""
+    nvcc = script(tmp_path / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.48'\n")
+    assert setup_options(command, USE_CUDA=use_cuda, NVCC=str(nvcc))["options"]["egg_info"]["tag_build"] == tag
+
+
+def test_readme_on_a_package_index_has_no_link_into_the_repository():
+    text = setup_options("bdist_wheel", USE_CUDA="0")["long_description"]
+    assert re.findall(r"\]\((?!https?:)", text) == [] and "![" not in text
+    assert "QUICKSTART has more" in text and "*Picture: Norms in bfloat16 on an H200" in text
+    assert "| `muladd(a, b, c, *, out=None)` | Multiplies" in text
+
+
 # The checks before the build
 
 
@@ -314,6 +391,16 @@ def test_old_python_gets_a_sentence():
     with pytest.raises(SystemExit, match=r"error: Python 3\.10 or newer is needed, and \S+ is 3\.6; "):
         check_environment.check_python((3, 6, 15))
     check_environment.check_python((3, 10, 0))
+
+
+@pytest.mark.parametrize("file", ["build_library.py", "extension_cpp/__init__.py"])
+def test_old_python_gets_a_sentence_from_what_it_runs(file):
+    """Compiled as an old Python does, and run under its version."""
+    code = ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
+    sentence = r"Python (3\.10 or newer is needed|>= 3\.10), and \S+ is 3\.9"
+    pretend = "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; sys.path.insert(0, sys.argv[1])"
+    done = run(sys.executable, "-c", f"{pretend}; import {Path(file).parts[0].removesuffix('.py')}", ROOT)
+    assert code and done.returncode == 1 and re.search(sentence, done.stderr)
 
 
 def test_compiler_that_compiles_nothing(tmp_path, monkeypatch):
@@ -366,6 +453,13 @@ def test_make_with_python_that_is_not_there(checkout):
     result = run("make", "run", "PYTHON=/nowhere/python", cwd=checkout)
     assert "error: PYTHON=/nowhere/python was not found." in result.stderr
     assert result.returncode != 0 and not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("words", [["PYTHON="], ["PYTHON= "]])
+def test_make_with_an_empty_python(checkout, words):
+    result = run("make", "run", *words, cwd=checkout)
+    assert "PYTHON= is empty: name a Python that has torch, or leave PYTHON out" in result.stderr
+    assert result.returncode != 0 and result.stderr.count("\n") == 1 and not (checkout / ".venv").exists()
 
 
 def test_make_with_python_that_lacks_modules(checkout):

@@ -1,4 +1,4 @@
-"""python -m extension_cpp new and new-package: what they write, refuse and undo, and that it compiles and passes."""
+"""python -m extension_cpp new, remove and new-package: what they write, refuse and undo, and that it compiles."""
 
 import compileall
 import contextlib
@@ -336,31 +336,55 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
 
 
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
-def test_taken_out_as_the_document_says_leaves_nothing(tree, kind):
+def test_removed_leaves_nothing(tree, capsys, kind):
+    """One of two ops at a time, with what was compiled of it."""
     before = contents(tree)
     for name in ("other_op", "my_op"):
         assert command.main(["new", name, "--kind", kind]) == 0
     for name in ("my_op", "other_op"):
         for folder in (f"build/release-cpu/v4/{name}", f"build/release-cpu/{name}"):
             (tree / folder).mkdir(parents=True)
-        run("bash", "-euc", sections("Taking an op out").replace("my_op", name), cwd=tree)
-        for file, pattern in {
-            "extension_cpp/ops.py": rf"\n\n# ---- {name} ----\n.*?(?=\n\n# ---- |\Z)",
-            "extension_cpp/reference.py": rf"\n\ndef {name}\(.*?(?=\n\ndef |\Z)",
-            "README.md": rf"\| \[`{name}\(.*?\n",
-            "docs/ops.md": rf"## {name}\n.*?(?=## )",
-        }.items():
-            text, count = re.subn(pattern, "", (tree / file).read_text(), flags=re.DOTALL)
-            assert count == 1
-            (tree / file).write_text(text)
-        init = tree / "extension_cpp" / "__init__.py"
-        init.write_text(re.sub(rf'"?\b{name}\b"?, *', "", init.read_text()))
+        capsys.readouterr()
+        assert command.main(["remove", name]) == 0
+        told = capsys.readouterr().out
+        assert f"  extension_cpp/csrc/{name}/{name}.cpp\n" in told and "  extension_cpp/ops.py\n" in told
+        assert not any(name in str(path) for path in contents(tree))
     shutil.rmtree(tree / "build")
     after = contents(tree)
-    for files in (before, after):  # a list that was spread over lines stays so
-        init_text = files.pop(Path("extension_cpp/__init__.py"))
-        files[Path("names")] = re.sub(rb"[\s(),]+", b" ", init_text or b"")
     assert after == before
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("nothing", "there is no op 'nothing': no extension_cpp/csrc/nothing/nothing.cpp"),
+        ("accessor", "(an example is a folder: delete it)"),
+        ("common", "there is no op 'common'"),
+        ("mish", "uses extension_cpp.mish; take that out first"),
+        ("relu", "uses "),
+        ("../mish", "to be lower-case letters"),
+    ],
+)
+def test_refused_removals(tree, capsys, name, sentence):
+    before = contents(tree)
+    assert sentence in refused(capsys, "remove", name)
+    assert contents(tree) == before
+
+
+def test_half_a_removal_is_undone(tree, monkeypatch, capsys):
+    assert command.main(["new", "my_op"]) == 0
+    before, unlink, calls = contents(tree), Path.unlink, []
+
+    def stopping(path: Path, **options) -> None:
+        unlink(path, **options)
+        calls.append(path)
+        if len(calls) == 3:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", stopping)
+    capsys.readouterr()
+    assert "Permission denied; everything is as it was" in refused(capsys, "remove", "my_op")
+    assert contents(tree) == before
 
 
 @pytest.mark.parametrize(
@@ -429,8 +453,37 @@ def test_new_package_compiles_and_passes(tmp_path, kind, device):
     if device == "cpu":
         run("make", "wheel", f"PYTHON={sys.executable}", cwd=folder, env=with_device)
         (wheel,) = (folder / "dist").iterdir()
-        assert re.fullmatch(r"my_kernels-0\.1\.0-py3-none-manylinux_\d+_\d+_\w+\.whl", wheel.name)
+        assert re.fullmatch(r"my_kernels-0\.1\.0\+cpu-py3-none-manylinux_\d+_\d+_\w+\.whl", wheel.name)
         assert {"my_kernels/libmy_kernels.so", "my_kernels/ops.py"} < set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_make_of_a_new_package_says_what_is_missing(tmp_path):
+    """In one sentence each, before anything is half done."""
+    folder = tmp_path / "new"
+    assert command.main(["new-package", str(folder), "--name", "my_kernels"]) == 0
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    for python, sentence in {
+        "": "PYTHON= is empty: name a Python that has torch",
+        "/nowhere/python": "error: PYTHON=/nowhere/python was not found.",
+        str(bare): "lacks torch>=2.10, ninja, pytest, hypothesis, numpy; install with '",
+    }.items():
+        told = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=folder, capture_output=True, text=True)
+        assert told.returncode != 0 and sentence in told.stderr and "Traceback" not in told.stderr
+
+
+def test_a_new_op_has_the_functions_of_math_h(tmp_path):
+    """exp and tanh, libm's and those of common/cpu_math.h, can be put into the pointwise template as it stands."""
+    for value in ("exp(x) / (1 + sqrt(x))", "TANH(x)"):
+        for place, text in scaffold.op_files("pointwise", "my_op").items():
+            (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / place).write_text(text.replace("return x * x", f"return {value}"))
+        includes = [f"-I{folder / 'extension_cpp' / 'csrc'}" for folder in (tmp_path, ROOT)]
+        source = tmp_path / "extension_cpp" / "csrc" / "my_op" / "my_op_cpu.c"
+        assert value in source.with_name("my_op_cpu_kernel.h").read_text()
+        flags = ["-std=c17", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-DCPU_LEVEL_BASELINE", "-fsyntax-only"]
+        run(*build_library.compiler("CC", "cc", "gcc"), *flags, *includes, source)
 
 
 def test_commands_of_an_installed_wheel(tree, tmp_path):

@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     os.environ["MAX_JOBS"] = "1"
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", build_library.native_architecture())
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", build_library.native_architectures() or "9.0+PTX")
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     about = {"device": name, "torch": torch.__version__, "mib": options.mib, "seconds": options.seconds}
     seconds, objects = build_ours(options.device)

@@ -4,6 +4,7 @@
 
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
+#include "common/cpu_math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */
 
 typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;
