@@ -16,6 +16,11 @@ in it says that it is the reader's own.
 
 import doctest
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +120,18 @@ def test_documents_are_short(document: Path) -> None:
         assert len(document.read_text().splitlines()) <= 200
 
 
+def test_compatibility_rows_name_their_tests() -> None:
+    """A row without a test, or with one that is not there, promises nothing."""
+    rows = [line for line in (ROOT / "docs" / "compatibility.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| with ")]
+    assert len(rows) > 25
+    for row in rows:
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", row.split("|")[-2])
+        assert named, row
+        for file, name in named:
+            assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}: {name}"
+
+
 # Where they lead
 
 
@@ -163,6 +180,34 @@ def test_blocks_say_what_they_are(document: Path) -> None:
             assert code in (ROOT / file).read_text(), f"line {line}: this is not in {file}"
         assert language in LANGUAGES, f"line {line}: '{language}' is none of {sorted(LANGUAGES)}"
     assert document.read_text().count("\n```") % 2 == 0, "a block is not closed"
+
+
+def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
+    """Its shell lines in order, and its first lines of Python, in a copy of the checkout in which nothing was set up.
+
+    pip and the compilation stand still: what they would bring is there already.
+    """
+    checkout = tmp_path / "a checkout"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "tests", "benchmarks")
+    shutil.copytree(ROOT, checkout, ignore=ignored)
+    script = (checkout / "build_library.py").read_text().replace('build(ROOT / "extension_cpp" / LIBRARY)', "pass")
+    (checkout / "build_library.py").write_text(script)
+    site = checkout / ".venv" / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    venv.create(checkout / ".venv", symlinks=True)
+    (site / "pip").mkdir()
+    (site / "pip" / "__init__.py").touch()
+    (site / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
+    (site / "there.pth").write_text(sysconfig.get_path("purelib"))
+    quickstart = ROOT / "docs" / "QUICKSTART.md"
+    _, _, python = next(blocks(quickstart, "python"))
+    lines = [*(code for _, _, code in blocks(quickstart, "sh")), f"python - <<'END'\n{python}END\n"]
+    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # a python3 first that is new enough
+    shell = ["env", "-i", f"PATH={path}", f"HOME={tmp_path}", "OMP_WAIT_POLICY=PASSIVE", "bash", "--norc", "-euc"]
+    done = subprocess.run([*shell, "".join(lines)], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip install --disable-pip-version-check -r requirements.txt\n" in done.stdout
+    assert "Do they fit?" in done.stdout and "x.grad   (1024, 2048)" in done.stdout
+    assert f"library        {checkout / 'extension_cpp'}" in done.stdout  # that of the checkout
 
 
 @pytest.mark.parametrize(

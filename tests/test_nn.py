@@ -97,6 +97,15 @@ def test_inplace_activations(kind: type, torch_kind: type) -> None:
     torch.testing.assert_close(grads[:2], grads[2:])
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_onnx_does_not_know_the_operators() -> None:
+    """docs/compatibility.md says so; a reverted model is exported as any other."""
+    model = torch.nn.Sequential(LayerNorm(8))
+    with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="extension_cpp::layer_norm"):
+        torch.onnx.export(model, (torch.ones(2, 8),), io.BytesIO(), dynamo=False)
+
+
 @pytest.mark.parametrize("module", [Dropout, AddLayerNorm, AddRMSNorm])
 @pytest.mark.parametrize("p", [-0.1, 1.5])
 def test_probabilities_are_refused_as_by_torch(module: type, p: float) -> None:
