@@ -22,7 +22,7 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 import extension_cpp
 from benchmarks import results
 from benchmarks.timing import check_options, take_turns
-from extension_cpp import autograd, ops
+from extension_cpp import autograd, ops, second_order
 from extension_cpp.__main__ import Parser, positive
 
 ROWS, COLS, EPS = 8, 512, 1e-5
@@ -55,14 +55,21 @@ def microseconds(seconds: dict[str, float]) -> str:
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def by_position(op: str, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """backward as PyTorch's register_autograd takes it: with the gradients in the order of the arguments."""
+    overload = getattr(torch.ops.extension_cpp, op.split("::")[1]).default
+    names = [argument.name for argument in overload._schema.arguments]
+    return lambda ctx, *grads: tuple(map(backward(ctx, *grads).get, names))
+
+
 @contextlib.contextmanager
 def registered_plainly() -> Iterator[None]:
     """layer_norm and its backward under PyTorch's own register_autograd, in the place of ours."""
     ours: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "extension_cpp::layer_norm": (ops._layer_norm_backward, ops._layer_norm_setup_context),
         "extension_cpp::layer_norm_backward": (
-            ops._layer_norm_double_backward,
-            ops._layer_norm_backward_setup_context,
+            second_order.layer_norm,
+            second_order.layer_norm_setup_context,
         ),
     }
     # Its backward calls the one operator that is registered here, not its twin.
@@ -73,7 +80,7 @@ def registered_plainly() -> Iterator[None]:
         for name, (function, setup_context) in ours.items():
             del autograd.registrations[name]  # PyTorch takes no second one
             plainly = backward if function is ops._layer_norm_backward else function
-            torch.library.register_autograd(name, plainly, setup_context=setup_context, lib=library)
+            torch.library.register_autograd(name, by_position(name, plainly), setup_context=setup_context, lib=library)
         yield
     finally:
         del library

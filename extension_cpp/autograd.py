@@ -45,6 +45,8 @@ registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of
 DTENSOR: tuple[Any, ...] = ()
 sharding: Any = None
 
+Gradients = dict[str, Tensor | None]  # by the name of the argument
+
 TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
 
 
@@ -182,7 +184,7 @@ def has_tangent(*args: Any) -> bool:
 
 def register_autograd(
     op: str,
-    backward: Callable[..., Any],
+    backward: Callable[..., Gradients],
     *,
     setup_context: Callable[..., Any] | None = None,
     plain: Callable[..., Any] | None = None,
@@ -192,8 +194,9 @@ def register_autograd(
     Args:
         op: "namespace::name" of an operator that writes to no argument and takes and returns no list of tensors, and
             tensors by position alone.
-        backward: ``backward(ctx, *grads)`` returns a gradient an argument that can be given by position, None for what
-            has none.
+        backward: ``backward(ctx, *grads)`` returns the gradients as a dictionary, from an argument's name to its
+            gradient. An argument that is not there, or None, has no gradient; one whose argument does not require grad
+            is dropped. (torch.library's returns a tuple in the order of the arguments.)
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what backward reads; ``inputs`` and
             ``ctx.needs_input_grad`` have an entry for each of these arguments, defaults included. An operator with
             keyword-only arguments gets them as ``keyword_only_inputs``, too.
@@ -222,11 +225,14 @@ def _check_schema(schema: Any) -> None:
 
 def _autograd_kernel(
     op: Any,
-    backward: Callable[..., Any],
+    backward: Callable[..., Gradients],
     setup_context: Callable[..., Any] | None,
     plain: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     by_position = [argument for argument in op._schema.arguments if not argument.kwarg_only]
+    names = [argument.name for argument in by_position]
+    known = frozenset(names)
+    orders: dict[tuple[bool, ...], list[Any]] = {}  # names, or None where no gradient is needed; by needs_input_grad
     keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
     defaults = tuple(argument.default_value for argument in by_position)
     keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
@@ -248,14 +254,23 @@ def _autograd_kernel(
             setup_context(ctx=ctx, inputs=inputs, output=output, **given)
         return output
 
-    def with_none(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if getattr(ctx, "mesh", None) is not None:  # autograd's zeros, for results that are not used, are plain
             grads = sharding.on_mesh(grads, ctx.mesh)
-        result = backward(ctx, *grads)
-        return (*result, None) if isinstance(result, tuple) else (result, None)
+        gradients = backward(ctx, *grads)
+        if type(gradients) is not dict or not gradients.keys() <= known:
+            raise TypeError(
+                f"{op._schema.name}: expected its backward to return a dictionary of gradients with keys among "
+                f"{names}, but got {gradients if type(gradients) is not dict else list(gradients)}"
+            )
+        order = orders.get(ctx.needs_input_grad)
+        if order is None:
+            pairs = zip(names, ctx.needs_input_grad, strict=True)
+            order = orders[ctx.needs_input_grad] = [name if is_needed else None for name, is_needed in pairs]
+        return *map(gradients.get, order), None
 
     # Made by type(), because PyTorch takes the name in grad_fn from the class while it is made.
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(with_none)}
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(in_order)}
     node: Any = type(op._schema.name.split("::")[1], (torch.autograd.Function,), functions)
     # Function.apply without its check that refuses torch.func's transforms: their dispatch has brought the tensors to
     # the level of one transform, where this kernel records like the kernels of PyTorch's own operators.

@@ -18,19 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import autograd, checks, linear_loss, plain, second_order
+from extension_cpp import _ops, autograd, checks, linear_loss, plain, second_order
 from extension_cpp.autograd import (
+    Gradients,
     has_tangent,
     is_recorded,
-    operators,
     register_autocast,
     register_autocast_rule,
     register_autograd,
     register_fake,
 )
-
-_ops = operators("extension_cpp")
-
 
 # ---- muladd ----
 
@@ -101,35 +98,21 @@ def _muladd_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
-def _muladd_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _muladd_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     a, b = ctx.saved_tensors
     if a is None:
-        return _ops.muladd(grad_out, b, 0.0), None, None
+        return {"a": _ops.muladd(grad_out, b, 0.0)}
     if b is None:
-        return None, _ops.muladd(grad_out, a, 0.0), None
-    return *_ops.muladd_backward(grad_out, a, b), None
+        return {"b": _ops.muladd(grad_out, a, 0.0)}
+    grad_a, grad_b = _ops.muladd_backward(grad_out, a, b)
+    return {"a": grad_a, "b": grad_b}
 
 
 register_autograd("extension_cpp::muladd", _muladd_backward, setup_context=_muladd_setup_context, plain=plain.muladd)
-
-
-def _muladd_backward_setup_context(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]
-) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _muladd_double_backward(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # grad_a = grad_out * b, grad_b = grad_out * a: products again, so the op itself differentiates them to any order.
-    grad_out, a, b = ctx.saved_tensors
-    grad_grad_out = _ops.muladd(grad_grad_a, b, 0.0) + _ops.muladd(grad_grad_b, a, 0.0)
-    return grad_grad_out, _ops.muladd(grad_grad_b, grad_out, 0.0), _ops.muladd(grad_grad_a, grad_out, 0.0)
-
-
 register_autograd(
     "extension_cpp::muladd_backward",
-    _muladd_double_backward,
-    setup_context=_muladd_backward_setup_context,
+    second_order.muladd,
+    setup_context=second_order.save_inputs,
     plain=plain.muladd_backward,
 )
 
@@ -187,11 +170,11 @@ def _scale_bias_relu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float
     ctx.save_for_backward(x, bias)
 
 
-def _scale_bias_relu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _scale_bias_relu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     x, bias = ctx.saved_tensors
-    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    needs_x, needs_bias, _ = ctx.needs_input_grad
     grad_x, grad_bias = _ops.scale_bias_relu_backward(grad_out, x, bias, ctx.scale, needs_x, needs_bias)
-    return grad_x if needs_x else None, grad_bias if needs_bias else None, None
+    return {"x": grad_x, "bias": grad_bias}
 
 
 register_autograd(
@@ -200,30 +183,10 @@ register_autograd(
     setup_context=_scale_bias_relu_setup_context,
     plain=plain.scale_bias_relu,
 )
-
-
-def _scale_bias_relu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, x, bias, ctx.scale, ctx.needs_x, ctx.needs_bias = inputs
-    ctx.save_for_backward(x, bias)
-
-
-def _scale_bias_relu_double_backward(
-    ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor
-) -> tuple[Tensor | None, ...]:
-    # Both gradients are linear in grad_out, masked where the output is zero; the mask itself has no derivative.
-    x, bias = ctx.saved_tensors
-    total = torch.zeros_like(x)
-    if ctx.needs_x:
-        total = total + grad_grad_x * ctx.scale
-    if ctx.needs_bias:
-        total = total + grad_grad_bias
-    return _ops.relu_backward(total, _ops.scale_bias_relu(x, bias, ctx.scale)), None, None, None, None, None
-
-
 register_autograd(
     "extension_cpp::scale_bias_relu_backward",
-    _scale_bias_relu_double_backward,
-    setup_context=_scale_bias_relu_backward_setup_context,
+    second_order.scale_bias_relu,
+    setup_context=second_order.scale_bias_relu_setup_context,
     plain=plain.scale_bias_relu_backward,
 )
 
@@ -266,27 +229,16 @@ def _relu_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None
     ctx.save_for_backward(output)
 
 
-def _relu_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+def _relu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     (y,) = ctx.saved_tensors
-    return _ops.relu_backward(grad_out, y)
+    return {"x": _ops.relu_backward(grad_out, y)}
 
 
 register_autograd("extension_cpp::relu", _relu_backward, setup_context=_relu_setup_context, plain=plain.relu)
-
-
-def _relu_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _relu_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, None]:
-    (y,) = ctx.saved_tensors
-    return _ops.relu_backward(grad_grad_x, y), None
-
-
 register_autograd(
     "extension_cpp::relu_backward",
-    _relu_double_backward,
-    setup_context=_relu_backward_setup_context,
+    second_order.relu,
+    setup_context=second_order.relu_setup_context,
     plain=plain.relu_backward,
 )
 
@@ -338,36 +290,16 @@ def _mish_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None
     ctx.save_for_backward(inputs[0])
 
 
-def _mish_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+def _mish_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     (x,) = ctx.saved_tensors
-    return _ops.mish_backward(grad_out, x)
+    return {"x": _ops.mish_backward(grad_out, x)}
 
 
 register_autograd("extension_cpp::mish", _mish_backward, setup_context=_mish_setup_context, plain=plain.mish)
-
-
-def _mish_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _mish_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor]:
-    grad_out, x = ctx.saved_tensors
-    return _ops.mish_backward(grad_grad_x, x), _ops.mish_double_backward(grad_grad_x, grad_out, x)
-
-
 register_autograd(
-    "extension_cpp::mish_backward",
-    _mish_double_backward,
-    setup_context=_mish_backward_setup_context,
-    plain=plain.mish_backward,
+    "extension_cpp::mish_backward", second_order.mish, setup_context=second_order.save_inputs, plain=plain.mish_backward
 )
-
-
-def _mish_no_third_order(ctx: Any, grad: Tensor) -> None:
-    raise RuntimeError("extension_cpp::mish: the third derivative is not implemented")
-
-
-register_autograd("extension_cpp::mish_double_backward", _mish_no_third_order)
+register_autograd("extension_cpp::mish_double_backward", second_order.not_implemented("mish", "third"))
 
 
 # ---- silu ----
@@ -417,36 +349,16 @@ def _silu_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None
     ctx.save_for_backward(inputs[0])
 
 
-def _silu_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+def _silu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     (x,) = ctx.saved_tensors
-    return _ops.silu_backward(grad_out, x)
+    return {"x": _ops.silu_backward(grad_out, x)}
 
 
 register_autograd("extension_cpp::silu", _silu_backward, setup_context=_silu_setup_context, plain=plain.silu)
-
-
-def _silu_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _silu_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor]:
-    grad_out, x = ctx.saved_tensors
-    return _ops.silu_backward(grad_grad_x, x), _ops.silu_double_backward(grad_grad_x, grad_out, x)
-
-
 register_autograd(
-    "extension_cpp::silu_backward",
-    _silu_double_backward,
-    setup_context=_silu_backward_setup_context,
-    plain=plain.silu_backward,
+    "extension_cpp::silu_backward", second_order.silu, setup_context=second_order.save_inputs, plain=plain.silu_backward
 )
-
-
-def _silu_no_third_order(ctx: Any, grad: Tensor) -> None:
-    raise RuntimeError("extension_cpp::silu: the third derivative is not implemented")
-
-
-register_autograd("extension_cpp::silu_double_backward", _silu_no_third_order)
+register_autograd("extension_cpp::silu_double_backward", second_order.not_implemented("silu", "third"))
 
 
 # ---- gelu ----
@@ -505,38 +417,19 @@ def _gelu_setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -
     ctx.save_for_backward(x)
 
 
-def _gelu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+def _gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     (x,) = ctx.saved_tensors
-    return _ops.gelu_backward(grad_out, x, ctx.tanh), None
+    return {"x": _ops.gelu_backward(grad_out, x, ctx.tanh)}
 
 
 register_autograd("extension_cpp::gelu", _gelu_backward, setup_context=_gelu_setup_context, plain=plain.gelu)
-
-
-def _gelu_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
-    grad_out, x, ctx.tanh = inputs
-    ctx.save_for_backward(grad_out, x)
-
-
-def _gelu_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
-    grad_out, x = ctx.saved_tensors
-    grad_grad_out = _ops.gelu_backward(grad_grad_x, x, ctx.tanh)
-    return grad_grad_out, _ops.gelu_double_backward(grad_grad_x, grad_out, x, ctx.tanh), None
-
-
 register_autograd(
     "extension_cpp::gelu_backward",
-    _gelu_double_backward,
-    setup_context=_gelu_backward_setup_context,
+    second_order.gelu,
+    setup_context=second_order.gelu_setup_context,
     plain=plain.gelu_backward,
 )
-
-
-def _gelu_no_third_order(ctx: Any, grad: Tensor) -> None:
-    raise RuntimeError("extension_cpp::gelu: the third derivative is not implemented")
-
-
-register_autograd("extension_cpp::gelu_double_backward", _gelu_no_third_order)
+register_autograd("extension_cpp::gelu_double_backward", second_order.not_implemented("gelu", "third"))
 
 
 # ---- bias_gelu ----
@@ -584,11 +477,11 @@ def _bias_gelu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], outp
     ctx.save_for_backward(x, bias)
 
 
-def _bias_gelu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _bias_gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     x, bias = ctx.saved_tensors
-    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    needs_x, needs_bias, _ = ctx.needs_input_grad
     grad_x, grad_bias = _ops.bias_gelu_backward(grad_out, x, bias, ctx.tanh, needs_x, needs_bias)
-    return grad_x if needs_x else None, grad_bias if needs_bias else None, None
+    return {"x": grad_x, "bias": grad_bias}
 
 
 register_autograd(
@@ -597,30 +490,10 @@ register_autograd(
     setup_context=_bias_gelu_setup_context,
     plain=plain.bias_gelu,
 )
-
-
-def _bias_gelu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    grad_out, x, bias, ctx.tanh, ctx.needs_x, ctx.needs_bias = inputs
-    ctx.save_for_backward(grad_out, x, bias)
-
-
-def _bias_gelu_double_backward(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> tuple[Tensor | None, ...]:
-    # Both gradients are grad_out * gelu'(x + bias), the second one summed over the rows.
-    grad_out, x, bias = ctx.saved_tensors
-    total = torch.zeros_like(x)
-    if ctx.needs_x:
-        total = total + grad_grad_x
-    if ctx.needs_bias:
-        total = total + grad_grad_bias
-    grad_grad_out, _ = _ops.bias_gelu_backward(total, x, bias, ctx.tanh, True, False)
-    grad_x = _ops.gelu_double_backward(total, grad_out, x + bias, ctx.tanh)
-    return grad_grad_out, grad_x, grad_x.sum_to_size(bias.shape), None, None, None
-
-
 register_autograd(
     "extension_cpp::bias_gelu_backward",
-    _bias_gelu_double_backward,
-    setup_context=_bias_gelu_backward_setup_context,
+    second_order.bias_gelu,
+    setup_context=second_order.bias_gelu_setup_context,
     plain=plain.bias_gelu_backward,
 )
 
@@ -667,38 +540,17 @@ def _(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gate), torch.empty_like(gate)
 
 
-def _swiglu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _swiglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
+    gate, up = ctx.saved_tensors
+    grad_gate, grad_up = _ops.swiglu_backward(grad_out, gate, up)
+    return {"gate": grad_gate, "up": grad_up}
 
 
-def _swiglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return _ops.swiglu_backward(grad_out, *ctx.saved_tensors)
-
-
-register_autograd("extension_cpp::swiglu", _swiglu_backward, setup_context=_swiglu_setup_context, plain=plain.swiglu)
-
-
-def _swiglu_backward_setup_context(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]
-) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _swiglu_double_backward(ctx: Any, grad_grad_gate: Tensor, grad_grad_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return second_order.of_gate(
-        grad_grad_gate,
-        grad_grad_up,
-        *ctx.saved_tensors,
-        gated=_ops.swiglu,
-        backward=_ops.silu_backward,
-        double_backward=_ops.silu_double_backward,
-    )
-
-
+register_autograd("extension_cpp::swiglu", _swiglu_backward, setup_context=second_order.save_inputs, plain=plain.swiglu)
 register_autograd(
     "extension_cpp::swiglu_backward",
-    _swiglu_double_backward,
-    setup_context=_swiglu_backward_setup_context,
+    second_order.swiglu,
+    setup_context=second_order.save_inputs,
     plain=plain.swiglu_backward,
 )
 
@@ -747,37 +599,17 @@ def _geglu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: 
     ctx.save_for_backward(gate, up)
 
 
-def _geglu_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_ops.geglu_backward(grad_out, *ctx.saved_tensors, ctx.tanh), None
+def _geglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
+    gate, up = ctx.saved_tensors
+    grad_gate, grad_up = _ops.geglu_backward(grad_out, gate, up, ctx.tanh)
+    return {"gate": grad_gate, "up": grad_up}
 
 
 register_autograd("extension_cpp::geglu", _geglu_backward, setup_context=_geglu_setup_context, plain=plain.geglu)
-
-
-def _geglu_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.tanh = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _geglu_double_backward(
-    ctx: Any, grad_grad_gate: Tensor, grad_grad_up: Tensor
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    tanh = ctx.tanh
-    grads = second_order.of_gate(
-        grad_grad_gate,
-        grad_grad_up,
-        *ctx.saved_tensors,
-        gated=lambda gate, up: _ops.geglu(gate, up, tanh),
-        backward=lambda g, gate: _ops.gelu_backward(g, gate, tanh),
-        double_backward=lambda p, g, gate: _ops.gelu_double_backward(p, g, gate, tanh),
-    )
-    return *grads, None
-
-
 register_autograd(
     "extension_cpp::geglu_backward",
-    _geglu_double_backward,
-    setup_context=_geglu_backward_setup_context,
+    second_order.geglu,
+    setup_context=second_order.geglu_setup_context,
     plain=plain.geglu_backward,
 )
 
@@ -841,11 +673,11 @@ def _reduce_sum_setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int] | No
     ctx.summed_away = () if keepdim else sorted(_reduced_dims(x, dim))
 
 
-def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     # Each summand's gradient is the sum's: a view with stride 0, as torch.sum's is, not an op that writes it out.
     for d in ctx.summed_away:
         grad_out = grad_out.unsqueeze(d)
-    return grad_out.expand(ctx.shape), None, None
+    return {"x": grad_out.expand(ctx.shape)}
 
 
 register_autograd(
@@ -909,9 +741,9 @@ def _dropout_setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor], outpu
     ctx.save_for_backward(seed)
 
 
-def _dropout_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+def _dropout_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     (seed,) = ctx.saved_tensors
-    return _ops.dropout(grad_out, ctx.p, seed), None, None
+    return {"x": _ops.dropout(grad_out, ctx.p, seed)}
 
 
 register_autograd(
@@ -1062,23 +894,15 @@ def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[T
     ctx.set_materialize_grads(False)  # else backward would fill zeros for mean and rstd
 
 
-def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
     if grad_out is None:
-        return None, None, None, None, None
+        return {}
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    needs_x = ctx.needs_input_grad[0]
-    needs_weight = weight is not None and ctx.needs_input_grad[2]
-    needs_bias = bias is not None and ctx.needs_input_grad[3]
+    needs_x, _, *needs_weights, _ = ctx.needs_input_grad
     grad_x, grad_weight, grad_bias = _ops.layer_norm_backward(
-        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, needs_x, needs_weight, needs_bias
+        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, needs_x, *needs_weights
     )
-    return (
-        grad_x if needs_x else None,
-        None,
-        grad_weight if needs_weight else None,
-        grad_bias if needs_bias else None,
-        None,
-    )
+    return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
 
 
 register_autograd(
@@ -1086,79 +910,10 @@ register_autograd(
 )
 # For one device type alone: of two registrations torch.compile takes the second for both.
 register_autocast("extension_cpp::layer_norm", "cuda", torch.float32)
-
-
-def _norm_second_order(
-    normalized_shape: Sequence[int],
-    grad_out: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    grads: Sequence[Tensor | None],
-    centered: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of <grad_grad_x, grad_x> + <grad_grad_weight, grad_weight> + <grad_grad_bias, grad_bias> with
-    respect to grad_out, x and weight. `grads` are the three that come in, None where that gradient was not computed;
-    not `centered`: rms_norm.
-
-    In plain tensor operations of x, so that autograd takes it from here to any order. With P of plain.project, grad_x
-    is rstd * P(grad_out * weight), and P is symmetric.
-    """
-    grad_grad_x, grad_grad_weight, grad_grad_bias = grads
-    dims, dtype = tuple(range(-len(normalized_shape), 0)), rstd.dtype
-    g, v = grad_out.to(dtype), None if grad_grad_x is None else grad_grad_x.to(dtype)
-    w = None if weight is None else weight.to(dtype)
-    xhat, rstd = plain.normalize(x.to(dtype), dims, rstd, centered)
-
-    def mean(z: Tensor) -> Tensor:
-        return z.mean(dims, keepdim=True)
-
-    def project(z: Tensor) -> Tensor:
-        return plain.project(z, xhat, dims, centered)
-
-    grad_grad_out, grad_x, grad_weight = torch.zeros_like(xhat), torch.zeros_like(xhat), None
-    if v is not None:
-        gw = g if w is None else g * w
-        h = rstd * project(v)
-        grad_grad_out = h if w is None else h * w
-        grad_weight = None if w is None else (g * h).sum_to_size(w.shape)
-        along = mean(v * gw) - (mean(v) * mean(gw) if centered else 0) - mean(xhat * v) * mean(xhat * gw)
-        grad_x = -rstd.square() * (xhat * along + mean(xhat * gw) * project(v) + mean(xhat * v) * project(gw))
-    if grad_grad_weight is not None:
-        u = grad_grad_weight.to(dtype)
-        grad_grad_out = grad_grad_out + u * xhat
-        grad_x = grad_x + rstd * project(u * g)
-    if grad_grad_bias is not None:
-        grad_grad_out = grad_grad_out + grad_grad_bias.to(dtype)
-    return (
-        grad_grad_out.to(grad_out.dtype),
-        grad_x.to(x.dtype),
-        None if grad_weight is None or weight is None else grad_weight.to(weight.dtype),
-    )
-
-
-def _layer_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, x, rstd, weight)
-
-
-def _needed(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-    """None for the gradients of what was not computed."""
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-
-
-def _layer_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_out, x, rstd, weight = ctx.saved_tensors
-    grad_grad_out, grad_x, grad_weight = _norm_second_order(
-        ctx.normalized_shape, grad_out, x, rstd, weight, _needed(grads, ctx.needs), True
-    )
-    return grad_grad_out, grad_x, None, None, None, grad_weight, None, None, None, None
-
-
 register_autograd(
     "extension_cpp::layer_norm_backward",
-    _layer_norm_double_backward,
-    setup_context=_layer_norm_backward_setup_context,
+    second_order.layer_norm,
+    setup_context=second_order.layer_norm_setup_context,
     plain=plain.layer_norm_backward,
 )
 
@@ -1224,13 +979,13 @@ def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
     ctx.set_materialize_grads(False)
 
 
-def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Gradients:
     if grad_out is None:
-        return None, None, None, None
+        return {}
     x, weight, rstd = ctx.saved_tensors
-    needs_x, needs_weight = ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]
+    needs_x, _, needs_weight, _ = ctx.needs_input_grad
     grad_x, grad_weight = _ops.rms_norm_backward(grad_out, x, ctx.normalized_shape, rstd, weight, needs_x, needs_weight)
-    return grad_x if needs_x else None, None, grad_weight if needs_weight else None, None
+    return {"x": grad_x, "weight": grad_weight}
 
 
 register_autograd(
@@ -1238,25 +993,10 @@ register_autograd(
 )
 if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
     register_autocast("extension_cpp::rms_norm", "cuda", torch.float32)
-
-
-def _rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, rstd, weight, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, x, rstd, weight)
-
-
-def _rms_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_out, x, rstd, weight = ctx.saved_tensors
-    grad_grad_out, grad_x, grad_weight = _norm_second_order(
-        ctx.normalized_shape, grad_out, x, rstd, weight, [*_needed(grads, ctx.needs), None], False
-    )
-    return grad_grad_out, grad_x, None, None, grad_weight, None, None
-
-
 register_autograd(
     "extension_cpp::rms_norm_backward",
-    _rms_norm_double_backward,
-    setup_context=_rms_norm_backward_setup_context,
+    second_order.rms_norm,
+    setup_context=second_order.rms_norm_setup_context,
     plain=plain.rms_norm_backward,
 )
 
@@ -1409,48 +1149,23 @@ def _add_layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tup
     ctx.set_materialize_grads(False)
 
 
-def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> Gradients:
     """The gradients of x and residual where the norm itself is not used."""
-    needs_x = ctx.needs_input_grad[0] and grad_sum is not None
-    grad_x = _ops.dropout(grad_sum, ctx.p, seed) if needs_x and ctx.p > 0 else grad_sum if needs_x else None
-    return grad_x, grad_sum if ctx.needs_input_grad[1] else None
+    needs_dropout = ctx.needs_input_grad[0] and grad_sum is not None and ctx.p > 0
+    return {"x": _ops.dropout(grad_sum, ctx.p, seed) if needs_dropout else grad_sum, "residual": grad_sum}
 
 
-def _add_layer_norm_backward(
-    ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
+def _add_layer_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None) -> Gradients:
     s, weight, bias, mean, rstd, seed = ctx.saved_tensors
     if grad_out is None:
-        return *_grads_of_sum_alone(ctx, grad_sum, seed), None, None, None, None, None, None
-    needs_x, needs_residual = ctx.needs_input_grad[:2]
-    needs_weight = weight is not None and ctx.needs_input_grad[3]
-    needs_bias = bias is not None and ctx.needs_input_grad[4]
+        return _grads_of_sum_alone(ctx, grad_sum, seed)
+    needs_x, needs_residual, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    saved = s, ctx.normalized_shape, mean, rstd, weight, bias, ctx.p, seed
     grad_x, grad_residual, grad_weight, grad_bias = _ops.add_layer_norm_backward(
-        grad_out,
-        grad_sum,
-        s,
-        ctx.normalized_shape,
-        mean,
-        rstd,
-        weight,
-        bias,
-        ctx.p,
-        seed,
-        needs_x,
-        needs_residual,
-        needs_weight,
-        needs_bias,
+        grad_out, grad_sum, *saved, needs_x, needs_residual, needs_weight, needs_bias
     )
-    return (
-        (grad_x if ctx.p > 0 else grad_residual) if needs_x else None,
-        grad_residual if needs_residual else None,
-        None,
-        grad_weight if needs_weight else None,
-        grad_bias if needs_bias else None,
-        None,
-        None,
-        None,
-    )
+    grad_x = grad_x if ctx.p > 0 else grad_residual
+    return {"x": grad_x, "residual": grad_residual, "weight": grad_weight, "bias": grad_bias}
 
 
 register_autograd(
@@ -1459,45 +1174,10 @@ register_autograd(
     setup_context=_add_layer_norm_setup_context,
     plain=plain.add_layer_norm,
 )
-
-
-def _add_norm_second_order(
-    ctx: Any, grads: Sequence[Tensor | None], centered: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The gradients with respect to grad_out, grad_sum, sum and weight.
-
-    grad_residual = norm_backward(grad_out) + grad_sum and grad_x = dropout(grad_residual), which is symmetric: what
-    comes in for either is a gradient of the one sum.
-    """
-    grad_out, s, rstd, weight, seed = ctx.saved_tensors
-    needs_x, needs_residual, *needs_weights = ctx.needs
-    to_x, to_residual, *to_weights = grads
-    total = to_residual if needs_x or needs_residual else None
-    if needs_x and ctx.p > 0:
-        total = total + _ops.dropout(to_x, ctx.p, seed)
-    no_bias = [None] * (2 - len(needs_weights))
-    weights = [*_needed(to_weights, needs_weights), *no_bias]
-    grad_grad_out, grad_s, grad_weight = _norm_second_order(
-        ctx.normalized_shape, grad_out, s, rstd, weight, [total, *weights], centered
-    )
-    return grad_grad_out, total if ctx.has_grad_sum else None, grad_s, grad_weight
-
-
-def _add_layer_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, grad_sum, s, ctx.normalized_shape, _, rstd, weight, _, ctx.p, seed, *ctx.needs = inputs
-    ctx.has_grad_sum = grad_sum is not None
-    ctx.save_for_backward(grad_out, s, rstd, weight, seed)
-
-
-def _add_layer_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_grad_out, grad_grad_sum, grad_s, grad_weight = _add_norm_second_order(ctx, grads, True)
-    return grad_grad_out, grad_grad_sum, grad_s, None, None, None, grad_weight, *[None] * 7
-
-
 register_autograd(
     "extension_cpp::add_layer_norm_backward",
-    _add_layer_norm_double_backward,
-    setup_context=_add_layer_norm_backward_setup_context,
+    second_order.add_layer_norm,
+    setup_context=second_order.add_layer_norm_setup_context,
     plain=plain.add_layer_norm_backward,
 )
 
@@ -1592,36 +1272,16 @@ def _add_rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple
     ctx.set_materialize_grads(False)
 
 
-def _add_rms_norm_backward(
-    ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
+def _add_rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _: None) -> Gradients:
     s, weight, rstd, seed = ctx.saved_tensors
     if grad_out is None:
-        return *_grads_of_sum_alone(ctx, grad_sum, seed), None, None, None, None, None
-    needs_x, needs_residual = ctx.needs_input_grad[:2]
-    needs_weight = weight is not None and ctx.needs_input_grad[3]
+        return _grads_of_sum_alone(ctx, grad_sum, seed)
+    needs_x, needs_residual, _, needs_weight, *_ = ctx.needs_input_grad
+    saved = s, ctx.normalized_shape, rstd, weight, ctx.p, seed
     grad_x, grad_residual, grad_weight = _ops.add_rms_norm_backward(
-        grad_out,
-        grad_sum,
-        s,
-        ctx.normalized_shape,
-        rstd,
-        weight,
-        ctx.p,
-        seed,
-        needs_x,
-        needs_residual,
-        needs_weight,
+        grad_out, grad_sum, *saved, needs_x, needs_residual, needs_weight
     )
-    return (
-        (grad_x if ctx.p > 0 else grad_residual) if needs_x else None,
-        grad_residual if needs_residual else None,
-        None,
-        grad_weight if needs_weight else None,
-        None,
-        None,
-        None,
-    )
+    return {"x": grad_x if ctx.p > 0 else grad_residual, "residual": grad_residual, "weight": grad_weight}
 
 
 register_autograd(
@@ -1630,23 +1290,10 @@ register_autograd(
     setup_context=_add_rms_norm_setup_context,
     plain=plain.add_rms_norm,
 )
-
-
-def _add_rms_norm_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, grad_sum, s, ctx.normalized_shape, rstd, weight, ctx.p, seed, *ctx.needs = inputs
-    ctx.has_grad_sum = grad_sum is not None
-    ctx.save_for_backward(grad_out, s, rstd, weight, seed)
-
-
-def _add_rms_norm_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_grad_out, grad_grad_sum, grad_s, grad_weight = _add_norm_second_order(ctx, grads, False)
-    return grad_grad_out, grad_grad_sum, grad_s, None, None, grad_weight, *[None] * 5
-
-
 register_autograd(
     "extension_cpp::add_rms_norm_backward",
-    _add_rms_norm_double_backward,
-    setup_context=_add_rms_norm_backward_setup_context,
+    second_order.add_rms_norm,
+    setup_context=second_order.add_rms_norm_setup_context,
     plain=plain.add_rms_norm_backward,
 )
 
@@ -1734,25 +1381,16 @@ def _layer_norm_dropout_setup_context(ctx: Any, inputs: tuple[Any, ...], output:
     ctx.set_materialize_grads(False)
 
 
-def _layer_norm_dropout_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _layer_norm_dropout_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
     if grad_out is None:
-        return None, None, None, None, None, None, None
+        return {}
     x, weight, bias, mean, rstd, seed = ctx.saved_tensors
-    needs_x = ctx.needs_input_grad[0]
-    needs_weight = weight is not None and ctx.needs_input_grad[2]
-    needs_bias = bias is not None and ctx.needs_input_grad[3]
+    needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    saved = x, ctx.normalized_shape, mean, rstd, weight, bias, ctx.p, seed
     grad_x, grad_weight, grad_bias = _ops.layer_norm_dropout_backward(
-        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, ctx.p, seed, needs_x, needs_weight, needs_bias
+        grad_out, *saved, needs_x, needs_weight, needs_bias
     )
-    return (
-        grad_x if needs_x else None,
-        None,
-        grad_weight if needs_weight else None,
-        grad_bias if needs_bias else None,
-        None,
-        None,
-        None,
-    )
+    return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
 
 
 register_autograd(
@@ -1762,29 +1400,10 @@ register_autograd(
     plain=plain.layer_norm_dropout,
 )
 register_autocast("extension_cpp::layer_norm_dropout", "cuda", torch.float32)
-
-
-def _layer_norm_dropout_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, ctx.p, seed, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, x, rstd, weight, seed)
-
-
-def _layer_norm_dropout_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    grad_out, x, rstd, weight, seed = ctx.saved_tensors
-
-    def drop(z: Tensor) -> Tensor:
-        return _ops.dropout(z, ctx.p, seed) if ctx.p > 0 else z
-
-    grad_grad_out, grad_x, grad_weight = _norm_second_order(
-        ctx.normalized_shape, drop(grad_out), x, rstd, weight, _needed(grads, ctx.needs), True
-    )
-    return drop(grad_grad_out), grad_x, None, None, None, grad_weight, *[None] * 6
-
-
 register_autograd(
     "extension_cpp::layer_norm_dropout_backward",
-    _layer_norm_dropout_double_backward,
-    setup_context=_layer_norm_dropout_backward_setup_context,
+    second_order.layer_norm_dropout,
+    setup_context=second_order.layer_norm_dropout_setup_context,
     plain=plain.layer_norm_dropout_backward,
 )
 
@@ -1862,39 +1481,19 @@ def _softmax_setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor)
     ctx.save_for_backward(output)
 
 
-def _softmax_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
-    return _ops.softmax_backward(grad_out, *ctx.saved_tensors, ctx.dim), None
+def _softmax_backward(ctx: Any, grad_out: Tensor) -> Gradients:
+    (y,) = ctx.saved_tensors
+    return {"x": _ops.softmax_backward(grad_out, y, ctx.dim)}
 
 
-def _log_softmax_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
-    return _ops.log_softmax_backward(grad_out, *ctx.saved_tensors, ctx.dim), None
-
-
-def _softmax_backward_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    grad_out, y, ctx.dim = inputs
-    ctx.save_for_backward(grad_out, y)
-
-
-def _softmax_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
-    # grad_x = (g - sum(g * y)) * y, and v comes in. In g this is symmetric; of y autograd takes it from here.
-    grad_out, y = ctx.saved_tensors
-    g, p, v = plain.wide(grad_out), plain.wide(y), plain.wide(grad_grad_x)
-    grad_y = v * (g - (g * p).sum(ctx.dim, keepdim=True)) - g * (v * p).sum(ctx.dim, keepdim=True)
-    return _ops.softmax_backward(grad_grad_x, y, ctx.dim), grad_y.to(y.dtype), None
-
-
-def _log_softmax_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
-    # grad_x = g - exp(y) * sum(g), and v comes in.
-    grad_out, y = ctx.saved_tensors
-    v_p = plain.wide(grad_grad_x) * plain.wide(y).exp()
-    grad_grad_out = plain.wide(grad_grad_x) - v_p.sum(ctx.dim, keepdim=True)
-    grad_y = -v_p * plain.wide(grad_out).sum(ctx.dim, keepdim=True)
-    return grad_grad_out.to(grad_out.dtype), grad_y.to(y.dtype), None
+def _log_softmax_backward(ctx: Any, grad_out: Tensor) -> Gradients:
+    (y,) = ctx.saved_tensors
+    return {"x": _ops.log_softmax_backward(grad_out, y, ctx.dim)}
 
 
 for _name, _of_x, _of_grad in (
-    ("softmax", _softmax_backward, _softmax_double_backward),
-    ("log_softmax", _log_softmax_backward, _log_softmax_double_backward),
+    ("softmax", _softmax_backward, second_order.softmax),
+    ("log_softmax", _log_softmax_backward, second_order.log_softmax),
 ):
     _op, _backward_op = f"extension_cpp::{_name}", f"extension_cpp::{_name}_backward"
     register_fake(_op)(_softmax_fake(_name))
@@ -1903,7 +1502,7 @@ for _name, _of_x, _of_grad in (
     register_autograd(
         _backward_op,
         _of_grad,
-        setup_context=_softmax_backward_setup_context,
+        setup_context=second_order.softmax_setup_context,
         plain=getattr(plain, f"{_name}_backward"),
     )
     register_autocast(_op, "cuda", torch.float32)
@@ -2103,19 +1702,13 @@ def _cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tupl
     ctx.set_materialize_grads(False)
 
 
-def _cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    none = (None,) * 8
+def _cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
     if grad_out is None:
-        return None, *none
+        return {}
     logits, target, weight, lse, total = ctx.saved_tensors
-    return _ops.cross_entropy_backward(grad_out, logits, target, lse, total, weight, *ctx.options), *none
-
-
-def _no_second_derivative(op: str) -> Any:
-    def double_backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(f"extension_cpp::{op}: the second derivative is not implemented")
-
-    return double_backward
+    return {
+        "logits": _ops.cross_entropy_backward(grad_out, logits, target, lse, total, weight, *ctx.options),
+    }
 
 
 register_autograd(
@@ -2124,7 +1717,7 @@ register_autograd(
     setup_context=_cross_entropy_setup_context,
     plain=plain.cross_entropy,
 )
-register_autograd("extension_cpp::cross_entropy_backward", _no_second_derivative("cross_entropy"))
+register_autograd("extension_cpp::cross_entropy_backward", second_order.not_implemented("cross_entropy", "second"))
 # The logits stay what they are, and the loss is float32: a cast of the logits would double what is read.
 register_autocast_rule("extension_cpp::cross_entropy", lambda device_type, args: (*args[:8], True))
 
@@ -2201,12 +1794,12 @@ def _token_log_probs_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tu
 
 def _token_log_probs_backward(
     ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
-) -> tuple[Tensor | None, None, None]:
-    logits, target, lse, entropy = ctx.saved_tensors
+) -> Gradients:
     if grad_log_probs is None and grad_entropy is None:
-        return None, None, None
+        return {}
+    logits, target, lse, entropy = ctx.saved_tensors
     grads = [torch.zeros_like(entropy) if grad is None else grad for grad in (grad_log_probs, grad_entropy)]
-    return _ops.token_log_probs_backward(*grads, logits, target, lse, entropy, ctx.temperature), None, None
+    return {"logits": _ops.token_log_probs_backward(*grads, logits, target, lse, entropy, ctx.temperature)}
 
 
 register_autograd(
@@ -2215,7 +1808,7 @@ register_autograd(
     setup_context=_token_log_probs_setup_context,
     plain=plain.token_log_probs,
 )
-register_autograd("extension_cpp::token_log_probs_backward", _no_second_derivative("token_log_probs"))
+register_autograd("extension_cpp::token_log_probs_backward", second_order.not_implemented("token_log_probs", "second"))
 
 
 # ---- linear_cross_entropy ----
@@ -2400,12 +1993,13 @@ def _linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], outpu
     ctx.set_materialize_grads(False)
 
 
-def _linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
     if grad_out is None:
-        return (None,) * 14
-    grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, ctx.reduction, *ctx.options, *ctx.needs)
-    grad_x, grad_weight, grad_bias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
-    return grad_x, grad_weight, None, grad_bias, *(None,) * 10
+        return {}
+    options = ctx.reduction, *ctx.options, *ctx.needs
+    grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, *options)
+    grads = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
+    return dict(zip(("x", "linear_weight", "linear_bias"), grads, strict=True))
 
 
 register_autograd(
@@ -2414,7 +2008,9 @@ register_autograd(
     setup_context=_linear_cross_entropy_setup_context,
     plain=plain.linear_cross_entropy,
 )
-register_autograd("extension_cpp::linear_cross_entropy_backward", _no_second_derivative("linear_cross_entropy"))
+register_autograd(
+    "extension_cpp::linear_cross_entropy_backward", second_order.not_implemented("linear_cross_entropy", "second")
+)
 linear_loss.register(_check_linear_values, _check_linear_backward)
 
 
@@ -2517,13 +2113,10 @@ def _rotary_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
     ctx.save_for_backward(cos, sin)
 
 
-def _rotary_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    return *_ops.rotary_embedding_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.interleaved), None, None, None
-
-
-def _rotary_double_backward(ctx: Any, grad_grad_q: Tensor, grad_grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    # Backward is the transposed matrix, and the transposed of that is the operator itself.
-    return *_ops.rotary_embedding(grad_grad_q, grad_grad_k, *ctx.saved_tensors, ctx.interleaved), None, None, None
+def _rotary_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Gradients:
+    cos, sin = ctx.saved_tensors
+    grad_q, grad_k = _ops.rotary_embedding_backward(grad_q, grad_k, cos, sin, ctx.interleaved)
+    return {"q": grad_q, "k": grad_k}
 
 
 register_autograd(
@@ -2534,7 +2127,7 @@ register_autograd(
 )
 register_autograd(
     "extension_cpp::rotary_embedding_backward",
-    _rotary_double_backward,
+    second_order.rotary_embedding,
     setup_context=_rotary_setup_context,
     plain=plain.rotary_embedding_backward,
 )

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
-from extension_cpp.autograd import _AFTER_AUTOGRAD, register_autograd
+from extension_cpp.autograd import _AFTER_AUTOGRAD, Gradients, operators, register_autograd
 
 
 @pytest.fixture
@@ -64,13 +64,24 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
     given.update(inputs=inputs, keyword_only_inputs=keyword_only_inputs, needs=ctx.needs_input_grad)
 
 
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    needs_x, needs_y, _ = ctx.needs_input_grad
-    return grad_out * ctx.factor if needs_x else None, grad_out if needs_y else None, None
+def _backward(ctx: Any, grad_out: Tensor) -> Gradients:
+    return {"y": grad_out, "x": grad_out * ctx.factor}
 
 
 library.impl("scaled", _scaled, "CompositeExplicitAutograd")
 register_autograd("autograd_test::scaled", _backward, setup_context=_setup_context)
+
+
+@pytest.mark.parametrize("gradients, got", [({"z": None}, r"\['z'\]"), ((None, None, None), r"\(None, None, None\)")])
+def test_gradients_of_no_argument_are_refused(gradients: Any, got: str) -> None:
+    name = f"twice_{type(gradients).__name__}"
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, lambda x: 2 * x, "CompositeExplicitAutograd")
+    register_autograd(f"autograd_test::{name}", lambda ctx, grad_out: gradients)
+    y = getattr(torch.ops.autograd_test, name)(torch.ones(3, requires_grad=True))
+    expected = "expected its backward to return a dictionary of gradients with keys among"
+    with pytest.raises(TypeError, match=rf"autograd_test::{name}: {expected} \['x'\], but got {got}"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("needs_x, needs_y", [(True, False), (False, True), (True, True)])
@@ -242,7 +253,7 @@ def test_what_autograd_knows_has_a_twin() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
     twins = {name for name in names if name.endswith("_no_grad")}
     assert {f"{name}_no_grad" for name in names if has(name, "Autograd")} == twins != set()
-    assert {f"extension_cpp::{name}_no_grad" for name in vars(extension_cpp.ops._ops)} == twins
+    assert {f"extension_cpp::{name}_no_grad" for name in vars(operators("extension_cpp"))} == twins
     for twin in twins:
         name = twin.removesuffix("_no_grad")
         (arguments, results), (twin_arguments, twin_results) = (

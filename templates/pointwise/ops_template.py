@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from extension_cpp import checks
-from extension_cpp.autograd import operators, register_autograd, register_fake
+from extension_cpp.autograd import Gradients, operators, register_autograd, register_fake
 
 _ops = operators("extension_cpp")
 
@@ -49,9 +49,9 @@ def _kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Te
     ctx.save_for_backward(*inputs)
 
 
-def _kernel_template_backward(ctx: Any, grad_out: Tensor) -> Tensor:
+def _kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     (x,) = ctx.saved_tensors
-    return _ops.kernel_template_backward(grad_out, x)
+    return {"x": _ops.kernel_template_backward(grad_out, x)}
 
 
 register_autograd(
@@ -66,11 +66,11 @@ def _kernel_template_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], o
     ctx.save_for_backward(*inputs)
 
 
-def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> tuple[Tensor, Tensor]:
-    # grad_x = grad_out * f'(x) is linear in grad_out; in x its derivative is grad_out * f''(x), here 2 grad_out. In
-    # plain tensor operations, so that autograd takes it from here to any order.
+def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> Gradients:
+    # grad_x = grad_out * f'(x). Its derivative is f'(x) in grad_out, and grad_out * f''(x) in x, here 2 * grad_out.
+    # Written in plain tensor operations, so that autograd can differentiate it again, to any order.
     grad_out, x = ctx.saved_tensors
-    return _ops.kernel_template_backward(grad_grad_x, x), grad_grad_x * (2 * grad_out)
+    return {"grad_out": _ops.kernel_template_backward(grad_grad_x, x), "x": grad_grad_x * (2 * grad_out)}
 
 
 register_autograd(

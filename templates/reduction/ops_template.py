@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from extension_cpp import checks
-from extension_cpp.autograd import operators, register_autograd, register_fake
+from extension_cpp.autograd import Gradients, operators, register_autograd, register_fake
 
 _ops = operators("extension_cpp")
 
@@ -75,14 +75,14 @@ def _kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tu
     ctx.set_materialize_grads(False)  # else backward would fill zeros for rstd
 
 
-def _kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Gradients:
     if grad_out is None:
-        return None, None, None
+        return {}
     x, weight, rstd = ctx.saved_tensors
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    needs_x, needs_weight, _ = ctx.needs_input_grad
     backward = _ops.kernel_template_backward
     grad_x, grad_weight = backward(grad_out, x, weight, rstd, needs_x, needs_weight)
-    return grad_x if needs_x else None, grad_weight if needs_weight else None, None
+    return {"x": grad_x, "weight": grad_weight}
 
 
 def _kernel_template_plain(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ register_autograd(
 )
 
 
-def _kernel_template_no_second_order(ctx: Any, *grads: Tensor) -> None:
+def _kernel_template_no_second_order(ctx: Any, *grads: Tensor) -> Gradients:
     raise RuntimeError("extension_cpp::kernel_template: the second derivative is not implemented")
 
 
