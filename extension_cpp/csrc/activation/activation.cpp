@@ -89,7 +89,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "silu", TORCH_BOX(&silu));
   impl_with_twin(m, "silu_backward", TORCH_BOX(&silu_backward));
   impl_with_twin(m, "silu_double_backward", TORCH_BOX(&silu_double_backward));
@@ -97,16 +97,5 @@ STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
   impl_with_twin(m, "gelu_backward", TORCH_BOX(&gelu_backward));
   impl_with_twin(m, "gelu_double_backward", TORCH_BOX(&gelu_double_backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "silu", TORCH_BOX(&silu));
-  impl_with_twin(m, "silu_backward", TORCH_BOX(&silu_backward));
-  impl_with_twin(m, "silu_double_backward", TORCH_BOX(&silu_double_backward));
-  impl_with_twin(m, "gelu", TORCH_BOX(&gelu));
-  impl_with_twin(m, "gelu_backward", TORCH_BOX(&gelu_backward));
-  impl_with_twin(m, "gelu_double_backward", TORCH_BOX(&gelu_double_backward));
-}
-#endif
 
 }  // namespace extension_cpp

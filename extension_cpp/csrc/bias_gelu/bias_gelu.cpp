@@ -67,16 +67,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "needs_grad_x, bool needs_grad_bias) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "bias_gelu", TORCH_BOX(&bias_gelu));
   impl_with_twin(m, "bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "bias_gelu", TORCH_BOX(&bias_gelu));
-  impl_with_twin(m, "bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
-}
-#endif
 
 }  // namespace extension_cpp

@@ -24,14 +24,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  impl_with_twin(m, "dropout", TORCH_BOX(&dropout));
-}
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "dropout", TORCH_BOX(&dropout));
-}
-#endif
+REGISTER_KERNELS(m) { impl_with_twin(m, "dropout", TORCH_BOX(&dropout)); }
 
 }  // namespace extension_cpp

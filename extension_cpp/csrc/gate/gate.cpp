@@ -102,20 +102,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "swiglu", TORCH_BOX(&swiglu));
   impl_with_twin(m, "swiglu_backward", TORCH_BOX(&swiglu_backward));
   impl_with_twin(m, "geglu", TORCH_BOX(&geglu));
   impl_with_twin(m, "geglu_backward", TORCH_BOX(&geglu_backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "swiglu", TORCH_BOX(&swiglu));
-  impl_with_twin(m, "swiglu_backward", TORCH_BOX(&swiglu_backward));
-  impl_with_twin(m, "geglu", TORCH_BOX(&geglu));
-  impl_with_twin(m, "geglu_backward", TORCH_BOX(&geglu_backward));
-}
-#endif
 
 }  // namespace extension_cpp

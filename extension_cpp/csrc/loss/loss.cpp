@@ -192,17 +192,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
-static void register_kernels(StableLibrary &m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "cross_entropy", TORCH_BOX(&cross_entropy), TORCH_BOX(&cross_entropy_no_grad));
   impl_with_twin(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_chunk", TORCH_BOX(&cross_entropy_chunk));
   m.impl("cross_entropy_scale", TORCH_BOX(&cross_entropy_scale));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
-#endif
 
 }  // namespace extension_cpp

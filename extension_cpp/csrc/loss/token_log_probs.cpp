@@ -74,16 +74,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "Tensor");
 }
 
-static void register_kernels(StableLibrary &m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "token_log_probs", TORCH_BOX(&token_log_probs),
                  TORCH_BOX(&token_log_probs_no_grad));
   impl_with_twin(m, "token_log_probs_backward", TORCH_BOX(&token_log_probs_backward));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
-#endif
 
 }  // namespace extension_cpp

@@ -53,18 +53,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "mish", TORCH_BOX(&mish));
   impl_with_twin(m, "mish_backward", TORCH_BOX(&mish_backward));
   impl_with_twin(m, "mish_double_backward", TORCH_BOX(&mish_double_backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "mish", TORCH_BOX(&mish));
-  impl_with_twin(m, "mish_backward", TORCH_BOX(&mish_backward));
-  impl_with_twin(m, "mish_double_backward", TORCH_BOX(&mish_double_backward));
-}
-#endif
 
 }  // namespace extension_cpp

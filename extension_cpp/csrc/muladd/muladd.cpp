@@ -70,18 +70,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "muladd", TORCH_BOX(&muladd));
   m.impl("muladd.out", TORCH_BOX(&muladd_out));
   impl_with_twin(m, "muladd_backward", TORCH_BOX(&muladd_backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "muladd", TORCH_BOX(&muladd));
-  m.impl("muladd.out", TORCH_BOX(&muladd_out));
-  impl_with_twin(m, "muladd_backward", TORCH_BOX(&muladd_backward));
-}
-#endif
 
 }  // namespace extension_cpp

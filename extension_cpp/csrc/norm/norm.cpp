@@ -291,16 +291,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "(Tensor, Tensor)");
 }
 
-static void register_kernels(StableLibrary &m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm<true>), TORCH_BOX(&layer_norm<false>));
   impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
   impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm<true>), TORCH_BOX(&rms_norm<false>));
   impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
-#endif
 
 }  // namespace extension_cpp

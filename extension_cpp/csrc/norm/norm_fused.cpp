@@ -109,7 +109,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
-static void register_kernels(StableLibrary &m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm<true>),
                  TORCH_BOX(&add_layer_norm<false>));
   impl_with_twin(m, "add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
@@ -120,10 +120,5 @@ static void register_kernels(StableLibrary &m) {
                  TORCH_BOX(&layer_norm_dropout<false>));
   impl_with_twin(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
-#endif
 
 }  // namespace extension_cpp

@@ -216,14 +216,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
-  impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum));
-}
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum));
-}
-#endif
+REGISTER_KERNELS(m) { impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
 
 }  // namespace extension_cpp

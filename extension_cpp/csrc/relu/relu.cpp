@@ -33,16 +33,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "relu_backward(Tensor grad_out, Tensor y) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "relu", TORCH_BOX(&relu));
   impl_with_twin(m, "relu_backward", TORCH_BOX(&relu_backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "relu", TORCH_BOX(&relu));
-  impl_with_twin(m, "relu_backward", TORCH_BOX(&relu_backward));
-}
-#endif
 
 }  // namespace extension_cpp

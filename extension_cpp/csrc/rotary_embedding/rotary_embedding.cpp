@@ -173,15 +173,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "bool interleaved) -> (Tensor, Tensor)");
 }
 
-static void register_kernels(StableLibrary &m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "rotary_embedding", TORCH_BOX(&rotary_embedding));
   impl_with_twin(m, "rotary_embedding_backward", TORCH_BOX(&rotary_embedding_backward));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
-#endif
 
 }  // namespace extension_cpp

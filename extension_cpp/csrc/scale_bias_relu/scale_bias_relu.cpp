@@ -71,16 +71,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "bool needs_grad_bias) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "scale_bias_relu", TORCH_BOX(&scale_bias_relu));
   impl_with_twin(m, "scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "scale_bias_relu", TORCH_BOX(&scale_bias_relu));
-  impl_with_twin(m, "scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
-}
-#endif
 
 }  // namespace extension_cpp

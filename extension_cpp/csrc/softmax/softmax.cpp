@@ -100,17 +100,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "log_softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
 }
 
-static void register_kernels(StableLibrary &m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "softmax", TORCH_BOX(&softmax));
   impl_with_twin(m, "softmax_backward", TORCH_BOX(&softmax_backward));
   impl_with_twin(m, "log_softmax", TORCH_BOX(&log_softmax));
   impl_with_twin(m, "log_softmax_backward", TORCH_BOX(&log_softmax_backward));
 }
-
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); }
-#endif
 
 }  // namespace extension_cpp

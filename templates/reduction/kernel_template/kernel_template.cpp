@@ -114,16 +114,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
                 "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) {
+REGISTER_KERNELS(m) {
   impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
   impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
-
-#ifdef WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) {
-  impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
-  impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
-}
-#endif
 
 }  // namespace extension_cpp
