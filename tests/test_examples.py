@@ -46,6 +46,27 @@ def test_accessor_comparison(compared: Path) -> None:
     assert all(set(row) == {"ours", "accessor", "eager", "copy"} and min(row.values()) > 0 for row in rows.values())
 
 
+# Lines of the accessor template that its example replaces: the arithmetic, and what says that x must be contiguous.
+REPLACED = (
+    r"return x \* x|The square of|x: shape |RuntimeError: |the arithmetic: "
+    r"|f\(float|derivative\(float|at::Tensor forward\("
+)
+FILES = ("ops_template.py", "kernel_template.cpp", "kernel_template_cuda.cu")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_accessor_example_follows_its_template(name: str) -> None:
+    """Each other line of the template is in the example, in the same order."""
+
+    def lines(path: Path) -> list[str]:
+        return re.sub("kernel_template|ops_template", "accessor_mish", path.read_text()).splitlines()
+
+    template = [line for line in lines(ROOT / "templates/accessor" / name) if not re.search(REPLACED, line)]
+    example = iter(lines(ROOT / "examples/accessor" / re.sub("kernel_template|ops_template", "accessor_mish", name)))
+    missing = next((line for line in template if line not in example), None)
+    assert missing is None, f"{name} has {missing!r}, and the example does not, or in another place"
+
+
 def test_accessor_is_right(compared: Path) -> None:
     told = run("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "examples/accessor", TORCH_EXTENSIONS_DIR=compared)
     assert re.search(r"\(256, 1024\) y: largest error \S+", told)

@@ -1,9 +1,9 @@
-// accessor_mish: y[b][d] = mish(x[b][d]) on [B, D], float32, the ATen way: at::Tensor,
-// TORCH_LIBRARY and accessors that know the strides. Here are the schemas, the checks and the CPU
-// kernels; the CUDA kernels are in accessor_mish_cuda.cu.
+// accessor_mish: y[b][d] = f(x[b][d]) on [B, D], float32, the ATen way: at::Tensor,
+// TORCH_LIBRARY, and accessors that know the strides. This file has the schemas, the checks and the
+// CPU kernels; accessor_mish_cuda.cu has the CUDA kernels.
 //
-// forward wants x contiguous, as most code that is written for contiguous memory should say it
-// does. The accessors would not need it: forward_strided is the same kernel without that check.
+// forward refuses an x that is not contiguous: it shows the check that code written for contiguous
+// memory needs. Accessors do not need it, and forward_strided is the same kernel without the check.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -41,8 +41,7 @@ void check_contiguous(const char *name, const at::Tensor &x) {
               x.strides());
 }
 
-// The dispatcher picks a kernel if any argument is on its device, so that the others may be
-// elsewhere.
+// The dispatcher picks a kernel if any argument is on its device, so the others may be elsewhere.
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
   check_input("x", x);
   check_input("grad_out", grad_out);
@@ -54,12 +53,13 @@ void check_inputs(const at::Tensor &grad_out, const at::Tensor &x) {
 
 // ---- CPU: rows on PyTorch's threads ----
 
-// Rows worth a thread: 32768 elements. Rows of width 0 count as one element.
+// A thread gets at least this many rows: 32768 elements. Rows of width 0 count as one element.
 static int64_t grain(int64_t cols) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols));
 }
 
-static at::Tensor run_forward(const at::Tensor &x) {
+static at::Tensor forward_strided(const at::Tensor &x) {
+  check_input("x", x);
   const at::Tensor y = at::empty(x.sizes(), x.options());
   const at::TensorAccessor<const float, 2> in = x.accessor<const float, 2>();
   at::TensorAccessor<float, 2> out = y.accessor<float, 2>();
@@ -74,12 +74,7 @@ static at::Tensor run_forward(const at::Tensor &x) {
 static at::Tensor forward(const at::Tensor &x) {
   check_input("x", x);
   check_contiguous("x", x);
-  return run_forward(x);
-}
-
-static at::Tensor forward_strided(const at::Tensor &x) {
-  check_input("x", x);
-  return run_forward(x);
+  return forward_strided(x);
 }
 
 static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {

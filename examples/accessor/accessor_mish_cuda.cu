@@ -1,6 +1,6 @@
-// accessor_mish on the GPU. A block takes a row, its threads stride over the columns: neighbouring
-// threads touch neighbouring addresses. Both loops run up to the sizes that the accessors know, so
-// that no index leaves the tensor.
+// accessor_mish on the GPU. A CTA takes a row and its threads stride over the columns:
+// neighbouring threads access neighbouring addresses. Both loops run up to the sizes in the
+// accessors, so that no index leaves the tensor.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
   }
 }
 
-// A PackedTensorAccessor32 multiplies indices with strides in 32 bits; the kernels' indices go one
+// A PackedTensorAccessor32 multiplies indices by strides in 32 bits. The kernels' indices go one
 // step past the sizes.
 void check_32_bits(const char *name, const at::Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
@@ -58,10 +58,11 @@ void check_32_bits(const char *name, const at::Tensor &x) {
               " elements, but got ", last + 1);
 }
 
-// Enough blocks to fill every GPU; rows beyond that come in the kernels' loops.
+// Enough CTAs to fill every GPU. The kernels' loops process the rows beyond that.
 int blocks(const at::Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
 
-at::Tensor run_forward(const at::Tensor &x) {
+at::Tensor forward_strided(const at::Tensor &x) {
+  check_input("x", x);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor y = at::empty(x.sizes(), x.options());
   if (x.numel() == 0) return y;
@@ -76,12 +77,7 @@ at::Tensor run_forward(const at::Tensor &x) {
 at::Tensor forward(const at::Tensor &x) {
   check_input("x", x);
   check_contiguous("x", x);
-  return run_forward(x);
-}
-
-at::Tensor forward_strided(const at::Tensor &x) {
-  check_input("x", x);
-  return run_forward(x);
+  return forward_strided(x);
 }
 
 at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
