@@ -1,16 +1,17 @@
-"""The public functions. A section an op, in a fixed order: function, fake, setup_context, backward, register_autograd.
+"""The public functions. One section for each op: function, fake, setup_context, backward, register_autograd.
 
-The kernels and the checks of their inputs are in csrc/<op>/; what a fake promises (shape, strides, dtype) is what
-csrc/<op>/<op>.cpp allocates. reference.py holds the same functions in plain PyTorch.
+The kernels and the checks of their inputs are in csrc/<op>/. A fake promises the shape, strides and dtype that
+csrc/<op>/<op>.cpp allocates. second_order.py has the derivatives of the backward operators, reference.py has the same
+functions in plain PyTorch.
 
-Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA, computes in float32 (float64: in float64), lets
-NaN propagate, takes any strides, storage offset and number of elements, and is deterministic: the same bits for every
-run and number of threads. On a jagged nested tensor all but reduce_sum, softmax, the losses and rotary_embedding work
-on values(). A wrong argument raises RuntimeError with a sentence that names the op, the argument, what was expected and
-what came.
+Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It computes in float32, for float64 in float64.
+NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
+the same bits in every run and for every number of threads. Jagged nested tensors work with every op except reduce_sum,
+softmax, the losses and rotary_embedding: the op runs on their values(). A wrong argument raises RuntimeError with a
+sentence that names the op, the argument, what was expected and what it got. Where a result is said to be like
+``torch.empty_like(x)``, it has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions.
 """
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,25 @@ from extension_cpp.autograd import (
     register_autograd,
     register_fake,
 )
+from extension_cpp.op_checks import (
+    check_add_norm_backward,
+    check_bias,
+    check_dim,
+    check_dims,
+    check_dropout,
+    check_gate,
+    check_loss,
+    check_loss_grad,
+    check_norm,
+    check_norm_backward,
+    check_reduction,
+    check_rotary,
+    check_statistic,
+    check_tokens,
+    class_dim,
+    loss_type,
+    norm_statistics,
+)
 
 # ---- muladd ----
 
@@ -39,19 +59,18 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
         a: any shape.
         b: shape, dtype and device of ``a``.
         c: the number to add.
-        out: where to write the result: shape, dtype and device of ``a``, not requiring grad; it may be ``a`` or ``b``
-            itself, and must not overlap them otherwise.
+        out: where to write the result: shape, dtype and device of ``a``, not requiring grad. It may be ``a`` or ``b``
+            itself; otherwise it must not overlap them.
 
     Returns:
-        A tensor of ``a``'s shape, and of ``a``'s strides where ``a`` is dense, else dense and in ``a``'s order of
-        dimensions, as torch.empty_like; ``out`` if given.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(a)``; ``out`` if given.
 
     Raises:
         RuntimeError: ``b`` or ``out`` differs from ``a`` in shape, dtype or device, a dtype is not floating point, or
             ``out`` requires grad, overlaps itself, or overlaps an input in part.
 
-    Differentiable in ``a`` and ``b``, to any order; not with ``out``. The result is rounded once (fused multiply-add),
-    and on an x86 CPU without that instruction the product, too.
+    Differentiable in ``a`` and ``b``, to any order; not with ``out``. The result is rounded once (fused multiply-add).
+    On an x86 CPU without that instruction the product is rounded, too.
     """
     if out is None:
         return _ops.muladd(a, b, c)
@@ -129,30 +148,21 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
         scale: the factor.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
-        dimensions, as torch.empty_like.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``.
 
     Raises:
         RuntimeError: ``x`` has no dimension, ``bias`` is not (features,) or differs from ``x`` in dtype or device, or a
             dtype is not floating point.
 
-    Differentiable in ``x`` and ``bias``, to any order. Backward saves ``x`` and ``bias`` alone and recomputes the
-    mask; it reads and writes everything once, and sums the bias gradient over the rows in a fixed order.
+    Differentiable in ``x`` and ``bias``, to any order. Backward saves only ``x`` and ``bias`` and recomputes the mask.
+    It reads and writes each tensor once, and sums the bias gradient over the rows in a fixed order.
     """
     return _ops.scale_bias_relu(x, bias, scale)
 
 
-def _check_bias(op: str, x: Tensor, bias: Tensor) -> None:
-    checks.check_dtype(op, "x", x)
-    checks.check_same(op, "bias", bias, "x", x)
-    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
-    expected = f"expected bias of shape [{x.shape[-1]}], the last dimension of x"
-    checks.check_sizes(op, bias.shape, x.shape[-1:], f"{expected}, but got {list(bias.shape)}")
-
-
 @register_fake("extension_cpp::scale_bias_relu")
 def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    _check_bias("scale_bias_relu", x, bias)
+    check_bias("scale_bias_relu", x, bias)
     return torch.empty_like(x)
 
 
@@ -160,7 +170,7 @@ def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
 def _(
     grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    _check_bias("scale_bias_relu_backward", x, bias)
+    check_bias("scale_bias_relu_backward", x, bias)
     checks.check_like("scale_bias_relu_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
 
@@ -195,19 +205,18 @@ register_autograd(
 
 
 def relu(x: Tensor) -> Tensor:
-    """Clips at zero: ``max(x, 0)``, NaN stays NaN.
+    """Clips at zero: ``max(x, 0)``. NaN stays NaN.
 
     Args:
         x: any shape.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
-        dimensions, as torch.empty_like.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``.
 
     Raises:
         RuntimeError: the dtype is not floating point.
 
-    Differentiable; the derivative at 0 is 0, and the second derivative is zero. Saves its result, not ``x``.
+    Differentiable; the derivative at 0 is 0, and the second derivative is zero. Backward saves the result, not ``x``.
     """
     return _ops.relu(x)
 
@@ -253,9 +262,9 @@ def mish(x: Tensor) -> Tensor:
         x: any shape.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
-        dimensions, as torch.empty_like. Small results keep their digits (x * exp(x) down to where float32 ends), large
-        ones are ``x``; at -inf the result is NaN, as torch.nn.functional.mish's.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
+        are ``x * exp(x)`` down to the smallest float32. Large results are ``x``. At -inf the result is NaN, as that of
+        torch.nn.functional.mish.
 
     Raises:
         RuntimeError: the dtype is not floating point.
@@ -312,9 +321,8 @@ def silu(x: Tensor) -> Tensor:
         x: any shape.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
-        dimensions, as torch.empty_like. Small results keep their digits (x * exp(x) down to where float32 ends); at
-        -inf the result is NaN, as torch.nn.functional.silu's.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
+        are ``x * exp(x)`` down to the smallest float32. At -inf the result is NaN, as that of torch.nn.functional.silu.
 
     Raises:
         RuntimeError: the dtype is not floating point.
@@ -365,16 +373,16 @@ register_autograd("extension_cpp::silu_double_backward", second_order.not_implem
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU: ``x * Phi(x)``, Phi the distribution function of the normal distribution, or its approximation by tanh.
+    """GELU: ``x * Phi(x)``, where Phi is the distribution function of the normal distribution or an approximation.
 
     Args:
         x: any shape.
-        approximate: "none", Phi(x) = (1 + erf(x / sqrt(2))) / 2; or "tanh", in its place
-            (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
+        approximate: "none": Phi(x) = (1 + erf(x / sqrt(2))) / 2; or "tanh":
+            Phi(x) = (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
-        dimensions, as torch.empty_like. Small results keep their digits, which ``1 + erf`` would cancel.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits, which
+        ``1 + erf`` would cancel.
 
     Raises:
         RuntimeError: the dtype is not floating point, or ``approximate`` is neither "none" nor "tanh".
@@ -385,7 +393,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _is_tanh(op: str, approximate: str) -> bool:
-    """The operators' argument. The stable ABI can pass a string, but leaks it at each call."""
+    """`approximate` as the operators take it: a bool, since the stable ABI leaks a string at each call."""
     if approximate not in ("none", "tanh"):
         checks.fail(op, f"expected approximate to be 'none' or 'tanh', but got {approximate!r}")
     return approximate == "tanh"
@@ -436,7 +444,7 @@ register_autograd("extension_cpp::gelu_double_backward", second_order.not_implem
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """Adds a bias over the last dimension, and GELU: ``gelu(x + bias, approximate)``.
+    """Adds a bias over the last dimension and applies GELU: ``gelu(x + bias, approximate)``.
 
     Args:
         x: shape (..., features).
@@ -444,22 +452,22 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
         approximate: "none" or "tanh", as for gelu.
 
     Returns:
-        A tensor of ``x``'s shape, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s order of
-        dimensions, as torch.empty_like. It is rounded once: ``x + bias`` is kept in float32.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. It is rounded once: ``x + bias`` is
+        kept in float32.
 
     Raises:
         RuntimeError: ``x`` has no dimension, ``bias`` is not (features,) or differs from ``x`` in dtype or device, a
             dtype is not floating point, or ``approximate`` is neither "none" nor "tanh".
 
-    Differentiable twice in ``x`` and ``bias``; a third derivative raises. Backward saves ``x`` and ``bias`` alone; it
-    reads and writes everything once, and sums the bias gradient over the rows in a fixed order.
+    Differentiable twice in ``x`` and ``bias``; a third derivative raises. Backward saves only ``x`` and ``bias``. It
+    reads and writes each tensor once, and sums the bias gradient over the rows in a fixed order.
     """
     return _ops.bias_gelu(x, bias, _is_tanh("bias_gelu", approximate))
 
 
 @register_fake("extension_cpp::bias_gelu")
 def _(x: Tensor, bias: Tensor, tanh: bool = False) -> Tensor:
-    _check_bias("bias_gelu", x, bias)
+    check_bias("bias_gelu", x, bias)
     return torch.empty_like(x)
 
 
@@ -467,7 +475,7 @@ def _(x: Tensor, bias: Tensor, tanh: bool = False) -> Tensor:
 def _(
     grad_out: Tensor, x: Tensor, bias: Tensor, tanh: bool, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    _check_bias("bias_gelu_backward", x, bias)
+    check_bias("bias_gelu_backward", x, bias)
     checks.check_like("bias_gelu_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
 
@@ -506,36 +514,30 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Args:
         gate: any shape.
-        up: shape, dtype and device of ``gate``. Both may be halves of one packed tensor, ``packed.chunk(2, -1)``: they
-            are read where they lie, forward and backward.
+        up: shape, dtype and device of ``gate``. ``gate`` and ``up`` may be the halves of one packed tensor,
+            ``packed.chunk(2, -1)``: forward and backward read them without a copy.
 
     Returns:
-        A tensor of ``gate``'s shape, and of ``gate``'s strides where ``gate`` is dense, else dense and in ``gate``'s
-        order of dimensions, as torch.empty_like. It is rounded once.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded once.
 
     Raises:
         RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, or a dtype is not floating point.
 
-    Differentiable twice; a third derivative raises. Backward saves ``gate`` and ``up`` alone. Source: Shazeer 2020,
+    Differentiable twice; a third derivative raises. Backward saves only ``gate`` and ``up``. Source: Shazeer 2020,
     arXiv:2002.05202.
     """
     return _ops.swiglu(gate, up)
 
 
-def _check_gate(op: str, gate: Tensor, up: Tensor) -> None:
-    checks.check_dtype(op, "gate", gate)
-    checks.check_like(op, "up", up, "gate", gate)
-
-
 @register_fake("extension_cpp::swiglu")
 def _(gate: Tensor, up: Tensor) -> Tensor:
-    _check_gate("swiglu", gate, up)
+    check_gate("swiglu", gate, up)
     return torch.empty_like(gate)
 
 
 @register_fake("extension_cpp::swiglu_backward")
 def _(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    _check_gate("swiglu_backward", gate, up)
+    check_gate("swiglu_backward", gate, up)
     checks.check_like("swiglu_backward", "grad_out", grad_out, "gate", gate)
     return torch.empty_like(gate), torch.empty_like(gate)
 
@@ -563,19 +565,18 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
     Args:
         gate: any shape.
-        up: shape, dtype and device of ``gate``. Both may be halves of one packed tensor, ``packed.chunk(2, -1)``: they
-            are read where they lie, forward and backward.
+        up: shape, dtype and device of ``gate``. ``gate`` and ``up`` may be the halves of one packed tensor,
+            ``packed.chunk(2, -1)``: forward and backward read them without a copy.
         approximate: "none" or "tanh", as for gelu.
 
     Returns:
-        A tensor of ``gate``'s shape, and of ``gate``'s strides where ``gate`` is dense, else dense and in ``gate``'s
-        order of dimensions, as torch.empty_like. It is rounded once.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(gate)``. It is rounded once.
 
     Raises:
         RuntimeError: ``up`` differs from ``gate`` in shape, dtype or device, a dtype is not floating point, or
             ``approximate`` is neither "none" nor "tanh".
 
-    Differentiable twice; a third derivative raises. Backward saves ``gate`` and ``up`` alone. Source: Shazeer 2020,
+    Differentiable twice; a third derivative raises. Backward saves only ``gate`` and ``up``. Source: Shazeer 2020,
     arXiv:2002.05202.
     """
     return _ops.geglu(gate, up, _is_tanh("geglu", approximate))
@@ -583,13 +584,13 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
 @register_fake("extension_cpp::geglu")
 def _(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
-    _check_gate("geglu", gate, up)
+    check_gate("geglu", gate, up)
     return torch.empty_like(gate)
 
 
 @register_fake("extension_cpp::geglu_backward")
 def _(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    _check_gate("geglu_backward", gate, up)
+    check_gate("geglu_backward", gate, up)
     checks.check_like("geglu_backward", "grad_out", grad_out, "gate", gate)
     return torch.empty_like(gate), torch.empty_like(gate)
 
@@ -618,27 +619,27 @@ register_autograd(
 
 
 def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Sums over all dimensions, one or several, as torch.sum does.
+    """Sums over one dimension, several or all of them, as torch.sum does.
 
     Args:
         x: any shape.
-        dim: the dimension or dimensions to sum over, negative ones from the end; None or () means all.
-        keepdim: whether summed dimensions stay, with size 1.
+        dim: the dimension or dimensions to sum over; negative ones count from the end; None or () means all.
+        keepdim: whether the summed dimensions stay, with size 1.
 
     Returns:
         The sums, contiguous, of ``x``'s dtype. A sum over no elements is 0.
 
     Raises:
-        RuntimeError: ``dim`` is no int, out of range or named twice, or the dtype is not floating point.
+        RuntimeError: ``dim`` is not an int, is out of range or named twice, or the dtype is not floating point.
 
-    Differentiable, to any order; the gradient is an expanded view and costs nothing. Sums pass through float32 lanes
-    (float64: float64) of at most a few dozen terms and then through float64, in an order that the shape alone fixes.
+    Differentiable, to any order; the gradient is an expanded view and costs nothing. At most a few dozen terms are
+    added in float32 (float64: float64), and these partial sums in float64, in an order that only the shape decides.
     """
     return _ops.reduce_sum(x, (dim,) if type(dim) is int else _as_dims(dim), keepdim)
 
 
 def _as_dims(dim: Any) -> tuple[int, ...] | None:
-    """The dimensions that a caller names, by anything that is an index; a bool is none, as in torch.sum."""
+    """The dimensions as ints. Anything with __index__ is taken, except a bool, which torch.sum refuses, too."""
     dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
     for d in dims or ():
         if isinstance(d, bool) or not hasattr(d, "__index__"):
@@ -650,18 +651,10 @@ def _reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
     return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 
-def _check_dims(x: Tensor, dim: Sequence[int] | None) -> None:
-    dims, seen = max(x.dim(), 1), set[int]()  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
-    for d in dim or ():
-        checks.check("reduce_sum", -dims <= d < dims, f"expected dim in [{-dims}, {dims - 1}], but got {d}")
-        checks.check("reduce_sum", d % dims not in seen, f"expected each dim once, but got {d % dims} twice")
-        seen.add(d % dims)
-
-
 @register_fake("extension_cpp::reduce_sum")
 def _(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     checks.check_dtype("reduce_sum", "x", x)
-    _check_dims(x, dim)
+    check_dims(x, dim)
     reduced = _reduced_dims(x, dim)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape) if keepdim or d not in reduced]
     return x.new_empty(shape)
@@ -674,7 +667,7 @@ def _reduce_sum_setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int] | No
 
 
 def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    # Each summand's gradient is the sum's: a view with stride 0, as torch.sum's is, not an op that writes it out.
+    # The gradient of each term is the gradient of the sum: a view with stride 0, as for torch.sum. Nothing is written.
     for d in ctx.summed_away:
         grad_out = grad_out.unsqueeze(d)
     return {"x": grad_out.expand(ctx.shape)}
@@ -698,18 +691,18 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
     Returns:
         A contiguous tensor of ``x``'s shape; ``x`` itself if ``p`` is 0 or not ``training``. A dropped element is 0,
-        also where ``x`` is NaN or infinite.
+        even if ``x`` is NaN or infinite there.
 
     Raises:
         RuntimeError: ``p`` is not between 0 and 1, or the dtype is not floating point.
 
-    Differentiable, to any order. The mask is never stored: which elements are kept is a function of a seed, drawn from
-    PyTorch's generator on ``x``'s device, and of the element's index in ``x``, the same on CPU and CUDA and for every
-    dtype, layout and number of threads; backward makes the mask again. So torch.manual_seed rules, checkpointing makes
-    the same mask again, and a CUDA graph draws a fresh one at every replay. Under torch.compile Inductor draws the
-    seed: eager's, where torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: that
-    both are dropped has a probability within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7 of
-    Salmon et al. 2011.
+    Differentiable, to any order. The mask is never stored, and backward computes it again: it is a function of a seed
+    and of the element's index in ``x``. It is the same on CPU and CUDA, and for every dtype, layout and number of
+    threads. PyTorch's generator on ``x``'s device draws the seed, so torch.manual_seed decides it, checkpointing gets
+    the same mask again, and a CUDA graph draws a new one at every replay. Under torch.compile Inductor draws the seed;
+    it is eager's seed if torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: the
+    probability that both are dropped is within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7
+    of Salmon et al. 2011.
     """
     checks.check_probability("dropout", p)
     checks.check_tensor("dropout", "x", x)
@@ -718,10 +711,10 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     return _ops.dropout(x, p, _seed(x, p))
 
 
-@torch.fx.wrap  # torch.fx records the call: it has no device to give to torch.randint
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, x has no device for torch.randint
 def _seed(x: Tensor, p: float) -> Tensor:
-    """One number for the whole of x, on its device, so that no random number passes through the host."""
-    if p == 1:  # nothing is kept, whatever the seed
+    """The seed of x's mask: one number on x's device, so that no random number passes through the host."""
+    if p == 1:  # every element is dropped, whatever the seed is
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     else:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
@@ -764,11 +757,11 @@ def layer_norm(
     """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie (a slice, a packed QKV); other
-            strides cost a copy.
+        x: shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a copy; other
+            strides cost one.
         normalized_shape: the last dimensions of ``x``, over which mean and (biased) variance are taken.
-        weight: shape normalized_shape, ``x``'s device, and its dtype, or float32 where ``x`` is half; None: ones.
-        bias: as ``weight``, and of its dtype; None: zeros.
+        weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
+        bias: shape, device and dtype as for ``weight``; None: zeros.
         eps: added to the variance.
 
     Returns:
@@ -778,79 +771,15 @@ def layer_norm(
         RuntimeError: normalized_shape is empty or not the end of ``x``'s shape; ``weight`` or ``bias`` has another
             shape, dtype or device; or ``x`` is not floating point.
 
-    Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and a mean and a reciprocal
-    standard deviation a row, in float32 (float64: float64). The variance is summed around a number near the mean, in as
-    many passes as lose no digits; the rows of the weight gradients are summed in a fixed order. Batch-invariant: a row
-    of the result has the same bits however many rows there are, if it begins equally far from a multiple of 16 bytes,
-    as all rows do whose size is such a multiple. Under autocast on CUDA half inputs are cast to float32 and so is the
-    result, as PyTorch's own; on the CPU PyTorch casts nothing, and nor does this. Source: Ba, Kiros and Hinton 2016,
-    arXiv:1607.06450.
+    Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and, for each row, a mean and a
+    reciprocal standard deviation in float32 (float64: float64). The variance is summed around a number near the mean,
+    in enough passes that no digits cancel. The weight gradients are summed over the rows in a fixed order.
+    Batch-invariant: a row of the result has the same bits for any number of rows, provided that it starts at the same
+    offset from a multiple of 16 bytes; rows whose size is such a multiple all do. Under autocast on CUDA half inputs
+    are cast to float32 and the result is float32, as for PyTorch's own; on the CPU neither casts anything. Source: Ba,
+    Kiros and Hinton 2016, arXiv:1607.06450.
     """
     return _ops.layer_norm(x, normalized_shape, weight, bias, eps)
-
-
-def _statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
-    """Room for a number a row, which broadcasts against x."""
-    shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
-    return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
-
-
-def _check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:
-    checks.check_device(op, name, weight, "x", x)
-    half = x.dtype.itemsize < 4
-    checks.check(
-        op,
-        weight.dtype == x.dtype or (half and weight.dtype == torch.float32),
-        f"expected {name} to be {checks.dtype_name(x)} like x{' or float32' if half else ''}, "
-        f"but got {checks.dtype_name(weight)}",
-    )
-    expected = f"expected {name} of shape {list(normalized_shape)}, normalized_shape"
-    checks.check_sizes(op, weight.shape, normalized_shape, f"{expected}, but got {list(weight.shape)}")
-
-
-def _check_norm(
-    op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
-) -> None:
-    """check_inputs of csrc/norm/norm.cpp."""
-    dims = len(normalized_shape)
-    checks.check_dtype(op, "x", x)
-    checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
-    expected = f"expected normalized_shape to be the last dimensions of x, of shape {list(x.shape)}"
-    checks.check_sizes(op, x.shape[-dims:], normalized_shape, f"{expected}, but got {list(normalized_shape)}")
-    if weight is not None:
-        _check_weight(op, "weight", weight, x, normalized_shape)
-    if bias is not None:
-        _check_weight(op, "bias", bias, x, normalized_shape)
-        if weight is not None:
-            checks.check_same(op, "bias", bias, "weight", weight)
-
-
-def _check_norm_backward(
-    op: str,
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    statistics: dict[str, Tensor],
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-) -> None:
-    """The checks of norm_backward in csrc/norm/norm.cpp; statistics by name."""
-    _check_norm(op, x, normalized_shape, weight, bias)
-    checks.check_like(op, "grad_out", grad_out, "x", x)
-    expected = _statistics(x, normalized_shape)
-    for name, given in statistics.items():
-        checks.check_device(op, name, given, "x", x)
-        message = f"expected {name} as the forward returned it"
-        checks.check(op, given.dtype == expected.dtype and given.is_contiguous(), message)
-        checks.check(op, given.numel() == expected.numel(), message)
-
-
-def _check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
-    """check_dropout of csrc/norm/norm_fused.cpp."""
-    checks.check_probability(op, p)
-    if seed is not None:
-        checks.check_seed(op, seed, x)
-    checks.check(op, p == 0 or seed is not None, "expected a seed with p > 0, but got None")
 
 
 @register_fake("extension_cpp::layer_norm")
@@ -861,8 +790,12 @@ def _(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_norm("layer_norm", x, normalized_shape, weight, bias)
-    return x.new_empty(x.shape), _statistics(x, normalized_shape), _statistics(x, normalized_shape)
+    check_norm("layer_norm", x, normalized_shape, weight, bias)
+    return (
+        x.new_empty(x.shape),
+        norm_statistics(x, normalized_shape),
+        norm_statistics(x, normalized_shape),
+    )
 
 
 @register_fake("extension_cpp::layer_norm_backward")
@@ -879,7 +812,7 @@ def _(
     needs_grad_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     statistics = {"mean": mean, "rstd": rstd}
-    _check_norm_backward("layer_norm_backward", grad_out, x, normalized_shape, statistics, weight, bias)
+    check_norm_backward("layer_norm_backward", grad_out, x, normalized_shape, statistics, weight, bias)
     some = next((w for w in (weight, bias) if w is not None), x)
     grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
     grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)
@@ -891,7 +824,7 @@ def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[T
     _, mean, rstd = output
     ctx.save_for_backward(x, weight, bias, mean, rstd)
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)  # else backward would fill zeros for mean and rstd
+    ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of mean and rstd
 
 
 def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
@@ -908,7 +841,7 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradien
 register_autograd(
     "extension_cpp::layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context, plain=plain.layer_norm
 )
-# For one device type alone: of two registrations torch.compile takes the second for both.
+# Only for CUDA: if both device types have one, torch.compile uses the second registration for both.
 register_autocast("extension_cpp::layer_norm", "cuda", torch.float32)
 register_autograd(
     "extension_cpp::layer_norm_backward",
@@ -927,11 +860,11 @@ def rms_norm(
     """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie; other strides cost a copy.
+        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost one.
         normalized_shape: the last dimensions of ``x``, over which the mean is taken.
-        weight: shape normalized_shape, ``x``'s device, and its dtype, or float32 where ``x`` is half; None: ones.
-        eps: added to the mean square; None: the machine epsilon of the type of the arithmetic (float32, for float64
-            float64), as torch.nn.functional.rms_norm's.
+        weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
+        eps: added to the mean square; None: the machine epsilon of float32 (for float64 of float64), as for
+            torch.nn.functional.rms_norm.
 
     Returns:
         A contiguous tensor of ``x``'s shape and dtype.
@@ -940,10 +873,10 @@ def rms_norm(
         RuntimeError: normalized_shape is empty or not the end of ``x``'s shape; ``weight`` has another shape, dtype or
             device; or ``x`` is not floating point.
 
-    Differentiable in ``x`` and ``weight``, to any order. Backward saves ``x`` and a reciprocal root mean square a row,
-    in float32 (float64: float64); the rows of the weight gradient are summed in a fixed order. Batch-invariant, as
-    layer_norm is. Autocast does what it does to PyTorch's own: from torch 2.12 on, half inputs and the result are cast
-    to float32 on CUDA. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    Differentiable in ``x`` and ``weight``, to any order. Backward saves ``x`` and, for each row, a reciprocal root mean
+    square in float32 (float64: float64). The weight gradient is summed over the rows in a fixed order. Batch-invariant,
+    as layer_norm is. Under autocast it does what PyTorch's rms_norm does: from torch 2.12 on, half inputs are cast to
+    float32 on CUDA and the result is float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     return _ops.rms_norm(x, normalized_shape, weight, eps)
 
@@ -952,8 +885,8 @@ def rms_norm(
 def _(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    _check_norm("rms_norm", x, normalized_shape, weight)
-    return x.new_empty(x.shape), _statistics(x, normalized_shape)
+    check_norm("rms_norm", x, normalized_shape, weight)
+    return x.new_empty(x.shape), norm_statistics(x, normalized_shape)
 
 
 @register_fake("extension_cpp::rms_norm_backward")
@@ -966,7 +899,7 @@ def _(
     needs_grad_x: bool,
     needs_grad_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check_norm_backward("rms_norm_backward", grad_out, x, normalized_shape, {"rstd": rstd}, weight)
+    check_norm_backward("rms_norm_backward", grad_out, x, normalized_shape, {"rstd": rstd}, weight)
     grad_weight = (x if weight is None else weight).new_empty(list(normalized_shape) if needs_grad_weight else 0)
     return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
 
@@ -1017,25 +950,25 @@ def add_layer_norm(
     """Dropout, residual addition and layer normalization at once: ``s = residual + dropout(x, p)``, ``layer_norm(s)``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie; other strides cost a copy.
+        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost one.
         residual: shape, dtype and device of ``x``.
-        normalized_shape, weight, bias, eps: as layer_norm's.
+        normalized_shape, weight, bias, eps: as for layer_norm.
         p: the probability that an element of ``x`` is dropped, from 0 to 1.
         training: False: nothing is dropped.
 
     Returns:
         ``layer_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and
-        take the one that ``residual + x`` has.
+        and the rounded ``s`` is normalized. Under autocast ``x`` and ``residual`` may differ in dtype; both are then
+        cast to the dtype of ``residual + x``.
 
     Raises:
         RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
             argument is not what layer_norm takes.
 
-    Differentiable in ``x``, ``residual``, ``weight`` and ``bias`` through both results, to any order. The mask is that
-    of dropout for the same seed, and is not stored: backward saves ``s``, two numbers a row, and the seed. Without
-    dropout one tensor is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as layer_norm's
-    is; with dropout the mask goes by the elements' places in ``x``.
+    Differentiable in ``x``, ``residual``, ``weight`` and ``bias`` through both results, to any order. The mask is
+    dropout's mask for the same seed, and is not stored: backward saves ``s``, two numbers for each row, and the seed.
+    Without dropout one tensor is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as for
+    layer_norm, except that the mask depends on the elements' positions in ``x``.
     """
     checks.check_probability("add_layer_norm", p)
     for name, tensor in (("x", x), ("residual", residual)):
@@ -1046,11 +979,12 @@ def add_layer_norm(
     return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)
 
 
-@torch.fx.wrap  # torch.fx knows no dtypes
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def _under_autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """A branch comes in half there, and the residual stream in float32."""
+    """x and residual in one dtype: under autocast a branch is half and the residual stream float32."""
     device = x.device.type
-    if x.dtype != residual.dtype and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):  # meta has none
+    # PyTorch knows no autocast for the device type meta, and raises.
+    if x.dtype != residual.dtype and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.promote_types(x.dtype, residual.dtype)
         return x.to(dtype), residual.to(dtype)
     return x, residual
@@ -1067,28 +1001,11 @@ def _(
     p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_norm("add_layer_norm", x, normalized_shape, weight, bias)
+    check_norm("add_layer_norm", x, normalized_shape, weight, bias)
     checks.check_like("add_layer_norm", "residual", residual, "x", x)
-    _check_dropout("add_layer_norm", p, seed, x)
-    mean, rstd = _statistics(x, normalized_shape), _statistics(x, normalized_shape)
+    check_dropout("add_layer_norm", p, seed, x)
+    mean, rstd = norm_statistics(x, normalized_shape), norm_statistics(x, normalized_shape)
     return x.new_empty(x.shape), x.new_empty(x.shape), mean, rstd
-
-
-def _check_add_norm_backward(
-    op: str,
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    s: Tensor,
-    normalized_shape: Sequence[int],
-    statistics: dict[str, Tensor],
-    weights: Sequence[Tensor | None],
-    p: float,
-    seed: Tensor | None,
-) -> None:
-    if grad_sum is not None:
-        checks.check_like(op, "grad_sum", grad_sum, "sum", s)
-    _check_dropout(op, p, seed, s)
-    _check_norm_backward(op, grad_out, s, normalized_shape, statistics, *weights)
 
 
 def _add_norm_gradients(
@@ -1100,7 +1017,7 @@ def _add_norm_gradients(
     needs_residual: bool,
     needs_weights: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """What the backward of add_layer_norm and add_rms_norm allocates."""
+    """The tensors that the backward of add_layer_norm and of add_rms_norm allocates."""
     some = next((w for w in weights if w is not None), s)
     return (
         s.new_empty(s.shape if needs_x and p > 0 else 0),
@@ -1126,7 +1043,7 @@ def _(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, ...]:
-    _check_add_norm_backward(
+    check_add_norm_backward(
         "add_layer_norm_backward",
         grad_out,
         grad_sum,
@@ -1150,7 +1067,7 @@ def _add_layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tup
 
 
 def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> Gradients:
-    """The gradients of x and residual where the norm itself is not used."""
+    """The gradients of x and residual if only the sum was used, and not the norm."""
     needs_dropout = ctx.needs_input_grad[0] and grad_sum is not None and ctx.p > 0
     return {"x": _ops.dropout(grad_sum, ctx.p, seed) if needs_dropout else grad_sum, "residual": grad_sum}
 
@@ -1198,25 +1115,25 @@ def add_rms_norm(
     ``rms_norm(s)``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read where they lie; other strides cost a copy.
+        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost one.
         residual: shape, dtype and device of ``x``.
-        normalized_shape, weight, eps: as rms_norm's.
+        normalized_shape, weight, eps: as for rms_norm.
         p: the probability that an element of ``x`` is dropped, from 0 to 1.
         training: False: nothing is dropped.
 
     Returns:
         ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and it is the rounded ``s`` that is normalized. Under autocast ``x`` and ``residual`` may differ in dtype, and
-        take the one that ``residual + x`` has.
+        and the rounded ``s`` is normalized. Under autocast ``x`` and ``residual`` may differ in dtype; both are then
+        cast to the dtype of ``residual + x``.
 
     Raises:
         RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
             argument is not what rms_norm takes.
 
-    Differentiable in ``x``, ``residual`` and ``weight`` through both results, to any order. The mask is that of dropout
-    for the same seed, and is not stored: backward saves ``s``, a number a row, and the seed. Without dropout one tensor
-    is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as layer_norm's is; with dropout
-    the mask goes by the elements' places in ``x``.
+    Differentiable in ``x``, ``residual`` and ``weight`` through both results, to any order. The mask is dropout's mask
+    for the same seed, and is not stored: backward saves ``s``, one number for each row, and the seed. Without dropout
+    one tensor is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as for layer_norm,
+    except that the mask depends on the elements' positions in ``x``.
     """
     checks.check_probability("add_rms_norm", p)
     for name, tensor in (("x", x), ("residual", residual)):
@@ -1237,10 +1154,10 @@ def _(
     p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_norm("add_rms_norm", x, normalized_shape, weight)
+    check_norm("add_rms_norm", x, normalized_shape, weight)
     checks.check_like("add_rms_norm", "residual", residual, "x", x)
-    _check_dropout("add_rms_norm", p, seed, x)
-    return x.new_empty(x.shape), x.new_empty(x.shape), _statistics(x, normalized_shape)
+    check_dropout("add_rms_norm", p, seed, x)
+    return x.new_empty(x.shape), x.new_empty(x.shape), norm_statistics(x, normalized_shape)
 
 
 @register_fake("extension_cpp::add_rms_norm_backward")
@@ -1257,7 +1174,7 @@ def _(
     needs_grad_residual: bool,
     needs_grad_weight: bool,
 ) -> tuple[Tensor, ...]:
-    _check_add_norm_backward(
+    check_add_norm_backward(
         "add_rms_norm_backward", grad_out, grad_sum, sum, normalized_shape, {"rstd": rstd}, (weight,), p, seed
     )
     needs = (needs_grad_weight,)
@@ -1313,7 +1230,7 @@ def layer_norm_dropout(
     """Layer normalization and dropout at once: ``dropout(layer_norm(x), p)``.
 
     Args:
-        x, normalized_shape, weight, bias, eps: as layer_norm's.
+        x, normalized_shape, weight, bias, eps: as for layer_norm.
         p: the probability that an element of the result is dropped, from 0 to 1.
         training: False: nothing is dropped.
 
@@ -1323,9 +1240,9 @@ def layer_norm_dropout(
     Raises:
         RuntimeError: ``p`` is not between 0 and 1, or an argument is not what layer_norm takes.
 
-    Differentiable in ``x``, ``weight`` and ``bias``, to any order. The mask is that of dropout for the same seed, and
-    is not stored: backward saves ``x``, two numbers a row, and the seed. Autocast does what it does to layer_norm.
-    Batch-invariant, as layer_norm is, but that the mask goes by the elements' places in ``x``.
+    Differentiable in ``x``, ``weight`` and ``bias``, to any order. The mask is dropout's mask for the same seed, and
+    is not stored: backward saves ``x``, two numbers for each row, and the seed. Autocast is as for layer_norm.
+    Batch-invariant, as layer_norm is, except that the mask depends on the elements' positions in ``x``.
     """
     checks.check_probability("layer_norm_dropout", p)
     checks.check_tensor("layer_norm_dropout", "x", x)
@@ -1344,9 +1261,13 @@ def _(
     p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_norm("layer_norm_dropout", x, normalized_shape, weight, bias)
-    _check_dropout("layer_norm_dropout", p, seed, x)
-    return x.new_empty(x.shape), _statistics(x, normalized_shape), _statistics(x, normalized_shape)
+    check_norm("layer_norm_dropout", x, normalized_shape, weight, bias)
+    check_dropout("layer_norm_dropout", p, seed, x)
+    return (
+        x.new_empty(x.shape),
+        norm_statistics(x, normalized_shape),
+        norm_statistics(x, normalized_shape),
+    )
 
 
 @register_fake("extension_cpp::layer_norm_dropout_backward")
@@ -1364,9 +1285,9 @@ def _(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_dropout("layer_norm_dropout_backward", p, seed, x)
+    check_dropout("layer_norm_dropout_backward", p, seed, x)
     statistics = {"mean": mean, "rstd": rstd}
-    _check_norm_backward("layer_norm_dropout_backward", grad_out, x, normalized_shape, statistics, weight, bias)
+    check_norm_backward("layer_norm_dropout_backward", grad_out, x, normalized_shape, statistics, weight, bias)
     some = next((w for w in (weight, bias) if w is not None), x)
     grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
     grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)
@@ -1416,18 +1337,17 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Args:
         x: any shape.
-        dim: the dimension of the sum, negative ones from the end.
+        dim: the dimension of the sum; negative ones count from the end.
 
     Returns:
-        A tensor of ``x``'s shape and dtype, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s
-        order of dimensions, as torch.empty_like. No dimension costs a transposed copy.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. ``x`` is not transposed for any ``dim``.
 
     Raises:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
 
-    Differentiable, to any order; backward saves the result alone. An element of -inf gives 0; a row of -inf alone, or
-    with NaN or +inf, gives NaN, as torch.softmax. Batch-invariant at equal alignment: a row's result has the same bits
-    whatever the number of rows. Autocast casts half inputs to float32 on CUDA, as for PyTorch's own.
+    Differentiable, to any order; backward saves only the result. An element of -inf gives 0. A row that is all -inf, or
+    has a NaN or +inf, gives NaN, as in torch.softmax. Batch-invariant at equal alignment: a row's result has the same
+    bits for any number of rows. Autocast casts half inputs to float32 on CUDA, as for PyTorch's own.
     """
     return _ops.softmax(x, dim)
 
@@ -1437,30 +1357,24 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Args:
         x: any shape.
-        dim: the dimension of the sum, negative ones from the end.
+        dim: the dimension of the sum; negative ones count from the end.
 
     Returns:
-        A tensor of ``x``'s shape and dtype, and of ``x``'s strides where ``x`` is dense, else dense and in ``x``'s
-        order of dimensions, as torch.empty_like. No dimension costs a transposed copy.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. ``x`` is not transposed for any ``dim``.
 
     Raises:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
 
-    Differentiable, to any order; backward saves the result alone. NaN, infinities, batch invariance and autocast as for
-    softmax.
+    Differentiable, to any order; backward saves only the result. NaN, infinities, batch invariance and autocast are as
+    for softmax.
     """
     return _ops.log_softmax(x, dim)
-
-
-def _check_dim(op: str, x: Tensor, dim: int) -> None:
-    dims = max(x.dim(), 1)  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
-    checks.check(op, -dims <= dim < dims, f"expected dim in [{-dims}, {dims - 1}], but got {dim}")
 
 
 def _softmax_fake(op: str) -> Any:
     def fake(x: Tensor, dim: int = -1) -> Tensor:
         checks.check_dtype(op, "x", x)
-        _check_dim(op, x, dim)
+        check_dim(op, x, dim)
         return torch.empty_like(x)
 
     return fake
@@ -1470,7 +1384,7 @@ def _softmax_backward_fake(op: str) -> Any:
     def fake(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
         checks.check_dtype(op, "y", y)
         checks.check_like(op, "grad_out", grad_out, "y", y)
-        _check_dim(op, y, dim)
+        check_dim(op, y, dim)
         return torch.empty_like(y)
 
     return fake
@@ -1524,35 +1438,36 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy between logits and class indices.
 
-    With z = logits, or ``softcap * tanh(logits / softcap)``, C classes, s = label_smoothing and a row's target t::
+    With z = logits or, with softcap, ``softcap * tanh(logits / softcap)``, with C classes, s = label_smoothing and a
+    row's target t::
 
         lse  = log(sum_c exp(z_c))
         loss = weight_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / C * sum_c weight_c * (lse - z_c)
 
     Args:
-        logits: shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read where they lie, and other strides
-            cost a copy.
+        logits: shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy; other strides cost
+            one.
         target: int64, shape (), (N,) or (N, d1, ...): the class of each row.
-        weight: shape (C,), the dtype of ``logits``, or float32 beside a half type: a weight for each class, not
+        weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class, not
             differentiable; None: ones.
-        ignore_index: rows with this target are left out of the loss and the gradient.
+        ignore_index: rows with this target add nothing to the loss and get no gradient.
         reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
         label_smoothing: between 0 and 1.
         z_loss: the factor of lse^2, which keeps the logits' normalizer near 1.
-        softcap: a bound of the logits' size; None: none.
+        softcap: the bound of the absolute values of the logits; None: no bound.
 
     Returns:
-        The loss, of shape () or, with "none", of ``target``'s shape; of ``logits``' dtype, under autocast float32. Its
-        mean over no row is NaN, as PyTorch's.
+        The loss, of shape () or, with "none", of ``target``'s shape; of ``logits``' dtype, under autocast float32. The
+        mean over no row is NaN, as in PyTorch.
 
     Raises:
-        RuntimeError: an argument has another shape, dtype or device, an option is out of range, or, on the CPU, a
-            target is no class. On CUDA, where a check would wait for the device, that row's loss and gradient are NaN.
-            A floating-point target, class probabilities, is refused.
+        RuntimeError: an argument has another shape, dtype or device; an option is out of range; ``target`` is floating
+            point (class probabilities); or, on the CPU, a target is not a class. On CUDA that check would have to wait
+            for the device: there the row's loss and gradient are NaN.
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
-    reads and writes them once. Sums in float32 (float64: float64), over the rows in float64, in a fixed order. Batch-
-    invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
+    reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
+    Batch-invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     number = _reduction("cross_entropy", reduction)
@@ -1564,7 +1479,7 @@ def cross_entropy(
 
 
 def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """cross_entropy with a float32 loss for half logits, too: what nn.convert gives a language model."""
+    """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
     number = _reduction("cross_entropy", reduction)
     if number == 1 and isinstance(logits, autograd.DTENSOR):
         return autograd.sharding.mean_cross_entropy(logits, target, None, ignore_index, 0.0, 0.0, None, True)
@@ -1572,58 +1487,10 @@ def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, redu
 
 
 def _reduction(op: str, reduction: str) -> int:
-    """The operators' number for it, as in ATen."""
+    """The reduction as the operators take it: a number, as in ATen."""
     if reduction not in ("none", "mean", "sum"):
         checks.fail(op, f"expected reduction to be 'none', 'mean' or 'sum', but got {reduction!r}")
     return ("none", "mean", "sum").index(reduction)
-
-
-def _check_reduction(op: str, reduction: int) -> None:
-    expected = f"expected reduction to be 0 (none), 1 (mean) or 2 (sum), but got {reduction}"
-    checks.check(op, 0 <= reduction <= 2, expected)
-
-
-def _check_loss(
-    op: str,
-    logits: Tensor,
-    target: Tensor,
-    class_dim: int,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-) -> None:
-    """check_inputs of csrc/loss/loss.cpp, without the targets' values."""
-    checks.check_dtype(op, "logits", logits)
-    checks.check(op, logits.dim() > 0, "expected logits to have at least one dimension, but got shape []")
-    classes = logits.shape[class_dim]
-    checks.check(op, classes > 0, f"expected at least one class, but got logits of shape {list(logits.shape)}")
-    checks.check_device(op, "target", target, "logits", logits)
-    dtype = checks.dtype_name(target)
-    checks.check(op, target.dtype == torch.int64, f"expected target to be int64, class indices, but got {dtype}")
-    shape = [size for d, size in enumerate(logits.shape) if d != class_dim % logits.dim()]
-    expected = f"expected target of shape {shape}, that of logits without the classes"
-    checks.check_sizes(op, target.shape, shape, f"{expected}, but got {list(target.shape)}")
-    if weight is not None:
-        checks.check_device(op, "weight", weight, "logits", logits)
-        is_half = logits.dtype.itemsize < 4
-        expected = f"expected weight to be {checks.dtype_name(logits)} like logits{' or float32' if is_half else ''}"
-        fits = weight.dtype == logits.dtype or (is_half and weight.dtype == torch.float32)
-        checks.check(op, fits, f"{expected}, but got {checks.dtype_name(weight)}")
-        expected = f"expected weight of shape [{classes}], a number for each class"
-        checks.check_sizes(op, weight.shape, [classes], f"{expected}, but got {list(weight.shape)}")
-    expected = f"expected label_smoothing to be between 0 and 1, but got {label_smoothing:g}"
-    checks.check(op, 0 <= label_smoothing <= 1, expected)
-    if softcap is not None:
-        checks.check(op, 0 < softcap < math.inf, f"expected softcap to be positive or None, but got {softcap:g}")
-
-
-def _class_dim(logits: Tensor) -> int:
-    return min(1, logits.dim() - 1)
-
-
-def _loss_type(logits: Tensor) -> torch.dtype:
-    """Of the losses inside, and of the statistics but lse."""
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 @register_fake("extension_cpp::cross_entropy")
@@ -1639,30 +1506,12 @@ def _(
     float_loss: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "cross_entropy"
-    _check_reduction(op, reduction)
-    _check_loss(op, logits, target, _class_dim(logits), weight, label_smoothing, softcap)
-    loss_type = _loss_type(logits)
-    loss = logits.new_empty([] if reduction else target.shape, dtype=loss_type if float_loss else logits.dtype)
+    check_reduction(op, reduction)
+    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, softcap)
+    acc = loss_type(logits)
+    loss = logits.new_empty([] if reduction else target.shape, dtype=acc if float_loss else logits.dtype)
     lse = logits.new_empty(target.shape, dtype=torch.float64)
-    return loss, lse, logits.new_empty([1 if reduction else 0], dtype=loss_type)
-
-
-def _check_statistic(op: str, name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, logits: Tensor) -> None:
-    checks.check_device(op, name, x, "logits", logits)
-    message = f"expected {name} as the forward returned it"
-    checks.check(op, x.dtype == dtype and x.is_contiguous(), message)
-    checks.check_sizes(op, x.shape, shape, message)
-
-
-def _check_loss_grad(op: str, name: str, grad: Tensor, shape: Sequence[int], logits: Tensor) -> None:
-    checks.check_device(op, name, grad, "logits", logits)
-    loss_type = _loss_type(logits)
-    expected = f"expected {name} to be {checks.dtype_name(logits)} like logits"
-    if loss_type != logits.dtype:
-        expected += f" or {str(loss_type).removeprefix('torch.')}"
-    checks.check(op, grad.dtype in (logits.dtype, loss_type), f"{expected}, but got {checks.dtype_name(grad)}")
-    expected = f"expected {name} of shape {list(shape)}, that of the result"
-    checks.check_sizes(op, grad.shape, shape, f"{expected}, but got {list(grad.shape)}")
+    return loss, lse, logits.new_empty([1 if reduction else 0], dtype=acc)
 
 
 @register_fake("extension_cpp::cross_entropy_backward")
@@ -1680,11 +1529,11 @@ def _(
     softcap: float | None,
 ) -> Tensor:
     op = "cross_entropy_backward"
-    _check_reduction(op, reduction)
-    _check_loss(op, logits, target, _class_dim(logits), weight, label_smoothing, softcap)
-    _check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, logits)
-    _check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
-    _check_statistic(op, "total", total, [1 if reduction else 0], _loss_type(logits), logits)
+    check_reduction(op, reduction)
+    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, softcap)
+    check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, logits)
+    check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
+    check_statistic(op, "total", total, [1 if reduction else 0], loss_type(logits), logits)
     return logits.new_empty(logits.shape)
 
 
@@ -1718,7 +1567,7 @@ register_autograd(
     plain=plain.cross_entropy,
 )
 register_autograd("extension_cpp::cross_entropy_backward", second_order.not_implemented("cross_entropy", "second"))
-# The logits stay what they are, and the loss is float32: a cast of the logits would double what is read.
+# The logits are not cast and the loss is float32: casting half logits to float32 would double the bytes to read.
 register_autocast_rule("extension_cpp::cross_entropy", lambda device_type, args: (*args[:8], True))
 
 
@@ -1728,39 +1577,33 @@ register_autocast_rule("extension_cpp::cross_entropy", lambda device_type, args:
 def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The log-probability of each row's target, and the entropy of each row's distribution.
 
-    With ``log_p = log_softmax(logits / temperature)``: ``log_p[target]`` and ``-sum(exp(log_p) * log_p)``, where a
-    class of probability 0 adds 0. What reinforcement learning on language models computes of every token.
+    With ``log_p = log_softmax(logits / temperature)`` these are ``log_p[target]`` and ``-sum(exp(log_p) * log_p)``. A
+    class of probability 0 adds 0. Reinforcement learning on language models computes both for every token.
 
     Args:
-        logits: shape (..., C). Rows of unit stride are read where they lie, and other strides cost a copy.
+        logits: shape (..., C). Rows of unit stride are read without a copy; other strides cost one.
         target: int64, shape (...): the class of each row.
         temperature: a positive number.
 
     Returns:
-        The log-probabilities and the entropies, both of ``target``'s shape and float32 (float64 for float64 logits):
-        a ratio of two probabilities needs these digits.
+        The log-probabilities and the entropies, both of ``target``'s shape and float32 (float64 for float64 logits),
+        because a ratio of two probabilities needs these digits.
 
     Raises:
-        RuntimeError: an argument has another shape, dtype or device, ``temperature`` is not positive, or, on the CPU, a
-            target is no class. On CUDA, where a check would wait for the device, that row's results and gradient are
-            NaN.
+        RuntimeError: an argument has another shape, dtype or device; ``temperature`` is not positive; or, on the CPU, a
+            target is not a class. On CUDA that check would have to wait for the device: there the row's results and
+            gradient are NaN.
 
-    Differentiable in ``logits`` through both, once; one read of the logits forward, one read and one write backward.
-    Deterministic, and batch-invariant at equal alignment. Source: torch.log_softmax.
+    Differentiable in ``logits`` through both results, once. Forward reads the logits once; backward reads them once and
+    writes their gradient once. Deterministic, and batch-invariant at equal alignment. Source: torch.log_softmax.
     """
     return _ops.token_log_probs(logits, target, temperature)
 
 
-def _check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) -> None:
-    _check_loss(op, logits, target, -1)
-    checks.check(op, temperature > 0, f"expected temperature to be positive, but got {temperature:g}")
-
-
 @register_fake("extension_cpp::token_log_probs")
 def _(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    _check_tokens("token_log_probs", logits, target, temperature)
-    loss_type = _loss_type(logits)
-    log_probs, entropy = (logits.new_empty(target.shape, dtype=loss_type) for _ in range(2))
+    check_tokens("token_log_probs", logits, target, temperature)
+    log_probs, entropy = (logits.new_empty(target.shape, dtype=loss_type(logits)) for _ in range(2))
     return log_probs, entropy, logits.new_empty(target.shape, dtype=torch.float64)
 
 
@@ -1775,12 +1618,12 @@ def _(
     temperature: float,
 ) -> Tensor:
     op = "token_log_probs_backward"
-    _check_tokens(op, logits, target, temperature)
-    _check_loss_grad(op, "grad_log_probs", grad_log_probs, target.shape, logits)
-    _check_loss_grad(op, "grad_entropy", grad_entropy, target.shape, logits)
+    check_tokens(op, logits, target, temperature)
+    check_loss_grad(op, "grad_log_probs", grad_log_probs, target.shape, logits)
+    check_loss_grad(op, "grad_entropy", grad_entropy, target.shape, logits)
     checks.check_same(op, "grad_entropy", grad_entropy, "grad_log_probs", grad_log_probs)
-    _check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
-    _check_statistic(op, "entropy", entropy, target.shape, _loss_type(logits), logits)
+    check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
+    check_statistic(op, "entropy", entropy, target.shape, loss_type(logits), logits)
     return logits.new_empty(logits.shape)
 
 
@@ -1789,7 +1632,7 @@ def _token_log_probs_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tu
     _, entropy, lse = output
     ctx.save_for_backward(logits, target, lse, entropy.detach())
     ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # else backward would fill zeros for lse
+    ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradient of lse
 
 
 def _token_log_probs_backward(
@@ -1827,7 +1670,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """cross_entropy of ``x @ linear_weight.T + linear_bias``, with at most 1 GiB of its logits in memory.
+    """cross_entropy of ``x @ linear_weight.T + linear_bias``, with at most 1 GiB of these logits in memory.
 
     Args:
         x: shape (..., features).
@@ -1840,16 +1683,16 @@ def linear_cross_entropy(
         The loss, of shape () or, with "none", of ``target``'s shape; of ``x``'s dtype, under autocast float32.
 
     Raises:
-        RuntimeError: an argument has another shape, dtype or device, an option is out of range, or, on the CPU, a
-            target is no class. On CUDA, where a check would wait for the device, that row's loss is NaN, and so are its
-            gradient of ``x`` and the gradients of ``linear_weight`` and ``linear_bias``.
+        RuntimeError: an argument has another shape, dtype or device; an option is out of range; or, on the CPU, a
+            target is not a class. On CUDA that check would have to wait for the device: there the row's loss is NaN,
+            and so are its gradient of ``x`` and the gradients of ``linear_weight`` and ``linear_bias``.
 
-    Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows go in chunks of at most 1 GiB of
-    logits. Where a gradient is recorded, forward makes the gradients, too, and backward scales them; with "none" and in
-    float16 backward makes the logits again. The gradient of the logits is rounded to ``x``'s dtype, as eager PyTorch
-    does; each chunk but the first rounds the sum for ``linear_weight`` once more, so that with n chunks of half types
-    this gradient's rounding error is up to sqrt(1 + (n - 1) / 2) of eager's. Deterministic. Under autocast the products
-    have its dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
+    Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows are processed in chunks of at most
+    1 GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
+    and in float16 backward computes the logits again. The gradient of the logits is rounded to ``x``'s dtype, as in
+    eager PyTorch. Each chunk after the first rounds the sum for ``linear_weight`` once more: with n chunks of a half
+    type the rounding error of this gradient is up to sqrt(1 + (n - 1) / 2) times eager's. Deterministic. Under autocast
+    the matrix products have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     number = _reduction("linear_cross_entropy", reduction)
     for name, tensor in (("x", x), ("linear_weight", linear_weight), ("target", target)):
@@ -1877,14 +1720,14 @@ def _float_linear_cross_entropy(
     reduction: str,
     softcap: float | None,
 ) -> Tensor:
-    """linear_cross_entropy with a float32 loss for half inputs, too: what nn.convert gives a language model."""
+    """linear_cross_entropy whose loss is float32 for half inputs, too: nn.convert gives it to language models."""
     options = _reduction("linear_cross_entropy", reduction), ignore_index, 0.0, 0.0, softcap
     return _linear_cross_entropy(x, linear_weight, target, linear_bias, None, *options, True)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:
-    """Whether the gradient of an argument is to be made. Where a graph is recorded, it may be trained later; inside
-    torch.func's transforms requires_grad does not tell."""
+    """Whether forward must compute the gradient of this argument. A recorded graph may be trained later, and inside
+    torch.func's transforms requires_grad says nothing; there the answer is yes."""
     is_unknown = is_recorded() or torch._C._are_functorch_transforms_active()
     return x is not None and (is_unknown or x.requires_grad)
 
@@ -1911,14 +1754,14 @@ def _check_linear(
         checks.check_same(op, "linear_bias", linear_bias, "x", x)
         expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
         checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
-    _check_reduction(op, reduction)
-    # Of logits without memory.
+    check_reduction(op, reduction)
+    # Logits of the right shape that take no memory: one element, expanded.
     logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
-    _check_loss(op, logits, target, -1, weight, label_smoothing, softcap)
+    check_loss(op, logits, target, -1, weight, label_smoothing, softcap)
 
 
 def _check_linear_values(*args: Any) -> None:
-    """For kernels: on the CPU also each target."""
+    """The checks of the kernels: those of the fake and, on the CPU, that each target is a class."""
     x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, _, softcap, *_ = args
     op = "linear_cross_entropy"
     _check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
@@ -1949,7 +1792,7 @@ def _(
         "linear_cross_entropy",
         *(x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap),
     )
-    loss = x.new_empty([] if reduction else target.shape, dtype=_loss_type(x) if float_loss else x.dtype)
+    loss = x.new_empty([] if reduction else target.shape, dtype=loss_type(x) if float_loss else x.dtype)
     needs = needs_grad_x, needs_grad_weight, needs_grad_bias
     if not linear_loss.makes_gradients(x.dtype, reduction):
         needs = False, False, False
@@ -1970,12 +1813,12 @@ def _check_linear_backward(grad_out: Tensor, *args: Any) -> None:
     reduction, ignore_index, label_smoothing, _, softcap, *needs = args[8:]
     op = "linear_cross_entropy_backward"
     _check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
-    _check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
+    check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
     shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
     names = ("grad_x", "grad_weight", "grad_bias")
     is_made = linear_loss.makes_gradients(x.dtype, reduction)
     for name, grad, shape, need in zip(names, made, shapes, needs, strict=True):
-        _check_statistic(op, name, grad, shape if need and is_made else [0], x.dtype, x)
+        check_statistic(op, name, grad, shape if need and is_made else [0], x.dtype, x)
 
 
 @register_fake("extension_cpp::linear_cross_entropy_backward")
@@ -2034,74 +1877,44 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys by the positions of their tokens: rotary position embedding, both in one kernel.
 
-    Of each row x the first R elements are rotated in pairs (i, j), and the others are copied::
+    The first R elements of each row x are rotated in pairs (i, j), and the others are copied::
 
         y_i = cos_i * x_i - sin_i * x_j        j = i + R / 2, as for Llama, GPT-NeoX and Phi
         y_j = cos_j * x_j + sin_j * x_i        interleaved: i even, j = i + 1, as for GPT-J and Cohere
 
     Args:
         q: shape (T, D), (heads, T, D) or (B, heads, T, D).
-        k: dtype, device and shape of ``q``, but for the number of heads.
-        cos: shape (T, R), (1, T, R) or (B, T, R), R even and at most D: a column for each element that is rotated, also
-            where the two of a pair are equal. ``q``'s dtype, or float32 beside a half type.
+        k: dtype, device and shape of ``q``; only the number of heads may differ.
+        cos: shape (T, R), (1, T, R) or (B, T, R), with R even and at most D. Each rotated element has its own column,
+            even if the two columns of a pair are equal. Of ``q``'s dtype or, if that is half, float32.
         sin: shape and dtype of ``cos``.
         interleaved: whether the two elements of a pair are neighbours.
 
     Returns:
-        ``q`` and ``k`` rotated, each of its own shape and dtype, and of its strides where it is dense, else dense and
-        in its order of dimensions, as torch.empty_like.
+        ``q`` and ``k`` rotated, with the shapes, dtypes and strides of ``torch.empty_like(q)`` and
+        ``torch.empty_like(k)``.
 
     Raises:
         RuntimeError: an argument has another shape, dtype or device, R is odd or larger than D, or ``cos`` or ``sin``
             requires grad.
 
-    Differentiable in ``q`` and ``k``, to any order; backward keeps ``cos`` and ``sin`` alone. Rows of unit stride are
-    read where they lie, as those of ``qkv.view(B, T, 3, heads, D)[:, :, 0].transpose(1, 2)``; other strides cost a
-    copy. Batch-invariant. Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face transformers.
+    Differentiable in ``q`` and ``k``, to any order; backward saves only ``cos`` and ``sin``. Rows of unit stride are
+    read without a copy, such as those of ``qkv.view(B, T, 3, heads, D)[:, :, 0].transpose(1, 2)``; other strides cost
+    one. Batch-invariant. Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face transformers.
     """
     rotated = _ops.rotary_embedding(q, k, cos, sin, interleaved)
-    return rotated[0], rotated[1]  # one by one, as torch.fx has a Proxy for both
-
-
-def _check_rotary(op: str, grad: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    q_name, k_name = f"{grad}q", f"{grad}k"
-    checks.check_dtype(op, q_name, q)
-    checks.check_same(op, k_name, k, q_name, q)
-    checks.check_device(op, "cos", cos, q_name, q)
-    is_half = q.dtype.itemsize == 2
-    expected = f"expected cos to be {checks.dtype_name(q)} like {q_name}{' or float32' if is_half else ''}"
-    fits = cos.dtype == q.dtype or (is_half and cos.dtype == torch.float32)
-    checks.check(op, fits, f"{expected}, but got {checks.dtype_name(cos)}")
-    checks.check_same(op, "sin", sin, "cos", cos)
-    shapes = "(tokens, width), (heads, tokens, width) or (batch, heads, tokens, width)"
-    expected = f"expected {q_name} of shape {shapes}, but got {list(q.shape)}"
-    checks.check(op, 2 <= q.dim() <= 4, expected)
-    shape = ", ".join("*" if d == q.dim() - 3 else str(size) for d, size in enumerate(q.shape))
-    expected = f"expected {k_name} of shape [{shape}] like {q_name}, with any number of heads, but got {list(k.shape)}"
-    checks.check_sizes(op, k.shape, (*q.shape[:-3], *k.shape[-3:-2], *q.shape[-2:]), expected)
-    batch, tokens, width = q.shape[0] if q.dim() == 4 else 1, q.shape[-2], q.shape[-1]
-    batches = "1" if batch == 1 else f"1 or {batch}"
-    rows = f"[{tokens}, rotated] or [{batches}, {tokens}, rotated]"
-    expected = f"expected cos of shape {rows} for the tokens of {q_name}, but got {list(cos.shape)}"
-    checks.check(op, 2 <= cos.dim() <= 3, expected)
-    if cos.dim() == 3 and cos.shape[0] != 1:
-        checks.check(op, cos.shape[0] == batch, expected)
-    checks.check(op, cos.shape[-2] == tokens, expected)
-    checks.check_shape(op, "sin", sin, "cos", cos)
-    expected = f"expected cos to have an even number of columns, at most the {width} of {q_name}"
-    checks.check(op, cos.shape[-1] % 2 == 0, f"{expected}, but got {cos.shape[-1]}")
-    checks.check(op, cos.shape[-1] <= width, f"{expected}, but got {cos.shape[-1]}")
+    return rotated[0], rotated[1]  # by index: under torch.fx both are one Proxy, which cannot be unpacked
 
 
 @register_fake("extension_cpp::rotary_embedding")
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    _check_rotary("rotary_embedding", "", q, k, cos, sin)
+    check_rotary("rotary_embedding", "", q, k, cos, sin)
     return torch.empty_like(q), torch.empty_like(k)
 
 
 @register_fake("extension_cpp::rotary_embedding_backward")
 def _(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    _check_rotary("rotary_embedding_backward", "grad_", grad_q, grad_k, cos, sin)
+    check_rotary("rotary_embedding_backward", "grad_", grad_q, grad_k, cos, sin)
     return torch.empty_like(grad_q), torch.empty_like(grad_k)
 
 
@@ -2134,8 +1947,10 @@ register_autograd(
 
 
 def _rotary_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What differs goes to the wider type, cos and sin beside half types to float32: as type promotion, but that the
-    results keep the type of q and k."""
+    """q and k in the wider of their dtypes; cos and sin in that dtype or, beside a half type, in float32.
+
+    This is type promotion, except that the results keep the dtype of q and k.
+    """
     q, k, cos, sin, interleaved = args
     if q.dtype != k.dtype:
         dtype = torch.promote_types(q.dtype, k.dtype)

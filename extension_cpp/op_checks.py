@@ -1,0 +1,228 @@
+"""The checks of csrc/<op>/<op>.cpp for fakes that share them: the same conditions, order and sentences as there."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from extension_cpp import checks
+
+# ---- pointwise ops, gates, reduce_sum and softmax ----
+
+
+def check_bias(op: str, x: Tensor, bias: Tensor) -> None:
+    checks.check_dtype(op, "x", x)
+    checks.check_same(op, "bias", bias, "x", x)
+    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
+    expected = f"expected bias of shape [{x.shape[-1]}], the last dimension of x"
+    checks.check_sizes(op, bias.shape, x.shape[-1:], f"{expected}, but got {list(bias.shape)}")
+
+
+def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
+    checks.check_dtype(op, "gate", gate)
+    checks.check_like(op, "up", up, "gate", gate)
+
+
+def check_dims(x: Tensor, dim: Sequence[int] | None) -> None:
+    dims, seen = max(x.dim(), 1), set[int]()  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
+    for d in dim or ():
+        checks.check("reduce_sum", -dims <= d < dims, f"expected dim in [{-dims}, {dims - 1}], but got {d}")
+        checks.check("reduce_sum", d % dims not in seen, f"expected each dim once, but got {d % dims} twice")
+        seen.add(d % dims)
+
+
+def check_dim(op: str, x: Tensor, dim: int) -> None:
+    dims = max(x.dim(), 1)  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
+    checks.check(op, -dims <= dim < dims, f"expected dim in [{-dims}, {dims - 1}], but got {dim}")
+
+
+# ---- norms ----
+
+
+def norm_statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
+    """Room for a number a row, which broadcasts against x."""
+    shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
+    return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
+
+
+def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:
+    checks.check_device(op, name, weight, "x", x)
+    half = x.dtype.itemsize < 4
+    checks.check(
+        op,
+        weight.dtype == x.dtype or (half and weight.dtype == torch.float32),
+        f"expected {name} to be {checks.dtype_name(x)} like x{' or float32' if half else ''}, "
+        f"but got {checks.dtype_name(weight)}",
+    )
+    expected = f"expected {name} of shape {list(normalized_shape)}, normalized_shape"
+    checks.check_sizes(op, weight.shape, normalized_shape, f"{expected}, but got {list(weight.shape)}")
+
+
+def check_norm(
+    op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
+) -> None:
+    """check_inputs of csrc/norm/norm.cpp."""
+    dims = len(normalized_shape)
+    checks.check_dtype(op, "x", x)
+    checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
+    expected = f"expected normalized_shape to be the last dimensions of x, of shape {list(x.shape)}"
+    checks.check_sizes(op, x.shape[-dims:], normalized_shape, f"{expected}, but got {list(normalized_shape)}")
+    if weight is not None:
+        check_weight(op, "weight", weight, x, normalized_shape)
+    if bias is not None:
+        check_weight(op, "bias", bias, x, normalized_shape)
+        if weight is not None:
+            checks.check_same(op, "bias", bias, "weight", weight)
+
+
+def check_norm_backward(
+    op: str,
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    statistics: dict[str, Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+) -> None:
+    """The checks of norm_backward in csrc/norm/norm.cpp; statistics by name."""
+    check_norm(op, x, normalized_shape, weight, bias)
+    checks.check_like(op, "grad_out", grad_out, "x", x)
+    expected = norm_statistics(x, normalized_shape)
+    for name, given in statistics.items():
+        checks.check_device(op, name, given, "x", x)
+        message = f"expected {name} as the forward returned it"
+        checks.check(op, given.dtype == expected.dtype and given.is_contiguous(), message)
+        checks.check(op, given.numel() == expected.numel(), message)
+
+
+def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
+    """check_dropout of csrc/norm/norm_fused.cpp."""
+    checks.check_probability(op, p)
+    if seed is not None:
+        checks.check_seed(op, seed, x)
+    checks.check(op, p == 0 or seed is not None, "expected a seed with p > 0, but got None")
+
+
+def check_add_norm_backward(
+    op: str,
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    s: Tensor,
+    normalized_shape: Sequence[int],
+    statistics: dict[str, Tensor],
+    weights: Sequence[Tensor | None],
+    p: float,
+    seed: Tensor | None,
+) -> None:
+    if grad_sum is not None:
+        checks.check_like(op, "grad_sum", grad_sum, "sum", s)
+    check_dropout(op, p, seed, s)
+    check_norm_backward(op, grad_out, s, normalized_shape, statistics, *weights)
+
+
+# ---- losses ----
+
+
+def check_reduction(op: str, reduction: int) -> None:
+    expected = f"expected reduction to be 0 (none), 1 (mean) or 2 (sum), but got {reduction}"
+    checks.check(op, 0 <= reduction <= 2, expected)
+
+
+def check_loss(
+    op: str,
+    logits: Tensor,
+    target: Tensor,
+    class_dim: int,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> None:
+    """check_inputs of csrc/loss/loss.cpp, without the targets' values."""
+    checks.check_dtype(op, "logits", logits)
+    checks.check(op, logits.dim() > 0, "expected logits to have at least one dimension, but got shape []")
+    classes = logits.shape[class_dim]
+    checks.check(op, classes > 0, f"expected at least one class, but got logits of shape {list(logits.shape)}")
+    checks.check_device(op, "target", target, "logits", logits)
+    dtype = checks.dtype_name(target)
+    checks.check(op, target.dtype == torch.int64, f"expected target to be int64, class indices, but got {dtype}")
+    shape = [size for d, size in enumerate(logits.shape) if d != class_dim % logits.dim()]
+    expected = f"expected target of shape {shape}, that of logits without the classes"
+    checks.check_sizes(op, target.shape, shape, f"{expected}, but got {list(target.shape)}")
+    if weight is not None:
+        checks.check_device(op, "weight", weight, "logits", logits)
+        is_half = logits.dtype.itemsize < 4
+        expected = f"expected weight to be {checks.dtype_name(logits)} like logits{' or float32' if is_half else ''}"
+        fits = weight.dtype == logits.dtype or (is_half and weight.dtype == torch.float32)
+        checks.check(op, fits, f"{expected}, but got {checks.dtype_name(weight)}")
+        expected = f"expected weight of shape [{classes}], a number for each class"
+        checks.check_sizes(op, weight.shape, [classes], f"{expected}, but got {list(weight.shape)}")
+    expected = f"expected label_smoothing to be between 0 and 1, but got {label_smoothing:g}"
+    checks.check(op, 0 <= label_smoothing <= 1, expected)
+    if softcap is not None:
+        checks.check(op, 0 < softcap < math.inf, f"expected softcap to be positive or None, but got {softcap:g}")
+
+
+def class_dim(logits: Tensor) -> int:
+    return min(1, logits.dim() - 1)
+
+
+def loss_type(logits: Tensor) -> torch.dtype:
+    """The dtype in which the losses are computed, and of the statistics other than lse."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def check_statistic(op: str, name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, logits: Tensor) -> None:
+    checks.check_device(op, name, x, "logits", logits)
+    message = f"expected {name} as the forward returned it"
+    checks.check(op, x.dtype == dtype and x.is_contiguous(), message)
+    checks.check_sizes(op, x.shape, shape, message)
+
+
+def check_loss_grad(op: str, name: str, grad: Tensor, shape: Sequence[int], logits: Tensor) -> None:
+    checks.check_device(op, name, grad, "logits", logits)
+    acc = loss_type(logits)
+    expected = f"expected {name} to be {checks.dtype_name(logits)} like logits"
+    if acc != logits.dtype:
+        expected += f" or {str(acc).removeprefix('torch.')}"
+    checks.check(op, grad.dtype in (logits.dtype, acc), f"{expected}, but got {checks.dtype_name(grad)}")
+    expected = f"expected {name} of shape {list(shape)}, that of the result"
+    checks.check_sizes(op, grad.shape, shape, f"{expected}, but got {list(grad.shape)}")
+
+
+def check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) -> None:
+    check_loss(op, logits, target, -1)
+    checks.check(op, temperature > 0, f"expected temperature to be positive, but got {temperature:g}")
+
+
+# ---- rotary_embedding ----
+
+
+def check_rotary(op: str, grad: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    q_name, k_name = f"{grad}q", f"{grad}k"
+    checks.check_dtype(op, q_name, q)
+    checks.check_same(op, k_name, k, q_name, q)
+    checks.check_device(op, "cos", cos, q_name, q)
+    is_half = q.dtype.itemsize == 2
+    expected = f"expected cos to be {checks.dtype_name(q)} like {q_name}{' or float32' if is_half else ''}"
+    fits = cos.dtype == q.dtype or (is_half and cos.dtype == torch.float32)
+    checks.check(op, fits, f"{expected}, but got {checks.dtype_name(cos)}")
+    checks.check_same(op, "sin", sin, "cos", cos)
+    shapes = "(tokens, width), (heads, tokens, width) or (batch, heads, tokens, width)"
+    expected = f"expected {q_name} of shape {shapes}, but got {list(q.shape)}"
+    checks.check(op, 2 <= q.dim() <= 4, expected)
+    shape = ", ".join("*" if d == q.dim() - 3 else str(size) for d, size in enumerate(q.shape))
+    expected = f"expected {k_name} of shape [{shape}] like {q_name}, with any number of heads, but got {list(k.shape)}"
+    checks.check_sizes(op, k.shape, (*q.shape[:-3], *k.shape[-3:-2], *q.shape[-2:]), expected)
+    batch, tokens, width = q.shape[0] if q.dim() == 4 else 1, q.shape[-2], q.shape[-1]
+    batches = "1" if batch == 1 else f"1 or {batch}"
+    rows = f"[{tokens}, rotated] or [{batches}, {tokens}, rotated]"
+    expected = f"expected cos of shape {rows} for the tokens of {q_name}, but got {list(cos.shape)}"
+    checks.check(op, 2 <= cos.dim() <= 3, expected)
+    if cos.dim() == 3 and cos.shape[0] != 1:
+        checks.check(op, cos.shape[0] == batch, expected)
+    checks.check(op, cos.shape[-2] == tokens, expected)
+    checks.check_shape(op, "sin", sin, "cos", cos)
+    expected = f"expected cos to have an even number of columns, at most the {width} of {q_name}"
+    checks.check(op, cos.shape[-1] % 2 == 0, f"{expected}, but got {cos.shape[-1]}")
+    checks.check(op, cos.shape[-1] <= width, f"{expected}, but got {cos.shape[-1]}")
