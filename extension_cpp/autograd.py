@@ -1,20 +1,22 @@
-"""register_autograd as torch.library's, cheaper a call, and operators, which go round it where no gradient is recorded.
+"""A register_autograd whose calls cost less than torch.library's, and twins of operators for calls without gradients.
 
-An Autograd kernel in Python runs at every call, with gradients and without, and for the backward op again, so that on
-small tensors it is most of the time. So each operator with an Autograd kernel has a twin without one, <name>_no_grad:
-the same arguments, kernels and fake. It may go without the results at the end that only a backward pass reads, by a
-function of its own (def_with_twin in csrc/common/op.h). It is called in the operator's place under no_grad, and in a
-backward pass that is not differentiated itself, unless a graph records the call: a graph captured under no_grad may be
-trained later.
+An Autograd kernel in Python runs at every call of an operator, with gradients or without, and again for the backward
+operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a twin,
+<name>_no_grad, without one. Operator and twin have the same arguments, kernels and fake. A twin may leave out the last
+results, if only backward reads them; it then has a C++ function of its own (def_with_twin in csrc/common/op.h).
 
-Where gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up
-defaults in the schema, enters a guard, and sets needs_input_grad twice a backward. None of that is wanted here:
+The twin is called instead of the operator under no_grad, and in a backward pass that is not differentiated itself. It
+is not called while a graph records the call, because a graph captured under no_grad may be trained later.
 
-* Transforms of torch.func are refused, and forward-mode differentiation gets a tangent of zero without a word. Here the
-  first work, and the second has the operator in plain tensor operations, or raises.
-* The guard keeps what runs below from recording gradients. autograd.Function has switched them off by then, and where
-  no argument requires grad there are none to record.
-* Lists of tensors would have to be flattened. Operators that have some are refused.
+If gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up defaults
+in the schema, enters a guard, and sets needs_input_grad twice in a backward. The register_autograd here does none of
+that, and differs in three ways:
+
+* torch.library's refuses the transforms of torch.func, and gives a tangent of zero in forward-mode differentiation.
+  Here the transforms work. Forward mode runs the operator in plain tensor operations, or raises an error.
+* Its guard keeps the kernels below from recording gradients. That is not needed: autograd.Function switches recording
+  off, and without an argument that requires grad nothing is recorded.
+* It flattens lists of tensors. Here operators with such lists are refused.
 """
 
 from collections.abc import Callable
@@ -31,29 +33,30 @@ from torch.library import Library
 
 from extension_cpp import checks
 
-# Of a call's keys those that come after autograd: the bits of a set are in the order of dispatch. PythonDispatcher, the
-# first of all while torch.compile traces, has to see each step.
+# The keys that the dispatcher handles after autograd: the bits of a set are in the order of dispatch. PythonDispatcher
+# is added, because it must see each step while torch.compile traces.
 _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.AutogradOther).raw_repr() - 1).add(
     DispatchKey.PythonDispatcher
 )
 
-# Of Autograd kernels by operator, of fakes and autocast kernels by the key and the operator; one lasts as long as its
-# Library. Kept where they outlive this module: PyTorch takes none a second time, and the package may be imported again.
+# The Library of each registration: of an Autograd kernel by operator, of others by key and operator. A registration
+# lasts as long as its Library. The dictionary outlives this module, because the package may be imported again, and
+# PyTorch refuses a second registration.
 registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of extension_cpp", {})
 
-# DTensor, and the module that knows what to do with one: both set by that module, where there is one.
+# The class DTensor, and the module with the rules for it. That module sets both when it is imported.
 DTENSOR: tuple[Any, ...] = ()
 sharding: Any = None
 
-Gradients = dict[str, Tensor | None]  # by the name of the argument
+Gradients = dict[str, Tensor | None]  # from the name of an argument to its gradient
 
-TWIN = "_no_grad"  # behind an operator's name, as in csrc/common/op.cpp
+TWIN = "_no_grad"  # the suffix of a twin's name, as in csrc/common/op.cpp
 
 
 def operators(namespace: str) -> SimpleNamespace:
-    """The operators that have a twin, as functions of arguments by position, with the twin's results.
+    """A function for each operator that has a twin. It takes arguments by position and returns the twin's results.
 
-    Under no_grad they call the twin, unless a graph records the call.
+    Under no_grad it calls the twin, unless a graph records the call.
     """
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
     return SimpleNamespace(
@@ -71,19 +74,19 @@ def _overload(op: str) -> Any:
 
 
 def _is_differentiable() -> bool:
-    """Whether a call must go to the operator itself, which has a derivative, and not to its twin."""
+    """Whether a call needs the operator, which has a derivative, and not its twin."""
     return torch.is_grad_enabled() or is_recorded()
 
 
 def is_recorded() -> bool:
-    """Whether a graph may record this call: torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace;
-    or forward-mode differentiation may follow it.
+    """Whether a graph may record this call (torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace),
+    or forward-mode differentiation is on.
 
-    torch.compile is not among them: it guards on the grad mode, and nothing differentiates its backward graphs.
+    torch.compile does not count: it guards on the grad mode, and nothing differentiates its backward graphs.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler._is_exporting_flag  # is_exporting() is always true where torch.compile traces it
-    if forward_ad._current_level >= 0:  # which no_grad does not switch off
+        return torch.compiler._is_exporting_flag  # is_exporting() is always true while torch.compile traces it
+    if forward_ad._current_level >= 0:  # no_grad does not switch forward mode off
         return True
     if torch._C._len_torch_dispatch_stack() > 0:
         return TracingContext.try_get() is None
@@ -113,13 +116,13 @@ def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
         except Exception:
             checks.check_tensors(op._schema, args)
             raise
-        return tuple([results[i] for i in range(count)])  # one by one, as torch.fx has a Proxy for them all
+        return tuple([results[i] for i in range(count)])  # by index: under torch.fx all of them are one Proxy
 
     return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some
 
 
 def library_for(key: str, op: str) -> Library:
-    """A Library for one registration, in place of that of an earlier import."""
+    """A new Library for one registration. It replaces the one of an earlier import."""
     earlier = registrations.pop(key, None)
     if earlier is not None:
         earlier._destroy()
@@ -128,7 +131,7 @@ def library_for(key: str, op: str) -> Library:
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator, and with as many of its results as it has for its twin, if any."""
+    """torch.library.register_fake for an operator and its twin, if it has one, which returns the twin's results."""
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
@@ -155,7 +158,7 @@ def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> No
 
 
 def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Under autocast calls an operator, or its twin, with rule(device_type, arguments) in place of its arguments.
+    """Under autocast an operator and its twin are called with the arguments that rule(device_type, arguments) returns.
 
     The arguments are by position, defaults included.
     """
@@ -176,7 +179,7 @@ def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple
 
 
 def has_tangent(*args: Any) -> bool:
-    """Whether forward-mode differentiation goes through one of these."""
+    """Whether one of these has a tangent of forward-mode differentiation."""
     return forward_ad._current_level >= 0 and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
     )
@@ -189,22 +192,22 @@ def register_autograd(
     setup_context: Callable[..., Any] | None = None,
     plain: Callable[..., Any] | None = None,
 ) -> None:
-    """Gives an operator its derivative, as torch.library.register_autograd does, and under torch.func's transforms.
+    """Gives an operator its derivative, as torch.library.register_autograd does; torch.func's transforms work, too.
 
     Args:
-        op: "namespace::name" of an operator that writes to no argument and takes and returns no list of tensors, and
-            tensors by position alone.
-        backward: ``backward(ctx, *grads)`` returns the gradients as a dictionary, from an argument's name to its
-            gradient. An argument that is not there, or None, has no gradient; one whose argument does not require grad
-            is dropped. (torch.library's returns a tuple in the order of the arguments.)
-        setup_context: ``setup_context(ctx, inputs, output)`` keeps what backward reads; ``inputs`` and
-            ``ctx.needs_input_grad`` have an entry for each of these arguments, defaults included. An operator with
-            keyword-only arguments gets them as ``keyword_only_inputs``, too.
-        plain: the operator in plain tensor operations, called in its place where an argument has a tangent of
-            forward-mode differentiation. None: there forward mode raises RuntimeError.
+        op: "namespace::name" of an operator that writes to no argument, neither takes nor returns lists of tensors, and
+            takes tensors only by position.
+        backward: ``backward(ctx, *grads)`` returns a dictionary from the names of arguments to their gradients. An
+            argument that is missing, or has None, gets no gradient. The gradient of an argument that does not require
+            grad is dropped. (With torch.library, backward returns a tuple in the order of the arguments.)
+        setup_context: ``setup_context(ctx, inputs, output)`` saves what backward reads. ``inputs`` and
+            ``ctx.needs_input_grad`` have an entry for each argument that can be given by position, defaults included.
+            If the operator has keyword-only arguments, they come as ``keyword_only_inputs``.
+        plain: the operator in plain tensor operations, which is called instead if an argument has a tangent of
+            forward-mode differentiation. None: forward mode raises RuntimeError.
 
     Raises:
-        NotImplementedError: the operator's schema is not of that kind.
+        NotImplementedError: the operator's schema is not as ``op`` says.
     """
     name = op.split("::")[1]
     overload = _overload(op)
@@ -237,11 +240,12 @@ def _autograd_kernel(
     defaults = tuple(argument.default_value for argument in by_position)
     keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
 
-    # Function.apply takes no keywords, and one more argument is one more gradient: what is none comes last, as a pair.
+    # Function.apply takes no keywords, and backward must return a gradient for each argument. So keys and keywords come
+    # as one last argument, a pair, whose gradient is always None.
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
         if torch._C._are_functorch_transforms_active():
-            # Function switches gradients off for the levels below, too, where other transforms record theirs.
+            # Function switches gradients off, also for the transforms at the levels below, which record their own.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = op.redispatch(keys, *inputs, **keywords)
         else:
@@ -255,7 +259,7 @@ def _autograd_kernel(
         return output
 
     def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if getattr(ctx, "mesh", None) is not None:  # autograd's zeros, for results that are not used, are plain
+        if getattr(ctx, "mesh", None) is not None:  # for results that are not used autograd makes zeros, not DTensors
             grads = sharding.on_mesh(grads, ctx.mesh)
         gradients = backward(ctx, *grads)
         if type(gradients) is not dict or not gradients.keys() <= known:
@@ -269,11 +273,11 @@ def _autograd_kernel(
             order = orders[ctx.needs_input_grad] = [name if is_needed else None for name, is_needed in pairs]
         return *map(gradients.get, order), None
 
-    # Made by type(), because PyTorch takes the name in grad_fn from the class while it is made.
+    # The class is made by type(), because PyTorch takes the name of grad_fn from the class's name at that moment.
     functions = {"forward": staticmethod(forward), "backward": staticmethod(in_order)}
     node: Any = type(op._schema.name.split("::")[1], (torch.autograd.Function,), functions)
-    # Function.apply without its check that refuses torch.func's transforms: their dispatch has brought the tensors to
-    # the level of one transform, where this kernel records like the kernels of PyTorch's own operators.
+    # Function.apply without the check that refuses torch.func's transforms. Their dispatch has already unwrapped the
+    # tensors to the level of one transform, and there this kernel records like those of PyTorch's own operators.
     single_level_apply = super(torch.autograd.Function, node).apply
 
     def apply(*args: Any) -> Any:
@@ -291,7 +295,7 @@ def _autograd_kernel(
         if torch.is_grad_enabled():
             for arg in args:
                 if isinstance(arg, Tensor) and arg.requires_grad:
-                    # The dispatcher leaves out trailing arguments that are their defaults.
+                    # The dispatcher leaves out trailing arguments with default values.
                     return apply(*unwrap_dead_wrappers(args), *defaults[len(args) :], (keys, keywords))
         return op.redispatch(keys, *args, **keywords)
 

@@ -1,7 +1,7 @@
 """The checks of csrc/common/op.h for fakes: the same conditions, order and sentences, on tensors without data.
 
-A fake that accepts what the kernel refuses lets torch.export succeed, and the program fails at run time. Conditions go
-through torch._check, which serves symbolic sizes, too.
+If a fake accepted what the kernel refuses, torch.export would succeed and the exported program would fail when it runs.
+Conditions go through torch._check, which also takes symbolic sizes.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def check_tensors(schema: Any, args: Sequence[Any]) -> None:
 
 
 def check_sizes(op: str, sizes: Sequence[Any], expected: Sequence[Any], message: str) -> None:
-    """Size by size, since a symbolic one answers with a SymBool."""
+    """Compares sizes one by one, because the comparison of a symbolic size gives a SymBool."""
     check(op, len(sizes) == len(expected), message)
     for size, other in zip(sizes, expected, strict=True):
         check(op, size == other, message)
@@ -96,7 +96,7 @@ def check_writable(op: str, out: Tensor) -> None:
 
 
 def check_no_partial_overlap(op: str, out: Tensor, name: str, x: Tensor) -> None:
-    """Dense tensors of one storage are the same elements, or have none in common."""
+    """Fails if two dense tensors in one storage share some elements but are not the same tensor."""
     if out.untyped_storage()._cdata != x.untyped_storage()._cdata or not (is_dense(out) and is_dense(x)):
         return
     begin, other, size = out.storage_offset(), x.storage_offset(), out.numel()

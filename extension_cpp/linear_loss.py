@@ -1,12 +1,12 @@
-"""The kernels of linear_cross_entropy: chunks of rows, of whose logits at most 1 GiB is in memory at a time.
+"""The kernels of linear_cross_entropy. They process the rows in chunks with at most 1 GiB of logits in memory.
 
-For each chunk a matrix product makes the logits, cross_entropy_chunk writes their gradient in their place, and two
-products make the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN). Forward
-therefore computes the gradients as if grad_out were 1, and backward scales them.
+For each chunk a matrix product computes the logits, cross_entropy_chunk overwrites them with their gradient, and two
+matrix products compute the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN). So
+forward computes the gradients, as if grad_out were 1, and backward only scales them.
 
-Two cases differ. Without a reduction each row has a gradient of its own. In float16 the gradient of the logits must be
-multiplied by the scale of the loss before it is rounded. In both, forward makes no gradient, and backward makes the
-logits again.
+Two cases differ. Without a reduction each row has its own grad_out. In float16 the gradient of the logits must be
+multiplied by the scale of the loss before it is rounded. In both cases forward computes no gradient, and backward
+computes the logits again.
 """
 
 import math
@@ -18,20 +18,18 @@ from torch import Tensor
 
 from extension_cpp.autograd import TWIN, library_for
 
-# Of a chunk's logits. Products of few rows are slower (of 1024 by an eighth, with 128256 classes on an H100), and each
-# chunk but the first rounds the sum that is the weight's gradient once more.
+# The size of a chunk's logits. Products of few rows are slower (products of 1024 rows by an eighth, with 128256 classes
+# on an H100), and each chunk after the first rounds the sum of the weight's gradient once more.
 CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
-ALIGNMENT = (
-    16  # bytes: where the classes do not fill a whole number of them, cuBLAS takes kernels of a sixth of the speed
-)
+ALIGNMENT = 16  # bytes; if a row's logits are not a multiple of it, cuBLAS uses kernels with a sixth of the speed
 
-# Of cross_entropy: ignore_index, label_smoothing, z_loss, softcap.
+# The options of cross_entropy: ignore_index, label_smoothing, z_loss, softcap.
 Options = tuple[int, float, float, float | None]
 
 
 def chunks(rows: Tensor, width: int) -> Iterator[slice]:
-    """Ranges of rows, of about equal length, whose logits take CHUNK_BYTES at most."""
+    """Ranges of rows, of about equal length, whose logits take at most CHUNK_BYTES."""
     count = rows.shape[0]
     most = max(CHUNK_BYTES // (width * rows.element_size()), 1)
     parts = -(-count // most)
@@ -41,7 +39,7 @@ def chunks(rows: Tensor, width: int) -> Iterator[slice]:
 
 
 def total_weight(labels: Tensor, classes: int, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
-    """The sum of the targets' weights, by which the mean divides; a target that is no class counts nothing."""
+    """The sum of the targets' weights, the divisor of the mean. A target that is not a class adds nothing."""
     is_counted = (labels != ignore_index) & (labels >= 0) & (labels < classes)
     if weight is None:
         return is_counted.sum(dtype=like.dtype).view(1)
@@ -49,7 +47,7 @@ def total_weight(labels: Tensor, classes: int, weight: Tensor | None, ignore_ind
 
 
 def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
-    """Whether forward makes the gradients; else backward makes the logits again."""
+    """Whether forward computes the gradients; if not, backward computes the logits again."""
     return reduction > 0 and dtype is not torch.float16
 
 
@@ -58,11 +56,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class Logits:
-    """The logits of a chunk at a time, always in the same memory.
+    """Computes the logits of one chunk at a time, always in the same memory.
 
-    The classes are padded to whole ALIGNMENTs, with weights of 0. Their logits are then set to -inf, which have no part
-    in the sum of exponentials, and gradient 0. Smoothing, class weights and softcap would give them one: there nothing
-    is padded. Nor is it for less than a TILE of rows, where the copy of the weights would take longest.
+    The classes are padded until a row is a multiple of ALIGNMENT. The padding has weights of 0, and its logits are set
+    to -inf: they add nothing to the sum of exponentials and have gradient 0. With smoothing, class weights or softcap
+    they would have another gradient, so nothing is padded. Nor is anything padded for fewer than TILE rows, where the
+    copy of the weights would take longest.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Logits:
             self.linear_weight = torch.nn.functional.pad(linear_weight, (0, 0, 0, padding))
             if linear_bias is not None:
                 self.linear_bias = torch.nn.functional.pad(linear_bias, (0, padding))
-            # A target of the padding is no class.
+            # A target that points into the padding is not a class: it becomes an invalid one.
             is_meant = (labels < self.classes) | (labels == ignore_index)
             self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
         width = self.linear_weight.shape[0]
@@ -101,7 +100,7 @@ class Logits:
 
 
 class Gradients:
-    """The gradients of x (as rows), linear_weight and linear_bias, chunk by chunk; empty where not needed."""
+    """The gradients of x (as rows), linear_weight and linear_bias, summed chunk by chunk; empty where not needed."""
 
     def __init__(self, chunk: Logits, linear_weight: Tensor, linear_bias: Tensor | None, needs: Sequence[bool]) -> None:
         rows = chunk.rows
@@ -116,7 +115,7 @@ class Gradients:
         self.bias_dtype = (linear_weight if linear_bias is None else linear_bias).dtype
 
     def add(self, part: slice, gradient: Tensor) -> None:
-        """From the gradient of the logits of a chunk, padded as these are."""
+        """Adds what a chunk contributes. `gradient` is the gradient of its logits, with their padding."""
         if self.needs_bias:
             self.bias_sum += torch.ops.extension_cpp.reduce_sum_no_grad(gradient, (0,))[: self.classes]
         if self.needs_x:
@@ -177,7 +176,7 @@ def backward(
     options: Options,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients where forward made none."""
+    """The gradients, if forward computed none."""
     ops, (ignore_index, *others) = torch.ops.extension_cpp, options
     rows, labels = _rows(x), target.reshape(-1).contiguous()
     grads = grad_out.reshape(-1)
@@ -250,7 +249,7 @@ def register(check: Any, check_backward: Any) -> None:
         def checked(
             *args: Any, check_arguments: Any = check_arguments, kernel: Any = kernel, defaults: Any = defaults
         ) -> Any:
-            args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments that are defaults
+            args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments with default values
             check_arguments(*args)
             return kernel(*args)
 

@@ -1,6 +1,6 @@
-"""Jagged nested tensors: operators that work row by row, or element by element, work on all rows at once.
+"""Jagged nested tensors: an operator that works on rows or elements runs once, on the rows of all tensors together.
 
-Importing this module registers a rule for every operator; one that is not in BY_ROWS refuses nested tensors.
+Importing this module registers a rule for every operator. Operators that are not in BY_ROWS refuse nested tensors.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def register_nested(op: Any) -> None:
     rule = _by_rows(name) if forward in BY_ROWS else _refuse(name)
     library = library_for(f"Nested {op}", op._schema.name)
     torch.library.register_torch_dispatch(op, NestedTensor, rule, lib=library)
-    if name != overload:  # other devices have a fallback for operators without a derivative
+    if name != overload:  # a twin; the Autograd keys of other devices have a fallback for it, this one has none
         library.impl(overload, torch.library.fallthrough_kernel, "AutogradNestedTensor")
 
 

@@ -1,4 +1,4 @@
-"""The checks of csrc/<op>/<op>.cpp for fakes that share them: the same conditions, order and sentences as there."""
+"""The checks of csrc/<op>/<op>.cpp that several fakes share: the same conditions, order and sentences as there."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def check_dim(op: str, x: Tensor, dim: int) -> None:
 
 
 def norm_statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
-    """Room for a number a row, which broadcasts against x."""
+    """An empty tensor with one number for each row, in a shape that broadcasts against x."""
     shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
     return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
 
@@ -85,7 +85,7 @@ def check_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None = None,
 ) -> None:
-    """The checks of norm_backward in csrc/norm/norm.cpp; statistics by name."""
+    """The checks of norm_backward in csrc/norm/norm.cpp. `statistics` has the saved statistics by name."""
     check_norm(op, x, normalized_shape, weight, bias)
     checks.check_like(op, "grad_out", grad_out, "x", x)
     expected = norm_statistics(x, normalized_shape)
@@ -138,7 +138,7 @@ def check_loss(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> None:
-    """check_inputs of csrc/loss/loss.cpp, without the targets' values."""
+    """check_inputs of csrc/loss/loss.cpp, except that the values of the targets are not checked."""
     checks.check_dtype(op, "logits", logits)
     checks.check(op, logits.dim() > 0, "expected logits to have at least one dimension, but got shape []")
     classes = logits.shape[class_dim]

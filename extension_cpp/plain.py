@@ -1,8 +1,8 @@
-"""The operators in plain tensor operations, for what a kernel cannot do: forward-mode differentiation.
+"""The operators in plain tensor operations, for forward-mode differentiation, which a kernel cannot do.
 
-Each function takes an operator's arguments and returns its results, so that PyTorch differentiates it in any mode and
-to any order. register_autograd calls it in the kernel's place where an argument has a tangent. The results' values are
-the kernel's but for rounding.
+Each function takes an operator's arguments and returns its results. PyTorch can differentiate it in any mode and to any
+order. register_autograd calls it instead of the kernel if an argument has a tangent. Its results differ from the
+kernel's only by rounding.
 """
 
 import math
@@ -120,8 +120,11 @@ def wide(x: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
-    """xhat and rstd as functions of x, rstd of the value that the forward had: what it adds to the variance is a
-    constant. Not `centered`: rms_norm."""
+    """xhat and rstd as functions of x, for layer_norm if `centered`, else for rms_norm.
+
+    The result rstd has the value of the argument rstd, which forward computed. The difference to x's variance, which
+    is eps, is a constant.
+    """
     d = x - x.mean(dims, keepdim=True) if centered else x
     variance = d.square().mean(dims, keepdim=True)
     rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
@@ -129,7 +132,7 @@ def normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) ->
 
 
 def project(z: Tensor, xhat: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
-    """z - mean(z) - xhat * mean(xhat * z), by which rstd times z goes from the gradient of xhat to that of x."""
+    """z - mean(z) - xhat * mean(xhat * z). If z is the gradient of xhat, rstd times this is the gradient of x."""
     return z - (z.mean(dims, keepdim=True) if centered else 0) - xhat * (xhat * z).mean(dims, keepdim=True)
 
 
@@ -182,7 +185,7 @@ def _norm_backward(
     centered: bool,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients of x, weight and bias, those of weight and bias of the dtype of `like`; empty where not needed."""
+    """The gradients of x, weight and bias; empty where not needed. Those of the parameters have the dtype of `like`."""
     dims, g = _dims(normalized_shape), wide(grad_out)
     xhat, rstd = normalize(wide(x), dims, rstd, centered)
     gw = g if weight is None else g * wide(weight)
@@ -252,7 +255,7 @@ def _add_norm_backward(
     needs_x: bool,
     needs_residual: bool,
 ) -> tuple[Tensor, ...]:
-    """From the norm's gradients; without dropout x's gradient is residual's, and x's own is empty."""
+    """The gradients of an add_norm, from those of its norm. Without dropout x's is empty: residual's serves both."""
     total, *weights = gradients
     if grad_sum is not None and (needs_x or needs_residual):
         total = total + grad_sum
@@ -401,7 +404,7 @@ def linear_cross_entropy(
     logits = torch.nn.functional.linear(x, linear_weight, linear_bias)
     flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = cross_entropy(*flat, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, float_loss)[0]
-    # The gradients that forward makes are constants here.
+    # The gradients that forward returns as results are constants here.
     constants = [t if t is None else t.detach() for t in (x, linear_weight, target, linear_bias, weight)]
     options = reduction, ignore_index, label_smoothing, z_loss, softcap, float_loss
     with torch.no_grad():
@@ -413,7 +416,7 @@ def linear_cross_entropy(
 
 
 def _turned(x: Tensor, interleaved: bool) -> Tensor:
-    """Of each pair (a, b) the pair (-b, a)."""
+    """x with each pair (a, b) replaced by (-b, a)."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     a, b = x.chunk(2, -1) if x.shape[-1] else (x, x)

@@ -1,6 +1,6 @@
-"""Every op in plain PyTorch, with the same signature: what it means, and the truth of its tests (run in float64).
+"""Every op in plain PyTorch, with the same signature. It documents the op, and its tests compare with it in float64.
 
-What draws random numbers takes its seed too; None: one is drawn."""
+Functions that draw random numbers also take the seed; with None they draw one."""
 
 from collections.abc import Sequence
 
@@ -49,13 +49,13 @@ def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool 
 
 
 def philox(seed: Tensor, numel: int) -> Tensor:
-    """The 32 random bits of elements 0 to numel - 1, as int64: the words of Philox 4x32-7 of Salmon et al. 2011, each
-    for two elements, its halves exchanged for the second."""
+    """The 32 random bits of elements 0 to numel - 1, as int64. Each word of Philox 4x32-7 (Salmon et al. 2011) serves
+    two elements; the second one gets it with its halves exchanged."""
     group, zero, low = torch.arange((numel + 7) // 8, device=seed.device), seed.new_zeros(()), 0xFFFFFFFF
     word = [group & low, group >> 32, zero, zero]
     key = [seed & low, seed >> 32 & low]
     for _ in range(7):
-        product = [word[0] * 0xD2511F53, word[2] * 0xCD9E8D57]  # modulo 2^64, which is all that is needed
+        product = [word[0] * 0xD2511F53, word[2] * 0xCD9E8D57]  # modulo 2^64; only the low 64 bits are used
         word = [
             product[1] >> 32 & low ^ word[1] ^ key[0],
             product[1] & low,
@@ -208,7 +208,7 @@ def rotary_embedding(
         return torch.cat([-x[..., rotated // 2 :], x[..., : rotated // 2]], -1)
 
     def rotate(x: Tensor) -> Tensor:
-        # A dimension for the heads; without one for the batch there is one row of cos for each token.
+        # cos and sin get a dimension for the heads. If q has no batch dimension, they lose theirs.
         c, s = (f[..., None, :, :] if x.dim() == 4 else f.reshape(f.shape[-2:]) for f in (cos, sin))
         y = x[..., :rotated] * c + turned(x[..., :rotated]) * s
         return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)
