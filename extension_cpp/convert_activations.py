@@ -1,4 +1,4 @@
-"""The part of nn.convert that recognises activations by what they compute."""
+"""The part of nn.convert that recognises activations by running them on probes."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Activation(NamedTuple):
         return self.function
 
 
-# The function by the name that `changed` gives it, in float64.
+# Each function, for float64, by the name that it has in Converted.changed.
 TANH = " with approximate='tanh'"
 FUNCTIONS: dict[str, Any] = {
     "silu": lambda x: x * torch.sigmoid(x),
@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, Any] = {
 }
 
 
-@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def activation(x: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     dtype = result_dtype(results, x)
     x = x.to(torch.promote_types(x.dtype, dtype))
@@ -47,7 +47,7 @@ def may_be_activation(module: torch.nn.Module) -> bool:
 
 
 def is_asked_for(module: torch.nn.Module) -> bool:
-    """Whether people would ask why it was left."""
+    """Whether a user would ask why convert did not change this module."""
     name = type(module).__name__.lower()
     return isinstance(module, (torch.nn.SiLU, torch.nn.GELU)) or (
         may_be_activation(module) and any(each in name for each in ("gelu", "silu"))
@@ -55,7 +55,7 @@ def is_asked_for(module: torch.nn.Module) -> bool:
 
 
 def recognise(module: torch.nn.Module) -> Activation | str:
-    """The activation that a module computes, found by running it on probes, or why it is none."""
+    """The activation that a module computes, found by running it on probes; or the reason why it is not one of them."""
     if getattr(module, "inplace", False):
         return "it works in place, which the op could only copy"
     try:
@@ -77,23 +77,24 @@ def recognise(module: torch.nn.Module) -> Activation | str:
     return f"it computes none of {', '.join(FUNCTIONS)}"
 
 
-# Of float64: constants of some ten digits, as FastGELUActivation's. gelu and its tanh form are 1e-4 apart.
+# The relative error allowed in float64: some activations (FastGELUActivation) have constants of about ten digits.
+# gelu and its tanh form differ by 1e-4.
 CONSTANTS = 1e-9
 
 
 def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
-    """Compares with the function in float64, in both modes, on tensors of 1 to 4 dimensions.
+    """Compares with the function in float64, in training and evaluation mode, on tensors of 1 to 4 dimensions.
 
-    Relative to the input, since gelu is written as x * (1 + tanh(...)), where 1 + tanh cancels: a polynomial of four
-    roundings, which tanh's slope makes no larger than 0.45 of one, the sum's and two products', half an eps each, and
-    as much again for PyTorch's functions.
+    The bound is relative to the input, because many gelus compute x * (1 + tanh(...)), where 1 + tanh cancels. It is 8
+    eps: the roundings of the polynomial (four, which tanh's slope shrinks to 0.45 of one), of the sum and of two
+    products, half an eps each, and as much again for PyTorch's functions.
     """
     dense = torch.linspace(-30, 30, 2403, dtype=torch.float64)
     x = torch.cat([dense, torch.tensor([-1e4, -1e-3, 0.0, 1e-3, 1e4], dtype=torch.float64)]).to(dtype)
     exact = FUNCTIONS[function](x.double())
     bound = max(8 * EPS[dtype], CONSTANTS) * x.double().abs() + torch.finfo(dtype).tiny
     if dtype is torch.float16:
-        bound += EPS[dtype] * torch.finfo(dtype).tiny  # of subnormal products
+        bound += EPS[dtype] * torch.finfo(dtype).tiny  # the rounding of subnormal products
     for training, shape in ((True, (-1,)), (False, (2, -1)), (True, (2, 2, -1)), (False, (2, 2, 1, -1))):
         with torch.no_grad():
             y = run(twin_of(module, [], training=training), x.reshape(shape))
@@ -103,7 +104,7 @@ def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
 
 
 def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
-    """Compares the gradients: a part that is detached shows here. They are of the size of 1."""
+    """Compares the gradients, which shows whether a part is detached. The gradients are of size 1."""
     for training in (True, False):
         x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
         with torch.enable_grad():
@@ -113,7 +114,7 @@ def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
             (wanted,) = torch.autograd.grad(FUNCTIONS[function](x).sum(), x)
             try:
                 (got,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
-            except Exception:  # of a stranger's backward
+            except Exception:  # from the backward of code we do not know
                 return False
         if got is None or not bool(((got - wanted).abs() <= 30 * CONSTANTS).all()):
             return False

@@ -1,4 +1,4 @@
-"""What the parts of nn.convert share: modules that compute a known formula, and runs of other modules on probes."""
+"""What the parts of nn.convert share: classes that compute a known formula, and running modules on probes."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
 class Formula(Protocol):
-    """What a module computes: a NamedTuple, since classes are cached by it."""
+    """What a module computes. It is a NamedTuple, because classes are cached by it."""
 
     @property
     def input(self) -> str: ...  # the name of forward's argument
@@ -29,22 +29,22 @@ class Formula(Protocol):
     def __hash__(self) -> int: ...
 
 
-# The dtype of the result, of x's dtype, the weight's and the device type.
+# Rules for the dtype of a module's result, as functions of x's dtype, the weight's dtype and the device type.
 RESULTS = {
     "x": lambda x, weight, device: x,
     "promoted": lambda x, weight, device: torch.promote_types(x, weight),
     "half weight": lambda x, weight, device: weight if weight in HALF else torch.promote_types(x, weight),  # T5
-    # Under autocast: PyTorch's layer_norm, and what casts its input to autocast's dtype (Nemotron).
+    # Under autocast: the first is PyTorch's layer_norm; the second casts the input to autocast's dtype (Nemotron).
     "float32 at least": lambda x, weight, device: torch.promote_types(x, torch.float32),
     "autocast": lambda x, weight, device: x if x is torch.float64 else torch.get_autocast_dtype(device),
 }
 
-# Where PyTorch's rules for dtypes differ: without autocast, and under that of a device type.
+# PyTorch has other rules for dtypes in each of these: without autocast, and under the autocast of a device type.
 CONTEXTS = ("", "cpu", "cuda")
 
 
 def context_of(device: str) -> int:
-    """The index in CONTEXTS of the rules that hold now."""
+    """The index in CONTEXTS of the rules that apply now."""
     return CONTEXTS.index(device) if device in CONTEXTS and torch.is_autocast_enabled(device) else 0
 
 
@@ -57,13 +57,13 @@ def result_dtype(results: tuple[str, ...], x: Tensor, weight: torch.dtype | None
 def have_one_shape(a: Tensor, b: Tensor) -> bool:
     if not torch.jit.is_tracing():
         return a.shape == b.shape
-    with warnings.catch_warnings():  # sizes are tensors there
+    with warnings.catch_warnings():  # sizes are tensors while torch.jit traces
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         return [int(size) for size in a.shape] == [int(size) for size in b.shape]
 
 
 class FormulaModule:
-    """Put before a module's class, it computes that class's formula by our ops."""
+    """A base class put in front of a module's class. It computes the formula of that class with this package's ops."""
 
     formula: ClassVar[Formula]
     original: ClassVar[type]
@@ -72,27 +72,28 @@ class FormulaModule:
         nn.refuse_script(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies without the class, which no module holds: it is made again."""
-        if not is_formula_class(type(self)):  # a class on top, which pickles as classes do
+        """Pickles and copies the module without its generated class, which loading makes again."""
+        if not is_formula_class(type(self)):  # a subclass that something else made, with its own way to pickle
             return super().__reduce_ex__(protocol)
         return blank_of_formula, (self.original, self.formula), *super().__reduce_ex__(protocol)[2:]
 
 
 def is_formula_class(kind: type) -> bool:
-    """Whether formula_class made it: not a class that something else put on top."""
+    """Whether formula_class made this class. A subclass that something else put on top does not count."""
     return issubclass(kind, FormulaModule) and kind.__bases__[0] is FormulaModule
 
 
 @functools.cache
 def formula_class(original: type, formula: Formula) -> type:
-    """A subclass of both, of the original's name: models look for "RMSNorm" in it to initialize weights."""
+    """A subclass of FormulaModule and the original, with the original's name: models that initialize weights look for
+    "RMSNorm" in it."""
     names = {"__module__": __name__, "__doc__": original.__doc__, "original": original, "formula": formula}
     names["forward"] = _forward_of(formula.input)
     return type(original.__name__, (FormulaModule, original), names)
 
 
 def _forward_of(name: str) -> Any:
-    """A forward whose argument has the name that the original's has, since it may be called by it."""
+    """A forward whose argument has the original's name, since callers may pass it by name."""
     namespace: dict[str, Any] = {}
     exec(f"def forward(self, {name}):\n    return self.formula(self, {name})", namespace)
     return namespace["forward"]
@@ -110,7 +111,7 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any) -> torch.nn.Module:
-    """A module of its class with other parameters and attributes, and without hooks."""
+    """A module of the same class with other parameters and attributes. Its forward runs without hooks."""
     twin = copy.copy(module)
     vars(twin).pop("forward", None)
     names = parameters_of(module)
@@ -122,7 +123,7 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
 
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
-    """Autocast of a device type alone, "": none; on a machine without the device, too."""
+    """Autocast for one device type only, or with "" for none. It works on a machine without the device, too."""
     before = {each: torch.is_autocast_enabled(each) for each in ("cpu", "cuda")}
     try:
         for each in before:
@@ -134,11 +135,11 @@ def autocast(device: str) -> Iterator[None]:
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
-    """Runs the class's forward; None if it raises."""
+    """Runs the forward of the twin's class. None if it raises, or returns another shape or device."""
     try:
         with autocast(context), torch.random.fork_rng(devices=[]):
             y = twin.forward(x)
-    except Exception:  # whatever a stranger's code raises: it is not our formula
+    except Exception:  # unknown code may raise anything, and then it does not compute our formula
         return None
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
 
@@ -146,9 +147,9 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
 def probed_dtypes(
     module: torch.nn.Module, width: int, context: str
 ) -> Iterator[tuple[torch.dtype, torch.dtype, torch.dtype]]:
-    """x's dtype, the parameters' and the result's, for all that the module takes there.
+    """The dtypes of x, of the parameters and of the result, for each combination that the module takes in this context.
 
-    The tensors of CUDA's are fake: they know the dtypes, and need no GPU.
+    For CUDA the tensors are fake: they have dtypes and need no GPU.
     """
     count = len(parameters_of(module))
     with torch.no_grad(), FakeTensorMode() if context == "cuda" else contextlib.nullcontext():
@@ -162,7 +163,7 @@ def probed_dtypes(
 
 
 def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...] | str:
-    """The rules for the dtypes of a module's results, by CONTEXTS, or why there are none."""
+    """The rule for the dtype of a module's result, for each of CONTEXTS; or the reason why none is known."""
     taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
     found = []
     for context in CONTEXTS:

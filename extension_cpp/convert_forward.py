@@ -1,8 +1,8 @@
 """The part of nn.convert for modules whose forward it rewrites: gated products, residual additions, rotary embedding.
 
-convert_rewriter.py finds these in the source of a forward, and makes a copy of it that calls the methods below. Each
-of them looks at what it is given when it is called. Where the kernel computes the same it runs the kernel. Elsewhere
-(a hook on the norm, another module in its place, other dtypes or shapes) it does what the original did.
+convert_rewriter.py finds these in the source of a forward, and makes a copy that calls the methods below. Each method
+looks at its arguments at each call. If the kernel computes the same, it runs the kernel. If not (a hook on the norm,
+another module in its place, other dtypes or shapes), it does what the original did.
 """
 
 import functools
@@ -25,11 +25,11 @@ AS_INPUT = ("x",) * len(CONTEXTS)
 
 
 class RewrittenModule:
-    """Put before a module's class, with a forward that calls these methods."""
+    """A base class put in front of a module's class, whose forward calls these methods."""
 
     sites: ClassVar[frozenset[Site]]
     original: ClassVar[type]
-    rotaries: ClassVar[tuple[tuple[Any, Rotary], ...]]  # the functions that are known, and what they compute
+    rotaries: ClassVar[tuple[tuple[Any, Rotary], ...]]  # the recognised functions, and what they compute
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
         """``act(gate) * up``."""
@@ -74,14 +74,14 @@ class RewrittenModule:
         nn.refuse_script(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies without the class, which no module holds: it is made again."""
-        if not is_rewritten_class(type(self)):  # a class on top, which pickles as classes do
+        """Pickles and copies the module without its generated class, which loading makes again."""
+        if not is_rewritten_class(type(self)):  # a subclass that something else made, with its own way to pickle
             return super().__reduce_ex__(protocol)
         return _blank, (self.original, self.sites), *super().__reduce_ex__(protocol)[2:]
 
 
 def _norm(norm: Any) -> tuple[Any, ...] | None:
-    """What add_norm is to compute in place of a norm; None if the norm must be called."""
+    """The arguments of add_norm that compute what a norm does; None if the norm must be called."""
     if must_run(norm) is not None:
         return None
     if type(norm) is nn.LayerNorm:
@@ -94,7 +94,7 @@ def _norm(norm: Any) -> tuple[Any, ...] | None:
 
 
 def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
-    """The function of an activation and the rules for its results' dtypes; "": it must be called."""
+    """The function of an activation and the rules for its results' dtypes; "" if the activation must be called."""
     if isinstance(act, str):
         return act, AS_INPUT
     if must_run(act) is not None:
@@ -115,13 +115,14 @@ def _functional(function: str) -> Callable[[Any], Any]:
 
 
 def is_rewritten_class(kind: type) -> bool:
-    """Whether rewritten_class made it: not a class that something else put on top."""
+    """Whether rewritten_class made this class. A subclass that something else put on top does not count."""
     return issubclass(kind, RewrittenModule) and kind.__bases__[0] is RewrittenModule
 
 
 @functools.cache
 def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
-    """A subclass of both, with the original's name, module and signature: transformers looks at these. Or why not."""
+    """A subclass of RewrittenModule and the original, or why there is none. transformers reads its name, module and
+    signature, so it has the original's."""
     forward = convert_source.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
     if isinstance(forward, str):
         return forward
@@ -151,14 +152,14 @@ def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
 class Decision(NamedTuple):
     made: type | None  # the class that the module gets
     functions: str  # what it calls then
-    reasons: tuple[str, ...]  # why something that people would ask about is left
+    reasons: tuple[str, ...]  # why something that users would ask about is not changed
 
 
 def decide(
     module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type], wants: Callable[[str], bool]
 ) -> Decision:
-    """What becomes of a module, whose children will be of the classes that class_of says: it calls functions that are
-    wanted."""
+    """What to do with a module. class_of says which class each of its children will have, and wants which functions it
+    may call."""
     kind: Any = type(module)
     if kind.__module__.split(".")[0] == "torch" or "forward" in vars(module):
         return Decision(None, "", ())
@@ -200,7 +201,7 @@ def class_of_child(module: torch.nn.Module, site: Site, class_of: Callable[[torc
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:
-    """What replaces a gated product or a norm of a sum, where the child is of this class."""
+    """The function that replaces a gated product or the norm of a sum, if the child has this class."""
     formula: Any = kind.formula if kind is not None and is_formula_class(kind) else None  # type: ignore[attr-defined]
     if site.kind == "add_norm":
         if kind in (nn.LayerNorm, nn.RMSNorm):

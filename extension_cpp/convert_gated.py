@@ -1,4 +1,4 @@
-"""The part of nn.convert that runs gated products, and the linear layer that takes one."""
+"""The part of nn.convert that runs gated products, alone or with the linear layer that takes the product."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from extension_cpp.convert_activations import TANH, activation
 from extension_cpp.convert_formulas import context_of, have_one_shape, result_dtype
 from extension_cpp.convert_loss import must_run
 
-# The name that `changed` gives to the product with an activation, by the activation's.
+# From the name of an activation to the name that the product with it has in Converted.changed.
 GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}
 
-_linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # as they were, whoever patches them
+_linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # before anyone can patch them
 
 
-@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
-    """``activation(gate) * up``: one kernel where it takes both, and has the dtype of the two that it replaces."""
+    """``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
     if _is_one_kernel(gate, up, results):
         return _product(gate, up, function)
     return activation(gate, function, results) * up
@@ -35,10 +35,10 @@ def _product(gate: Tensor, up: Tensor, function: str) -> Tensor:
 
 
 def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) -> bool:
-    """Whether GatedLinear computes what linear would of the product, and less is kept for it.
+    """Whether GatedLinear computes what linear would compute from the product, and saves less for backward.
 
-    Only where linear is PyTorch's own, as it was made, and runs now: not where a graph records it (a compiler decides
-    itself what it makes again), under autocast, or with a weight that gets no gradient, for which nothing is kept.
+    That needs an unchanged torch.nn.Linear that runs now. The answer is no while a graph records the call (a compiler
+    decides itself what to compute again), under autocast, and for a weight without gradient, which needs no product.
     """
     if torch.compiler.is_compiling() or is_recorded() or torch._C._are_functorch_transforms_active():
         return False
@@ -58,10 +58,10 @@ def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) ->
 
 
 class GatedLinear(torch.autograd.Function):
-    """``linear(act(gate) * up, weight, bias)``, which keeps gate, up and weight for backward.
+    """``linear(act(gate) * up, weight, bias)``, which saves gate, up and weight for backward.
 
-    PyTorch would keep the product, too, for the weight's gradient: a third of what a gated MLP keeps. A kernel makes it
-    again from the two others in a small part of the time of a matrix product.
+    PyTorch would also save the product, for the weight's gradient. That is a third of what a gated MLP saves. A kernel
+    computes the product again from gate and up, in a small part of the time of a matrix product.
     """
 
     @staticmethod

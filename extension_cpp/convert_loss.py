@@ -1,8 +1,8 @@
-"""The part of nn.convert that knows the losses of Hugging Face's causal language models.
+"""The part of nn.convert for the losses of Hugging Face's causal language models.
 
-Such a model's forward makes logits with its output layer, and calls ``self.loss_function`` with them. That function is
-replaced on the instance. With loss="linear" the classes of the model and of its output layer are changed, too: while
-labels are given, the layer only keeps its input, and the loss function computes the loss from it.
+The forward of such a model computes logits with its output layer, and calls ``self.loss_function`` with them. convert
+replaces that function on the instance. With loss="linear" it also changes the classes of the model and of its output
+layer: if labels are given, the layer only keeps its input, and the loss function computes the loss from that input.
 """
 
 import copy
@@ -36,7 +36,7 @@ def causal_lm_loss(
 
 
 def _targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, device: torch.device) -> Tensor:
-    """Each token's next one. The labels are shifted; shifted logits would be a copy."""
+    """The target of each token, which is the next token. Shifting the labels is cheap; shifting logits copies them."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1).to(device)
@@ -47,7 +47,7 @@ def _reduction(num_items_in_batch: Tensor | int | None) -> str:
 
 
 def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    loss = loss.float()  # of float64 logits, too, as ForCausalLMLoss
+    loss = loss.float()  # also for float64 logits, as ForCausalLMLoss does
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
@@ -57,13 +57,13 @@ def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
 
 
 def is_causal_lm(module: torch.nn.Module) -> bool:
-    """Whether it is a model of transformers whose loss is, or is said to be, ForCausalLMLoss."""
+    """Whether it is a model of transformers whose loss is ForCausalLMLoss, or would be by its loss_type."""
     utilities = sys.modules.get("transformers.loss.loss_utils")
     if utilities is None or not isinstance(module, _modeling().PreTrainedModel) or isinstance(module, LinearLossModel):
         return False
     if "_loss_function" in vars(module):
         return vars(module)["_loss_function"] in (utilities.ForCausalLMLoss, causal_lm_loss)
-    default = utilities.ForCausalLMLoss if _calls_loss_function(module) else None  # also of GPT2LMHeadModel
+    default = utilities.ForCausalLMLoss if _calls_loss_function(module) else None  # for GPT2LMHeadModel, for example
     return utilities.LOSS_MAPPING.get(module.loss_type, default) is utilities.ForCausalLMLoss
 
 
@@ -79,7 +79,7 @@ def is_model(module: torch.nn.Module) -> bool:
 
 
 def obstacle(module: torch.nn.Module) -> str | None:
-    """What forbids to replace the loss function of a causal language model."""
+    """Why the loss function of a causal language model cannot be replaced; None if it can."""
     if not _calls_loss_function(module):
         return "its forward does not call loss_function, but computes the loss itself"
     if inspect.getattr_static(type(module), "loss_function", None) is not _modeling().PreTrainedModel.loss_function:
@@ -95,7 +95,7 @@ def _modeling() -> Any:
 def decide(
     module: torch.nn.Module, is_linear: bool, obstacle_of: Callable[[torch.nn.Module], str | None]
 ) -> tuple[bool, "Plan | None", str | None]:
-    """Whether to replace a causal language model's loss function, the plan of its linear loss, why there is none."""
+    """For a causal language model: whether to replace its loss function, the plan of its linear loss, and why not."""
     reason = obstacle(module)
     if reason is not None or not is_linear:
         return reason is None and not _has_our_loss(module), None, reason
@@ -114,13 +114,13 @@ def apply(module: torch.nn.Module, plan: "Plan | None") -> None:
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Takes our loss function off a model that has its own class; False if there is none."""
+    """Removes our loss function from a model with its original class. False if it has none of ours."""
     if isinstance(module, LinearLossModel) or not _has_our_loss(module):
         return False
     del vars(module)["_loss_function"]
     utilities = sys.modules["transformers.loss.loss_utils"]
     if utilities.LOSS_MAPPING.get(module.loss_type, utilities.ForCausalLMLoss) is not utilities.ForCausalLMLoss:
-        vars(module)["_loss_function"] = utilities.ForCausalLMLoss  # it was set, too
+        vars(module)["_loss_function"] = utilities.ForCausalLMLoss  # it was set before convert, too
     return True
 
 
@@ -132,7 +132,7 @@ def _has_our_loss(module: torch.nn.Module) -> bool:
 
 
 class Plan(NamedTuple):
-    """What a model's forward does between its input and its loss function."""
+    """How a model's forward gets from its arguments to the logits that its loss function takes."""
 
     head: str  # the output layer's name
     labels: int  # their position among the arguments
@@ -150,14 +150,14 @@ class Head(torch.nn.Linear):
         if self.received is None:
             return super().forward(input)
         self.received.append(input)
-        return input.new_zeros(*input.shape[:-1], 1)  # stands for the logits, which nobody reads
+        return input.new_zeros(*input.shape[:-1], 1)  # in place of the logits, which nothing reads
 
     def _get_name(self) -> str:
         return "Linear"
 
 
 class LinearLossModel:
-    """Put before a model's class, it computes the loss from the output layer's input."""
+    """A base class put in front of a model's class. It computes the loss from the output layer's input."""
 
     plan: ClassVar[Plan]
     original: ClassVar[type]
@@ -192,15 +192,16 @@ class LinearLossModel:
         return _scaled(loss, num_items_in_batch)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies without the class, which no module holds: it is made again."""
-        if original_class(type(self)) is None:  # a class on top, which pickles as classes do
+        """Pickles and copies the model without its generated class, which loading makes again."""
+        if original_class(type(self)) is None:  # a subclass that something else made, with its own way to pickle
             return super().__reduce_ex__(protocol)
         return _blank, (self.original, self.plan), *super().__reduce_ex__(protocol)[2:]
 
 
 @functools.cache
 def linear_class(original: type, plan: Plan) -> type:
-    """A subclass of both, with the original's name, module and signature: transformers looks at these."""
+    """A subclass of LinearLossModel and the original. transformers reads its name, module and signature, so it has the
+    original's."""
 
     @functools.wraps(original.forward)  # type: ignore[attr-defined]  # `type` has no forward, a model's class has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +212,7 @@ def linear_class(original: type, plan: Plan) -> type:
         try:
             output = original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # as above
         finally:
-            head.received = None  # torch.compile cannot replay a del
+            head.received = None  # and not `del`, which torch.compile cannot replay
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
@@ -230,7 +231,8 @@ def original_class(converted: type) -> type | None:
 
 
 def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there are labels, a result with names, and nothing that needs the logits or replaced what makes them."""
+    """Whether this call gets the linear loss: it has labels and returns a result with names, nothing needs the logits,
+    and nobody replaced the output layer or the loss function."""
     plan: Plan = self.plan
     labels = args[plan.labels] if len(args) > plan.labels else kwargs.get("labels")
     if labels is None or getattr(self, "_loss_function", None) is not causal_lm_loss:
@@ -243,7 +245,7 @@ def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], 
 
 
 def must_run(head: torch.nn.Module) -> str | None:
-    """Why the output layer must run: what was put on it, also after it was converted."""
+    """Why a module must be called and not replaced by an op (hooks, its own forward); None if it can be replaced."""
     if "forward" in vars(head):
         return "has a forward of its own"
     hooks = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
@@ -254,7 +256,7 @@ def must_run(head: torch.nn.Module) -> str | None:
 
 
 def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module], str | None]) -> Plan | str:
-    """How the loss is computed from the output layer's input, or why it cannot be."""
+    """How to compute the loss from the output layer's input, or why that is not possible."""
     head = module.get_output_embeddings()  # type: ignore[operator]  # a model's
     name = next((name for name, each in module._modules.items() if each is head and head is not None), None)
     if name is None:
@@ -281,7 +283,7 @@ def linear_plan(module: torch.nn.Module, obstacle_of: Callable[[torch.nn.Module]
     return Plan(name, arguments.index("labels"), return_dict, scale, softcap)
 
 
-# Elements of the probe, exact in every dtype. The small one shows the scale, and the large one the softcap.
+# Two elements of the probe, exact in every dtype. The small one reveals the scale, and the large one the softcap.
 SMALL, LARGE = 2.0**-20, 2.0**100
 
 
@@ -302,14 +304,15 @@ def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | 
         scale = 1.0 if abs(scale - 1) <= 1e-6 else scale
         softcap = None if abs(large - scale * LARGE) <= 1e-6 * abs(scale * LARGE) else large
         want = probe * scale if softcap is None else softcap * torch.tanh(probe * scale / softcap)
-        # A few roundings of float32, in which some models scale.
+        # The bound allows a few roundings in float32, because some models scale in float32.
         if not bool(((got - want).abs() <= 1e-6 * want.abs()).all()) or (softcap or 1) <= 0:
             return unknown
     return scale, softcap
 
 
 def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None:
-    """What loss_function gets if the output layer returns these logits; None if the loss is not its result alone."""
+    """The logits that loss_function gets if the output layer returns `logits`. None if the model does not call it just
+    once, or returns another loss."""
     head: Any = module._modules[name]
     received: list[Tensor] = []
     calls: list[tuple[Tensor, Tensor, int]] = []
@@ -331,7 +334,7 @@ def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None
     labels = torch.tensor([[0, 1]])
     try:
         output: Any = type(module).forward(twin, input_ids=torch.zeros_like(labels), labels=labels, return_dict=True)
-    except Exception:  # of a stranger's code on stand-ins
+    except Exception:  # unknown code may raise anything when it runs on stand-ins
         return None
     if len(calls) != 1 or len(received) != 1 or not isinstance(received[0], Tensor):
         return None
@@ -344,7 +347,7 @@ def _follow(module: torch.nn.Module, name: str, logits: Tensor) -> Tensor | None
 
 
 class _StandIn(torch.nn.Module):
-    """In the place of each module of a model: it returns hidden states, or what the output layer would."""
+    """Replaces the modules of a model: it returns hidden states or, for the output layer, logits."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -355,11 +358,11 @@ class _StandIn(torch.nn.Module):
         return _Outputs(result) if isinstance(result, Tensor) else result(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return self  # of OPT's `self.model.decoder(...)`
+        return self  # for OPT, which calls `self.model.decoder(...)`
 
 
 class _Outputs:
-    """A base model's result. All but the hidden states is None."""
+    """The result of a base model. Everything but the hidden states is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state

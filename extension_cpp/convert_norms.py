@@ -1,4 +1,4 @@
-"""The part of nn.convert that recognises norms over the last dimension by what they compute."""
+"""The part of nn.convert that recognises norms over the last dimension by running them on probes."""
 
 import inspect
 import warnings
@@ -24,9 +24,9 @@ from extension_cpp.convert_formulas import (
 class Norm(NamedTuple):
     """What a norm over the last dimension computes: xhat * (offset + weight) + bias."""
 
-    centered: bool  # layer_norm, else rms_norm
+    centered: bool  # True: layer_norm, False: rms_norm
     offset: int
-    eps: str  # the names of the attributes
+    eps: str  # this and the next two are names of attributes
     weight: str | None
     bias: str | None
     input: str  # the name of forward's argument
@@ -37,7 +37,7 @@ class Norm(NamedTuple):
         return norm(x, *options)
 
     def options(self, module: torch.nn.Module) -> tuple[Any, ...]:
-        """Of add_norm, in place of a module that computes this."""
+        """The arguments that add_norm takes instead of a module that computes this formula."""
         weight: Tensor | None = getattr(module, self.weight) if self.weight else None
         bias: Tensor | None = getattr(module, self.bias) if self.bias else None
         return None, weight, bias, self.centered, self.offset, getattr(module, self.eps), self.results
@@ -47,7 +47,7 @@ class Norm(NamedTuple):
         return f"{function} with {self.offset} + {self.weight}" if self.offset else function
 
 
-@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def norm(
     x: Tensor,
     weight: Tensor | None,
@@ -84,9 +84,12 @@ def add_norm(
     p: float,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of ``s = residual + dropout(x, p)``, and ``s``: one kernel where its results have the dtypes of the two
-    operations that it replaces. ``shape``: that of a row, or None for the last dimension."""
-    is_plain = context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast changes other dtypes
+    """The norm of ``s = residual + dropout(x, p)``, and ``s``.
+
+    One kernel computes both if its results have the dtypes of the two operations that it replaces. ``shape`` is the
+    normalized shape, or None for the last dimension.
+    """
+    is_plain = context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
     same = x.dtype is residual.dtype and x.device == residual.device and have_one_shape(x, residual)
     dtype = result_dtype(results, x, None if weight is None else weight.dtype)
     if not (is_plain and same and dtype is x.dtype):
@@ -117,7 +120,7 @@ def _norm_of(
 def _row_shape(x: Tensor) -> Any:
     if not torch.jit.is_tracing():
         return x.shape[-1:]
-    with warnings.catch_warnings():  # sizes are tensors there; a norm's width is a constant
+    with warnings.catch_warnings():  # sizes are tensors while torch.jit traces; a norm's width is a constant
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         return [int(x.shape[-1])]
 
@@ -126,7 +129,7 @@ def _row_shape(x: Tensor) -> Any:
 
 
 def recognise(module: torch.nn.Module) -> Norm | str:
-    """The formula that a module computes, found by running it on probes, or why it is none."""
+    """The formula that a module computes, found by running it on probes; or the reason why it is not one of them."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
     floats = sorted(_float_attributes(module), key=_not_called_eps)
     try:
@@ -171,13 +174,13 @@ def recognise(module: torch.nn.Module) -> Norm | str:
 
 
 def _float_attributes(module: torch.nn.Module) -> set[str]:
-    """Names of the instance's own and of its classes' numbers with a fraction."""
+    """The names of the float attributes of the instance and of its classes."""
     classes = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
     return {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
 
 
 def _difference(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> str | None:
-    """What else the module does than the formula that it computes in one mode, or None."""
+    """How the module differs from the formula that it computes in at least one mode, as a sentence; or None."""
     for training in (True, False):
         mode = {"training": training}
         if not _agrees(module, formula, width, torch.float32, 3, **mode):
@@ -199,7 +202,7 @@ def _not_called_eps(name: str) -> tuple[bool, str]:
 
 
 def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:
-    """Rows of spread 1, of mean 3, and so small that eps counts; a weight and a bias."""
+    """Rows with mean 0 and deviation 1, rows with mean 3, rows so small that eps matters; and a weight and a bias."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
     rows[2:4] += 3
@@ -222,8 +225,8 @@ def _agrees(
 ) -> bool:
     """Compares with the formula in float64, with some of the module's attributes changed.
 
-    The bound in float32 is that of sums of up to 2^16 squares, added in a tree, and of x - mean at that mean (16 to 20
-    roundings, half an eps each); in half, of an xhat, a product and a result rounded, and a row's statistics.
+    In float32 the bound covers sums of up to 2^16 squares that are added in a tree, and x - mean (16 to 20 roundings,
+    half an eps each). In half types it covers the rounding of xhat, a product, the result and the row's statistics.
     """
     eps = attributes.get(formula.eps, getattr(module, formula.eps))
     x, *parameters = _probe(formula, eps, width, dtype, dims)
@@ -237,9 +240,10 @@ def _agrees(
 
 
 def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attributes: Any) -> bool:
-    """Compares the gradients with the formula's, row by row: statistics or a weight that are detached show here.
+    """Compares the gradients with the formula's, row by row. This shows whether statistics or a weight are detached.
 
-    The bound is far from rounding, some 100 eps of a row, and far from a missing term, which is as large as the others.
+    The bound is far above rounding errors, which are about 100 eps of a row, and far below a missing term, which is as
+    large as the others.
     """
     eps = getattr(module, formula.eps)
     x, *parameters = _probe(formula, eps, width, torch.float32, 2)
@@ -248,13 +252,13 @@ def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attri
     with torch.enable_grad():
         wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
         twin, x = twin_of(module, parameters, **attributes), x.clone().requires_grad_()
-        y = run(twin, x * 1)  # not a leaf, which forward could not change in place
+        y = run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
         if y is None or not y.requires_grad:
             return False
         own = [x, *parameters_of(twin).values()]
         try:
             got = torch.autograd.grad(y, own, grad_out.to(y.dtype), allow_unused=True)
-        except Exception:  # of a stranger's backward
+        except Exception:  # from the backward of code we do not know
             return False
     return all(
         a is not None and bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())

@@ -1,15 +1,15 @@
-"""The part of nn.convert that finds what the ops can do in a forward's syntax tree, and replaces it there.
+"""The part of nn.convert that finds code which the ops can run in a forward's syntax tree, and replaces it.
 
-Three things are found, each by its form, and replaced by a call of one of the module's own methods:
+It finds code of three forms, and replaces each by a call of a method of the module:
 
 * a gated product: ``act(gate) * up``, where act is a module (``self.act_fn``) or torch.nn.functional's silu or gelu,
-  with the module that it is the input of (``self.down_proj(act(gate) * up)``);
+  together with the module that takes the product (``self.down_proj(act(gate) * up)``);
 * a residual addition and the norm of its sum: ``s = residual + x`` followed by ``self.norm(s)``, or
-  ``self.norm(residual + x)``, with the dropout of x where it comes just before;
+  ``self.norm(residual + x)``, together with the dropout of x if it comes just before;
 * the call of a function with "rotary" or "rope" in its name, with q, k, cos and sin.
 
-The methods (convert_forward.py) compute what they stand for, whatever they are given; so a rewritten forward computes
-what the original did. All else in it is as it was: its arguments and results, its other calls.
+For any arguments the methods (convert_forward.py) compute what the replaced code computed, so a rewritten forward has
+the original's results. Its arguments, results and other calls do not change.
 """
 
 import ast
@@ -25,7 +25,7 @@ PREFIX = "_extension_cpp_"
 
 
 class Site(NamedTuple):
-    """What may be replaced in a forward."""
+    """A place in a forward that may be replaced."""
 
     kind: str  # "gated", "add_norm", "dropout", "rotary"
     name: str  # the module, as an attribute of self, or the function as the forward calls it
@@ -36,7 +36,7 @@ FUNCTIONAL_DROPOUT = Site("dropout", "")  # every torch.nn.functional.dropout of
 
 
 class Rewriter(ast.NodeTransformer):
-    """Asks about each site, and replaces those that are wanted."""
+    """Finds the sites in a forward, and replaces those for which `wants` is true."""
 
     def __init__(self, function: Any, definition: ast.FunctionDef, wants: Callable[[Site], bool]) -> None:
         self.function, self.definition, self.wants = function, definition, wants
@@ -52,12 +52,12 @@ class Rewriter(ast.NodeTransformer):
     # -- forms --
 
     def child(self, node: ast.AST) -> str | None:
-        """NAME of self.NAME."""
+        """NAME, if the node is self.NAME."""
         own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.self_name
         return node.attr if own else None  # type: ignore[attr-defined]  # own: it is an ast.Attribute
 
     def value(self, node: ast.AST) -> Any:
-        """What a name of the forward's module, or an attribute of it (nn.functional.silu), stands for; else None."""
+        """The object that a global name, or an attribute of one (nn.functional.silu), refers to; else None."""
         if isinstance(node, ast.Attribute):
             return getattr(self.value(node.value), node.attr, None)
         if not isinstance(node, ast.Name) or node.id in self.function.__code__.co_varnames:
@@ -65,7 +65,7 @@ class Rewriter(ast.NodeTransformer):
         return self.function.__globals__.get(node.id)
 
     def activation(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
-        """act and x of a call act(x) whose product is wanted: self.NAME, or the name of a function."""
+        """act and x of a call act(x) whose product may be replaced. act is self.NAME or the name of a function."""
         if not isinstance(node, ast.Call) or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
             return None
         name = self.child(node.func)
@@ -82,7 +82,7 @@ class Rewriter(ast.NodeTransformer):
         return (ast.Constant(name), node.args[0]) if self.wants(Site("gated", name, (("function", True),))) else None
 
     def dropout(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
-        """What draws and x, of self.NAME(x) and of torch.nn.functional.dropout(x, p=..., training=...)."""
+        """The dropout and x: of self.NAME(x) the module, of torch.nn.functional.dropout its p and training."""
         if not isinstance(node, ast.Call) or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
             return None
         name = self.child(node.func)
@@ -100,7 +100,7 @@ class Rewriter(ast.NodeTransformer):
         return ast.Call(function, list(arguments), [])
 
     def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
-        """The call for norm(total). A dropout just before it, of what ``target`` overwrites, becomes part of it."""
+        """The call that replaces norm(total). It includes a dropout just before it, whose result is ``target``."""
         x, residual = total.left, total.right
         drawn = self.dropout(x)
         if drawn is None and (drawn := self.dropout(residual)) is not None:
@@ -166,7 +166,7 @@ class Rewriter(ast.NodeTransformer):
         return done
 
     def norm_call(self, statement: ast.stmt, names: Sequence[str]) -> ast.Call | None:
-        """self.NORM(s), the one in a simple statement that is wanted, for s one of these names."""
+        """The call self.NORM(s) in a simple statement, if it may be replaced and s is one of these names."""
         if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
             return None
         for node in ast.walk(statement):
@@ -201,7 +201,7 @@ class Rewriter(ast.NodeTransformer):
         return True
 
     def sum_then_if(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
-        """s = a + b; if x is not None: ...; then as above (GPT-2). What is around the `if` goes into its branches."""
+        """s = a + b; if x is not None: ...; then as above (GPT-2). The sum and the norm move into both branches."""
         total = _assigned(statement)
         if total is None or not left or not isinstance(left[0], ast.If) or left[0].orelse:
             return False
@@ -272,7 +272,7 @@ def _at(new: ast.stmt, old: ast.stmt) -> ast.stmt:
 
 
 def _assigned(statement: ast.stmt) -> str | None:
-    """NAME of `NAME = ...`."""
+    """NAME, if the statement is `NAME = ...`."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         (target,) = statement.targets
         return target.id if isinstance(target, ast.Name) else None
@@ -299,7 +299,7 @@ def _mentions(node: ast.AST, name: str) -> bool:
 
 
 def _is_none_test(node: ast.AST, total: str) -> bool:
-    """x is None, or x is not None: it may be asked before the sum as well as after it."""
+    """Whether it is `x is None` or `x is not None`, a test that the sum before it does not change."""
     return (
         isinstance(node, ast.Compare)
         and isinstance(node.left, ast.Name)

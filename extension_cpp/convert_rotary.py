@@ -1,4 +1,4 @@
-"""The part of nn.convert that recognises functions which rotate queries and keys, by what they compute."""
+"""The part of nn.convert that recognises functions which rotate queries and keys, by calling them on probes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,16 +11,17 @@ from extension_cpp.convert_formulas import EPS, HALF, autocast
 
 
 class Rotary(NamedTuple):
-    """What function(q, k, cos, sin, **options) computes: rotary_embedding, and how it lays out what it takes."""
+    """Which form of rotary_embedding function(q, k, cos, sin, **options) computes, and which inputs it takes."""
 
-    layouts: tuple[str, ...]  # keys of LAYOUTS, each of another number of dimensions
+    layouts: tuple[str, ...]  # keys of LAYOUTS, each with another number of dimensions
     interleaved: bool
-    repeats: bool  # it takes the first half of the columns of cos and sin, each for two neighbours (GLM)
+    repeats: bool  # it uses the first half of the columns of cos and sin, each for two neighbours (GLM)
     is_partial: bool  # cos and sin may have fewer columns than q and k
-    takes_float: bool  # beside half q and k cos and sin may be float32, and the results are half
+    takes_float: bool  # if q and k are half, cos and sin may be float32, and the results are half
 
 
-# The dimensions of q and k, which are swapped for the op, the dimension of the tokens, and those of cos and sin.
+# For each layout: the number of dimensions of q and k, the two that are swapped for the op, the dimension of the
+# tokens, and the number of dimensions of cos and sin.
 LAYOUTS = {
     "batch, heads, tokens": (4, None, 2, 3),
     "batch, tokens, heads": (4, (1, 2), 1, 3),
@@ -29,7 +30,7 @@ LAYOUTS = {
 
 
 def rotate(function: Any, rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
-    """The op where its result is that of the function; else (other shapes or dtypes) the function itself."""
+    """Calls the op if its results are those of the function, else (other shapes or dtypes) the function itself."""
     for layout in rotary.layouts:
         if _takes(rotary, layout, q, k, cos, sin):
             return _rotate(rotary, layout, q, k, cos, sin, ops.rotary_embedding)
@@ -70,10 +71,10 @@ def _rotate(
 
 
 def recognise(function: Callable[..., Any], options: dict[str, Any]) -> Rotary | str:
-    """What a function of q, k, cos, sin computes, found by calling it on probes, or why it is not rotary_embedding."""
+    """What a function of q, k, cos, sin computes, found by calling it on probes; or why it is not rotary_embedding."""
     for interleaved, repeats in ((False, False), (True, False), (True, True)):
         rotary = Rotary((), interleaved, repeats, False, False)
-        # float32, in which some compute, also of float64.
+        # In float32, because some functions compute in float32 even for float64 inputs.
         layouts = tuple(layout for layout in LAYOUTS if _agrees(function, options, rotary, layout, torch.float32))
         if not layouts:
             continue
@@ -129,7 +130,7 @@ def _call(function: Callable[..., Any], options: dict[str, Any], inputs: list[Te
     try:
         with autocast(""), torch.random.fork_rng(devices=[]):
             results = function(*inputs, **options)
-    except Exception:  # whatever a stranger's code raises: it is not our formula
+    except Exception:  # unknown code may raise anything, and then it does not compute our formula
         return None
     if not isinstance(results, (tuple, list)) or len(results) != 2:
         return None
@@ -149,9 +150,9 @@ def _agrees(
     tables: torch.dtype | None = None,
     rotated: int = 8,
 ) -> bool:
-    """Compares with the formula in float64, for cos and sin of a batch and, where they have one, of batch 1.
+    """Compares with the formula in float64, for cos and sin with a batch and, if they have that dimension, of batch 1.
 
-    The function rounds two products and a sum, half an eps each of at most |x cos| + |x sin|.
+    The function rounds two products and a sum. Each rounding is half an eps of at most |x cos| + |x sin|.
     """
     with torch.no_grad():
         for batch in (slice(None), slice(1)) if LAYOUTS[layout][0] == 4 else (slice(None),):
@@ -174,7 +175,7 @@ def _agrees(
 
 
 def _gradients_agree(function: Callable[..., Any], options: dict[str, Any], rotary: Rotary, layout: str) -> bool:
-    """Compares the gradients of q and k, some 100 eps of what a missing term would be."""
+    """Compares the gradients of q and k. The bound is about 100 eps; a missing term would be of size 1."""
     gradients = []
     for run in (
         lambda *inputs: _call(function, options, [*inputs]),
@@ -189,6 +190,6 @@ def _gradients_agree(function: Callable[..., Any], options: dict[str, Any], rota
             total = sum((each * each.detach().cos()).sum() for each in results)
             try:
                 gradients.append(torch.autograd.grad(total, (q, k)))  # type: ignore[arg-type]  # sum() of tensors
-            except Exception:  # of a stranger's backward
+            except Exception:  # from the backward of code we do not know
                 return False
     return all(bool(((a - b).abs() <= 1e-5).all()) for a, b in zip(*gradients, strict=True))

@@ -1,7 +1,7 @@
 """The part of nn.convert that reads the source of a forward, and compiles what convert_rewriter.py makes of it.
 
-The source is used only if it compiles to the very code that runs. The copy keeps the original's globals (not a copy of
-them), defaults, decorators and lines; so what is patched later, and tracebacks, are as for the original.
+The source is used only if it compiles to exactly the code that runs. The copy has the original's globals (not a copy
+of them), defaults, decorators and line numbers. So later patches of these globals work, and tracebacks are right.
 """
 
 import __future__
@@ -23,7 +23,7 @@ FUTURES = functools.reduce(
 
 @functools.cache
 def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...] | str:
-    """All that may be replaced in a forward, or why its source cannot be rewritten."""
+    """All places that may be replaced in a forward, or the reason why its source cannot be rewritten."""
     found = _definition(forward)
     if isinstance(found, str):
         return found
@@ -41,7 +41,7 @@ def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...] | str:
 
 
 def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[..., Any] | str:
-    """The forward with these sites replaced, in the decorators of the original, or why it cannot be made."""
+    """The forward with these sites replaced, and with the original's decorators; or why that cannot be made."""
     found = _definition(forward)
     if isinstance(found, str):
         return found
@@ -59,7 +59,7 @@ def globals_of(forward: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _dressed(new: Any, old: Any) -> Any:
-    """With all that a function has beside its code; not __wrapped__, as it stands for itself."""
+    """Copies to new what old has besides its code. Unlike functools.wraps it sets no __wrapped__. Returns new."""
     for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
         setattr(new, name, getattr(old, name))
     vars(new).update(vars(old))
@@ -67,7 +67,7 @@ def _dressed(new: Any, old: Any) -> Any:
 
 
 def _decorated(outer: Any, inner: Any, new: Any) -> Any:
-    """Copies the decorators (functions made by functools.wraps, which hold what they call in their closure)."""
+    """Applies copies of the decorators: functions made by functools.wraps, with what they call in their closures."""
     if outer is inner:
         return new
     wrapped = outer.__wrapped__
@@ -89,7 +89,7 @@ def _decorated(outer: Any, inner: Any, new: Any) -> Any:
 
 
 def _definition(forward: Callable[..., Any]) -> ast.FunctionDef | str:
-    """The syntax tree of a forward, if it is that of the code that runs."""
+    """The syntax tree of a forward, if its source compiles to the code that runs."""
     inner: Any = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
         return "its forward is not a plain function"
@@ -122,7 +122,8 @@ def _compile(definition: ast.FunctionDef, original: types.CodeType) -> types.Cod
 
 @functools.cache
 def _imports(filename: str) -> tuple[ast.stmt, ...]:
-    """The imports of a source file, as Python compiles calls of the attributes of what is imported in another way."""
+    """The imports of a source file. They are compiled with a forward, because Python compiles a call of an imported
+    module's attribute in another way."""
     left: list[Any] = list(ast.parse("".join(linecache.getlines(filename))).body)
     found: list[ast.stmt] = []
     while left:
@@ -136,7 +137,7 @@ def _imports(filename: str) -> tuple[ast.stmt, ...]:
 
 
 def _are_equal(a: types.CodeType, b: types.CodeType) -> bool:
-    """But for where they are from."""
+    """Whether two code objects are equal, except for file and line numbers."""
     parts = ("co_code", "co_names", "co_varnames", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount")
     if any(getattr(a, part) != getattr(b, part) for part in parts) or len(a.co_consts) != len(b.co_consts):
         return False
