@@ -1,11 +1,5 @@
-"""The operators as Python functions: what autograd.operators makes of them."""
-
-from typing import TYPE_CHECKING, Any
+"""The operators as Python functions: what autograd.operators makes of them. _ops.pyi has their types."""
 
 from extension_cpp.autograd import operators
 
 globals().update(vars(operators("extension_cpp")))
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...

@@ -1068,8 +1068,10 @@ def _add_layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tup
 
 def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> Gradients:
     """The gradients of x and residual if only the sum was used, and not the norm."""
-    needs_dropout = ctx.needs_input_grad[0] and grad_sum is not None and ctx.p > 0
-    return {"x": _ops.dropout(grad_sum, ctx.p, seed) if needs_dropout else grad_sum, "residual": grad_sum}
+    grad_x = grad_sum
+    if grad_sum is not None and seed is not None and ctx.p > 0 and ctx.needs_input_grad[0]:
+        grad_x = _ops.dropout(grad_sum, ctx.p, seed)
+    return {"x": grad_x, "residual": grad_sum}
 
 
 def _add_layer_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None) -> Gradients:
@@ -1641,8 +1643,10 @@ def _token_log_probs_backward(
     if grad_log_probs is None and grad_entropy is None:
         return {}
     logits, target, lse, entropy = ctx.saved_tensors
-    grads = [torch.zeros_like(entropy) if grad is None else grad for grad in (grad_log_probs, grad_entropy)]
-    return {"logits": _ops.token_log_probs_backward(*grads, logits, target, lse, entropy, ctx.temperature)}
+    of_log_probs = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs
+    of_entropy = torch.zeros_like(entropy) if grad_entropy is None else grad_entropy
+    saved = logits, target, lse, entropy, ctx.temperature
+    return {"logits": _ops.token_log_probs_backward(of_log_probs, of_entropy, *saved)}
 
 
 register_autograd(
@@ -1841,8 +1845,8 @@ def _linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) 
         return {}
     options = ctx.reduction, *ctx.options, *ctx.needs
     grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, *options)
-    grads = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
-    return dict(zip(("x", "linear_weight", "linear_bias"), grads, strict=True))
+    names = ("x", "linear_weight", "linear_bias")
+    return {name: grad for name, grad, need in zip(names, grads, ctx.needs, strict=True) if need}
 
 
 register_autograd(

@@ -198,6 +198,8 @@ def plan_op(name: str, kind: str) -> Plan:
     for file, start in (("ops", "# ---- "), ("reference", "def ")):
         section = section_of(template / f"{file}_template.py", start, name)
         plan.changed[package / f"{file}.py"] = (package / f"{file}.py").read_text() + f"\n\n{section}"
+    stub = section_of(template / "stub_template.pyi", "def ", name)
+    plan.changed[package / "_ops.pyi"] = (package / "_ops.pyi").read_text() + stub
     plan.changed[package / "__init__.py"] = with_public_name((package / "__init__.py").read_text(), name)
     row, section = (PLACEHOLDER.sub(name, text) for text in documents(kind))
     readme, page = TREE / "README.md", TREE / "docs" / "ops.md"

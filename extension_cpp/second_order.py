@@ -346,5 +346,6 @@ def log_softmax(ctx: Any, grad_grad_x: Tensor) -> Gradients:
 
 def rotary_embedding(ctx: Any, grad_grad_q: Tensor, grad_grad_k: Tensor) -> Gradients:
     # The backward operator multiplies by the transposed matrix, so its own backward is the operator.
-    grad_q, grad_k = _ops.rotary_embedding(grad_grad_q, grad_grad_k, *ctx.saved_tensors, ctx.interleaved)
+    cos, sin = ctx.saved_tensors
+    grad_q, grad_k = _ops.rotary_embedding(grad_grad_q, grad_grad_k, cos, sin, ctx.interleaved)
     return {"grad_q": grad_q, "grad_k": grad_k}

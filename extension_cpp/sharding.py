@@ -342,7 +342,7 @@ def mean_linear_cross_entropy(
 ) -> Tensor:
     *others, float_loss, needs_x, needs_weight, needs_bias = options
     needs = needs_x, needs_weight, needs_bias
-    loss = ops._ops.linear_cross_entropy(
+    loss = ops._ops.linear_cross_entropy(  # type: ignore[call-arg]  # mypy does not know how many `others` there are
         x, linear_weight, target, linear_bias, weight, 2, ignore_index, *others, True, *needs
     )
     with torch.no_grad():

@@ -1,8 +1,6 @@
-"""Writes docs/ops.md and the README's two tables, of operators and of speed: `make docs`.
+"""Writes docs/ops.md, the README's tables of operators and of speed, and extension_cpp/_ops.pyi: `make docs`.
 
-What it writes comes from the docstrings, the schemas and the published results.
-
-A test says when what is written there is stale.
+They come from the docstrings, the schemas and the published results. A test says which of them is stale.
 """
 
 import inspect
@@ -19,10 +17,11 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error}")
 from benchmarks.table import overview
-from extension_cpp import info, ops
+from extension_cpp import autograd, info, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
+STUB = ROOT / "extension_cpp" / "_ops.pyi"
 RESULTS = [ROOT / "benchmarks" / "results" / name for name in ("h200.json", "cpu.json")]
 
 
@@ -146,6 +145,35 @@ def readme() -> str:
     return between(between(README.read_text(), "operators", table()), "speed", overview(*RESULTS))
 
 
+def typed(name: str, schema: torch.FunctionSchema) -> str:
+    """A function of a stub, with the types of a schema, in the layout that ruff gives it."""
+    parameters = []
+    for argument in schema.arguments:
+        optional = re.fullmatch(r"Optional\[(.*)\]", str(argument.type))
+        kind = (optional[1] if optional else str(argument.type)).replace("List", "Sequence")
+        default = " = ..." if argument.has_default_value() else ""
+        parameters.append(f"{argument.name}: {kind}{' | None' if optional else ''}{default}")
+    parameters.append("/")
+    results, joined = ", ".join(str(result.type) for result in schema.returns), ", ".join(parameters)
+    end = f") -> {f'tuple[{results}]' if len(schema.returns) > 1 else results}: ..."
+    if len(f"def {name}({joined}{end}") <= 120:
+        return f"def {name}({joined}{end}\n"
+    if len(f"    {joined}") <= 120:
+        return f"def {name}(\n    {joined}\n{end}\n"
+    return "".join([f"def {name}(\n", *(f"    {parameter},\n" for parameter in parameters), f"{end}\n"])
+
+
+def stub() -> str:
+    """extension_cpp/_ops.pyi: each function takes its operator's arguments and returns the twin's results."""
+    known = vars(autograd.operators("extension_cpp"))
+    schemas = (schema for listed in schemas_of(list(functions())).values() for schema in listed)
+    names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
+    twins = {name: getattr(torch.ops.extension_cpp, name + autograd.TWIN).default for name in names if name in known}
+    head = '"""The types of _ops.py. `make docs` writes them from the operators\' schemas."""\n\n'
+    head += "from collections.abc import Sequence\n\nfrom torch import Tensor\n\n"
+    return head + "".join(typed(name, twin._schema) for name, twin in twins.items())
+
+
 if __name__ == "__main__":
-    for path, text in ((PAGE, page()), (README, readme())):
+    for path, text in ((PAGE, page()), (README, readme()), (STUB, stub())):
         path.write_text(text)

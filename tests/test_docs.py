@@ -96,6 +96,7 @@ def test_results_can_be_measured_again() -> None:
 def test_operators_are_documented_as_they_are() -> None:
     assert document_ops.PAGE.read_text() == document_ops.page(), "docs/ops.md is stale: make docs"
     assert document_ops.README.read_text() == document_ops.readme(), "README.md's table is stale: make docs"
+    assert document_ops.STUB.read_text() == document_ops.stub(), "extension_cpp/_ops.pyi is stale: make docs"
 
 
 def test_readme_names_every_function() -> None:

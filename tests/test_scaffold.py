@@ -304,11 +304,14 @@ def test_documents_of_a_template_are_those_that_make_docs_writes(kind):
     written = [
         "".join(re.findall(r'"(.*?)"', lines)) for lines in re.findall(r"def_with_twin\(\s*m,(.*?)\);", shim, re.DOTALL)
     ]
-    schemas = [str(torch._C.parse_schema(f"extension_cpp::{schema}")) for schema in written]
+    parsed = [torch._C.parse_schema(f"extension_cpp::{schema}") for schema in written]
+    schemas = [str(schema) for schema in parsed]
     function = namespace["kernel_template"]
     row, section = scaffold.documents(kind)
     assert row == document_ops.row_of("kernel_template", function)
     assert section == document_ops.section("kernel_template", function, schemas)
+    stub = "".join(document_ops.typed(schema.name.split("::")[1], schema) for schema in parsed)
+    assert scaffold.section_of(template / "stub_template.pyi", "def ", "kernel_template") == stub
 
 
 def sections(title: str) -> str:
@@ -329,7 +332,8 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     for path, text in scaffold.laid_out(sources).items():  # `make format`
         path.write_text(text)
     assert command.main(["new", "my_op", "--kind", kind]) == 0
-    edited = {Path("README.md"), Path("docs/ops.md"), Path("extension_cpp/__init__.py")}  # `make docs`, an editor
+    edited = {Path("README.md"), Path("docs/ops.md"), Path("extension_cpp/_ops.pyi")}  # by `make docs`
+    edited.add(Path("extension_cpp/__init__.py"))  # by an editor
     one, other = contents(by_hand), contents(tree)
     assert one.keys() == other.keys()
     assert {path for path in one if one[path] != other[path]} == edited

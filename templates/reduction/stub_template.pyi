@@ -1,0 +1,6 @@
+from torch import Tensor
+
+def kernel_template(x: Tensor, weight: Tensor, eps: float = ..., /) -> tuple[Tensor, Tensor]: ...
+def kernel_template_backward(
+    grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool, /
+) -> tuple[Tensor, Tensor]: ...
