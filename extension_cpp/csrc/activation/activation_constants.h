@@ -7,8 +7,8 @@
 /* u = TANH_C x + TANH_D x^3 */
 #define TANH_C 1.5957691216057308
 #define TANH_D 0.071354816272600249
-/* Where x^2 reaches this, s(u) is 0 or 1 to the last bit of every type. u and u' take this in place
- * of a larger x^2, so that no finite x overflows. */
+/* If x^2 is this or larger, s(u) is 0 or 1 to the last bit of every type. u and u' use this number
+ * in place of a larger x^2, so that no finite x overflows. */
 #define TANH_SQUARE 1600
 
 /* erfc(z / sqrt 2) / 2 = exp(-z^2 / 2) t G(t), t = 1 / (z + shift), 0 <= z <= 15. G is between 0.4

@@ -39,7 +39,7 @@ __device__ inline Logistic<A> logistic(A u) {
     // 1 - s is exactly 0 where a factor x may be large.
     return {s, u > 32.0f ? 0.0f : fmaf(-s, s, s), fabsf(1 - 2 * s)};
   } else {
-    // exp has an argument of 0 or less, so that nothing overflows.
+    // The argument of exp is 0 or less, so that nothing overflows.
     const A t = Exp<T>::scaled(-fabs(u)) * Exp<T>::UNSCALE, r = reciprocal(1 + t), small = t * r;
     return {u < 0 ? small : r, small * r, (1 - t) * r};
   }
@@ -113,7 +113,7 @@ __device__ inline Jet<A> activation(A x) {
   if constexpr (KIND == GELU_TANH) return gelu_tanh<T>(x);
 }
 
-// Half types take the way of float32 to the second derivative.
+// The second derivative of half types is computed as for float32.
 template <activation_t KIND, typename T, typename A = acc_t<T>>
 __device__ inline A second_derivative(A x) {
   return activation<KIND, A>(x).second;

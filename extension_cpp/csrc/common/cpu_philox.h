@@ -69,8 +69,8 @@ ALWAYS_INLINE void store_kept(uint8_t *kept, const lanes_t *word, uint32_t last_
 #endif
 }
 
-/* In elements, multiples of 64: the room for masks, and how many are made at once. The latter are
- * few, so that the processor can make them while it waits for memory. */
+/* Numbers of elements, multiples of 64: HELD masks fit, and MADE_AT_ONCE are computed together.
+ * These are few, so that the processor can compute them while it waits for memory. */
 enum { HELD = 16384, MADE_AT_ONCE = 512 };
 
 /* A dropout and the masks of elements [begin, end). The range is empty at first and grows. */
@@ -84,7 +84,7 @@ typedef struct {
   uint8_t kept[HELD / 8 + 8]; /* 8 more: kept_bits reads 64 bits at any byte */
 } cpu_dropout_t;
 
-/* For elements before `until`. */
+/* Starts a dropout of elements before `until`. */
 static inline void cpu_dropout_init(cpu_dropout_t *state, const dropout_t *dropout, int64_t until) {
   const uint64_t seed = dropout->seed ? (uint64_t)*dropout->seed : 0;
   for (uint32_t round = 0; round < PHILOX_ROUNDS; ++round) {

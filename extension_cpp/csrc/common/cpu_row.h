@@ -21,9 +21,9 @@ DEFINE_FOLD(float)
 DEFINE_FOLD(double)
 #define FOLD(lane) _Generic((lane)[0], float : fold_float, double : fold_double)(lane)
 
-/* How far ahead the last pass over a row prefetches: to the row (or two rows) after it, and at
- * least some KiB where rows are narrow. Wide rows go to the second-level cache: in the first they
- * would evict each other. */
+/* How far ahead the last pass over a row prefetches: one or two rows, and at least 4 KiB if rows
+ * are narrow. Wide rows are prefetched into the second-level cache; in the first level they would
+ * evict each other. */
 typedef struct {
   int64_t bytes;
   int wide;

@@ -29,13 +29,13 @@ ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
   return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
 }
 
-/* z - shift of one element, like map_block without rounding the product of x and scale. */
+/* z - shift of one element. Unlike map_block it does not round the product of x and scale. */
 ALWAYS_INLINE double NAME(distance_one)(ACC x, NAME(map_t) map, double shift, int form) {
   if (form & SOFTCAP) return (double)NAME(map_one)(x, map, form) - shift;
   return fma((double)x, (double)map.scale, -shift);
 }
 
-/* exp(x) as a result. float32 needs every digit. */
+/* exp(x) for a result of type T. float32 needs the more exact one. */
 ALWAYS_INLINE ACC NAME(exp_value)(ACC x) {
   if (sizeof(T) > 2) return EXP_SOFTMAX(x);
   ACC power;
@@ -117,13 +117,13 @@ ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols, int last) {
   return FOLD_MAX(max);
 }
 
-/* A block of any form and width. */
+/* Adds a block of any width, with any flags. */
 NOINLINE void NAME(chunk_part)(ACC *restrict sum, ACC *restrict products, const T *p, int n,
                                const ACC *restrict shift, NAME(map_t) map, int form) {
   ACC v[BLOCK];
   NAME(load_part)(v, p, n);
   NAME(map_block)(v, map, shift, form);
-  /* Once more: softcap turns -inf into a number. */
+  /* Again, because softcap turns -inf into a number. */
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
   NAME(add_exp)(sum, products, v, form);
 }

@@ -31,8 +31,8 @@ __device__ inline uint4 load_shared(uint32_t address, bool is_there) {
   return v;
 }
 
-// Asks the L2 for `bytes` bytes of global memory, by one thread and without registers. The address
-// and the size are multiples of 16. Does nothing before sm_90.
+// Asks the L2 for `bytes` bytes of global memory. One thread calls it, and no registers are needed.
+// The address and the size are multiples of 16. Does nothing before sm_90.
 __device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t hint) {
 #if HAS_CLUSTERS
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global),
@@ -55,7 +55,7 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-// Waits for every thread of every CTA of the cluster.
+// Waits until every thread of every CTA of the cluster is here.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -70,7 +70,8 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A phase of the mbarrier ends after so many arrivals and the bytes that it was told to expect.
+// Initialises an mbarrier. A phase of it ends when `arrivals` threads have arrived and all bytes
+// that they announced (expect_bytes) are there.
 __device__ inline void init_mbarrier(uint64_t *barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
@@ -87,7 +88,7 @@ __device__ inline void expect_bytes(uint64_t *barrier, uint32_t bytes) {
                : "memory");
 }
 
-// Waits for the end of the phase; for what other CTAs of the cluster sent.
+// Waits for the end of the phase. Use it for data that other CTAs of the cluster sent.
 __device__ inline void wait_cluster_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -97,7 +98,7 @@ __device__ inline void wait_cluster_phase(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// The same for bulk copies, which the CTA started itself.
+// The same for bulk copies that this CTA started.
 __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"

@@ -17,9 +17,9 @@ enum CacheHint : uint64_t {
   EVICT_LAST = 0x14f0'0000'0000'0000,  // outlasts lines without a hint
 };
 
-// 16 bytes of global memory; without reading it, `fill` in every word if `is_there` is false. The
-// predicate is inside the instruction: a branch around each load would keep nvcc from issuing them
-// back to back.
+// Loads 16 bytes of global memory. If `is_there` is false, nothing is read and every word is
+// `fill`. The predicate is part of the instruction: with a branch around each load nvcc would not
+// issue the loads back to back.
 __device__ inline uint4 load_hinted(const void *p, bool is_there, uint64_t hint,
                                     uint32_t fill = 0) {
 #if __CUDA_ARCH__ >= 800

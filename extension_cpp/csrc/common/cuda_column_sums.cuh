@@ -37,11 +37,12 @@ struct Problem {
 constexpr int THREADS = 256;
 constexpr int LOADS = 2;
 constexpr int BLOCKS_PER_SM = 4;
-// CTAs of a wave on the 132 SMs of an H100. Fixed, so that sums do not depend on the GPU.
+// The number of CTAs that run at once on the 132 SMs of an H100. It is fixed, so that sums do not
+// depend on the GPU.
 constexpr int WAVE = 132 * BLOCKS_PER_SM;
 
-// Row blocks: at least 64 rows each. Of the counts up to eight waves, the first that fills its last
-// wave best.
+// The number of row blocks. Each has at least 64 rows. Of all numbers up to eight waves of CTAs it
+// is the smallest that fills its last wave best.
 inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   const int64_t most = ceil_div(rows, 64);
   int64_t best = most < 1 ? most : 1;

@@ -10,13 +10,13 @@ __device__ inline int64_t seed_of(const dropout_t &dropout) {
   return dropout.seed == nullptr ? 0 : *dropout.seed;
 }
 
-// Rounded, also where a sum follows: the CPU's bits.
+// A product that is rounded even if an addition follows, as on the CPU: the bits are the same.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// Which elements of COUNT vectors of N are kept: of element first[v] + k, bit k of masks[v]. N is
-// 1, 2, 4 or 8, and first[v] a multiple of it. Round by round for all of them, which share the
-// round's keys and hide each other's latency.
+// Computes which elements of COUNT vectors of N elements are kept: bit k of masks[v] is for element
+// first[v] + k. N is 1, 2, 4 or 8, and first[v] is a multiple of N. Each round runs for all vectors
+// before the next: they share the round's keys, and the latency of one hides behind the others.
 template <int N, int COUNT>
 __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, int64_t seed,
                             const int64_t (&first)[COUNT]) {
@@ -35,7 +35,7 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
 #pragma unroll
   for (int v = 0; v < COUNT; ++v) {
     uint32_t *const word = words[v].word;
-    // By selection: an index into registers would send them through memory.
+    // A selection and not an index: with an index the registers would go through memory.
     if (N <= 4 && first[v] & 4) word[0] = word[2], word[1] = word[3];
     if (N <= 2 && first[v] & 2) word[0] = word[1];
     masks[v] = 0;
@@ -47,7 +47,7 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
   }
 }
 
-// The same of element i alone.
+// The same for the single element i.
 __device__ inline uint32_t keep_one(const dropout_t &dropout, int64_t seed, int64_t i) {
   uint32_t masks[1];
   keep<1>(masks, dropout, seed, {i});
@@ -61,7 +61,7 @@ __device__ inline void drop(A (&x)[N], const dropout_t &dropout, uint32_t mask) 
 #pragma unroll
   for (int k = 0; k < N; ++k) {
     const A product =
-        rounded_product(x[k], scale);  // a selection of it; a product in one arm becomes a branch
+        rounded_product(x[k], scale);  // outside the selection, where nvcc would make it a branch
     x[k] = mask >> k & 1 ? product : A(0);
   }
 }

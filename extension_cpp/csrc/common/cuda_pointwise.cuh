@@ -25,7 +25,7 @@ struct Tensors {
   int head;  // elements before the first aligned one
 };
 
-// No row operand. place(i, j): where element i of the outputs has its operand in[j].
+// No row operand. place(i, j) is the index in in[j] of the operand of output element i.
 struct NoRow {
   static constexpr int OPERANDS = 0;
   static __device__ int64_t place(int64_t i, int) { return i; }
@@ -43,8 +43,8 @@ struct Row {
   static __device__ int64_t place(int64_t i, int) { return i; }
 };
 
-// No row operand, and inputs whose rows of `cols` elements have gaps between them. Fewer than 2^32
-// elements. A vector lies in one row.
+// No row operand. The inputs have rows of `cols` elements with gaps between them. There are fewer
+// than 2^32 elements, and each vector lies in one row.
 template <int IN>
 struct RowStrides {
   static constexpr int OPERANDS = 0;
@@ -64,7 +64,7 @@ constexpr bool has_gaps = false;
 template <int IN>
 constexpr bool has_gaps<RowStrides<IN>> = true;
 
-// Elements [c, c + N) of the 16-byte aligned row p, from the two aligned vectors that hold them.
+// Loads elements [c, c + N) of the 16-byte aligned row p from the two aligned vectors around them.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
   static_assert(sizeof(T) * N == 16 && sizeof(T) == 2);

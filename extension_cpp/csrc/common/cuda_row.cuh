@@ -1,13 +1,14 @@
-// Row blocks: what kernels share whose CTAs, or clusters of CTAs, take a row of a matrix at a time.
+// The building blocks of kernels in which a CTA, or a cluster of CTAs, works on one row of a matrix
+// at a time.
 //
-// blockDim.x threads of a CTA share a row: a power of two up to 32, or a multiple of 32. blockDim.y
-// rows are in a CTA. The CTAs of a cluster share one row, a slice of its columns each.
+// blockDim.x threads of a CTA share a row: a power of two up to 32, or a multiple of 32. A CTA has
+// blockDim.y rows. The CTAs of a cluster share one row; each has a slice of its columns.
 //
-// A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns the
-// vectors t, t + blockDim.x, ..., K of them. ALIGNED: every row begins at a multiple of 16 bytes
-// and consists of whole vectors. Otherwise the columns before the first and behind the last whole
-// vector are edges: the first threads own one of them each. All tensors of a call have the same
-// alignment in every row; rows whose distance is a multiple of a period have the same vectors
+// A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns K
+// vectors: t, t + blockDim.x, and so on. ALIGNED: every row begins at a multiple of 16 bytes and
+// consists of whole vectors. Otherwise the columns before the first and after the last whole vector
+// are edges, and each of the first threads owns one of them. All tensors of a call have the same
+// alignment in every row. Rows whose distance is a multiple of a period have the same vectors
 // (norm_plan.h).
 #ifndef EXTENSION_CPP_CUDA_ROW_CUH
 #define EXTENSION_CPP_CUDA_ROW_CUH
@@ -28,9 +29,9 @@ struct RowSlice {
   static constexpr int N = VECTOR<T>;
   int begin, end;    // all columns; of unaligned rows `begin` is at most N - 1 before the first one
   int first, limit;  // whole vectors
-  int heads, tails;  // edges before and behind them
+  int heads, tails;  // edges before and after them
 
-  // Of CTA number `rank`, which takes `slice` columns of the row's whole vectors.
+  // The slice of CTA number `rank`: `slice` columns of the row's whole vectors, and edges.
   __device__ RowSlice(int cols, int64_t row, int slice, int rank) {
     const int skew = ALIGNED ? 0 : static_cast<int>(row * cols % N);
     const int head = skew > 0 ? min(N - skew, cols) : 0;
@@ -44,8 +45,8 @@ struct RowSlice {
     end = max(limit, begin) + tails;
   }
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
-  // Vectors from `begin` on that hold the slice; of the tensor's last row only those behind which
-  // there is memory.
+  // The number of vectors from `begin` on that hold the slice. In the tensor's last row a vector
+  // that would extend past the tensor does not count.
   __device__ int vectors(bool is_last_row) const {
     return is_last_row ? (end - begin) / N : (end - begin + N - 1) / N;
   }
@@ -55,10 +56,10 @@ struct RowSlice {
 template <typename T, int K, bool ALIGNED>
 struct RowWindow {
   static constexpr int N = VECTOR<T>;
-  int first;  // of its vectors
-  int step;   // from one of its vectors to the next
-  int left;   // from `first` to the end of the slice's vectors
-  int edge;   // -1: none
+  int first;  // the column of its first vector
+  int step;   // columns from one of its vectors to the next
+  int left;   // columns from `first` to the end of the slice's vectors
+  int edge;   // the column of its edge; -1: none
 
   __device__ explicit RowWindow(const RowSlice<T, ALIGNED> &slice) {
     const int thread = threadIdx.x, tail = thread - slice.heads;
@@ -74,14 +75,14 @@ struct RowWindow {
   __device__ bool has_edge() const { return !ALIGNED && edge >= 0; }
 };
 
-// A thread's part of a row in registers, zeros where it has no columns.
+// A thread's part of a row in registers. Vectors that it does not have are zeros.
 template <typename T, int K, bool ALIGNED>
 struct RowFragment {
   static constexpr int N = VECTOR<T>;
   Vector<T, N> bits[K];
   T edge;
 
-  // From the row that begins at `row`.
+  // Loads from the row that begins at `row`.
   __device__ void load(const T *row, const RowWindow<T, K, ALIGNED> &window, uint64_t hint) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -91,13 +92,13 @@ struct RowFragment {
   }
 };
 
-// Marks the lines of a CTA's slice of a row evict_normal, by the threads that have read it.
+// Marks the lines of a CTA's slice of a row evict_normal. The threads that read the slice call it.
 template <typename T, bool ALIGNED>
 __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &slice) {
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
 }
 
-// Brings a CTA's slice of a row into the L2, by one thread.
+// Brings a CTA's slice of a row into the L2. One thread does it.
 template <typename T, bool ALIGNED>
 __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &slice,
                                       uint64_t hint) {
@@ -107,13 +108,14 @@ __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &
   prefetch_bulk(reinterpret_cast<const void *>(from / 16 * 16), 16 * vectors, hint);
 }
 
-// Parameters (weights or biases) of the N columns from c on, of a row of `cols` of them that begins
-// at a multiple of 16 bytes. `data` NULL: `missing` in every column.
+// The parameters (weights or biases) of N columns, from column c on. There are `cols` parameters,
+// which begin at a multiple of 16 bytes. `data` NULL: every parameter is `missing`.
 template <typename W, int N, bool ALIGNED>
 struct ParameterVector {
   static constexpr int WORDS = N * sizeof(W) / 4, VECTORS = WORDS / 4;
-  // Columns that begin anywhere come word by word; two vectors of them, float32 beside a half type,
-  // as the three aligned vectors that hold them, because eight loads take longer than three.
+  // If c is not aligned, parameters are loaded word by word. Two vectors of them (float32 beside a
+  // half type) are loaded as the three aligned vectors that hold them: three loads take less time
+  // than eight.
   static constexpr bool HAS_THREE = !ALIGNED && VECTORS == 2;
   uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];  // from the word or vector on that holds column c
   int shift;                                    // from there to column c: bits, or words
@@ -146,7 +148,7 @@ struct ParameterVector {
         for (int j = 0; j < 3; ++j) words[4 * i + j] = __float_as_uint(data[min(at + j, cols - 1)]);
       }
     } else {
-      // Nothing behind the parameters may be read.
+      // Memory after the last parameter must not be read.
       const int odd = sizeof(W) == 2 ? c & 1 : 0;
       shift = odd * 16;
       const uint32_t *const from = reinterpret_cast<const uint32_t *>(data + (c - odd));
@@ -166,7 +168,7 @@ struct ParameterVector {
       const bool is_shifted = !ALIGNED && sizeof(W) == 2;
       shifted[i] = is_shifted ? __funnelshift_r(words[i], words[i + 1], shift) : words[i];
     }
-    if constexpr (HAS_THREE) {  // by two words, and by one
+    if constexpr (HAS_THREE) {  // shift by two words, then by one
       uint32_t by_two[WORDS + 1];
 #pragma unroll
       for (int i = 0; i <= WORDS; ++i) by_two[i] = shift & 2 ? words[i + 2] : words[i];
@@ -182,16 +184,16 @@ struct ParameterVector {
   }
 };
 
-// Parameter number c alone.
+// The single parameter of column c.
 template <typename W>
 __device__ inline float load_parameter(const void *data, int64_t c, float missing) {
   return data == nullptr ? missing : to_acc(static_cast<const W *>(data)[c]);
 }
 
-// Sums over the threads of a row, in an order that the shape of the kernel fixes. SLOTS: sums that
-// may be under way at once. SEVERAL: a CTA may have several rows of more than one warp each. (Their
-// barriers have computed numbers, for which nvcc reserves all 16 barriers of the CTA, and an SM has
-// those for four CTAs.)
+// Sums over the threads of a row. The shape of the kernel fixes the order of the additions. SLOTS:
+// how many sums may be in progress at once. SEVERAL: a CTA may have several rows of more than one
+// warp each. The numbers of their barriers are computed, so nvcc reserves all 16 barriers of the
+// CTA, and an SM has enough barriers for only four such CTAs.
 template <typename A, int SLOTS, bool SEVERAL = false>
 class RowSum {
   struct alignas(2 * sizeof(A)) Part {
@@ -226,7 +228,7 @@ class RowSum {
 #endif
   }
 
-  // v becomes the sum over the CTA's threads of the row. `turn` counts the sums.
+  // v becomes the sum over the CTA's threads of the row. `turn` is the number of this sum.
   template <int COUNT>
   __device__ void sum_cta(A (&v)[COUNT], int turn) const {
     if (blockDim.x <= 32) {
@@ -237,7 +239,7 @@ class RowSum {
     }
   }
 
-  // The maximum over the CTA's threads of the row, without NaN as in fmaxf. `turn` counts it too.
+  // The maximum over the CTA's threads of the row; as in fmaxf, NaN is skipped. It takes a `turn`.
   __device__ A max_cta(A v, int turn) const {
     v = group_max(v, min(blockDim.x, 32));
     if (blockDim.x <= 32) return v;
@@ -255,7 +257,7 @@ class RowSum {
     return numbers[0];
   }
 
-  // The same of several at once, which take a turn each and about the time of one.
+  // The same for several pairs at once. Each takes a turn; together they take the time of one.
   template <int COUNT>
   __device__ void exchange(float2 (&numbers)[COUNT], int turn) const {
     static_assert(COUNT <= SLOTS);
@@ -268,8 +270,8 @@ class RowSum {
   }
 
 #if HAS_CLUSTERS
-  // The sum over the cluster in two steps, so that other work fits between them. The first: all
-  // threads of the CTA pass a barrier.
+  // The sum over the cluster in two steps, post and collect, so that other work fits between them.
+  // In post all threads of the CTA pass a barrier.
   template <int COUNT>
   __device__ void post(A (&v)[COUNT], int turn) const {
     post_warp(v, turn);
@@ -303,7 +305,8 @@ class RowSum {
     }
   }
 
-  // This warp's sums to shared memory. Of two sums each half of the warp adds one.
+  // Writes this warp's sums to shared memory. If there are two sums, each half of the warp adds up
+  // one of them.
   template <int COUNT>
   __device__ void post_warp(A (&v)[COUNT], int turn) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -336,7 +339,7 @@ class RowSum {
   }
 
 #if HAS_CLUSTERS
-  // By the first threads of the CTA.
+  // The first threads of the CTA send, each to one CTA.
   __device__ void send_to_all(float2 mine, int turn) const {
     const int slot = turn % SLOTS;
     if (threadIdx.x == 0) expect_bytes(&shared.arrived[slot], cluster * sizeof(float2));

@@ -38,8 +38,8 @@ __device__ inline T from_acc(acc_t<T> x) {
     return x;
 }
 
-// N elements as they lie in memory: a built-in type, for nvcc takes structs apart element by
-// element.
+// N elements as they lie in memory. It is a built-in type, because nvcc loads and stores a struct
+// element by element.
 template <int BYTES>
 struct Bits;
 template <>
@@ -61,7 +61,7 @@ struct Bits<2> {
 template <typename T, int N>
 using Vector = typename Bits<sizeof(T) * N>::type;
 
-// Memory to registers. Load every vector that should be in flight before the first unpack.
+// Loads a vector into registers. Load all vectors that should be in flight before you unpack one.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_vector(const T *p) {
   return *reinterpret_cast<const Vector<T, N> *>(p);
@@ -70,9 +70,9 @@ __device__ inline Vector<T, N> load_vector(const T *p) {
 template <typename T, int N>
 __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
-    // A bfloat16 is the upper half of a float. Left to itself nvcc takes three instructions for the
-    // two in a word, and with & in place of __byte_perm (bytes 2 and 3, below them zeros) it spills
-    // in places.
+    // A bfloat16 is the upper half of a float. From plain code nvcc makes three instructions for
+    // the two in a word. With & in place of __byte_perm (bytes 2 and 3, and zeros below) some
+    // kernels spill.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
 #pragma unroll
@@ -81,8 +81,8 @@ __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
       x[k + 1] = __uint_as_float(__byte_perm(words[k / 2], 0, 0x3244));
     }
   } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
-    // Left to itself nvcc takes a word that may be zeros in place of what was loaded for two
-    // numbers, and puts them together again.
+    // From plain code nvcc treats a word of a predicated load as two numbers, which it takes apart
+    // and puts together again.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
 #pragma unroll
@@ -115,8 +115,8 @@ __device__ inline Vector<T, N> pack(const acc_t<T> (&x)[N]) {
   return bits;
 }
 
-// __stwb because a plain store of a vector, too, is split into narrow ones where nvcc sees fit, at
-// half the speed.
+// With __stwb, because nvcc may split a plain store of a vector into narrow ones, at half the
+// speed.
 template <typename T, int N>
 __device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
   __stwb(reinterpret_cast<Vector<T, N> *>(p), pack<T, N>(x));

@@ -185,7 +185,7 @@ bool is_dense(const Tensor &x) {
 }
 
 // 1 if dimension a of x lies outside dimension b in memory, -1 if it lies inside, 0 if sizes and
-// strides do not tell.
+// strides do not say.
 static int compare_dims(const Tensor &x, size_t a, size_t b) {
   const int64_t stride_a = x.stride(a), stride_b = x.stride(b);
   if (stride_a == 0 || stride_b == 0) return 0;
@@ -195,7 +195,8 @@ static int compare_dims(const Tensor &x, size_t a, size_t b) {
 
 // The strides that PyTorch's pointwise operators give a result: x's own if x is dense, else dense
 // strides in x's order of dimensions. The insertion sort is PyTorch's (infer_dense_strides in
-// ATen/ExpandUtils.cpp): where the order is ambiguous, another algorithm would choose another one.
+// ATen/ExpandUtils.cpp), because another algorithm may choose another order if several are
+// possible.
 static std::vector<int64_t> preserved_strides(const Tensor &x) {
   if (is_dense(x)) return {x.strides().begin(), x.strides().end()};
   const auto dims = static_cast<size_t>(x.dim());

@@ -1,6 +1,6 @@
-// What the shim of every op uses, over PyTorch's stable ABI alone: checks that raise sentences,
-// allocation, layouts, and launch(), which runs a kernel on PyTorch's thread pool or on its current
-// CUDA stream.
+// What the shims of all ops use: checks that raise errors, allocation, layouts, and launch(), which
+// runs a kernel on PyTorch's thread pool or on its current CUDA stream. It needs only PyTorch's
+// stable ABI.
 #ifndef EXTENSION_CPP_OP_H
 #define EXTENSION_CPP_OP_H
 
@@ -68,14 +68,14 @@ bool is_dense(const Tensor &x);
 // As torch.empty_like: x's strides if x is dense, else dense strides in x's order of dimensions.
 Tensor allocate_like(const Tensor &x);
 
-// x itself if it has the strides of `like`, which is dense and of the same shape; else a copy that
-// has.
+// x itself if it has the strides of `like`, else a copy with these strides. `like` is dense and has
+// x's shape.
 Tensor with_strides_of(const Tensor &x, const Tensor &like);
 
 // x itself if it is contiguous, else a contiguous copy.
 Tensor as_contiguous(const Tensor &x);
 
-// A tensor as a matrix: unit stride inside a row, one stride from row to row, which do not overlap.
+// A tensor as a matrix: stride 1 inside a row, one stride from row to row, and rows do not overlap.
 struct Rows {
   Tensor tensor;
   int64_t stride;
@@ -107,7 +107,7 @@ struct Kernel {
 #ifdef WITH_CUDA
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, name##_cuda }
-// A function that both backends have, for the device of x.
+// Of a function that both backends have, the one for x's device.
 #define ON_DEVICE_OF(x, name) ((x).is_cuda() ? name##_cuda : name##_cpu)
 #else
 #define KERNEL(name) \
@@ -147,10 +147,10 @@ void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const T
 
 using torch::stable::detail::StableLibrary;
 
-// Register an operator with autograd, and its twin <name>_no_grad, for calls that record no
-// gradient: it has the same arguments and no Autograd kernel. A schema is "name(arguments) ->
-// results". By default the twin has the same results and kernel. With both of its own it returns
-// the first of the results: those after them serve backward only.
+// These register an operator that is differentiable, and its twin <name>_no_grad, which has the
+// same arguments and no Autograd kernel. The twin is for calls that record no gradient. A schema is
+// "name(arguments) -> results". By default the twin has the operator's results and kernel. If it is
+// given both, it returns only the first of the operator's results; only backward reads the others.
 void def_with_twin(StableLibrary &m, const std::string &schema,
                    const std::string &twin_results = "");
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-/* What forward and backward read. ACC below: float, for float64 double. */
+/* The input of forward and backward. ACC below is float, for float64 double. */
 typedef struct {
   const void *logits;     /* element (o, c, i) at o * outer_stride + c * inner + i */
   const int64_t *target;  /* (outer, inner) */
@@ -44,8 +44,8 @@ typedef struct {
   dtype_t dtype;
 } loss_rows;
 
-/* grad_logits NULL: forward alone. Else also writes dloss/dx * *grad_scale, without another read of
- * memory where a row stays in registers or caches. */
+/* grad_logits NULL: only forward. Otherwise dloss/dx * *grad_scale is written as well. A row that
+ * stays in registers or caches is not read from memory again for that. */
 typedef struct {
   loss_rows rows;
   void *loss;             /* (outer, inner), ACC; token_log_probs: the log-probability */
@@ -84,7 +84,7 @@ typedef struct {
   int is_mean;
 } loss_reduce_args;
 
-/* y = x * *factor, for the gradients that linear_cross_entropy made before it knew grad_out. */
+/* y = x * *factor, for the gradients that linear_cross_entropy computed without grad_out. */
 typedef struct {
   const void *x;      /* (numel) */
   const void *factor; /* one number, ACC */

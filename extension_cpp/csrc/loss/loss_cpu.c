@@ -55,7 +55,7 @@ static int is_outside(const loss_rows *rows, int64_t target) {
   return target < 0 || target >= rows->cols;
 }
 
-/* dz/dx, as far as it is the same in all columns. */
+/* The factor of dz/dx that is the same in all columns. */
 static double chain(const loss_rows *rows) { return rows->softcap > 0 ? 1 : rows->scale; }
 
 /* The gradient of cross_entropy. exp(z_c - shift) * inverse is p_c. */

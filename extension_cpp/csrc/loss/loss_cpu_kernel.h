@@ -2,7 +2,7 @@
  * common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
 #include "common/cpu_sum_exp_kernel.h"
 
-/* What a call knows before its first row. */
+/* Numbers that a call computes once, before its first row. */
 typedef struct {
   NAME(map_t) map;
   double weights; /* the sum of the class weights */
@@ -49,11 +49,11 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
     return constant_gradient((double)NAN);
   }
   const ACC x_target = (ACC)NAME(widen)(x[target * rows->inner]);
-  /* Not z - lse: where max is large, lse has lost the digits of log_sum. */
+  /* This is not z - lse, because lse loses the digits of log_sum if max is large. */
   const double log_prob = NAME(distance_one)(x_target, call->map, max, call->form) - log_sum;
   if (args->entropy) {
     const double entropy = log_sum - sums.products / sums.sum;
-    /* Rounding may leave the side of 0 on which they are. */
+    /* Rounding may give them the wrong sign. */
     ((ACC *)args->loss)[r] = (ACC)(log_prob > 0 ? 0 : log_prob);
     ((ACC *)args->entropy)[r] = (ACC)(entropy < 0 ? 0 : entropy);
     return log_prob_gradient(rows, target, max, 1 / sums.sum, entropy, grad, 0);

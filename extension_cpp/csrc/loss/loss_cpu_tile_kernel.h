@@ -4,11 +4,11 @@
 typedef struct {
   ACC shift[LOSS_TILE], factor[LOSS_TILE], at_target[LOSS_TILE], smooth[LOSS_TILE];
   ACC entropy_factor[LOSS_TILE], entropy[LOSS_TILE];
-  ACC constant[LOSS_TILE]; /* 1: `factor` is the whole gradient */
+  ACC constant[LOSS_TILE]; /* 1: the gradient is `factor` and nothing else */
   int64_t target[LOSS_TILE];
 } NAME(tile_t);
 
-/* Where a tile lies. */
+/* The place of a tile. */
 typedef struct {
   int64_t o, i; /* its outer index, and the first of its inner elements */
   int width;

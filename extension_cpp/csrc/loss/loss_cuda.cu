@@ -1,11 +1,11 @@
 // cross_entropy and token_log_probs on the GPU.
 //
-// loss_forward_rows     inner = 1: a warp or a CTA streams through a row once, with a running
-//                       maximum, and keeps nothing of it.
-// loss_backward_rows    inner = 1: element by element, from the row's lse; a CTA takes a tile of a
-//                       row, or a warp a narrow row.
-// loss_gradient_rows    forward with the gradient, without softcap and smoothing: a row lies in
-//                       registers (norm/norm_plan.h), and is read once and overwritten.
+// loss_forward_rows     inner = 1: a warp or a CTA reads a row once, with a running maximum, and
+//                       does not keep it.
+// loss_backward_rows    inner = 1: element by element, from the row's lse. A CTA takes a tile of a
+//                       wide row; a warp takes a narrow row.
+// loss_gradient_rows    forward with the gradient, without softcap and smoothing: the row is in
+//                       registers (norm/norm_plan.h), so it is read once and then overwritten.
 // loss_*_strips         everything else: other dimensions and float64.
 // loss_reduce           the sum over the rows, in two steps.
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace losses {
 
 struct GradientParams : norms::Geometry {
   loss_forward_args args;
-  int ahead;  // rows to the one that is brought into the L2; 0: none
+  int ahead;  // how many rows ahead a row is brought into the L2; 0: none is
 };
 
 template <typename T, int K, bool ALIGNED>
@@ -39,8 +39,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   const RowWindow<T, K, ALIGNED> window(slice);
   RowFragment<T, K, ALIGNED> x{};
   const T *const from_row = static_cast<const T *>(rows.logits) + row * p.cols;
-  // The row's maximum begins with the target's logit, which is one of the row. So every thread has
-  // read it before the first sum, behind which others overwrite their part of the row.
+  // Every thread starts its maximum with the target's logit. So all threads have read that logit
+  // before the first sum; after it, other threads overwrite their part of the row.
   float own = -INFINITY, sum[1] = {0}, z_target = 0;
   if (is_row) {
     x.load(from_row, window, p.hint);
@@ -94,8 +94,8 @@ void with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
   }
 }
 
-// Threads (x for each row, y rows) of a CTA, so that a thread has at most `vectors` vectors of its
-// row, as far as x does not exceed `most`. Fewer threads would wait longer for each row's numbers.
+// The threads of a CTA: x for each row, y rows. A thread has at most `vectors` vectors of its row,
+// unless x would exceed `most`. With fewer threads a row's numbers would take longer.
 dim3 row_threads(const loss_rows &rows, int vectors, unsigned most) {
   const int64_t wanted = ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
   unsigned x = 4;
@@ -108,7 +108,7 @@ unsigned at_most_ctas(int64_t ctas) {
 }
 
 cudaError_t forward_rows(const loss_forward_args &args, cudaStream_t stream) {
-  // Rows of several warps have their CTA to themselves: its barriers are for all threads.
+  // A row of several warps has a CTA of its own, because the barriers are for all threads of a CTA.
   const bool is_narrow = args.rows.cols <= NARROW;
   const dim3 threads =
       is_narrow ? row_threads(args.rows, FORWARD_VECTORS, 32) : dim3(CTA_THREADS, 1);

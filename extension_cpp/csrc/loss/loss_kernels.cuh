@@ -1,5 +1,6 @@
-// The kernels of the losses that go through memory: row by row with a running maximum, element by
-// element in backward, and strips for other dimensions and float64 (loss_cuda.cu says when).
+// The kernels of the losses that do not hold a row: forward over rows with a running maximum,
+// backward element by element, and strips for other dimensions and float64 (loss_cuda.cu says
+// when).
 #ifndef EXTENSION_CPP_LOSS_KERNELS_CUH
 #define EXTENSION_CPP_LOSS_KERNELS_CUH
 
@@ -7,12 +8,12 @@
 
 namespace losses {
 
-constexpr int NARROW = 4096;  // columns up to which a warp takes a row in forward
+constexpr int NARROW = 4096;  // up to this many columns a warp takes a row in forward
 constexpr int CTA_THREADS = 256;
-// Vectors that a thread loads at once. TILE_VECTORS: those that it takes of a wide row in backward.
+// Vectors that a thread loads at once. TILE_VECTORS: vectors of a wide row per thread in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 4, TILE_VECTORS = 8;
 
-// Part number `part` of `count` things cut into `parts` equal parts.
+// The range of part number `part`, if `count` things are divided into `parts` equal parts.
 struct Cut {
   int64_t begin, end;
 
@@ -37,8 +38,8 @@ struct RowSpan {
   }
 };
 
-// Calls f(values, column) for this thread's vectors from number `begin` to `end`, and for the
-// columns before and behind the vectors if has_edges.
+// Calls f(values, column) for this thread's vectors in [begin, end) and, if has_edges, for the
+// columns before and after the vectors.
 template <int UNROLL, typename T, typename F>
 __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, int64_t begin,
                             int64_t end, bool has_edges, F &&f) {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(STRIP_THREADS)
 
 // ---- backward ----
 
-// Number i of an array of this dtype.
+// Element i of an array whose dtype is known at run time.
 template <typename A>
 __device__ inline A number(const void *data, dtype_t dtype, int64_t i) {
   switch (dtype) {
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
                                                    tile == 0, apply);
       continue;
     }
-    // Rows that do not begin alike have no vectors in common.
+    // If rows have another alignment in one tensor than in another, no vector fits both.
     const Cut mine(rows.cols, tiles, tile);
     for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
       float value[1] = {to_acc(x[c])};

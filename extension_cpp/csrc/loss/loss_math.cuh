@@ -13,19 +13,19 @@ using namespace softmaxes;
 // PLAIN: cross_entropy without softcap and smoothing. ENTROPY: token_log_probs. GENERAL: the rest.
 enum Mode { PLAIN, GENERAL, ENTROPY };
 
-// Its absolute error is about 1e-7, as small as z needs it. tanhf, more exact near 0, takes
+// The absolute error is about 1e-7, which is enough for z. tanhf is more exact near 0, and takes
 // ten times the code.
 __device__ inline float hyperbolic_tangent(float x) {
   return copysignf(1 - 2 / (exponential(2 * fabsf(x)) + 1), x);
 }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
-// A product that is rounded: fused with an addition in one place and not in another, the same z
-// would be two numbers.
+// A product that is always rounded. If the compiler fused it with an addition in only one of two
+// places, the same z would have two values.
 __device__ inline float rounded(float x, float y) { return __fmul_rn(x, y); }
 __device__ inline double rounded(double x, double y) { return __dmul_rn(x, y); }
 
-// From x to z, and dz/dx at z.
+// The map from x to z, and dz/dx at z.
 template <Mode MODE, typename A>
 struct Logit {
   A scale, softcap;
@@ -73,14 +73,15 @@ struct Target {
         is_class(c >= 0 && c < p.cols) {}
 };
 
-// The point near the row's logits that smoothing's sum is relative to: its first one.
+// The sum of label smoothing is relative to a point near the row's logits: the first of them.
 template <typename A>
 __device__ inline A smoothing_origin(A z) {
   return isfinite(z) ? z : A(0);
 }
 
-// Writes the results of row r. Its exponentials are relative to `from`, exp(log_sum) is their sum,
-// and `moment` their moment over the sum. smooth = sum(w_c * (z_c - origin)); z is the target's.
+// Writes the results of row r. The exponentials are relative to `from`. exp(log_sum) is their sum,
+// and `moment` is their moment divided by the sum. smooth = sum(w_c * (z_c - origin)), and z is the
+// target's logit.
 template <Mode MODE, typename A>
 __device__ inline void write_results(const loss_forward_args &p, int64_t r, const Target &target,
                                      A z, A from, A log_sum, A moment, A smooth, A origin) {
@@ -91,7 +92,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
     loss = 0;
   } else if (target.is_class && MODE == ENTROPY) {
     loss = (z - from) - log_sum;
-    if (loss > 0) loss = 0;  // by rounding
+    if (loss > 0) loss = 0;  // rounding may make it positive
   } else if (target.is_class) {
     const A lse = from + log_sum, s = static_cast<A>(rows.label_smoothing);
     loss = class_weight<A>(rows, target.c) *
@@ -103,7 +104,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
   static_cast<A *>(p.loss)[r] = loss;
   if (MODE == ENTROPY) {
     const A entropy = target.is_class ? log_sum - moment : A(NAN);
-    static_cast<A *>(p.entropy)[r] = entropy < 0 ? A(0) : entropy;  // by rounding
+    static_cast<A *>(p.entropy)[r] = entropy < 0 ? A(0) : entropy;  // < 0 by rounding
   }
 }
 
@@ -116,7 +117,7 @@ struct RowGradient {
   int64_t target;
   bool is_zero;
 
-  // Of cross_entropy, times g.
+  // The gradient of cross_entropy, times g.
   __device__ void set(const loss_rows &p, const Target &row, A g) {
     const A s = static_cast<A>(p.label_smoothing), lse = from + log_sum;
     const A w = row.is_class ? class_weight<A>(p, row.c) : A(NAN);
@@ -131,7 +132,7 @@ struct RowGradient {
     if (is_zero) of_target = 0;
   }
 
-  // Of token_log_probs, times g and g_entropy.
+  // The gradient of token_log_probs, times g and g_entropy.
   __device__ void set_entropy(const Target &row, A entropy, A g, A g_entropy) {
     of_p = row.is_class ? -g - g_entropy * entropy : A(NAN);
     of_p_log_p = -g_entropy;
@@ -141,13 +142,13 @@ struct RowGradient {
     is_zero = false;
   }
 
-  // lse as two numbers whose difference from z loses no digits.
+  // lse as two numbers, from and log_sum, so that z - lse loses no digits.
   __device__ void set_lse(double lse) {
     from = static_cast<A>(lse);
     log_sum = static_cast<A>(lse - static_cast<double>(from));
   }
 
-  // x becomes dx, of M columns from c on.
+  // Replaces x by dx in M columns, from column c on.
   template <Mode MODE, int M>
   __device__ void apply(A (&x)[M], const loss_rows &p, const Logit<MODE, A> &logit,
                         int64_t c) const {
@@ -157,14 +158,14 @@ struct RowGradient {
     for (int j = 0; j < M; ++j) {
       const A z = logit.z(x[j]), log_p = (z - from) - log_sum, probability = exponential(log_p);
       A grad = probability * of_p;
-      // Of a log of -inf the product with p = 0 would be NaN.
+      // If the log is -inf, its product with p = 0 would be NaN.
       if (MODE == ENTROPY) grad += probability * of_p_log_p * max(log_p, A(-1e30));
       if (MODE == GENERAL && of_weight != 0) grad -= of_weight * class_weight<A>(p, c + j);
       if (MODE == GENERAL && j == at) grad += of_target;
       x[j] = grad * logit.slope(z);
       if (is_zero) x[j] = 0;
     }
-    // With softcap the target's term needs the slope at its own z: the loop above adds it.
+    // With softcap the target's term needs dz/dx at its own z, so the loop above has added it.
     if constexpr (MODE != GENERAL) {
       if (at < 0) return;
 #pragma unroll

@@ -1,4 +1,4 @@
-// What cross_entropy and token_log_probs share in C++: checks, rows as kernels read them, launches.
+// What cross_entropy and token_log_probs share in C++: checks, the layout of rows, launches.
 #ifndef EXTENSION_CPP_LOSS_SHIM_H
 #define EXTENSION_CPP_LOSS_SHIM_H
 
@@ -19,7 +19,7 @@ struct LossOptions {
   std::optional<double> softcap;
 };
 
-// The accumulation type: of the losses inside, and of the statistics but lse.
+// The accumulation type, in which losses are computed. The statistics have it, except lse.
 dtype_t acc_dtype(dtype_t dtype);
 
 std::string to_text(double x);
@@ -38,7 +38,7 @@ void check_statistic(const char *op, const char *name, const Tensor &x, const Te
 dtype_t check_loss_grad(const char *op, const char *name, const Tensor &grad, const Tensor &logits,
                         Sizes shape);
 
-// The tensors that a kernel reads; they live as long as its arguments.
+// The tensors that a kernel reads. They must live until the kernel is launched.
 struct LossRows {
   Tensor logits, target;
   Optional weight, weight_sum;

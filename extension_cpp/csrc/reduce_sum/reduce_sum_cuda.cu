@@ -27,7 +27,7 @@ constexpr int THREADS = 1 << LOG_THREADS;
 constexpr int LOG_TILE_VECTORS = 5;  // 512 bytes of a row
 
 template <typename T>
-constexpr int LANES = 16 / sizeof(T);  // elements a vector
+constexpr int LANES = 16 / sizeof(T);  // elements of a vector
 
 // The vector at p, or zeros without access to memory. A predicated load: nvcc turns an if into a
 // branch, and then has one load in flight instead of many.
@@ -294,8 +294,8 @@ void launch_spans(const reduce_sum_args &args, cudaStream_t stream) {
     sum_spans<T, 4, true><<<grid(spans), THREADS, 0, stream>>>(args, LOG_THREADS);
     return;
   }
-  // About sixteen vectors per lane: a row takes some two hundred instructions besides its loads. At
-  // least as many lanes as a vector has elements (sum_span).
+  // About sixteen vectors per lane, because a row needs about two hundred instructions besides its
+  // loads. At least as many lanes as a vector has elements (sum_span).
   const int log_lanes = log_at_least(LANES<T>, 5),
             log_wanted = log_at_least(ceil_div(vectors, 16), 5);
   const int log_width = log_wanted > log_lanes ? log_wanted : log_lanes;

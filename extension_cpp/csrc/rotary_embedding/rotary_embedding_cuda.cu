@@ -1,11 +1,11 @@
 // rotary_embedding on the GPU: one launch for q and k, whose heads count as one list of heads.
 //
-// A thread has one place in the rows of one token, two vectors of N elements that are rotated with
-// each other, in up to HEADS heads. It loads cos and sin once for all of them, and has all its
-// vectors of x in flight before it uses the first. Threads are numbered along what lies side by
-// side in q: the vectors of a row, then `tile` tokens of a head, then the heads, then the tokens.
-// Where the heads of a token are neighbours, the tile is one token. Elements that are not rotated
-// are copied two vectors a thread, by threads of the same rows.
+// A thread rotates two vectors of N elements with each other. They are at the same place in the
+// rows of one token in up to HEADS heads. The thread loads cos and sin once for all heads, and all
+// its vectors of x are in flight before it uses the first. The numbers of the threads follow the
+// memory order of q: the vectors of a row, then `tile` tokens of a head, then the heads, then the
+// tokens. If the heads of a token are neighbours in memory, the tile is one token. Elements that
+// are not rotated are copied by further threads of the same rows, two vectors each.
 #include "common/cuda_vector.cuh"
 #include "common/range.h"
 #include "rotary_embedding/rotary_embedding.h"
@@ -14,21 +14,21 @@ namespace {
 
 constexpr int THREADS = 128;
 constexpr int HEADS = 4;
-constexpr int TILE_THREADS = 64;  // of a head, side by side in memory
+constexpr int TILE_THREADS = 64;  // on neighbouring memory of one head
 
 struct Problem {
   rotary_embedding_args args;
   int64_t threads;
-  uint32_t heads;     // of q and k together
-  uint32_t groups;    // of heads: a thread has heads group, group + groups, and so on
-  uint32_t pairs;     // of vectors, in the part of a row that is rotated
-  uint32_t places;    // the pairs, and half as many as there are vectors to copy
-  uint32_t tile;      // tokens
-  uint32_t tiles;     // in all tokens of a batch
-  uint32_t per_tile;  // threads
+  uint32_t heads;     // the heads of q and k together
+  uint32_t groups;    // groups of heads: a thread has heads group, group + groups, and so on
+  uint32_t pairs;     // pairs of vectors in the part of a row that is rotated
+  uint32_t places;    // threads per row: one per pair, and one per two vectors to copy
+  uint32_t tile;      // tokens per tile
+  uint32_t tiles;     // tiles per batch
+  uint32_t per_tile;  // threads per tile
 };
 
-// Where a thread works. The second vector is `apart` elements behind the first.
+// Where a thread works. The second vector is `apart` elements after the first.
 struct Work {
   int64_t batch, token, column, apart;
   uint32_t group;
@@ -60,7 +60,7 @@ __device__ inline bool find_work(const Problem &p, Work &work) {
   work.is_copy = place >= p.pairs;
   if (work.is_copy) {
     work.column = p.args.rotated + static_cast<int64_t>(place - p.pairs) * (2 * N);
-    work.apart = work.column + N < p.args.cols ? N : 0;  // 0: the last vector, twice
+    work.apart = work.column + N < p.args.cols ? N : 0;  // 0: copies the last vector twice
   } else {
     const bool are_neighbours = N == 1 && p.args.interleaved;
     work.column = static_cast<int64_t>(place) * (are_neighbours ? 2 : N);
@@ -102,7 +102,8 @@ __device__ inline void load_factors(Factors<A, N> &f, const rotary_embedding_arg
   load_factors<A, C, N>(f.sin[1], sin + work.apart);
 }
 
-// Changes sin into what the other element of its pair is multiplied by, in the result at its place.
+// Changes sin at each place into the factor of the pair's other element in the result at this
+// place.
 template <typename A, int N>
 __device__ inline void sign_factors(Factors<A, N> &f, bool are_neighbours, bool transposed) {
   const A sign = transposed ? A(-1) : A(1);
@@ -142,7 +143,7 @@ __device__ inline void rotate(Vector<T, N> &first, Vector<T, N> &second,
   second = pack<T, N>(y[1]);
 }
 
-// The rows of a thread's token: those of q, and behind them those of k.
+// The rows of a thread's token, by head: first those of q, then those of k.
 template <typename T>
 struct Rows {
   T *q, *k;
@@ -182,8 +183,8 @@ __global__ void __launch_bounds__(THREADS) kernel(const __grid_constant__ Proble
   if (!find_work<N>(p, work)) return;
   const Rows<const T> x = x_rows<T>(args.tensors[0], args.tensors[1], work);
   Vector<T, N> first[HEADS], second[HEADS];
-  // Where there are fewer heads, the last one is loaded again: a branch around each load would keep
-  // nvcc from issuing them back to back.
+  // If there are fewer heads, the last one is loaded again. With a branch around each load nvcc
+  // would not issue the loads back to back.
 #pragma unroll
   for (int u = 0; u < HEADS; ++u) {
     const T *const row = x[min(work.group + u * p.groups, p.heads - 1)];

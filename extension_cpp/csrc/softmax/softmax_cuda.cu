@@ -1,10 +1,10 @@
 // softmax and log_softmax on the GPU.
 //
-// Rows of neighbouring elements (inner = 1) lie in the registers of part of a warp, a CTA or a
-// cluster of CTAs, as in the norms' forward and by the same plan (norm/norm_plan.h): a row is read
-// once and written once. Everything else goes to the generic kernels, which read a row twice: other
-// dimensions, float64, tensors at other addresses than multiples of 16 bytes, and rows wider than a
-// cluster holds.
+// Rows of neighbouring elements (inner = 1) are held in the registers of part of a warp, of a CTA
+// or of a cluster of CTAs, as in the norms' forward and with the same plan (norm/norm_plan.h). Such
+// a row is read once and written once. The generic kernels do everything else, and read a row
+// twice: other dimensions, float64, tensors that do not begin at multiples of 16 bytes, and rows
+// that are wider than a cluster can hold.
 #include "softmax/softmax.h"
 #include "softmax/softmax_rows.cuh"
 
@@ -21,7 +21,7 @@ struct RowParams : norms::Geometry {
 
 // ---- the formulas ----
 
-// What backward sums over a row, of one element.
+// The term of one element in the sum over a row in backward.
 template <typename A>
 __device__ inline A backward_term(A grad_out, A y, bool is_log) {
   return is_log ? grad_out : grad_out * y;
@@ -46,7 +46,7 @@ __global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED))
   if (p.cluster > 1) rank = cluster_rank();
 #endif
   const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
+  const bool is_row = row < p.rows;  // lanes without a row stay, because a warp sums together
   Sum row_sum(shared, p.cluster, rank);
   const Slice slice(p.cols, row, p.slice, rank);
   const RowWindow<T, K, ALIGNED> window(slice);
@@ -63,7 +63,8 @@ __global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED))
     for (const float value : values) own = max(own, value);
   });
   own = row_sum.max_cta(own, 0);
-  // Exponentials (log: distances) stay in registers where there is room, else they are made again.
+  // Exponentials (log: distances) stay in registers if there is room; if not, they are computed
+  // again.
   constexpr bool KEEPS = K <= 4;
   float kept[KEEPS ? K : 1][N], kept_edge = 0;
   const float from = finite_maximum(own);
@@ -85,7 +86,7 @@ __global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED))
   float most = own;
   if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
   if (!is_row) return;
-  // From what is relative to the CTA's maximum to the row's result.
+  // The factor (log: offset) from values relative to the CTA's maximum to the results of the row.
   const float factor = rescale(own, most) / sum[0];
   const float offset = from - finite_maximum(most) - logarithm(sum[0]);
   T *const y = p.out + row * p.cols;
@@ -125,7 +126,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     grad_out.load(p.grad_out + row * p.cols, window, p.hint);
   }
   row_sum.wait_for_others();
-  // Calls f(grads, values, column) with the values of y beside those of grad_out.
+  // Calls f(grads, values, column) with the values of grad_out and of y in the same columns.
   const auto for_each_pair = [&](auto &&f) {
     for_each_vector(grad_out, window, [&](auto &grads, int column, int k) {
       constexpr int M = sizeof(grads) / sizeof(float);

@@ -1,5 +1,5 @@
-// What softmax and the losses share on the GPU: exponentials and their sum, rows in registers by
-// the norms' plan, and strips, which the generic kernels work on.
+// What softmax and the losses share on the GPU: exponentials and their sum, rows in registers with
+// the plan of the norms, and the strips of the generic kernels.
 #ifndef EXTENSION_CPP_SOFTMAX_ROWS_CUH
 #define EXTENSION_CPP_SOFTMAX_ROWS_CUH
 
@@ -12,8 +12,8 @@ namespace softmaxes {
 
 // ---- exponentials ----
 
-// exp(x), by the instruction for 2^x. The relative error is at most 2^-22 + |x| * 2^-24, since the
-// product with log2(e) is rounded; results below 2^-126 are 0.
+// exp(x), with the instruction for 2^x. The relative error is at most 2^-22 + |x| * 2^-24, because
+// the product with log2(e) is rounded. Results below 2^-126 are 0.
 __device__ inline float exponential(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
@@ -30,21 +30,21 @@ __device__ inline A finite_maximum(A x) {
   return x == -INFINITY ? A(0) : x;
 }
 
-// The factor from exponentials relative to `from` to those relative to `to`; both are maxima. If
-// `from` is -inf, they are all 0 (or NaN).
+// The factor that changes exponentials relative to the maximum `from` into those relative to the
+// maximum `to`. If `from` is -inf, the exponentials are all 0 (or NaN).
 template <typename A>
 __device__ inline A rescale(A from, A to) {
   return from == -INFINITY ? A(1) : exponential(from - to);
 }
 
-// Of elements z, in one pass: their maximum, sum = sum(exp(z - max)), and with ENTROPY
-// moment = sum(exp(z - max) * (z - max)). The maximum leaves NaN out. NaN and +inf make the sum
-// NaN.
+// Three numbers of elements z, computed in one pass: their maximum, sum = sum(exp(z - max)), and
+// with ENTROPY moment = sum(exp(z - max) * (z - max)). The maximum skips NaN. NaN and +inf make the
+// sum NaN.
 template <typename A, bool ENTROPY>
 struct ExpSum {
   A max = -INFINITY, sum = 0, moment = 0;
 
-  // Makes the sums relative to a maximum that is at least max.
+  // Makes the sums relative to another maximum, which is at least max.
   __device__ void raise(A to) {
     const A factor = rescale(max, to);
     if (ENTROPY && max != -INFINITY && factor > 0) moment += sum * (max - to);
@@ -71,14 +71,14 @@ struct ExpSum {
 
 // ---- rows in registers ----
 
-// Registers per thread of a kernel that holds a row: they decide how many threads, and so bytes in
-// flight, an SM has.
+// Registers per thread of a kernel that holds a row. They decide how many threads an SM has, and so
+// how many bytes are in flight.
 constexpr int row_registers(int vectors, bool is_aligned) {
   return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
 }
 
-// Calls f(values, column, k) with vector k of a thread's part of a row, an array of numbers, and
-// with its edge, an array of one.
+// Calls f(values, column, k) for each vector k of a thread's part of a row, and for its edge.
+// `values` is an array of numbers; for the edge it has one.
 template <typename T, int K, bool ALIGNED, typename F>
 __device__ inline void for_each_vector(const RowFragment<T, K, ALIGNED> &x,
                                        const RowWindow<T, K, ALIGNED> &window, F &&f) {
@@ -96,7 +96,7 @@ __device__ inline void for_each_vector(const RowFragment<T, K, ALIGNED> &x,
   }
 }
 
-// Stores what for_each_vector gave.
+// Stores values that for_each_vector passed.
 template <typename T, int M>
 __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   if constexpr (M == 1) {
@@ -106,8 +106,8 @@ __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   }
 }
 
-// This CTA's part of an exponential sum becomes the row's. `most` and `sum` are the CTA's maximum
-// and sum, and become the row's.
+// Joins the exponential sums of a cluster's CTAs. `most` and `sum` are the maximum and the sum of
+// this CTA, and become those of the row.
 template <typename Sum>
 __device__ inline void join_cluster(const Sum &row_sum, float &most, float &sum, int turn) {
   const float2 part = row_sum.exchange({most, sum}, turn);
@@ -118,8 +118,9 @@ __device__ inline void join_cluster(const Sum &row_sum, float &most, float &sum,
   sum = sums[0];
 }
 
-// The plan of rows by the norms' table (norm/norm_plan.h): like layer_norm, softmax goes over a row
-// twice before it writes. `is_congruent`: inner = 1, and rows begin alike in all tensors.
+// The plan of a row from the norms' table (norm/norm_plan.h): like layer_norm, softmax reads a row
+// twice before it writes. `is_congruent`: inner = 1, and rows have the same alignment in all
+// tensors.
 inline cudaError_t plan_rows(norms::Plan &plan, dtype_t dtype, int64_t rows, int64_t cols,
                              bool reads_two, bool is_congruent) {
   norms::Device device;
@@ -137,7 +138,7 @@ inline cudaError_t plan_rows(norms::Plan &plan, dtype_t dtype, int64_t rows, int
 
 inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-// f(zero) with a zero of the C++ type; row kernels have no float64.
+// Calls f(zero) with a zero of the C++ type. Row kernels do not exist for float64.
 template <typename F>
 cudaError_t with_row_type(dtype_t dtype, F &&f) {
   switch (dtype) {
@@ -150,8 +151,9 @@ cudaError_t with_row_type(dtype_t dtype, F &&f) {
 
 // ---- strips ----
 
-// A CTA takes a strip: blockDim.x inner elements of one outer index. blockDim.y threads share the
-// cols of each. Threads of a warp read neighbours: along inner, or along cols where inner is small.
+// A CTA takes a strip: blockDim.x inner elements of one outer index. For each inner element,
+// blockDim.y threads share its cols. The threads of a warp read neighbouring elements, along inner
+// or, if inner is small, along cols.
 constexpr int STRIP_THREADS = 256;
 
 struct Strip {
@@ -162,12 +164,12 @@ struct Strip {
       : outer(strip / strips), i(strip % strips * blockDim.x + threadIdx.x), is_there(i < inner) {}
 };
 
-// Joins the values of the blockDim.y threads of each inner element by join(mine, other).
+// Joins the values of the blockDim.y threads of each inner element with join(mine, other).
 template <typename A, typename Join>
 __device__ inline A join_strip(A value, Join &&join) {
   __shared__ A shared[STRIP_THREADS];
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  __syncthreads();  // the last call's reads
+  __syncthreads();  // waits for the reads of the call before
   shared[thread] = value;
   for (int half = blockDim.y / 2; half > 0; half /= 2) {
     __syncthreads();
