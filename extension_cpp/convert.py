@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from extension_cpp import convert_activations, convert_forward, convert_loss, convert_norms, info, nn
+from extension_cpp import convert_activations, convert_forward, convert_loss, convert_norms, info
+from extension_cpp import modules as nn
 from extension_cpp.convert_choice import Choice
 from extension_cpp.convert_formulas import (
     DTYPES,

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from extension_cpp import convert_rotary, convert_source, nn, ops
+from extension_cpp import convert_rotary, convert_source, ops
+from extension_cpp import modules as nn
 from extension_cpp.convert_activations import TANH, Activation
 from extension_cpp.convert_formulas import CONTEXTS, FormulaModule, is_formula_class
 from extension_cpp.convert_gated import GATED, GatedLinear, can_make_again, gated

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from extension_cpp import nn, ops
+from extension_cpp import modules as nn
+from extension_cpp import ops
 from extension_cpp.convert_formulas import (
     EPS,
     HALF,

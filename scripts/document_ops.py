@@ -32,8 +32,9 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 def modules() -> dict[str, type[torch.nn.Module]]:
-    nn = vars(extension_cpp.nn)
-    return {name: x for name, x in nn.items() if isinstance(x, type) and issubclass(x, torch.nn.Module)}
+    """Those of extension_cpp.nn, in the order of modules.py."""
+    public = extension_cpp.nn.__all__
+    return {name: x for name, x in vars(extension_cpp.modules).items() if name in public and isinstance(x, type)}
 
 
 def call(name: str, function: Callable[..., Any]) -> str:

@@ -33,14 +33,14 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 PACKAGE = "extension_cpp"
-PYTHON_FILES = ("ops", "autograd", "checks", "plain", "nested", "nn", "convert")
+PYTHON_FILES = ("ops", "second_order", "autograd", "checks", "op_checks", "plain", "nested", "modules", "convert")
 ENOUGH = 0.95  # of the mutants that are not equivalent
 
 # The tests of a file, the likeliest to fail first. A C file has its ops' in the battery and in files of their own.
 TESTS = {
     "convert": ["tests/test_convert.py"],
     "nested": ["tests/test_nested.py"],
-    "nn": ["tests/test_nn.py", "tests/test_convert.py", "tests/test_norm.py", "tests/test_fused_norm.py"],
+    "modules": ["tests/test_nn.py", "tests/test_convert.py", "tests/test_norm.py", "tests/test_fused_norm.py"],
 }
 OF_OPS = ["autograd", "options", "nested", "dropout", "fused_norm", "norm", "muladd", "reduce_sum", "mish", "nn"]
 EVERYTHING = ["tests/test_battery.py", *(f"tests/test_{name}.py" for name in OF_OPS)]

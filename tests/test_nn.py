@@ -1,9 +1,12 @@
 """The modules: the ops they call, and what torch.nn users expect of a module."""
 
+import ast
 import copy
+import graphlib
 import io
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,3 +307,14 @@ def test_linear_cross_entropy_loss(device: str) -> None:
     first = plain.linear.weight.clone()
     plain.reset_parameters()
     assert not torch.equal(plain.linear.weight, first)
+
+
+def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
+    """At import; a function may import what it likes."""
+    imports: dict[str, set[str]] = {}
+    for path in Path(extension_cpp.__file__).parent.glob("*.py"):
+        found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        names = {f"{node.module}.{alias.name}" for node in found for alias in node.names}
+        imports[path.stem] = {name.split(".")[1] for name in names if name.startswith("extension_cpp.")}
+    del imports["__init__"]
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError

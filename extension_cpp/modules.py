@@ -1,0 +1,420 @@
+"""The modules of extension_cpp.nn: modules over the ops, with the names and habits of torch.nn."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from extension_cpp import ops
+
+
+def refuse_script(module: object) -> NoReturn:
+    raise RuntimeError(
+        f"extension_cpp.nn: torch.jit.script cannot compile {type(module).__name__}, whose forward is Python code that "
+        "chooses between operators; use torch.export or torch.jit.trace, or, for a converted model, "
+        "extension_cpp.nn.revert first"
+    )
+
+
+class _NotScriptable:
+    """Gets torch.jit.script a sentence of ours, in place of the compiler's about Python that it does not know."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_script(self)
+
+
+class ScaleBiasReLU(_NotScriptable, torch.nn.Module):
+    """``relu(x * scale + bias)`` with a learned bias over the last dimension.
+
+    Args:
+        features: size of the last dimension of the input.
+        scale: a fixed factor.
+        device, dtype: of the bias, as in torch.nn.
+
+    Attributes:
+        bias: shape (features,), zeros at first.
+
+    Shape: (..., features) to the same.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = features
+        self.scale = scale
+        self.bias = torch.nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.scale_bias_relu(x, self.bias, self.scale)
+
+    def extra_repr(self) -> str:
+        return f"features={self.features}, scale={self.scale}"
+
+
+class ReLU(_NotScriptable, torch.nn.ReLU):
+    """torch.nn.ReLU over extension_cpp.relu: ``max(x, 0)`` element by element; any shape.
+
+    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.ReLU. This takes one copy more and saves
+    no memory.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = ops.relu(input)
+        return input.copy_(y) if self.inplace else y
+
+
+class Mish(_NotScriptable, torch.nn.Mish):
+    """torch.nn.Mish over extension_cpp.mish: ``x * tanh(softplus(x))`` element by element; any shape.
+
+    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Mish. This takes two copies more and
+    saves no memory.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.inplace:
+            return input.copy_(ops.mish(input.clone()))  # backward needs the input
+        return ops.mish(input)
+
+
+class SiLU(_NotScriptable, torch.nn.SiLU):
+    """torch.nn.SiLU over extension_cpp.silu: ``x * sigmoid(x)`` element by element; any shape.
+
+    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.SiLU; that takes two copies more, and no
+    less memory.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.inplace:
+            return input.copy_(ops.silu(input.clone()))  # backward needs the input
+        return ops.silu(input)
+
+
+class GELU(_NotScriptable, torch.nn.GELU):
+    """torch.nn.GELU, ``approximate`` included, over extension_cpp.gelu; any shape."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.gelu(input, self.approximate)
+
+
+class SwiGLU(_NotScriptable, torch.nn.Module):
+    """``silu(gate) * up`` for the halves of one tensor along its last dimension: the gate first, as in Llama's packed
+    gate_up_proj (torch.nn.GLU has it second).
+
+    The halves are read where they lie.
+
+    Shape: (..., 2 * features) to (..., features).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.swiglu(*input.chunk(2, -1))
+
+
+class GeGLU(_NotScriptable, torch.nn.Module):
+    """``gelu(gate, approximate) * up`` for the halves of one tensor along its last dimension, the gate first.
+
+    The halves are read where they lie.
+
+    Args:
+        approximate: "none" or "tanh", as of torch.nn.GELU.
+
+    Shape: (..., 2 * features) to (..., features).
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        gate, up = input.chunk(2, -1)
+        return ops.geglu(gate, up, self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class Dropout(_NotScriptable, torch.nn.Dropout):
+    """torch.nn.Dropout over extension_cpp.dropout.
+
+    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Dropout; that takes a copy more, and no
+    less memory.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = ops.dropout(input, self.p, self.training)
+        return input.copy_(y) if self.inplace and y is not input else y
+
+
+class LayerNorm(_NotScriptable, torch.nn.LayerNorm):
+    """torch.nn.LayerNorm, arguments, parameters and state_dict included, over extension_cpp.layer_norm.
+
+    The parameters may be float32 where the input is half; the result has the input's dtype.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(_NotScriptable, torch.nn.RMSNorm):
+    """torch.nn.RMSNorm, arguments, parameters and state_dict included, over extension_cpp.rms_norm.
+
+    The weight may be of any floating dtype, as torch.nn.RMSNorm's; the result has the input's dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:
+        weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+    return ops.rms_norm(x, normalized_shape, weight, eps)
+
+
+def _probability(p: float) -> float:
+    """p, refused as torch.nn.Dropout refuses it."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return p
+
+
+class AddLayerNorm(_NotScriptable, torch.nn.LayerNorm):
+    """``s = residual + dropout(x, p)``; returns ``(layer_norm(s), s)``, over extension_cpp.add_layer_norm.
+
+    torch.nn.LayerNorm's arguments, parameters and state_dict, and:
+
+    Args:
+        p: the probability that an element of ``x`` is dropped in training.
+
+    Shape: ``x`` and ``residual`` (..., *normalized_shape) to two of the same.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        p: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]  # torch's stub
+        self.p = _probability(p)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
+        return ops.add_layer_norm(
+            x, residual, self.normalized_shape, self.weight, self.bias, self.eps, self.p, self.training
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, p={self.p}"
+
+
+class AddRMSNorm(_NotScriptable, torch.nn.RMSNorm):
+    """``s = residual + dropout(x, p)``; returns ``(rms_norm(s), s)``, over extension_cpp.add_rms_norm.
+
+    torch.nn.RMSNorm's arguments, parameters and state_dict, and:
+
+    Args:
+        p: the probability that an element of ``x`` is dropped in training.
+
+    Shape: ``x`` and ``residual`` (..., *normalized_shape) to two of the same.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        p: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]  # torch's stub
+        self.p = _probability(p)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
+        return ops.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, p={self.p}"
+
+
+class Softmax(_NotScriptable, torch.nn.Softmax):
+    """torch.nn.Softmax over extension_cpp.softmax, along the last dimension unless told otherwise.
+
+    Nested tensors, which the op refuses, take torch.nn.Softmax's way.
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _softmax(input, self.dim)
+
+
+class LogSoftmax(_NotScriptable, torch.nn.LogSoftmax):
+    """torch.nn.LogSoftmax over extension_cpp.log_softmax, along the last dimension unless told otherwise.
+
+    Nested tensors, which the op refuses, take torch.nn.LogSoftmax's way.
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _log_softmax(input, self.dim)
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no nested tensors
+def _softmax(x: Tensor, dim: int) -> Tensor:
+    return torch.softmax(x, dim) if x.is_nested else ops.softmax(x, dim)
+
+
+@torch.fx.wrap
+def _log_softmax(x: Tensor, dim: int) -> Tensor:
+    return torch.log_softmax(x, dim) if x.is_nested else ops.log_softmax(x, dim)
+
+
+class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
+    """torch.nn.CrossEntropyLoss, state_dict included, over extension_cpp.cross_entropy.
+
+    Class probabilities as target, which the op refuses, take torch.nn.CrossEntropyLoss's way; with z_loss or softcap
+    they are an error.
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as of torch.nn.CrossEntropyLoss.
+        z_loss, softcap: as of extension_cpp.cross_entropy.
+    """
+
+    # Of the class, for modules that convert made of torch.nn's.
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(weight, None, ignore_index, None, reduction, label_smoothing)
+        self.z_loss = z_loss
+        self.softcap = softcap
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        options = self.weight, self.ignore_index, self.reduction, self.label_smoothing
+        return _cross_entropy(input, target, *options, z_loss=self.z_loss, softcap=self.softcap)
+
+    def extra_repr(self) -> str:
+        return f"z_loss={self.z_loss}, softcap={self.softcap}" if self.extends_torch() else ""
+
+    def extends_torch(self) -> bool:
+        """Whether torch.nn.CrossEntropyLoss would compute something else."""
+        return self.z_loss != 0 or self.softcap is not None
+
+
+@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    # A target of another dtype holds class probabilities (or is torch's to refuse): torch's own forward.
+    if target.dtype is not torch.int64 and not z_loss and softcap is None:
+        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        return torch.nn.functional.cross_entropy(input, target, weight, **options)  # type: ignore[arg-type]  # of one dict
+    return ops.cross_entropy(
+        input, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss, softcap=softcap
+    )
+
+
+class LinearCrossEntropyLoss(_NotScriptable, torch.nn.Module):
+    """A linear layer and the cross-entropy of its logits at once, over extension_cpp.linear_cross_entropy.
+
+    torch.nn.LinearCrossEntropyLoss (PyTorch 2.13) for one dimension of classes; the logits are never in memory all at
+    once.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        num_classes: the number of classes.
+        bias: whether the linear layer has a bias.
+        device, dtype: of the linear layer, as in torch.nn.
+        reduction, weight, ignore_index, label_smoothing, z_loss, softcap: as of extension_cpp.cross_entropy.
+
+    Attributes:
+        linear: the torch.nn.Linear(in_features, num_classes), initialized as such; ``linear(input)`` are the logits.
+        weight: the buffer with the classes' weights, or None.
+
+    Shape: input (..., in_features), target (...) to (), or with ``reduction="none"`` to (...).
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.register_buffer("weight", weight)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.softcap = softcap
+
+    def reset_parameters(self) -> None:
+        self.linear.reset_parameters()
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return ops.linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            self.linear.bias,
+            self.weight,
+            self.reduction,
+            self.ignore_index,
+            self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+        )
+
+    def extra_repr(self) -> str:
+        options = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
