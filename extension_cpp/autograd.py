@@ -44,9 +44,10 @@ _AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.Autogr
 # PyTorch refuses a second registration.
 registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of extension_cpp", {})
 
-# The class DTensor, and the module with the rules for it. That module sets both when it is imported.
+# The class DTensor, and the modules with the rules for it. The first of these sets all three when it is imported.
 DTENSOR: tuple[Any, ...] = ()
 sharding: Any = None
+sharded_loss: Any = None
 
 Gradients = dict[str, Tensor | None]  # from the name of an argument to its gradient
 

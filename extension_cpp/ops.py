@@ -1473,19 +1473,15 @@ def cross_entropy(
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     number = _reduction("cross_entropy", reduction)
-    if number == 1 and isinstance(logits, autograd.DTENSOR):
-        return autograd.sharding.mean_cross_entropy(
-            logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, False
-        )
-    return _ops.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
+    function = autograd.sharded_loss if isinstance(logits, autograd.DTENSOR) else _ops
+    return function.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
 
 
 def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
     number = _reduction("cross_entropy", reduction)
-    if number == 1 and isinstance(logits, autograd.DTENSOR):
-        return autograd.sharding.mean_cross_entropy(logits, target, None, ignore_index, 0.0, 0.0, None, True)
-    return _ops.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
+    function = autograd.sharded_loss if isinstance(logits, autograd.DTENSOR) else _ops
+    return function.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
 
 
 def _reduction(op: str, reduction: str) -> int:
@@ -1710,9 +1706,8 @@ def _linear_cross_entropy(
     x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
 ) -> Tensor:
     needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    if options[1] == 1 and isinstance(x, autograd.DTENSOR):
-        return autograd.sharding.mean_linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
-    return _ops.linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
+    function = autograd.sharded_loss if isinstance(x, autograd.DTENSOR) else _ops
+    return function.linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
 
 
 def _float_linear_cross_entropy(
@@ -1769,9 +1764,14 @@ def _check_linear_values(*args: Any) -> None:
     x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, _, softcap, *_ = args
     op = "linear_cross_entropy"
     _check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
+    _check_targets(op, target, linear_weight.shape[0], ignore_index)
+
+
+def _check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """Their values, on the CPU alone: elsewhere this would wait for the device."""
     if target.device.type == "cpu":
-        wrong = target[((target < 0) | (target >= linear_weight.shape[0])) & (target != ignore_index)]
-        expected = f"expected target in [0, {linear_weight.shape[0] - 1}] or ignore_index"
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        expected = f"expected target in [0, {classes - 1}] or ignore_index"
         checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from extension_cpp import autograd, checks, linear_loss, ops
+from extension_cpp import autograd, checks, linear_loss, sharded_loss
 from extension_cpp.autograd import TWIN
 
 # An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
@@ -288,13 +288,13 @@ def overloads() -> dict[str, Any]:
 for _name, _op in overloads().items():
     if (_rule := RULES.get(_name.removesuffix(TWIN))) is not None:
         register(_op, _rule)
-autograd.DTENSOR, autograd.sharding = (DTensor,), sys.modules[__name__]
+autograd.DTENSOR, autograd.sharding, autograd.sharded_loss = (DTensor,), sys.modules[__name__], sharded_loss
 
 
-# ---- what functions and autograd do on DTensors beside calling the operator ----
+# ---- what functions and autograd do on DTensors beside calling the operator; sharded_loss.py has the losses ----
 
 
-def _whole(x: DTensor) -> DTensor:
+def whole(x: DTensor) -> DTensor:
     """Of partial sums their sum."""
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
@@ -312,39 +312,9 @@ def agreed(seed: Tensor, x: DTensor) -> DTensor:
     """One seed for all processes of x's mesh: the largest that they drew, which is the same where they were seeded
     alike."""
     mesh = x.device_mesh
-    return _whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))
+    return whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))
 
 
-def _mean(total_loss: Any, weights: Any, like: DTensor, float_loss: bool) -> Tensor:
-    """The sum of the losses over the sum of the targets' weights."""
-    loss = _whole(total_loss) / _whole(weights)
+def _loss_type(like: DTensor, float_loss: bool) -> torch.dtype:
     is_float = float_loss or torch.is_autocast_enabled(like.device.type)
-    return loss if is_float else loss.to(like.dtype)
-
-
-def mean_cross_entropy(
-    logits: DTensor, target: Tensor, weight: Tensor | None, ignore_index: int, *options: Any
-) -> Tensor:
-    *others, float_loss = options
-    loss, _, total = torch.ops.extension_cpp.cross_entropy(logits, target, weight, ignore_index, 2, *others, True)
-    return _mean(loss, total.sum(), logits, float_loss)
-
-
-def mean_linear_cross_entropy(
-    x: DTensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    *options: Any,
-) -> Tensor:
-    *others, float_loss, needs_x, needs_weight, needs_bias = options
-    needs = needs_x, needs_weight, needs_bias
-    loss = ops._ops.linear_cross_entropy(  # type: ignore[call-arg]  # mypy does not know how many `others` there are
-        x, linear_weight, target, linear_bias, weight, 2, ignore_index, *others, True, *needs
-    )
-    with torch.no_grad():
-        total = linear_loss.total_weight(target, linear_weight.shape[0], weight, ignore_index, loss)
-    return _mean(loss, total.sum(), x, float_loss)
+    return torch.promote_types(like.dtype, torch.float32) if is_float else like.dtype

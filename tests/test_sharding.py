@@ -5,6 +5,7 @@ The processes are started once and run every check; a test looks up what they sa
 
 import datetime
 import importlib
+import math
 import multiprocessing
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import extension_cpp
 from extension_cpp.after_import import after_import
@@ -182,9 +184,11 @@ def assert_values(name: str, sample: Sample, d: int | None, ours: Placed, exact:
     """The same bits where a row, or an element, is computed alone; products of other sizes round otherwise."""
     stays = d in row_dims(name, sample)
     is_mean = name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
+    is_over_classes = name == "cross_entropy" and d == 1
     same = (
         name != "linear_cross_entropy"
         and not is_mean
+        and not is_over_classes
         and (not stays or expected_placements(name, sample, d).startswith("S"))
     )
     for x, y, whole_x in zip(ours.outputs, ours.outputs_no_grad, exact.outputs, strict=True):
@@ -274,6 +278,200 @@ def check_refusals(mesh: Any) -> None:
         extension_cpp.muladd(x, x, 1.0, out=x.clone())
 
 
+# Of a loss whose classes are sharded; with class weights and smoothing together the logits are gathered.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none", "ignore_index": 5},
+    {"ignore_index": 1, "label_smoothing": 0.25},
+    {"reduction": "sum", "z_loss": 0.01, "label_smoothing": 1.0},
+    {"reduction": "none", "softcap": 2.0, "z_loss": 0.1},
+    {"softcap": 3.0, "label_smoothing": 0.5, "z_loss": 0.1},
+    {"weight": True, "ignore_index": 5, "z_loss": 0.1},
+    {"weight": True, "reduction": "none"},
+    {"weight": True, "label_smoothing": 0.25},
+]
+CLASSES = 7
+
+
+def class_options(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return options | ({"weight": maker("cpu", dtype)((CLASSES,)).detach().abs() + 0.5} if "weight" in options else {})
+
+
+def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: list[Tensor], what: str) -> list[Any]:
+    """Values and gradients. Returns the gradients."""
+    compare(whole(ours), exact, False, what)
+    g = grad_for(exact)
+    grads = torch.autograd.grad(whole(ours), leaves, g)
+    for grad, exact_grad in zip(grads, torch.autograd.grad(exact, exact_leaves, g), strict=True):
+        compare(whole(grad), exact_grad, False, f"{what}, gradient")
+    return list(grads)
+
+
+def check_classes_in_several_processes(mesh: Any) -> None:
+    """The loss is in each process, the gradient where the logits are; a plain target and weight, or DTensors."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for shape in ((5, CLASSES), (2, CLASSES, 3), (CLASSES,)):
+        dim = min(1, len(shape) - 1)
+        target = torch.arange(math.prod(shape) // CLASSES).reshape(shape[:dim] + shape[dim + 1 :]) % CLASSES
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            for number, options in enumerate(OPTIONS):
+                what, options = f"{shape} {dtype} {options}", class_options(options, dtype)
+                logits = maker("cpu", dtype)(shape)
+                exact = extension_cpp.cross_entropy(logits, target, **options)
+                x = distribute_tensor(logits.detach(), mesh, [Shard(dim)]).requires_grad_()
+                given = target
+                if number % 2:
+                    given = distribute_tensor(target, mesh, [Replicate()])
+                    if "weight" in options:
+                        options["weight"] = distribute_tensor(options["weight"], mesh, [Replicate()])
+                ours = extension_cpp.cross_entropy(x, given, **options)
+                assert letters(ours) == "R" and ours.dtype == exact.dtype, what
+                with torch.no_grad():
+                    assert torch.equal(whole(extension_cpp.cross_entropy(x, given, **options)), whole(ours)), what
+                (grad,) = assert_same_loss(ours, [x], exact, [logits], what)
+                is_gathered = "weight" in options and "label_smoothing" in options
+                assert letters(grad) == ("R" if is_gathered else f"S({dim})"), what
+
+
+class LargeResults(TorchDispatchMode):
+    """The operators that make a tensor of this size."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.names = numel, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        tensors = [x for x in as_tuple(results) if isinstance(x, Tensor) and not x.is_meta]
+        if any(x.numel() >= self.numel for x in tensors):
+            self.names.append(func.name())
+        return results
+
+
+def counts(communication: Any) -> dict[str, int]:
+    """The collectives that a CommDebugMode saw."""
+    return {str(op).split(".")[-1]: count for op, count in communication.get_comm_counts().items()}
+
+
+def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
+    """Two all-reduces; logits are gathered nowhere, and the one large result is the gradient."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    for options in ({}, {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}):
+        local = torch.randn(4, 50, requires_grad=True)
+        with CommDebugMode() as communication, LargeResults(local.numel()) as large:
+            logits = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
+            loss = extension_cpp.cross_entropy(logits, torch.tensor([0, 99, 50, 49]), **options)
+            assert {str(op): n for op, n in communication.get_comm_counts().items()} == {
+                "c10d_functional.all_reduce": 2
+            }
+            loss.backward()
+            assert communication.get_total_counts() == 2
+        made = [name for name in large.names if "view" not in name and "detach" not in name and "alias" not in name]
+        assert made == ["extension_cpp::cross_entropy_backward", "aten::scatter_.src"], made
+
+
+def check_hostile_logits_over_classes(mesh: Any) -> None:
+    """Large ones, masked ones, a process whose classes are all masked, and a NaN that each process learns of."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    logits = maker("cpu", torch.float32)((8, 8)).detach()
+    target = torch.tensor([0, 7, 3, 4, 5, 2, 1, 6])
+    logits[0] = torch.tensor([1e4, -1e4] * 4)
+    logits[1, :7] = -torch.inf
+    logits[2, 4:] = -torch.inf
+    logits[3, :4] = 3e38
+    logits[4, 0] = torch.nan
+    logits[5, 6] = torch.nan
+    logits[6] = -torch.inf
+    logits[7, 2] = torch.inf
+    for ignore_index in (-100, 5):
+        results = []
+        for x in (logits.clone(), distribute_tensor(logits, mesh, [Shard(1)])):
+            x.requires_grad_()
+            loss = extension_cpp.cross_entropy(x, target, reduction="none", ignore_index=ignore_index)
+            results.append([whole(y) for y in (loss, *torch.autograd.grad(whole(loss).sum(), x))])
+        for exact, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours, exact, equal_nan=True)
+    assert results[1][0][4] == 0 and (results[1][1][4] == 0).all() and results[1][0][5].isnan()
+
+
+def check_targets_that_no_process_has(mesh: Any) -> None:
+    """Where nothing checks them (on CUDA, and compiled) their rows are NaN, as one process's are."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from extension_cpp import sharded_loss
+
+    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)]).requires_grad_()
+    target = distribute_tensor(torch.tensor([0, 8, -1, 5]), mesh, [Replicate()])
+    classes = sharded_loss.classes_of(x, 1)
+    losses = sharded_loss.RowLosses.apply(x, target, None, 1, classes, -100, 0.0, 0.0, None).full_tensor()
+    (grad,) = torch.autograd.grad(losses.sum(), x)
+    assert losses.isnan().tolist() == [False, True, True, False]
+    assert (grad.full_tensor().isnan() == losses.isnan()[:, None]).all()
+
+
+def check_errors_over_classes(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, t = distribute_tensor(torch.zeros(2, 8), mesh, [Shard(1)]), torch.tensor([0, 7])
+    op = r"extension_cpp::cross_entropy: expected"
+    for target, options, message in (
+        (t + 1, {}, r"target in \[0, 7\] or ignore_index, but got 8"),
+        (t.int(), {}, "target to be int64, class indices, but got int32"),
+        (t[:1], {}, r"target of shape \[2\], that of logits without the classes, but got \[1\]"),
+        (t, {"softcap": 0.0}, "softcap to be positive or None, but got 0"),
+        (t, {"weight": torch.ones(4)}, r"weight of shape \[8\], a number for each class, but got \[4\]"),
+        (t, {"weight": torch.ones(8, requires_grad=True)}, "weight not to require grad"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{op} {message}"):
+            extension_cpp.cross_entropy(x, target, **options)
+    y = x.detach().requires_grad_()
+    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # whose second derivative alone would be wrong
+    (g,) = torch.autograd.grad(loss, y, create_graph=True)
+    with pytest.raises(RuntimeError, match="cross_entropy: the second derivative is not implemented"):
+        torch.autograd.grad(g.full_tensor().sum(), y)
+    few = distribute_tensor(torch.zeros(2, 1), mesh, [Shard(1)])  # the last process has none: gathered
+    assert letters(extension_cpp.cross_entropy(few, distribute_tensor(t * 0, mesh, [Replicate()]))) == "R"
+
+
+def check_linear_over_classes(mesh: Any) -> None:
+    """A weight that is sharded over the classes is not gathered, nor are the logits."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    for dtype in (torch.float32, torch.bfloat16):
+        make = maker("cpu", dtype)
+        for number, options in enumerate(OPTIONS):
+            what, options = f"{dtype} {options}", class_options(options, dtype)
+            shape, bias = ((4, 6, 8), True) if number % 2 else ((5, 8), False)
+            leaves = [make(shape), make((CLASSES, 8)), *([make((CLASSES,))] if bias else [])]
+            target = torch.arange(math.prod(shape[:-1])).reshape(shape[:-1]) % CLASSES
+            for place in (Replicate(), Shard(0)):
+                exact = extension_cpp.linear_cross_entropy(*leaves[:2], target, *leaves[2:], **options)
+                parts = [
+                    distribute_tensor(leaf.detach(), mesh, [place if i == 0 else Shard(0)]).requires_grad_()
+                    for i, leaf in enumerate(leaves)
+                ]
+                given, labels = {name: whole_to(mesh, x) for name, x in options.items()}, whole_to(mesh, target)
+                with CommDebugMode() as communication:
+                    ours = extension_cpp.linear_cross_entropy(*parts[:2], labels, *parts[2:], **given)
+                grads = assert_same_loss(ours, parts, exact, leaves, what)
+                if "weight" not in options or "label_smoothing" not in options:
+                    assert all(letters(grad) == "S(0)" for grad in grads[1:]), what
+                    if place == Replicate():
+                        assert counts(communication) == {"all_reduce": 2}, what
+
+
+def whole_to(mesh: Any, x: Any) -> Any:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return distribute_tensor(x, mesh, [Replicate()] * mesh.ndim) if isinstance(x, Tensor) else x
+
+
 def check_half(mesh: Any) -> None:
     """float16, where backward makes linear_cross_entropy's logits again, and losses that are rounded to half."""
     for spec in all_specs():
@@ -312,12 +510,19 @@ def check_compile(mesh: Any) -> None:
     def function(x: Any, w: Any) -> Any:
         return extension_cpp.mish(extension_cpp.rms_norm(x, (8,), w))
 
-    results = []
-    for f in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
-        y = f(x, w)
-        results.append([y, *torch.autograd.grad(y, [x, w], grad_for(y))])
-    for eager, compiled in zip(*results, strict=True):
-        assert letters(eager) == letters(compiled) and torch.equal(eager.full_tensor(), compiled.full_tensor())
+    logits = distribute_tensor(torch.randn(4, CLASSES), mesh, [Shard(1)]).requires_grad_()
+    target = distribute_tensor(torch.tensor([0, 6, 3, 5]), mesh, [Replicate()])
+
+    def loss(logits: Any) -> Any:
+        return extension_cpp.cross_entropy(logits, target, ignore_index=5, label_smoothing=0.1)
+
+    for each, leaves in ((function, [x, w]), (loss, [logits])):
+        results = []
+        for f in (each, torch.compile(each, backend="aot_eager", fullgraph=True)):
+            y = f(*leaves)
+            results.append([y, *torch.autograd.grad(y, leaves, grad_for(y))])
+        for eager, compiled in zip(*results, strict=True):
+            assert letters(eager) == letters(compiled) and torch.equal(eager.full_tensor(), compiled.full_tensor())
 
 
 def llama() -> torch.nn.Module:
@@ -451,6 +656,23 @@ def check_sequence_parallel(mesh: Any) -> None:
     assert_same_model(ours, loss_and_gradients(stock, tokens()))
 
 
+def check_vocabulary_parallel(mesh: Any) -> None:
+    """A converted Llama whose output layer leaves the logits sharded over the classes."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    for loss_from in ("logits", "linear"):  # a parallelized layer has hooks, so that it makes its logits
+        stock, model = llama(), llama()
+        convert(model, loss=loss_from)
+        head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model, mesh, {"lm_head": head})
+        logits = model(input_ids=tokens()).logits
+        assert letters(logits) == "S(2)"
+        loss, gradients = loss_and_gradients(model, tokens())
+        assert letters(loss) == "R" and letters(model.lm_head.weight.grad) == "S(0)"
+        assert_same_model((loss.full_tensor(), gradients), loss_and_gradients(stock, tokens()))
+
+
 def check_data_parallel(mesh: Any) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -489,6 +711,30 @@ def check_two_dimensions(mesh: Any) -> None:
     torch.testing.assert_close(ours[1].full_tensor(), exact[1])
 
 
+def check_rows_and_classes(mesh: Any) -> None:
+    """Data and tensor parallel: a mesh of 2 x 2 for the rows and the classes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    square = init_device_mesh("cpu", (2, 2))
+    logits, target = maker("cpu", torch.float32)((5, CLASSES)), torch.tensor([0, 6, 3, 4, 5])
+    x = distribute_tensor(logits.detach(), square, [Shard(0), Shard(1)]).requires_grad_()
+    t = whole_to(square, target)
+    for options, expected in (({}, "RR"), ({"reduction": "sum"}, "P(sum)R"), ({"reduction": "none"}, "S(0)R")):
+        exact = extension_cpp.cross_entropy(logits, target, ignore_index=4, **options)
+        ours = extension_cpp.cross_entropy(x, t, ignore_index=4, **options)
+        assert letters(ours) == expected, options
+        (grad,) = assert_same_loss(ours, [x], exact, [logits], str(options))
+        assert letters(grad) == "S(0)S(1)"
+    linear, features = maker("cpu", torch.float32)((CLASSES, 8)), maker("cpu", torch.float32)((5, 8))
+    parts = [distribute_tensor(features.detach(), square, [Shard(0), Replicate()]).requires_grad_()]
+    parts += [distribute_tensor(linear.detach(), square, [Replicate(), Shard(0)]).requires_grad_()]
+    exact = extension_cpp.linear_cross_entropy(features, linear, target)
+    ours = extension_cpp.linear_cross_entropy(*parts, t)
+    grads = assert_same_loss(ours, parts, exact, [features, linear], "linear_cross_entropy on 2 x 2")
+    assert letters(ours) == "RR" and letters(grads[1]) == "P(sum)S(0)"
+
+
 def checks(processes: int) -> dict[str, Callable[[Any], None]]:
     from extension_cpp import sharding
 
@@ -496,13 +742,12 @@ def checks(processes: int) -> dict[str, Callable[[Any], None]]:
     specs = {spec.name: spec for spec in all_specs() if spec.name in sharding.RULES}
     if processes == 4:
         names = ("rms_norm", "cross_entropy")
-        return {"two_dimensions": check_two_dimensions} | {
-            name: lambda mesh, spec=specs[name]: check_op(spec, mesh) for name in names
-        }
+        own = {"two_dimensions": check_two_dimensions, "rows_and_classes": check_rows_and_classes}
+        return own | {name: lambda mesh, spec=specs[name]: check_op(spec, mesh) for name in names}
     return {name: lambda mesh, spec=spec: check_op(spec, mesh) for name, spec in specs.items()} | {
         name.removeprefix("check_"): check
         for name, check in globals().items()
-        if name.startswith("check_") and name not in ("check_op", "check_two_dimensions")
+        if name.startswith("check_") and name not in ("check_op", "check_two_dimensions", "check_rows_and_classes")
     }
 
 

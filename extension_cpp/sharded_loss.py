@@ -1,0 +1,256 @@
+"""The losses of DTensors.
+
+With "mean" the sum of all losses is divided by the sum of all weights: a mean of means is none.
+
+Where the classes lie in several processes (vocabulary-parallel), each process runs cross_entropy on its own classes.
+Two all-reduces, of at most three numbers a row, combine the results: the maximum of the log-sum-exps, and the sums of
+exp(lse - maximum), of the target's logit and, for label smoothing, of the logits. Backward needs none: it calls the
+operator with the log-sum-exp of all classes. The operator wants a target among the classes that it gets. Where another
+process has the target, it gets class 0, and backward writes that element of the gradient again, without the target's
+term.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from extension_cpp import autograd, linear_loss, ops
+
+IGNORED = -1  # a target that is no class of any process
+
+
+def cross_entropy(
+    logits: DTensor,
+    target: Any,
+    weight: Any,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    *options: Any,
+) -> Tensor:
+    class_dim = min(1, logits.ndim - 1)
+    if any(placement.is_shard(class_dim) for placement in logits.placements):
+        target, weight = _on_mesh_of_rows(logits, class_dim, target, weight)
+        classes = classes_of(logits, class_dim)
+        if classes is not None and (weight is None or label_smoothing == 0):
+            given = weight, ignore_index, reduction, label_smoothing, *options
+            return _over_classes("cross_entropy", logits, class_dim, classes, target, *given)
+    given = weight, ignore_index, 2 if reduction == 1 else reduction, label_smoothing, *options
+    if reduction != 1:
+        return ops._ops.cross_entropy(logits, target, *given)
+    loss, _, total = torch.ops.extension_cpp.cross_entropy(logits, target, *given[:-1], True)
+    return _mean(loss, total, _loss_type(logits, options[-1]))
+
+
+def linear_cross_entropy(
+    x: DTensor,
+    linear_weight: Tensor,
+    target: Any,
+    linear_bias: Tensor | None,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    float_loss: bool,
+    *needs: bool,
+) -> Tensor:
+    options = ignore_index, label_smoothing, z_loss, softcap
+    if isinstance(linear_weight, DTensor) and (weight is None or label_smoothing == 0):
+        classes = classes_of(linear_weight, 0)
+        if classes is not None:
+            logits = _logits_over_classes(x, linear_weight, linear_bias, classes.mesh_dim)
+            target, weight = _on_mesh_of_rows(logits, logits.ndim - 1, target, weight)
+            given = logits, logits.ndim - 1, classes, target, weight, ignore_index, reduction
+            return _over_classes("linear_cross_entropy", *given, label_smoothing, z_loss, softcap, float_loss)
+    tensors = x, linear_weight, target, linear_bias, weight
+    if reduction != 1:
+        return ops._ops.linear_cross_entropy(*tensors, reduction, *options, float_loss, *needs)
+    loss = ops._ops.linear_cross_entropy(*tensors, 2, *options, True, *needs)
+    with torch.no_grad():
+        total = linear_loss.total_weight(target, linear_weight.shape[0], weight, ignore_index, loss)
+    return _mean(loss, total, _loss_type(x, float_loss))
+
+
+def _loss_type(like: DTensor, float_loss: bool) -> torch.dtype:
+    is_float = float_loss or torch.is_autocast_enabled(like.device.type)
+    return torch.promote_types(like.dtype, torch.float32) if is_float else like.dtype
+
+
+def _mean(loss: Any, weights: Any, dtype: torch.dtype) -> Tensor:
+    """The sum of the losses over the sum of the targets' weights."""
+    return (autograd.sharding.whole(loss) / autograd.sharding.whole(weights.sum())).to(dtype)
+
+
+# ---- classes in several processes ----
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Which classes this process has."""
+
+    mesh: DeviceMesh
+    mesh_dim: int  # along which the classes are sharded
+    first: int
+    count: int  # of all processes
+
+    def reduce(self, x: Tensor, op: str) -> Tensor:
+        """The maximum or the sum over the processes, in each of them."""
+        whole = [Replicate()] * self.mesh.ndim
+        parts = [Partial(op) if d == self.mesh_dim else Replicate() for d in range(self.mesh.ndim)]
+        return DTensor.from_local(x, self.mesh, parts, run_check=False).redistribute(placements=whole).to_local()
+
+
+def classes_of(logits: DTensor, class_dim: int) -> Classes | None:
+    """None unless the classes are sharded along one dimension of the mesh, and each process has some."""
+    placements, mesh = logits.placements, logits.device_mesh
+    along = [d for d, placement in enumerate(placements) if placement.is_shard(class_dim)]
+    if len(along) != 1 or not all(type(p) in (Shard, Replicate) for p in placements):
+        return None
+    count, step = logits.shape[class_dim], -(-logits.shape[class_dim] // mesh.shape[along[0]])
+    if step * (mesh.shape[along[0]] - 1) >= count:
+        return None
+    return Classes(mesh, along[0], step * mesh.get_local_rank(along[0]), count)
+
+
+class RowLosses(torch.autograd.Function):
+    """The losses of logits whose classes are sharded, float64, placed as the target; loss.h has the formulas."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: DTensor,
+        target: DTensor,  # placed as the rows
+        weight: Tensor | None,  # of all classes; None with label_smoothing
+        class_dim: int,
+        classes: Classes,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        softcap: float | None,
+    ) -> DTensor:
+        x, labels = _local_rows(logits, class_dim), target.to_local()
+        if class_dim > 1:
+            labels = labels.reshape(-1)
+        dim = min(1, x.dim() - 1)
+        is_ignored, is_class = labels == ignore_index, (labels >= 0) & (labels < classes.count)
+        label = labels - classes.first
+        is_here = (label >= 0) & (label < x.shape[dim]) & ~is_ignored
+        label = label.where(is_here, 0)
+        # With label_smoothing = 1 the loss is the mean of lse - z_c.
+        given = x, label, None, IGNORED, 0, float(label_smoothing > 0), 0.0, softcap, True
+        loss, lse, _ = torch.ops.extension_cpp.cross_entropy.default(*given)
+        z = x.gather(dim, label.unsqueeze(dim)).squeeze(dim).double()
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        most = classes.reduce(lse, "max")
+        sums = [torch.exp(lse - most), z.where(is_here, 0.0)]
+        if label_smoothing > 0:
+            sums.append((lse - loss) * x.shape[dim])
+        exponentials, z_target, *z_sum = classes.reduce(torch.stack(sums), "sum")
+        lse = most + exponentials.log()
+        losses = (1 - label_smoothing) * (lse - z_target) + z_loss * lse * lse
+        if label_smoothing > 0:
+            losses += label_smoothing * (lse - z_sum[0] / classes.count)
+        factor = torch.ones_like(lse) if weight is None else weight.double()[labels.clamp(0, classes.count - 1)]
+        factor = factor.where(is_class, torch.nan)
+        ctx.save_for_backward(logits, label.masked_fill(is_ignored, IGNORED), is_here, z, lse, factor)
+        ctx.class_dim, ctx.classes, ctx.options = class_dim, classes, (label_smoothing, z_loss, softcap)
+        ctx.placements = target.placements
+        return _placed((factor * losses).masked_fill(is_ignored, 0.0), target)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one result
+        logits, label, is_here, z, lse, factor = ctx.saved_tensors
+        label_smoothing, z_loss, softcap = ctx.options
+        x, count = _local_rows(logits, ctx.class_dim), ctx.classes.count
+        dim, acc = min(1, x.dim() - 1), torch.promote_types(x.dtype, torch.float32)
+        grad = grad_out.redistribute(placements=ctx.placements).to_local().reshape(factor.shape) * factor
+        # The operator spreads label_smoothing over as many classes as it gets.
+        options = IGNORED, 0, label_smoothing * x.shape[dim] / count, z_loss, softcap
+        grad_x = ops._ops.cross_entropy_backward(
+            grad.to(acc), x, label, lse, grad.new_empty(0, dtype=acc), None, *options
+        )
+        of_label = (1 + 2 * z_loss * lse) * torch.exp(z - lse) - label_smoothing / count
+        of_label = grad * (of_label - (1 - label_smoothing) * is_here)
+        if softcap is not None:
+            of_label = of_label * (1 - (z / softcap) ** 2)
+        of_label = of_label.masked_fill(label == IGNORED, 0.0).to(grad_x.dtype)
+        grad_x.scatter_(dim, label.clamp(min=0).unsqueeze(dim), of_label.unsqueeze(dim))
+        return _placed(grad_x, logits), *(None,) * 8
+
+
+def _local_rows(logits: DTensor, class_dim: int) -> Tensor:
+    """This process's part, as cross_entropy takes it."""
+    return logits.to_local().flatten(0, -2) if class_dim > 1 else logits.to_local()
+
+
+def _placed(x: Tensor, like: DTensor) -> DTensor:
+    """This process's part of a tensor that has the shape of another, and is placed as that."""
+    strides = torch.empty(like.shape, device="meta").stride()
+    options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": strides}
+    return DTensor.from_local(x.view(like.to_local().shape), like.device_mesh, like.placements, **options)
+
+
+def row_placements(logits: DTensor, class_dim: int) -> list[Any]:
+    """Of a tensor with a number for each row."""
+    return [
+        Replicate() if p.is_shard(class_dim) else Shard(p.dim - (p.dim > class_dim)) if type(p) is Shard else p
+        for p in logits.placements
+    ]
+
+
+def _on_mesh_of_rows(logits: DTensor, class_dim: int, target: Tensor, weight: Tensor | None) -> tuple[Any, Any]:
+    """As DTensors: a plain target is of this process's rows, as for PyTorch's loss_parallel, and a plain weight is
+    whole."""
+    mesh = logits.device_mesh
+    if not isinstance(target, DTensor):
+        target = DTensor.from_local(target, mesh, row_placements(logits, class_dim), run_check=False)
+    (weight,) = autograd.sharding.on_mesh([weight], mesh)
+    return target, weight
+
+
+def _logits_over_classes(x: DTensor, weight: DTensor, bias: Tensor | None, mesh_dim: int) -> DTensor:
+    """x @ weight.T + bias, of the classes that this process's part of the weight has."""
+    last = x.ndim - 1
+    rows = [
+        Replicate() if d == mesh_dim or p.is_partial() or p.is_shard(last) else p for d, p in enumerate(x.placements)
+    ]
+    logits: Any = torch.nn.functional.linear(x.redistribute(placements=rows), weight, bias)
+    return logits.redistribute(placements=[Shard(last) if d == mesh_dim else p for d, p in enumerate(rows)])
+
+
+def _over_classes(
+    op: str,
+    logits: DTensor,
+    class_dim: int,
+    classes: Classes,
+    target: DTensor,
+    weight: DTensor | None,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    float_loss: bool,
+) -> Tensor:
+    """The loss of logits whose classes are sharded."""
+    ops._refuse_weight_gradient(op, weight is not None and weight.requires_grad)
+    target = target.redistribute(placements=row_placements(logits, class_dim))
+    if not torch.compiler.is_compiling():  # which cannot trace the checks
+        ops._check_loss(op, logits, target, class_dim, weight, label_smoothing, softcap)
+        ops._check_targets(op, target.to_local(), classes.count, ignore_index)
+    local_weight = None if weight is None else autograd.sharding.whole(weight).to_local()
+    options = ignore_index, label_smoothing, z_loss, softcap
+    losses: Any = RowLosses.apply(logits, target, local_weight, class_dim, classes, *options)
+    loss_type = _loss_type(logits, float_loss)
+    if reduction == 1:
+        with torch.no_grad():
+            total = linear_loss.total_weight(target, classes.count, weight, ignore_index, losses)
+        return _mean(losses.sum(), total, loss_type)
+    return (losses.sum() if reduction == 2 else losses).to(loss_type)
