@@ -6,6 +6,9 @@ weights at the start and the order of the data included, is the same, so the two
 
 A step's batches depend on its number alone. The checkpoint is replaced in one move, so a run that is killed at any
 moment goes on from the last one when it is started again, and ends where it would have ended.
+
+Several processes, started by torchrun (torchrun --nproc-per-node 2 examples/train_text.py --parallel fsdp), share each
+batch. The checkpoint holds whole tensors, so that a run goes on with another number of processes, and with none.
 """
 
 import argparse
@@ -23,8 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no installation
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 try:
     import extension_cpp
@@ -42,6 +49,7 @@ from extension_cpp import demo
 CHECKPOINT_EVERY = 25  # steps; the validation loss is taken then, too
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
 WARMUP, WEIGHT_DECAY, CLIP = 20, 0.1, 1.0
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of a checkpoint: gathered by the first process
 
 
 @dataclass(frozen=True)
@@ -146,14 +154,13 @@ class GPT(nn.Module):
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.hidden(tokens))
-        return logits
-
-    def loss(self, tokens: Tensor, following: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte."""
-        loss: Tensor = self.functions.linear_cross_entropy(self.hidden(tokens), self.head.weight, following)
-        return loss
+    def forward(self, tokens: Tensor, following: Tensor | None = None) -> Tensor:
+        """The logits; with the bytes that follow, the mean cross-entropy in nats a byte."""
+        x = self.hidden(tokens)
+        result: Tensor = (
+            self.head(x) if following is None else self.functions.linear_cross_entropy(x, self.head.weight, following)
+        )
+        return result
 
 
 # ---- the text ----
@@ -214,11 +221,17 @@ def batch(text: Tensor, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
 class Training:
     """A model in training, and its checkpoint."""
 
-    def __init__(self, ops: str, text: Text, settings: Settings, compiled: bool) -> None:
+    def __init__(self, ops: str, text: Text, settings: Settings, compiled: bool, parallel: str | None = None) -> None:
+        """parallel: how the processes of the process group share the work; None: this process trains alone."""
         torch.manual_seed(0)
-        self.text, self.settings = text, settings
+        self.text, self.settings, self.parallel = text, settings, parallel
+        self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
+        if settings.batch % self.processes:
+            raise CannotRun(f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly")
         self.model = GPT(ops, len(text.alphabet), settings).to(settings.device)
-        self.loss = torch.compile(self.model.loss, fullgraph=True) if compiled else self.model.loss
+        self.loss: Any = self.parallelize(compiled) if parallel else self.model
+        if compiled and not parallel:
+            self.loss = torch.compile(self.model, fullgraph=True)
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -226,6 +239,35 @@ class Training:
         self.losses: list[float] = []
         self.seconds: list[float] = []  # of the steps of this run
         self.validation: dict[int, float] = {}  # by step
+
+    def parallelize(self, compiled: bool) -> nn.Module:
+        """The model whose backward takes the mean of the processes' gradients."""
+        if compiled:  # a block at a time, so that the communication of one runs beside the work of another
+            for block in self.model.blocks:
+                block.forward = torch.compile(block.forward, fullgraph=True)
+        if self.parallel == "ddp":
+            return DistributedDataParallel(self.model, broadcast_buffers=False)
+        mesh = init_device_mesh(self.settings.device, (self.processes,))
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh)
+        return self.model
+
+    def reduce_gradients(self, value: bool) -> None:
+        """Whether the next backward communicates: once a step is enough."""
+        if self.parallel == "ddp":
+            self.loss.require_backward_grad_sync = value
+        elif self.parallel == "fsdp":
+            self.loss.set_requires_gradient_sync(value)
+
+    def batch(self, text: Tensor, seed: int) -> list[Tensor]:
+        """This process's sequences of a batch."""
+        return [tokens[self.rank :: self.processes] for tokens in batch(text, self.settings, seed)]
+
+    def mean(self, loss: Tensor) -> float:
+        """Over the processes, whose shares of a batch are equal."""
+        if self.parallel:
+            distributed.all_reduce(loss)
+        return loss.item() / self.processes
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.settings.device, torch.bfloat16)
@@ -236,14 +278,15 @@ class Training:
             group["lr"] = settings.learning_rate * min((number + 1) / WARMUP, 1.0) * self.decay(number)
         total = torch.zeros((), device=settings.device)
         for part in range(settings.accumulate):
+            self.reduce_gradients(part == settings.accumulate - 1)
             with self.autocast():
-                loss = self.loss(*batch(self.text.training, settings, number * settings.accumulate + part))
+                loss = self.loss(*self.batch(self.text.training, number * settings.accumulate + part))
             (loss / settings.accumulate).backward()
             total += loss.detach() / settings.accumulate
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(total.item())  # waits for the GPU
+        self.losses.append(self.mean(total))  # waits for the GPU
         self.seconds.append(time.perf_counter() - began)
 
     def decay(self, number: int) -> float:
@@ -252,14 +295,17 @@ class Training:
 
     def validate(self) -> None:
         with torch.no_grad(), self.autocast():
-            batches = [batch(self.text.validation, self.settings, part) for part in range(VALIDATION_BATCHES)]
-            losses = [self.loss(*each).item() for each in batches]
+            batches = [self.batch(self.text.validation, part) for part in range(VALIDATION_BATCHES)]
+            losses = [self.mean(self.loss(*each)) for each in batches]
         self.validation[len(self.losses)] = sum(losses) / len(losses)
 
     def save(self, path: Path) -> None:
-        """Replaces the checkpoint in one move, once the new one is on the disk."""
+        """Replaces the checkpoint in one move, once the new one is on the disk. The first process writes it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        if self.rank > 0:
+            return
         state = {"settings": asdict(self.settings), "losses": self.losses, "validation": self.validation}
-        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {"model": model, "optimizer": optimizer}
         part = path.with_suffix(".part")
         with part.open("wb") as file:
             torch.save(state, file)
@@ -276,8 +322,8 @@ class Training:
                 f"{path} was trained with another {' and '.join(other)}: add --restart, or name another --out"
             )
         self.losses, self.validation = state["losses"], state["validation"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
 
     def write(self, length: int) -> str:
         """What the model writes, from a newline on."""
@@ -350,6 +396,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
     parser.add_argument("--steps", type=positive, default=300, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
+    parser.add_argument(
+        "--parallel",
+        choices=("ddp", "fsdp"),
+        default="ddp",
+        help="under torchrun: each process has the whole model (ddp, the default), or a part of each tensor (fsdp)",
+    )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
     parser.add_argument(
@@ -362,8 +414,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def join(device: str) -> None:
+    """The process group that torchrun describes in the environment."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
 def run(options: argparse.Namespace, console: Console) -> None:
     device, remark = demo.choose_device(options.device)
+    parallel = options.parallel if distributed.is_torchelastic_launched() else None
     if not options.no_compile:
         demo.check_compiler("training", "; or add --no-compile")
     sizes = SIZES[device]
@@ -373,16 +433,20 @@ def run(options: argparse.Namespace, console: Console) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+    if parallel:
+        join(device)
     checkpoint = options.out / f"{options.ops}.pt"
-    training = Training(options.ops, text, settings, not options.no_compile)
-    if options.restart:
+    training = Training(options.ops, text, settings, not options.no_compile, parallel)
+    if options.restart and training.rank == 0:
         checkpoint.unlink(missing_ok=True)  # or a run that is stopped before its first one would go on from the old
+    if parallel:
+        distributed.barrier()
     if checkpoint.exists():
         training.resume(checkpoint)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     console.print(
         f"{len(text.training)} bytes of text, {parameters / 1e6:.1f} million parameters, --ops {options.ops}, on "
-        f"{demo.describe(device)}. {remark}",
+        f"{demo.describe(device)}{f', {training.processes} processes ({parallel})' if parallel else ''}. {remark}",
         highlight=False,
     )
     if training.losses:
@@ -402,26 +466,36 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(
             f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}", highlight=False
         )
+    if training.rank > 0:
+        return
+    writer = Training(options.ops, text, settings, compiled=False)
+    writer.model.load_state_dict(read_checkpoint(checkpoint)["model"])
     console.rule("what the model writes")
-    console.print(training.write(400), markup=False, highlight=False)
+    console.print(writer.write(400), markup=False, highlight=False)
     console.rule()
     console.print(f"The loss curves: {draw(options.out, settings)}", highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
-        run(options, Console())
+        run(options, Console(quiet=not is_first))
     except (CannotRun, demo.CannotRun) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if not is_first:
+            return 130
         if (options.out / f"{options.ops}.pt").exists():
             without = ", without --restart," if options.restart else ""
             print(f"Stopped; the same command{without} goes on from the last checkpoint.", file=sys.stderr)
         else:
             print(f"Stopped before the first checkpoint, of step {CHECKPOINT_EVERY}.", file=sys.stderr)
         return 130
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
     return 0
 
 

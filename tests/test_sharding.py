@@ -3,12 +3,14 @@
 The processes are started once and run every check; a test looks up what they said of its check.
 """
 
+import contextlib
 import datetime
 import importlib
 import math
 import multiprocessing
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -709,6 +711,61 @@ def check_two_dimensions(mesh: Any) -> None:
     assert letters(ours[0]) == "S(0)S(1)" and letters(ours[1]) == "P(sum)P(sum)"
     assert torch.equal(ours[0].full_tensor(), exact[0])
     torch.testing.assert_close(ours[1].full_tensor(), exact[1])
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that all processes see."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        torch.distributed.broadcast_object_list(name)
+        yield Path(name[0])
+        torch.distributed.barrier()
+
+
+def check_training(mesh: Any) -> None:
+    """examples/train_text.py: the loss curve of one process, and checkpoints that go on with any number of them."""
+    from examples import train_text
+    from tests.test_train_text import SIZES
+
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    settings = train_text.Settings("cpu", 12, text.digest, **SIZES)
+
+    def train(parallel: str | None, steps: int, start: Path | None = None) -> Any:
+        training = train_text.Training("ours", text, settings, compiled=False, parallel=parallel)
+        if start is not None:
+            training.resume(start)
+        while len(training.losses) < steps:
+            training.step()
+        training.validate()
+        return training
+
+    def close(training: Any, what: str) -> None:
+        """Each process rounds its part of a gradient to bfloat16, so that a step is another by as much. What steps
+        change of the loss is another by no more."""
+        losses, exact = torch.tensor(training.losses), torch.tensor(alone.losses)
+        bound = torch.finfo(torch.bfloat16).eps * (exact.max() - exact.min())
+        assert (losses - exact).abs().max() <= bound, f"{what}: {losses - exact}"
+        assert abs(training.validation[settings.steps] - alone.validation[settings.steps]) <= bound, what
+
+    alone = train(None, settings.steps)
+    assert alone.losses[-1] < alone.losses[0] - 0.1
+    with shared_folder() as folder:
+        half = train(None, 6)
+        if mesh.get_rank() == 0:
+            half.save(folder / "None.pt")
+        for parallel in ("ddp", "fsdp"):
+            half = train(parallel, 6)
+            half.save(folder / f"{parallel}.pt")
+            while len(half.losses) < settings.steps:
+                half.step()
+            half.validate()
+            close(half, parallel)
+            torch.distributed.barrier()
+            again = train(parallel, settings.steps, folder / f"{parallel}.pt")
+            assert again.losses == half.losses and again.validation.items() <= half.validation.items(), parallel
+        for saved, resumed in (("None", "fsdp"), ("fsdp", None), ("ddp", None), ("fsdp", "ddp")):
+            close(train(resumed, settings.steps, folder / f"{saved}.pt"), f"{saved}, then {resumed}")
 
 
 def check_rows_and_classes(mesh: Any) -> None:

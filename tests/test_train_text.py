@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,10 +37,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def start(folder: Path) -> subprocess.Popen:
+def start_in(folder: Path) -> subprocess.Popen:
     options = ["--device", "cpu", "--no-compile", "--steps", str(STEPS), "--out", str(folder)]
+    return start([sys.executable, "-c", SMALL, *options])
+
+
+def start(command: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", SMALL, *options],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -49,7 +54,7 @@ def start(folder: Path) -> subprocess.Popen:
 
 def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    program = start(killed)
+    program = start_in(killed)
     deadline = time.monotonic() + 120
     while not (killed / "ours.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -58,7 +63,7 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     assert program.returncode == -signal.SIGKILL, printed
     assert 0 < len(train_text.read_checkpoint(killed / "ours.pt")["losses"]) < STEPS
     for folder in (killed, whole):
-        program = start(folder)
+        program = start_in(folder)
         printed, _ = program.communicate(timeout=300)
         assert program.returncode == 0 and ("Going on from step" in printed) == (folder == killed), printed
         assert "what the model writes" in printed and (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -67,6 +72,41 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     assert expected["losses"][-1] < 0.95 * expected["losses"][0]
     for name, parameter in expected["model"].items():
         assert torch.equal(resumed["model"][name], parameter), name
+
+
+def free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return any_port.getsockname()[1]
+
+
+def test_two_nodes(small: None, tmp_path: Path) -> None:
+    """Two torchruns that meet on the loopback, as they would on two machines; then one process has their checkpoint.
+    tests/test_sharding.py has the losses."""
+    script = tmp_path / "small.py"
+    script.write_text(SMALL)
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    options = ["--device", "cpu", "--no-compile", "--steps", "8", "--out", str(tmp_path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes, *rendezvous]
+    programs = [start([*torchrun, str(script), *options, "--parallel", "fsdp"]) for _ in range(2)]
+    printed = [program.communicate(timeout=300)[0] for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], "\n".join(printed)
+    assert sorted("2 processes (fsdp)" in text and "what the model writes" in text for text in printed) == [False, True]
+    assert sorted("loss" in text for text in printed) == [False, True], "the first process alone prints"
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    alone = train_text.Training("ours", text, train_text.Settings("cpu", 8, text.digest, **SIZES), compiled=False)
+    alone.resume(tmp_path / "ours.pt")
+    assert len(alone.losses) == 8
+
+
+def test_processes_that_cannot_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    settings = train_text.Settings("cpu", 2, text.digest, **SIZES)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    with pytest.raises(train_text.CannotRun, match="3 processes cannot share the 4 sequences of a batch evenly"):
+        train_text.Training("ours", text, settings, compiled=False, parallel="ddp")
 
 
 def test_a_checkpoint_is_never_half_written(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +202,7 @@ def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> N
     training = train_text.Training("ours", text, settings, compiled=False)
     parts = [train_text.batch(text.training, settings, number) for number in range(settings.accumulate)]
     with training.autocast():
-        loss = training.model.loss(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        loss = training.model(*(torch.cat(each) for each in zip(*parts, strict=True)))
     loss.backward()
     torch.nn.utils.clip_grad_norm_(training.model.parameters(), train_text.CLIP)
     whole = torch.cat([parameter.grad.flatten() for parameter in training.model.parameters()])
