@@ -723,6 +723,48 @@ def shared_folder() -> Iterator[Path]:
         torch.distributed.barrier()
 
 
+def check_checkpoint(mesh: Any) -> None:
+    """torch.distributed.checkpoint of a converted, sharded model and its optimizer: saved by two processes, loaded by
+    one, which goes on as they do."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def start(is_sharded: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = llama()
+        convert(model)
+        for module in (*model.model.layers, model) if is_sharded else ():
+            fully_shard(module, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_and_gradients(model, ids)
+        optimizer.step()
+
+    def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer}
+
+    with shared_folder() as folder:
+        sharded = start(True)
+        step(*sharded, part_of(tokens(), mesh))
+        checkpoint.save(state_of(*sharded), checkpoint_id=folder)
+        alone = start(False)
+        state = state_of(*alone)
+        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+        set_state_dict(*alone, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for (name, ours), saved in zip(alone[0].named_parameters(), sharded[0].parameters(), strict=True):
+        assert torch.equal(ours, saved.full_tensor()), name
+        for key, value in sharded[1].state[saved].items():
+            assert torch.equal(alone[1].state[ours][key], whole(value)), f"{name}: {key}"
+    step(*sharded, part_of(tokens(), mesh))
+    step(*alone, tokens())
+    for (name, ours), saved in zip(alone[0].named_parameters(), sharded[0].parameters(), strict=True):
+        # AdamW divides a gradient by its size, so that where it is nearly 0 a rounding decides its sign.
+        assert (ours - saved.full_tensor()).norm() <= 1e-3 * ours.norm(), name
+
+
 def check_training(mesh: Any) -> None:
     """examples/train_text.py: the loss curve of one process, and checkpoints that go on with any number of them."""
     from examples import train_text
