@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from extension_cpp import autograd, linear_loss, ops
+from extension_cpp.op_checks import check_loss
 
 IGNORED = -1  # a target that is no class of any process
 
@@ -243,7 +244,7 @@ def _over_classes(
     ops._refuse_weight_gradient(op, weight is not None and weight.requires_grad)
     target = target.redistribute(placements=row_placements(logits, class_dim))
     if not torch.compiler.is_compiling():  # which cannot trace the checks
-        ops._check_loss(op, logits, target, class_dim, weight, label_smoothing, softcap)
+        check_loss(op, logits, target, class_dim, weight, label_smoothing, softcap)
         ops._check_targets(op, target.to_local(), classes.count, ignore_index)
     local_weight = None if weight is None else autograd.sharding.whole(weight).to_local()
     options = ignore_index, label_smoothing, z_loss, softcap
