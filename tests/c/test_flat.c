@@ -1,6 +1,8 @@
-/* The elementwise ops: sizes around the tail, storage offsets, streaming, guards, and how work is
+/* The elementwise ops, and the gates as such of one row: sizes around the tail, storage offsets, streaming, guards, and how work is
  * split. */
+#include "activation/activation.h"
 #include "check.h"
+#include "gate/gate.h"
 #include "mish/mish.h"
 #include "mish_reference.h"
 #include "muladd/muladd.h"
@@ -14,19 +16,28 @@ typedef struct {
   void *out[OUTPUTS];
   int64_t numel;
   dtype_t dtype;
+  activation_t kind;
 } flat_call;
 
 /* The expected values of an element. `slack` bounds the errors of the arithmetic before the result
- * is rounded to its type. `unit` is the error of one rounding. */
+ * is rounded to its type. */
 typedef struct {
   double want[OUTPUTS], slack[OUTPUTS];
 } flat_want;
 
 typedef struct {
+  double in[INPUTS];
+  double unit; /* the error of one rounding */
+  dtype_t dtype;
+  activation_t kind;
+} flat_element;
+
+typedef struct {
   const char *name;
   int inputs, outputs;
   void (*call)(const flat_call *c, int64_t begin, int64_t end);
-  flat_want (*want)(const double *in, double unit);
+  flat_want (*want)(const flat_element *e);
+  activation_t kind; /* of activations and gates, whose inputs are numbers between -30 and 30 */
 } flat_op;
 
 static void call_muladd(const flat_call *c, int64_t begin, int64_t end) {
@@ -35,9 +46,9 @@ static void call_muladd(const flat_call *c, int64_t begin, int64_t end) {
 }
 
 /* Without fma the product is rounded. The sum always is, to float first if the type has 16 bits. */
-static flat_want want_muladd(const double *in, double unit) {
-  const double product = in[0] * in[1], want = fma(in[0], in[1], muladd_c);
-  return (flat_want){{want}, {unit * (fabs(product) + fabs(want)) + 0x1p-149}};
+static flat_want want_muladd(const flat_element *e) {
+  const double product = e->in[0] * e->in[1], want = fma(e->in[0], e->in[1], muladd_c);
+  return (flat_want){{want}, {e->unit * (fabs(product) + fabs(want)) + 0x1p-149}};
 }
 
 static void call_muladd_backward(const flat_call *c, int64_t begin, int64_t end) {
@@ -46,9 +57,9 @@ static void call_muladd_backward(const flat_call *c, int64_t begin, int64_t end)
   muladd_backward_cpu(begin, end, &args);
 }
 
-static flat_want want_muladd_backward(const double *in, double unit) {
-  const double a = in[0] * in[2], b = in[0] * in[1];
-  return (flat_want){{a, b}, {unit * fabs(a) + 0x1p-149, unit * fabs(b) + 0x1p-149}};
+static flat_want want_muladd_backward(const flat_element *e) {
+  const double a = e->in[0] * e->in[2], b = e->in[0] * e->in[1];
+  return (flat_want){{a, b}, {e->unit * fabs(a) + 0x1p-149, e->unit * fabs(b) + 0x1p-149}};
 }
 
 static void call_relu(const flat_call *c, int64_t begin, int64_t end) {
@@ -56,9 +67,8 @@ static void call_relu(const flat_call *c, int64_t begin, int64_t end) {
   relu_forward_cpu(begin, end, &args);
 }
 
-static flat_want want_relu(const double *in, double unit) {
-  (void)unit;
-  return (flat_want){{in[0] < 0 ? 0 : in[0]}, {0}};
+static flat_want want_relu(const flat_element *e) {
+  return (flat_want){{e->in[0] < 0 ? 0 : e->in[0]}, {0}};
 }
 
 static void call_relu_backward(const flat_call *c, int64_t begin, int64_t end) {
@@ -66,9 +76,8 @@ static void call_relu_backward(const flat_call *c, int64_t begin, int64_t end) {
   relu_backward_cpu(begin, end, &args);
 }
 
-static flat_want want_relu_backward(const double *in, double unit) {
-  (void)unit;
-  return (flat_want){{in[1] <= 0 ? 0 : in[0]}, {0}};
+static flat_want want_relu_backward(const flat_element *e) {
+  return (flat_want){{e->in[1] <= 0 ? 0 : e->in[0]}, {0}};
 }
 
 /* test_mish.c bounds float's errors: 4.3, 9 and 12.5 units of the result; this allows twice as many
@@ -87,9 +96,9 @@ static void call_mish(const flat_call *c, int64_t begin, int64_t end) {
   mish_forward_cpu(begin, end, &args);
 }
 
-static flat_want want_mish(const double *in, double unit) {
-  const double want = mish_of(in[0], unit).value;
-  return (flat_want){{want}, {mish_slack(in[0], want, unit)}};
+static flat_want want_mish(const flat_element *e) {
+  const double want = mish_of(e->in[0], e->unit).value;
+  return (flat_want){{want}, {mish_slack(e->in[0], want, e->unit)}};
 }
 
 static void call_mish_backward(const flat_call *c, int64_t begin, int64_t end) {
@@ -97,9 +106,10 @@ static void call_mish_backward(const flat_call *c, int64_t begin, int64_t end) {
   mish_backward_cpu(begin, end, &args);
 }
 
-static flat_want want_mish_backward(const double *in, double unit) {
-  const double first = mish_of(in[1], unit).first;
-  return (flat_want){{in[0] * first}, {fabs(in[0]) * mish_slack(in[1], first, unit) + 0x1p-149}};
+static flat_want want_mish_backward(const flat_element *e) {
+  const double first = mish_of(e->in[1], e->unit).first;
+  return (flat_want){{e->in[0] * first},
+                     {fabs(e->in[0]) * mish_slack(e->in[1], first, e->unit) + 0x1p-149}};
 }
 
 static void call_mish_double_backward(const flat_call *c, int64_t begin, int64_t end) {
@@ -107,19 +117,129 @@ static void call_mish_double_backward(const flat_call *c, int64_t begin, int64_t
   mish_double_backward_cpu(begin, end, &args);
 }
 
-static flat_want want_mish_double_backward(const double *in, double unit) {
-  const double second = mish_of(in[2], unit).second, grad = in[0] * in[1];
-  return (flat_want){{grad * second}, {fabs(grad) * mish_slack(in[2], second, unit) + 0x1p-149}};
+static flat_want want_mish_double_backward(const flat_element *e) {
+  const double second = mish_of(e->in[2], e->unit).second, grad = e->in[0] * e->in[1];
+  return (flat_want){{grad * second},
+                     {fabs(grad) * mish_slack(e->in[2], second, e->unit) + 0x1p-149}};
 }
 
+/* ---- activations and gates ---- */
+
+/* Of an activation: the value and two derivatives, and the slack of each. */
+typedef struct {
+  double f[3], slack[3];
+} jet_t;
+
+static double logistic(double u) { return u < 0 ? exp(u) / (1 + exp(u)) : 1 / (1 + exp(-u)); }
+
+static jet_t of_logistic(double x, double u, double u1, double u2) {
+  const double s = logistic(u), rest = logistic(-u), slope = s * rest;
+  return (jet_t){{x * s, s + x * slope * u1, slope * (2 * u1 + x * u2 + x * u1 * u1 * (rest - s))},
+                 {0}};
+}
+
+/* The formulas of activation.h. tests/test_activation.py says where the slack comes from: errors
+ * relative to the result, and to what cancels in the derivatives; u and x^2 / 2 are rounded before
+ * exp multiplies their errors. 16-bit types take a shorter way, within 2^-15. */
+static jet_t jet_of(activation_t kind, double x, dtype_t dtype) {
+  const double pi = 3.14159265358979323846;
+  const double c = 2 * sqrt(2 / pi), d = 0.044715 * c, u = c * x + d * x * x * x;
+  const double phi = erfc(-x / sqrt(2)) / 2, density = exp(-x * x / 2) / sqrt(2 * pi);
+  jet_t jet = {{x * phi, phi + x * density, density * (2 - x * x)}, {0}};
+  if (kind == SILU) jet = of_logistic(x, x, 1, 0);
+  if (kind == GELU_TANH) jet = of_logistic(x, u, c + 3 * d * x * x, 6 * d * x);
+  const int is_half = formats[dtype].size == 2;
+  const double terms = exp(kind == SILU ? -fabs(x) : -x * x / 2) * (1 + x * x);
+  const double exponent = kind == GELU_TANH ? fabs(u) : kind == GELU ? x * x : 0;
+  const double units = 24 + 8 * exponent;
+  const double relative = units * rounding(dtype) + (is_half ? 0x1p-15 : 0);
+  for (int order = 0; order < 3; ++order) {
+    jet.slack[order] = relative * (fabs(jet.f[order]) + (order > 0) * terms) + 0x1p-122;
+  }
+  return jet;
+}
+
+static void call_activation(const flat_call *c, int64_t begin, int64_t end) {
+  activation_forward_args args = {c->in[0], c->out[0], c->numel, c->kind, c->dtype};
+  activation_forward_cpu(begin, end, &args);
+}
+
+static void call_activation_backward(const flat_call *c, int64_t begin, int64_t end) {
+  activation_backward_args args = {c->in[0], c->in[1], c->out[0], c->numel, c->kind, c->dtype};
+  activation_backward_cpu(begin, end, &args);
+}
+
+static void call_activation_double_backward(const flat_call *c, int64_t begin, int64_t end) {
+  activation_double_backward_args args = {c->in[0], c->in[1], c->in[2], c->out[0],
+                                          c->numel, c->kind,  c->dtype};
+  activation_double_backward_cpu(begin, end, &args);
+}
+
+static void call_gate(const flat_call *c, int64_t begin, int64_t end) {
+  gate_forward_args args = {c->in[0], c->in[1], c->out[0], c->numel, c->numel,
+                            1,        c->numel, c->kind,   c->dtype};
+  gate_forward_cpu(begin, end, &args);
+}
+
+static void call_gate_backward(const flat_call *c, int64_t begin, int64_t end) {
+  gate_backward_args args = {c->in[0], c->in[1], c->in[2], c->out[0], c->out[1], c->numel,
+                             c->numel, c->numel, 1,        c->numel,  c->kind,   c->dtype};
+  gate_backward_cpu(begin, end, &args);
+}
+
+/* `factor` times the order-th derivative. */
+static void scaled(const jet_t *jet, int order, double factor, double unit, double *want,
+                   double *slack) {
+  *want = factor * jet->f[order];
+  *slack = fabs(factor) * jet->slack[order] + 4 * unit * fabs(*want) + 0x1p-149;
+}
+
+static flat_want want_derivative(const flat_element *e, int order, int is_gate) {
+  const jet_t jet = jet_of(e->kind, e->in[order], e->dtype);
+  flat_want w = {{0}, {0}};
+  double factor = is_gate ? e->in[order + 1] : 1;
+  for (int k = 0; k < order; ++k) factor *= e->in[k];
+  scaled(&jet, order, factor, e->unit, &w.want[0], &w.slack[0]);
+  if (is_gate && order == 1) scaled(&jet, 0, e->in[0], e->unit, &w.want[1], &w.slack[1]);
+  return w;
+}
+
+static flat_want want_activation(const flat_element *e) { return want_derivative(e, 0, 0); }
+static flat_want want_activation_backward(const flat_element *e) {
+  return want_derivative(e, 1, 0);
+}
+static flat_want want_activation_double_backward(const flat_element *e) {
+  return want_derivative(e, 2, 0);
+}
+static flat_want want_gate(const flat_element *e) { return want_derivative(e, 0, 1); }
+static flat_want want_gate_backward(const flat_element *e) { return want_derivative(e, 1, 1); }
+
+#define ACTIVATION(name, kind)                                                              \
+  {name, 1, 1, call_activation, want_activation, kind},                                     \
+      {name "_backward", 2, 1, call_activation_backward, want_activation_backward, kind}, { \
+    name "_double_backward", 3, 1, call_activation_double_backward,                         \
+        want_activation_double_backward, kind                                               \
+  }
+#define GATE(name, kind)                                                 \
+  {name, 2, 1, call_gate, want_gate, kind}, {                            \
+    name "_backward", 3, 2, call_gate_backward, want_gate_backward, kind \
+  }
+#define NONE ((activation_t)-1)
+
 static const flat_op ops[] = {
-    {"muladd", 2, 1, call_muladd, want_muladd},
-    {"muladd_backward", 3, 2, call_muladd_backward, want_muladd_backward},
-    {"relu", 1, 1, call_relu, want_relu},
-    {"relu_backward", 2, 1, call_relu_backward, want_relu_backward},
-    {"mish", 1, 1, call_mish, want_mish},
-    {"mish_backward", 2, 1, call_mish_backward, want_mish_backward},
-    {"mish_double_backward", 3, 1, call_mish_double_backward, want_mish_double_backward},
+    {"muladd", 2, 1, call_muladd, want_muladd, NONE},
+    {"muladd_backward", 3, 2, call_muladd_backward, want_muladd_backward, NONE},
+    {"relu", 1, 1, call_relu, want_relu, NONE},
+    {"relu_backward", 2, 1, call_relu_backward, want_relu_backward, NONE},
+    {"mish", 1, 1, call_mish, want_mish, NONE},
+    {"mish_backward", 2, 1, call_mish_backward, want_mish_backward, NONE},
+    {"mish_double_backward", 3, 1, call_mish_double_backward, want_mish_double_backward, NONE},
+    ACTIVATION("silu", SILU),
+    ACTIVATION("gelu", GELU),
+    ACTIVATION("gelu_tanh", GELU_TANH),
+    GATE("swiglu", SILU),
+    GATE("geglu", GELU),
+    GATE("geglu_tanh", GELU_TANH),
 };
 enum { OPS = sizeof ops / sizeof *ops };
 
@@ -134,13 +254,14 @@ typedef struct {
 
 static flat_case new_case(const flat_op *op, dtype_t dtype, int64_t numel) {
   flat_case c = {.op = op, .dtype = dtype, .numel = numel};
+  const int specials = op->kind == NONE;
   for (int k = 0; k < INPUTS; ++k)
-    c.in[k] = random_elements(dtype, numel, 30, 1, (uint64_t)(100 * k + dtype));
+    c.in[k] = random_elements(dtype, numel, 30, specials, (uint64_t)(100 * k + dtype));
   for (int k = 0; k < OUTPUTS; ++k) c.want[k] = doubles(numel), c.slack[k] = doubles(numel);
   for (int64_t i = 0; i < numel; ++i) {
-    double in[INPUTS];
-    for (int k = 0; k < INPUTS; ++k) in[k] = element(dtype, c.in[k], i);
-    const flat_want want = op->want(in, rounding(dtype));
+    flat_element e = {.unit = rounding(dtype), .dtype = dtype, .kind = op->kind};
+    for (int k = 0; k < INPUTS; ++k) e.in[k] = element(dtype, c.in[k], i);
+    const flat_want want = op->want(&e);
     for (int k = 0; k < OUTPUTS; ++k) c.want[k][i] = want.want[k], c.slack[k][i] = want.slack[k];
   }
   return c;
@@ -167,7 +288,7 @@ static void run_case(const flat_case *c, const int *offsets) {
   const size_t size = formats[c->dtype].size, bytes = (size_t)c->numel * size;
   const int inputs = c->op->inputs, outputs = c->op->outputs;
   buffer_t in[INPUTS], out[OUTPUTS];
-  flat_call call = {.numel = c->numel, .dtype = c->dtype};
+  flat_call call = {.numel = c->numel, .dtype = c->dtype, .kind = c->op->kind};
   for (int k = 0; k < inputs; ++k) {
     in[k] = buffer_copy(c->in[k], bytes, (size_t)offsets[k] * size);
     call.in[k] = in[k].data;
@@ -194,7 +315,8 @@ static void run_in_place(const flat_case *c) {
     buffer_t in[2];
     for (int j = 0; j < 2; ++j)
       in[j] = buffer_copy(c->in[j], (size_t)c->numel * formats[c->dtype].size, 0);
-    const flat_call call = {{in[0].data, in[1].data}, {in[k].data}, c->numel, c->dtype};
+    const flat_call call = {
+        {in[0].data, in[1].data}, {in[k].data}, c->numel, c->dtype, c->op->kind};
     c->op->call(&call, 0, ceil_div(c->numel, CHUNK));
     check_output(c, 0, in[k].data);
     for (int j = 0; j < 2; ++j)
@@ -237,7 +359,7 @@ static uint64_t check_ranges(const flat_case *c) {
   void *whole[OUTPUTS] = {0};
   for (int way = 0; way < 4; ++way) {
     buffer_t out[OUTPUTS];
-    flat_call call = {.numel = c->numel, .dtype = c->dtype};
+    flat_call call = {.numel = c->numel, .dtype = c->dtype, .kind = c->op->kind};
     for (int k = 0; k < INPUTS; ++k) call.in[k] = c->in[k];
     for (int k = 0; k < c->op->outputs; ++k)
       out[k] = buffer_new(bytes, 0), call.out[k] = out[k].data;
