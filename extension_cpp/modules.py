@@ -18,7 +18,7 @@ def refuse_script(module: object) -> NoReturn:
 
 
 class _NotScriptable:
-    """Gets torch.jit.script a sentence of ours, in place of the compiler's about Python that it does not know."""
+    """Makes torch.jit.script raise a readable error, and not one about Python code that its compiler does not know."""
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
@@ -89,8 +89,8 @@ class Mish(_NotScriptable, torch.nn.Mish):
 class SiLU(_NotScriptable, torch.nn.SiLU):
     """torch.nn.SiLU over extension_cpp.silu: ``x * sigmoid(x)`` element by element; any shape.
 
-    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.SiLU; that takes two copies more, and no
-    less memory.
+    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.SiLU. This takes two copies more and
+    saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ class GELU(_NotScriptable, torch.nn.GELU):
 
 
 class SwiGLU(_NotScriptable, torch.nn.Module):
-    """``silu(gate) * up`` for the halves of one tensor along its last dimension: the gate first, as in Llama's packed
-    gate_up_proj (torch.nn.GLU has it second).
+    """``silu(gate) * up`` for the halves of one tensor along its last dimension. The gate is the first half, as in
+    Llama's packed gate_up_proj (in torch.nn.GLU it is the second).
 
-    The halves are read where they lie.
+    The halves are read without a copy.
 
     Shape: (..., 2 * features) to (..., features).
     """
@@ -122,10 +122,10 @@ class SwiGLU(_NotScriptable, torch.nn.Module):
 class GeGLU(_NotScriptable, torch.nn.Module):
     """``gelu(gate, approximate) * up`` for the halves of one tensor along its last dimension, the gate first.
 
-    The halves are read where they lie.
+    The halves are read without a copy.
 
     Args:
-        approximate: "none" or "tanh", as of torch.nn.GELU.
+        approximate: "none" or "tanh", as for torch.nn.GELU.
 
     Shape: (..., 2 * features) to (..., features).
     """
@@ -145,8 +145,8 @@ class GeGLU(_NotScriptable, torch.nn.Module):
 class Dropout(_NotScriptable, torch.nn.Dropout):
     """torch.nn.Dropout over extension_cpp.dropout.
 
-    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Dropout; that takes a copy more, and no
-    less memory.
+    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Dropout. This takes one copy more and
+    saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class RMSNorm(_NotScriptable, torch.nn.RMSNorm):
         return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
     if weight is not None and weight.dtype != x.dtype:
         weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
@@ -182,7 +182,7 @@ def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None,
 
 
 def _probability(p: float) -> float:
-    """p, refused as torch.nn.Dropout refuses it."""
+    """p, or the error that torch.nn.Dropout raises for it."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     return p
@@ -252,9 +252,9 @@ class AddRMSNorm(_NotScriptable, torch.nn.RMSNorm):
 
 
 class Softmax(_NotScriptable, torch.nn.Softmax):
-    """torch.nn.Softmax over extension_cpp.softmax, along the last dimension unless told otherwise.
+    """torch.nn.Softmax over extension_cpp.softmax, along the last dimension by default.
 
-    Nested tensors, which the op refuses, take torch.nn.Softmax's way.
+    The op refuses nested tensors; for them the module calls torch.softmax.
     """
 
     dim: int
@@ -267,9 +267,9 @@ class Softmax(_NotScriptable, torch.nn.Softmax):
 
 
 class LogSoftmax(_NotScriptable, torch.nn.LogSoftmax):
-    """torch.nn.LogSoftmax over extension_cpp.log_softmax, along the last dimension unless told otherwise.
+    """torch.nn.LogSoftmax over extension_cpp.log_softmax, along the last dimension by default.
 
-    Nested tensors, which the op refuses, take torch.nn.LogSoftmax's way.
+    The op refuses nested tensors; for them the module calls torch.log_softmax.
     """
 
     dim: int
@@ -281,7 +281,7 @@ class LogSoftmax(_NotScriptable, torch.nn.LogSoftmax):
         return _log_softmax(input, self.dim)
 
 
-@torch.fx.wrap  # torch.fx records the call: it knows no nested tensors
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, no tensor is nested
 def _softmax(x: Tensor, dim: int) -> Tensor:
     return torch.softmax(x, dim) if x.is_nested else ops.softmax(x, dim)
 
@@ -294,15 +294,15 @@ def _log_softmax(x: Tensor, dim: int) -> Tensor:
 class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss, state_dict included, over extension_cpp.cross_entropy.
 
-    Class probabilities as target, which the op refuses, take torch.nn.CrossEntropyLoss's way; with z_loss or softcap
-    they are an error.
+    The op refuses class probabilities as target; for them the module computes the loss as torch.nn.CrossEntropyLoss
+    does. With z_loss or softcap they are an error.
 
     Args:
-        weight, ignore_index, reduction, label_smoothing: as of torch.nn.CrossEntropyLoss.
-        z_loss, softcap: as of extension_cpp.cross_entropy.
+        weight, ignore_index, reduction, label_smoothing: as for torch.nn.CrossEntropyLoss.
+        z_loss, softcap: as for extension_cpp.cross_entropy.
     """
 
-    # Of the class, for modules that convert made of torch.nn's.
+    # Class attributes, for modules of torch.nn that convert has given this class.
     z_loss: float = 0.0
     softcap: float | None = None
 
@@ -332,7 +332,7 @@ class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
         return self.z_loss != 0 or self.softcap is not None
 
 
-@torch.fx.wrap  # torch.fx records the call: it knows no dtypes
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def _cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -343,7 +343,7 @@ def _cross_entropy(
     z_loss: float,
     softcap: float | None,
 ) -> Tensor:
-    # A target of another dtype holds class probabilities (or is torch's to refuse): torch's own forward.
+    # A target of another dtype has class probabilities, or torch refuses it: call torch's function.
     if target.dtype is not torch.int64 and not z_loss and softcap is None:
         options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         return torch.nn.functional.cross_entropy(input, target, weight, **options)  # type: ignore[arg-type]  # of one dict
@@ -353,9 +353,9 @@ def _cross_entropy(
 
 
 class LinearCrossEntropyLoss(_NotScriptable, torch.nn.Module):
-    """A linear layer and the cross-entropy of its logits at once, over extension_cpp.linear_cross_entropy.
+    """A linear layer and the cross-entropy of its logits, computed together by extension_cpp.linear_cross_entropy.
 
-    torch.nn.LinearCrossEntropyLoss (PyTorch 2.13) for one dimension of classes; the logits are never in memory all at
+    It is torch.nn.LinearCrossEntropyLoss (PyTorch 2.13) for one dimension of classes. All logits are never in memory at
     once.
 
     Args:
@@ -363,10 +363,10 @@ class LinearCrossEntropyLoss(_NotScriptable, torch.nn.Module):
         num_classes: the number of classes.
         bias: whether the linear layer has a bias.
         device, dtype: of the linear layer, as in torch.nn.
-        reduction, weight, ignore_index, label_smoothing, z_loss, softcap: as of extension_cpp.cross_entropy.
+        reduction, weight, ignore_index, label_smoothing, z_loss, softcap: as for extension_cpp.cross_entropy.
 
     Attributes:
-        linear: the torch.nn.Linear(in_features, num_classes), initialized as such; ``linear(input)`` are the logits.
+        linear: a torch.nn.Linear(in_features, num_classes) with its initialization; ``linear(input)`` are the logits.
         weight: the buffer with the classes' weights, or None.
 
     Shape: input (..., in_features), target (...) to (), or with ``reduction="none"`` to (...).

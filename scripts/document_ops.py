@@ -56,7 +56,7 @@ def summary(object: Any) -> str:
 
 
 def gradients(name: str, function: Callable[..., Any]) -> str:
-    """What the docstring's sentence about derivatives says first."""
+    """The beginning of the docstring's sentence about derivatives: in what, and to which order."""
     text = " ".join((inspect.getdoc(function) or "").split())
     match = re.search(r"\b(Not d|D)ifferentiable\b[\s,]*([^.;]*)[.;]", text)
     if match is None:
@@ -75,13 +75,13 @@ def row_of(name: str, function: Callable[..., Any]) -> str:
 
 
 def table() -> str:
-    """The README's: a row an operator."""
+    """The README's table, with one row for each operator."""
     rows = (row_of(name, function) for name, function in functions().items())
     return "| function | meaning | differentiable |\n|---|---|---|\n" + "".join(rows)
 
 
 def schemas_of(names: list[str]) -> dict[str, list[str]]:
-    """Every schema under the operator whose name it continues: mish has mish, mish_backward, mish.out."""
+    """The schemas of each operator, found by their names: mish has mish, mish_backward and mish_double_backward."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for schema in info.schemas():
         stem = re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0]

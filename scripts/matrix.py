@@ -2,9 +2,9 @@
 
     python scripts/matrix.py dist/*.whl [--python PATH]... [-- PYTEST ARGUMENTS]
 
-Oldest Python with the oldest torch that is supported, newest with the newest, every one between with the torch that
-requirements.txt pins. The environments stay under .matrix/ for the next time. What is tested is the installed wheel:
-the tests are copied to where the checkout's package is out of reach.
+The oldest Python gets the oldest supported torch, the newest Python the newest torch, and the others get the torch
+that requirements.txt pins. The environments stay in .matrix/ for the next time. The tests run on the installed wheel:
+they are copied to a folder from which Python cannot find the checkout's package.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Small errors planted in the code, one at a time: does a test fail?
+"""Plants small errors in the code, one at a time, and sees whether a test fails.
 
     python -m scripts.mutants [--count 150] [--seed 0] [--files PART...] [--minutes 20]
 
-universalmutator makes the mutants; a seeded sample of them is drawn, half of Python and half of the CPU kernels and
-their shims. Each is put into a copy of the tree (build/mutants), compiled if it is C, and tests run until one fails.
-Comments, annotations and what does not compile are none. Results are kept in build/mutants/results.jsonl, so that a
-run that was stopped goes on. A survivor ends in a test, or in tests/equivalent_mutants.txt with the reason why it
-changes nothing. Exits with 1 where less than 95 % of the others were killed.
+universalmutator makes the mutants, and a seeded sample of them is drawn: half from Python, half from the CPU kernels
+and their shims. Each mutant is put into a copy of the tree (build/mutants) and compiled if it is C. Then tests run
+until one fails. Changes of comments and annotations, and code that does not compile, do not count. Results are kept in
+build/mutants/results.jsonl, so that a run that was stopped can go on. For a mutant that survives, write a test, or add
+it to tests/equivalent_mutants.txt with the reason why it changes nothing. The exit status is 1 if fewer than 95 % of
+the others were killed.
 """
 
 import argparse
@@ -34,9 +35,9 @@ FOLDER = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
 PACKAGE = "extension_cpp"
 PYTHON_FILES = ("ops", "second_order", "autograd", "checks", "op_checks", "plain", "nested", "modules", "convert")
-ENOUGH = 0.95  # of the mutants that are not equivalent
+ENOUGH = 0.95  # the share of mutants to kill, of those that are not equivalent
 
-# The tests of a file, the likeliest to fail first. A C file has its ops' in the battery and in files of their own.
+# The tests of a file, the likeliest to fail first. The tests of a C file are the battery and the tests of its ops.
 TESTS = {
     "convert": ["tests/test_convert.py"],
     "nested": ["tests/test_nested.py"],
@@ -58,7 +59,7 @@ class Mutant:
 
 
 def sources(parts: list[str]) -> list[Path]:
-    """The files to mutate; with parts, those whose path has one."""
+    """The files to mutate; with parts, only those whose path contains one of them."""
     csrc = [path for path in sorted((ROOT / PACKAGE / "csrc").rglob("*")) if path.suffix in (".c", ".h", ".cpp")]
     csrc = [path for path in csrc if "cuda" not in path.name]
     found = [*(ROOT / PACKAGE / f"{name}.py" for name in PYTHON_FILES), *csrc]
@@ -66,7 +67,7 @@ def sources(parts: list[str]) -> list[Path]:
 
 
 def code(path: Path, text: str) -> str | None:
-    """What the compiler sees of a file, for comparison; None if it is none."""
+    """A file without comments and annotations, for comparison; None if it is not valid Python."""
     if path.suffix != ".py":
         return re.sub(r"\s+", " ", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL))
     try:
@@ -117,7 +118,7 @@ def tests_of(file: str) -> list[str]:
 
 
 def run(command: list[str], seconds: float) -> int | None:
-    """The exit status in the copy of the tree, or None where it took longer; whatever it started ends with it."""
+    """The exit status of a command in the copy of the tree. None: it took longer, and its processes were killed."""
     environment = {**os.environ, "USE_CUDA": "0"}
     with subprocess.Popen(
         command,

@@ -2,7 +2,7 @@
 
     python -m scripts.ncu_summary out/profile-layer_norm-cuda.csv
 
-What the report lacks is shown as "-".
+Figures that the report does not have are shown as "-".
 """
 
 import csv
@@ -20,14 +20,14 @@ LIMITS = {"registers": "registers", "shared_mem": "shared memory", "warps": "war
 
 
 def kernels(text: str) -> list[Kernel]:
-    """A row a launch, in order. ncu writes one of names, one of units, and before them what it has to say."""
+    """One row for each launch, in order. Before them ncu writes messages, a row of names and a row of units."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     return [row for row in rows if row.get("ID")]  # the row of units has no ID
 
 
 def number(kernel: Kernel, *names: str) -> float | None:
-    """The first of the metrics that is there: some have other names in other versions."""
+    """The first of these metrics that the report has: some have other names in other versions."""
     for name in names:
         try:
             return float(kernel.get(name, "").replace(",", ""))

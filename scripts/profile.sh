@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One op under a profiler, and a page that says what it did.
+# Runs one op under a profiler and prints what it did.
 #
 #   scripts/profile.sh OP [--dtype bfloat16] [--width 4096] [--mib 128] [--cpu]
 #
-# On a GPU Nsight Compute measures each kernel of one forward and one backward; the report stays in out/ for ncu-ui. On the CPU,
-# with --cpu or without a GPU, perf counts and samples some seconds of calls; where there is no perf, valgrind counts the
-# instructions of a few calls. docs/profiling.md says how to read it. PYTHON names the environment.
+# On a GPU Nsight Compute measures each kernel of one forward and one backward. The report stays in out/ for ncu-ui. On the CPU,
+# with --cpu or without a GPU, perf counts and samples some seconds of calls. Without perf, valgrind counts the instructions of
+# a few calls. docs/profiling.md says how to read the output. PYTHON names the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-export LC_ALL=C # the tools' numbers with points
+export LC_ALL=C # the tools write numbers with decimal points
 device=cuda
 nvidia-smi -L >/dev/null 2>&1 || device=cpu
 words=()

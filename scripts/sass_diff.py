@@ -81,7 +81,7 @@ def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 def differing(before: Code, after: Code) -> int:
-    """How many instructions differ, wherever they stand; 1 at least, for instructions that only changed places."""
+    """How many instructions differ, in any order; at least 1, if instructions only changed places."""
     counts = collections.Counter(before), collections.Counter(after)
     gone, new = counts[0] - counts[1], counts[1] - counts[0]
     return max(gone.total(), new.total(), 1)
