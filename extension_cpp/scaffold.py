@@ -233,6 +233,7 @@ def plan_removal(name: str) -> Plan:
     for path, pattern, what in (
         (ops, rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
         (reference, rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
+        (package / "_ops.pyi", rf"(?:^def {name}(?:_double)?(?:_backward)?\(.*?: \.\.\.\n)+", f"the types of {name}"),
         (TREE / "README.md", rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
         (TREE / "docs" / "ops.md", rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
     ):
