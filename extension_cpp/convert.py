@@ -1,7 +1,7 @@
-"""nn.convert: an existing model over this package's ops, in place, and nn.revert: back.
+"""nn.convert, which makes an existing model call this package's ops, and nn.revert, which undoes it.
 
-A module is converted by changing its class, so that it stays the same object with the same parameters, buffers, hooks
-and training state, wherever in the model and under however many names it is registered.
+A module is converted by changing its class. It stays the same object with the same parameters, buffers, hooks and
+training state, in all places and under all names in which it is registered.
 """
 
 import functools
@@ -27,10 +27,10 @@ from extension_cpp.convert_formulas import (
 
 
 class Converted(NamedTuple):
-    """What convert or revert did, by the modules' names in the model ("" is the model itself)."""
+    """What convert or revert did, by the names of the modules in the model ("" is the model itself)."""
 
-    changed: dict[str, str]  # the function that it calls now; by revert, its class
-    left: dict[str, str]  # why
+    changed: dict[str, str]  # by convert, the function that the module calls now; by revert, its class
+    left: dict[str, str]  # why the module was not changed
 
 
 def convert(
@@ -41,74 +41,80 @@ def convert(
     skip: str | Iterable[str] = (),
     dry_run: bool = False,
 ) -> Converted:
-    """Makes a transformer run on this package's ops, in place: all of them that its modules can call.
+    """Makes a transformer run on this package's ops, in place: every module that can call an op calls it.
 
-    Changed are, and ``changed`` says by which function:
+    These are changed, and ``changed`` says which function each of them calls:
 
-    * torch.nn.LayerNorm, RMSNorm, SiLU, GELU, Dropout (whose masks are others then, from the same seed), Softmax,
-      LogSoftmax and CrossEntropyLoss;
-    * every other module that computes what layer_norm or rms_norm computes over the last dimension, or what silu or
-      gelu computes, as those of Hugging Face models do, whatever they are called. They are run on probes, and compared
-      with the formulas (of norms with weight and with 1 + weight, as Gemma's), in float32 and the half types, in
-      training and evaluation, gradients too;
-    * gated MLPs, ``act(gate) * up`` (swiglu, geglu), where act is such an activation or torch.nn.functional's silu or
-      gelu. The linear layers around it, packed or not, are called as before. But where the product is all that a
-      plain torch.nn.Linear takes, in the same expression, it is not kept for backward, which makes it again: the same
-      bits, and a third less memory;
-    * attention modules that call a function with "rotary" or "rope" in its name: the function is run on probes, too
-      (rotary_embedding). Nothing changes for other modules that call it;
-    * modules that normalize a residual sum: ``s = residual + dropout(x)`` and ``norm(s)`` (add_layer_norm,
-      add_rms_norm). The mask of torch.nn.functional.dropout is another there, too;
-    * the losses of Hugging Face's causal language models, see below.
+    * torch.nn.LayerNorm, RMSNorm, SiLU, GELU, Dropout (with other masks from the same seed), Softmax, LogSoftmax and
+      CrossEntropyLoss.
+    * Every other module that computes layer_norm or rms_norm over the last dimension, or silu or gelu, whatever its
+      class is called. Many classes of Hugging Face models do. Such a module is run on probes, and its results and
+      gradients are compared with the formulas, in float32 and the half types, in training and evaluation. The formulas
+      of norms have a weight, or 1 + weight as in Gemma.
+    * Gated MLPs, ``act(gate) * up`` (swiglu, geglu), where act is such an activation or torch.nn.functional's silu or
+      gelu. The linear layers around the product, packed or not, are called as before. If the product goes straight into
+      a plain torch.nn.Linear in the same expression, it is not saved for backward, which computes it again. The bits
+      are the same, with a third less memory.
+    * Attention modules that call a function with "rotary" or "rope" in its name (rotary_embedding). That function is
+      run on probes, too. Other modules that call it do not change.
+    * Modules that normalize a residual sum, ``s = residual + dropout(x)`` and ``norm(s)`` (add_layer_norm,
+      add_rms_norm). There torch.nn.functional.dropout gets another mask, too.
+    * The losses of Hugging Face's causal language models; see below.
 
-    Gated MLPs, attention modules and modules with a residual sum get a forward of their own: a copy of the original's
-    source in which these places call the ops. It looks at what is there when it is called: with a hook on the norm,
+    Gated MLPs, attention modules and modules with a residual sum get a new forward: a copy of the original's source in
+    which these places call the ops. At each call it looks at its arguments and modules. With a hook on the norm,
     another module in its place (LoRA, sharding), inputs of several dtypes (autocast) or shapes that an op does not
     take, it does what the original did.
 
-    All stay instances of their class, take their input by the name that it had, and return the dtype that they
-    returned, under autocast, too. Parameters (shared ones stay shared), their dtypes, buffers, hooks, training state,
-    state_dict and repr are as before; a second call changes nothing, and revert undoes it.
+    All modules stay instances of their class, take their input by the same name, and return the same dtype, also under
+    autocast. Parameters (shared ones stay shared), their dtypes, buffers, hooks, training state, state_dict and repr do
+    not change. A second call changes nothing, and revert undoes the first.
 
-    Changed is the loss of Hugging Face's causal language models, too, where ``loss_function`` is ForCausalLMLoss: it is
-    computed from the logits as they are, without a float32 copy, and is float32. With ``loss="linear"`` it is computed
-    from the hidden states by linear_cross_entropy, and there are no logits: **where labels are given, the result's
-    ``logits`` are None**. Without labels, with ``return_dict=False``, and where something was put on the output layer
-    later (LoRA, a hook, a loss_function), forward makes logits as before. Losses have no second derivative.
+    In Hugging Face's causal language models whose ``loss_function`` is ForCausalLMLoss, the loss is changed as well. It
+    is computed from the logits without a float32 copy of them, and is float32. With ``loss="linear"``
+    linear_cross_entropy computes it from the hidden states, and there are no logits: **if labels are given, the
+    result's ``logits`` are None**. Forward computes logits as before without labels, with ``return_dict=False``, and if
+    something was put on the output layer later (LoRA, a hook, a loss_function). Losses have no second derivative.
 
-    Inside, the arithmetic is float32 (float64: float64), rounded once. What is written in several operations rounds in
-    each of them: in half types a norm that rounds before it multiplies by the weight (Llama's) differs from ours by up
-    to 1.5 eps of each element. A class that computes in float32 even for float64 inputs differs there by float32's
+    The ops compute in float32 (float64: float64) and round once. A model that is written in several operations rounds
+    in each of them. In half types a norm that rounds before it multiplies by the weight (Llama's) differs from the op's
+    by up to 1.5 eps of each element. A class that computes in float32 even for float64 inputs differs by float32's
     rounding.
 
     Args:
-        model: any module, compiled, on any device and dtype, also on meta; it may be a norm itself.
-        loss: "logits" or "linear": from what a causal language model's loss is computed. "linear" keeps the scale and
-            the softcap of the logits (Granite, Cohere, Gemma) that the model has at the time of this call.
-        only, skip: what alone to change, and what not to: functions as ``changed`` names them ("dropout"), and patterns
-            of module names in the sense of fnmatch ("lm_head", "model.layers.0.*"). The fused functions need the
-            simple ones: add_rms_norm runs in place of a norm that is changed to rms_norm, swiglu of a silu module.
+        model: any module, compiled or not, on any device and of any dtype, also on meta. It may be a norm itself.
+        loss: "logits" or "linear": what the loss of a causal language model is computed from. "linear" uses the scale
+            and the softcap of the logits (Granite, Cohere, Gemma) that the model has at the time of this call.
+        only, skip: what to change and nothing else, and what not to change. Both take functions as ``changed`` names
+            them ("dropout"), and patterns of module names as for fnmatch ("lm_head", "model.layers.0.*"). The fused
+            functions need the simple ones: add_rms_norm replaces a norm that is changed to rms_norm, and swiglu needs a
+            silu module that is changed.
         dry_run: return what would be changed, and change nothing.
 
     Returns:
-        Two dicts by module name, the first name of one that has several: ``changed``, the function that each module
-        calls now, and ``left``, a sentence for each norm, activation, dropout, softmax, loss and rotary function that
-        was left as it was. The latter are those that compute something else (QuickGELU, rotary embedding by sections),
-        take more than the input, are parametrized, TorchScript, or had their forward replaced on the instance; in-place
-        dropouts and activations, which the op could only copy, softmaxes without a dimension, and subclasses of
-        Dropout, Softmax, LogSoftmax and CrossEntropyLoss; those whose parameters are of a dtype, device or tensor class
-        that the ops do not take, or are empty, as sharding leaves them; and models that compute their loss without
-        loss_function. Modules whose forward has no source, or is a closure, keep it without a sentence.
-        A model that cannot have the linear loss is in both: it gets the loss of "logits".
-        No module is changed before all are decided.
+        Two dicts by module name; a module with several names has its first. ``changed`` has the function that each
+        module calls now. ``left`` has a sentence for each norm, activation, dropout, softmax, loss and rotary function
+        that was not changed. These are modules that
+
+        * compute something else (QuickGELU, rotary embedding by sections) or take more than the input;
+        * are parametrized or TorchScript, or had their forward replaced on the instance;
+        * are dropouts and activations that work in place, which the op could only copy, or softmaxes without a
+          dimension;
+        * are of a subclass of Dropout, Softmax, LogSoftmax or CrossEntropyLoss;
+        * have parameters of a dtype, device or tensor class that the ops do not take, or empty ones, as after sharding;
+        * are models that compute their loss without loss_function.
+
+        A model that cannot have the linear loss is in both dicts: it gets the loss of "logits". Modules whose forward
+        has no source, or is a closure, are not changed and not named. All decisions are made before the first module is
+        changed.
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.
-        ValueError: ``loss`` is neither "logits" nor "linear"; ``only`` or ``skip`` has a word that is no function and
-            matches no module's name.
+        ValueError: ``loss`` is neither "logits" nor "linear"; or ``only`` or ``skip`` has a word that is neither a
+            function nor matches a module's name.
 
-    Dropouts draw other masks than PyTorch's from the same seed; ``skip="dropout"`` keeps PyTorch's. What torch.compile
-    compiled before is dropped if anything changed (torch.compiler.reset), as it holds the old code.
+    Dropouts draw other masks than PyTorch's from the same seed; ``skip="dropout"`` keeps PyTorch's. If anything
+    changed, the results of torch.compile are dropped (torch.compiler.reset), because they have the old code.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"extension_cpp.nn.convert: expected model to be a torch.nn.Module, but got {type(model)}")
@@ -148,7 +154,7 @@ def convert(
     for _, module, plan in losses:
         convert_loss.apply(module, plan)
     for _, module, found, _ in changes:
-        vars(module).pop("forward", None)  # its class's own, which would stand before the new class's
+        vars(module).pop("forward", None)  # the class's own forward, which would hide that of the new class
         module.__class__ = found
     _forget_what_was_compiled(result)
     return result
@@ -157,7 +163,7 @@ def convert(
 def _rewritten(
     modules: list[tuple[str, torch.nn.Module]], classes: dict[torch.nn.Module, type], choice: Choice, result: Converted
 ) -> list[tuple[str, torch.nn.Module, type, str]]:
-    """The modules whose forward is rewritten, with their classes, and what they call then."""
+    """The modules whose forward is rewritten: name, module, new class, and the functions that it calls."""
     changes = []
     for name, module in modules:
         if module in classes or not module._modules or isinstance(module, (*_ours(), convert_loss.LinearLossModel)):
@@ -175,16 +181,17 @@ def _rewritten(
 
 
 def revert(model: torch.nn.Module) -> Converted:
-    """Undoes convert, in place: every converted module has its class again, and every model its loss.
+    """Undoes convert, in place: every converted module gets its class back, and every model its loss.
 
     Args:
         model: any module; it may be a norm itself.
 
     Returns:
-        Two dicts by module name: ``changed``, the class that each module has again, and ``left``, a sentence for each
-        that something else put a class of its own on top of. Modules that were made as extension_cpp.nn.LayerNorm,
-        RMSNorm, SiLU, GELU, Dropout, Softmax, LogSoftmax or CrossEntropyLoss become torch.nn's, but for a loss with
-        ``z_loss`` or ``softcap``, which is left; the others of extension_cpp.nn have no class to go back to.
+        Two dicts by module name. ``changed`` has the class that each module has again. ``left`` has a sentence for each
+        converted module to which something else has given a class of its own since. Modules that were created as
+        extension_cpp.nn.LayerNorm, RMSNorm, SiLU, GELU, Dropout, Softmax, LogSoftmax or CrossEntropyLoss become those
+        of torch.nn, except a loss with ``z_loss`` or ``softcap``, which is in ``left``. Other modules of
+        extension_cpp.nn have no class to go back to.
 
     Raises:
         TypeError: ``model`` is not a torch.nn.Module.
@@ -197,7 +204,7 @@ def revert(model: torch.nn.Module) -> Converted:
         if isinstance(module, nn.CrossEntropyLoss) and module.extends_torch():
             result.left[name] = f"{_class_name(module)}: torch.nn.CrossEntropyLoss has no z_loss and no softcap"
         elif original is not None:
-            vars(module).pop("received", None)  # an output layer's, None between calls
+            vars(module).pop("received", None)  # an attribute of output layers, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
         elif isinstance(module, (*_generated(), convert_loss.LinearLossModel, convert_loss.Head)):
@@ -215,7 +222,7 @@ def _replacements() -> dict[type, type]:
 
 
 def _generated() -> tuple[type, type]:
-    """What is put before the classes of modules that have none of the same name in extension_cpp.nn."""
+    """The base classes of the classes that convert makes for modules without a class in extension_cpp.nn."""
     return FormulaModule, convert_forward.RewrittenModule
 
 
@@ -248,22 +255,23 @@ def _called_norm(module: torch.nn.Module) -> bool:
 
 SHARDING = "fully_shard, parallelize_module or distribute_module"  # what makes DTensors of parameters
 
-# Recognised by their class alone, and reported where they are left.
+# These are recognised only by their class, and reported if they are not changed.
 KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
 
 
 def _is_asked_for(module: torch.nn.Module) -> bool:
-    """Whether people would ask why it was left."""
+    """Whether a user would ask why this module was not changed."""
     return isinstance(module, KINDS) or _called_norm(module) or convert_activations.is_asked_for(module)
 
 
 def _may_be_known(module: torch.nn.Module) -> bool:
-    """Whether to look closer: what has no modules inside, and torch's own even so (a parametrization is one)."""
+    """Whether the module may compute a known formula: it has no modules inside, or is a norm of torch.nn (whose
+    parametrizations are modules)."""
     return not module._modules or isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm))
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
-    """What forbids to change this module, whatever it computes."""
+    """Why this module must not be changed, whatever it computes; None if it may."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
     if torch.nn.utils.parametrize.is_parametrized(module):
@@ -287,7 +295,7 @@ def _obstacle(module: torch.nn.Module) -> str | None:
 
 
 def _is_replaced(module: torch.nn.Module) -> bool:
-    """Whether the instance has a forward that is not its class's, as `module.forward = module.forward` leaves."""
+    """Whether the instance has a forward that is not its class's. `module.forward = module.forward` does not count."""
     forward = vars(module).get("forward")
     own = isinstance(forward, types.MethodType) and forward.__self__ is module
     return forward is not None and not (own and forward.__func__ is type(module).forward)
@@ -310,19 +318,19 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) ->
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
     if formula is None:
-        with torch.device("cpu"):  # the caller's may be meta
+        with torch.device("cpu"):  # the caller's default device may be meta
             formula = recognised[state] = _recognise(module)
     if isinstance(formula, str):
         return formula
     original: type = type(module)
     try:
         return formula_class(original, formula)
-    except Exception as error:  # of its metaclass or its __init_subclass__
+    except Exception as error:  # from its metaclass or its __init_subclass__
         return f"it computes {formula}, but its class cannot be subclassed ({error})"
 
 
 def _recognise(module: torch.nn.Module) -> Formula | str:
-    """The formula that a module computes, or why it is none."""
+    """The formula that a module computes, or why it is not a known one."""
     if convert_activations.may_be_activation(module):
         found = convert_activations.recognise(module)
         if not isinstance(found, str) or convert_activations.is_asked_for(module):
@@ -331,7 +339,7 @@ def _recognise(module: torch.nn.Module) -> Formula | str:
 
 
 def _class_by_kind(module: torch.nn.Module) -> type | str:
-    """The same for one of KINDS."""
+    """_class_for, for one of KINDS."""
     if type(module) not in KINDS:
         base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
         does = "draws" if base == "Dropout" else "computes"
@@ -344,7 +352,7 @@ def _class_by_kind(module: torch.nn.Module) -> type | str:
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
-    """All that decides what a module computes, but for its parameters' values; None where that cannot be compared."""
+    """Everything that decides what a module computes, except its parameters' values; None if it cannot be compared."""
     own = {name: value for name, value in vars(module).items() if name not in vars(torch.nn.Module())}
     if any(not isinstance(value, (bool, int, float, str, type(None))) for value in own.values()):
         return None

@@ -1,11 +1,11 @@
-"""The part of nn.convert that knows which changes its caller asked for: ``only`` and ``skip``."""
+"""The part of nn.convert that says which changes its caller asked for: ``only`` and ``skip``."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
 
-# What `changed` may say of a module, without the form of a function (" with approximate='tanh'").
+# The functions that `changed` may name, without their forms (" with approximate='tanh'").
 FUNCTIONS = (
     "layer_norm",
     "rms_norm",
@@ -32,7 +32,7 @@ class Choice:
         self.skip = _items("skip", skip, model)
 
     def may_change(self, name: str) -> bool:
-        """Whether a module may be changed, for all that its name says."""
+        """Whether a module may be changed, as far as its name decides that."""
         if any(fnmatchcase(name, item) for item in self.skip if item not in FUNCTIONS):
             return False
         return self.only is None or any(item in FUNCTIONS or fnmatchcase(name, item) for item in self.only)
@@ -48,7 +48,7 @@ class Choice:
 
 
 def _items(argument: str, items: Iterable[str], model: torch.nn.Module) -> list[str]:
-    """The items as a list; a name that means nothing is refused, because it is a slip."""
+    """The items as a list. A word that means nothing is refused, because it is a mistake of the caller."""
     listed = [items] if isinstance(items, str) else list(items)
     names = [name for name, _ in model.named_modules()]
     for item in listed:

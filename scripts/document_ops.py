@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -93,16 +94,18 @@ def schemas_of(names: list[str]) -> dict[str, list[str]]:
 
 
 def described(name: str, function: Callable[..., Any]) -> str:
-    """The docstring as markdown: its sections become bold words, its arguments a list."""
-    lines = []
-    for line in (inspect.getdoc(function) or "").splitlines():
+    """The docstring as markdown: its sections become bold words, its arguments a list, what follows "::" a block."""
+    lines, fence = [], "\0"  # until `` is `
+    text = inspect.getdoc(function) or ""
+    text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n{fence}text\n{dedent(block[1])}{fence}\n", text)
+    for line in text.splitlines():
         if re.fullmatch(r"\w+:", line):
             lines.append(f"**{line[:-1]}**\n")
-        elif argument := re.fullmatch(r" {4}(\w+): (.*)", line):
-            lines.append(f"* `{argument[1]}`: {argument[2]}")
+        elif argument := re.fullmatch(r" {4}(\w+(?:, \w+)*): (.*)", line):
+            lines.append(f"* {', '.join(f'`{name}`' for name in argument[1].split(', '))}: {argument[2]}")
         else:
             lines.append(re.sub(r"^ {4}", "" if not line.startswith(" " * 8) else "  ", line).rstrip())
-    body = markdown("\n".join(lines))
+    body = markdown("\n".join(lines)).replace(fence, "```")
     body = re.sub(r"(?m)^ {6}", "  ", body)
     return f"## {name}\n\n`{call(name, function)}`\n\n{body}"
 
