@@ -35,7 +35,7 @@ def _load() -> None:
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
-        # torch wraps the linker's words, which name the missing symbol or glibc version.
+        # torch wraps the linker's message, which names the missing symbol or glibc version.
         reason = error.__cause__ or error
         raise ImportError(
             f"extension_cpp's library cannot be loaded: {reason}. Build it on this machine (in a checkout: make build)."
@@ -85,10 +85,10 @@ try:
         token_log_probs,
     )
 
-    # Rules for DTensors, without the cost of importing those for who has none.
+    # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
     after_import.after_import("torch.distributed.tensor", _register_shardings)
 except (ImportError, AttributeError, RuntimeError) as error:
-    # The last two are what torch says of a fake or a gradient whose operator is not there.
+    # torch raises the last two if the operator of a fake or a gradient does not exist.
     load_error = (
         error
         if isinstance(error, ImportError)

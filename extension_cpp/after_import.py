@@ -37,10 +37,10 @@ class Finder(importlib.abc.MetaPathFinder):
             load(module)
             try:
                 self.function()
-            except Exception as error:  # nobody asked for this package: the module itself is all right
+            except Exception as error:  # the user imported another module, which must not fail because of this one
                 warnings.warn(f"extension_cpp: what follows the import of {self.name} failed: {error}", stacklevel=2)
 
-        loader.exec_module = load_and_run  # type: ignore[method-assign]  # of this one object
+        loader.exec_module = load_and_run  # type: ignore[method-assign]  # of this object only
 
 
 def after_import(name: str, function: Callable[[], None]) -> None:

@@ -23,10 +23,10 @@ ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}
 ROWS_CHECKED = 2**8
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SECONDS_A_ROW = 0.4  # of timing, after the warm-up
-# Warm-up goes on while the calls still meet memory that was never touched: its page faults cost more than the work.
+# Warm-up goes on while calls still get memory that was never used: its page faults cost more than the work.
 WARM_UPS, NEW_PAGES = 6, 1000
 
-# The fastest that eager PyTorch has: reference.py's formulas, and a function of PyTorch's own where there is one.
+# The fastest form in eager PyTorch: a function of PyTorch if there is one, else the formula in reference.py.
 EAGER = SimpleNamespace(
     **{
         **vars(reference),
@@ -98,7 +98,7 @@ CASES = (
 
 
 def make(case: Case, rows: int, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """The tensors of a call; those that have a gradient require it."""
+    """The tensors of a call. Those that can have a gradient require it."""
     generator = torch.Generator(device).manual_seed(0)
     made = []
     for name in case.tensors:
@@ -141,7 +141,7 @@ def results(case: Case, namespace: Any, tensors: list[Tensor], grads_out: tuple[
 
 
 def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
-    """Relative to the largest true value."""
+    """The largest error, relative to the largest exact value."""
     pairs = zip(found, truth, strict=True)
     return float(torch.stack([(got.double() - want).abs().max() / want.abs().max() for got, want in pairs]).max())
 
@@ -162,7 +162,7 @@ def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
     truth = results(case, reference, exact, tuple(grad.double() for grad in grads_out))
     errors = []
     for namespace in (extension_cpp, *([] if case.is_random else [EAGER])):
-        # Freed blocks full of NaN: what a kernel forgets to write shows, where an earlier call's answer would hide it.
+        # Freed blocks are filled with NaN, so that an element that a kernel does not write shows.
         poison = [torch.full_like(x, torch.nan) for x in (*tensors, *tensors, *tensors) if x.is_floating_point()]
         del poison
         torch.manual_seed(0)  # the reference draws its dropout mask from the same seed
@@ -180,7 +180,7 @@ def seconds(function: Callable[[], Any], device: str) -> float:
         return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    # A millisecond, in which the host runs ahead: what is timed is the device's work alone.
+    # For a millisecond the device waits and the host runs ahead, so that only the device's work is timed.
     torch.cuda._sleep(2_000_000)
     start.record()
     function()
@@ -190,7 +190,7 @@ def seconds(function: Callable[[], Any], device: str) -> float:
 
 
 def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float) -> dict[str, float]:
-    """Seconds a call, the functions taking turns, so that a change of the machine's state meets all of them."""
+    """The seconds of a call of each function. They take turns, so that a change of the machine's state affects all."""
     for _ in range(WARM_UPS):
         touched = getrusage(RUSAGE_SELF).ru_minflt
         for function in functions.values():
@@ -217,7 +217,7 @@ def to_time(case: Case, tensors: list[Tensor]) -> dict[str, Callable[[], Any]]:
 
 
 def milliseconds(ours: float, eager: float) -> list[str]:
-    """Two cells: the times, and how often ours fits into eager's."""
+    """Two cells: the times, and eager's time divided by ours."""
     shown = " / ".join(f"{1000 * each:.3g}" if each < 0.9995 else f"{1000 * each:.0f}" for each in (ours, eager))
     return [shown, f"[{'green' if ours <= eager else 'yellow'}]{eager / ours:.1f}x[/]"]
 

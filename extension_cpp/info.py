@@ -1,7 +1,7 @@
 """python -m extension_cpp info: what was built, what this machine has, and whether they fit.
 
-It also has to answer where the package cannot be used (library missing, torch missing or too old), so nothing here
-needs the library, and torch is imported only where it is asked for a fact. `misfits` decides over plain values alone.
+It must also work if the package does not (library missing, torch missing or too old). So nothing here needs the
+library, and torch is imported only where it is asked for a fact. `misfits` decides from plain values.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the library meets when it runs."""
+    """What the library finds on the machine where it runs."""
 
     torch: str | None  # version; None: not installed
     torch_cuda: str | None  # the CUDA that torch was built with
@@ -68,8 +68,8 @@ def version(text: str) -> Version:
 def serves(architecture: str, capability: tuple[int, int], driver_compiles: bool = True) -> bool:
     """Whether code built for an architecture, such as "9.0+PTX", runs on a GPU of a compute capability.
 
-    Machine code runs on GPUs of the same major number and the same or a higher minor one (with a suffix a: on that one
-    alone); PTX is compiled by the driver for any GPU as new or newer.
+    Machine code runs on GPUs with the same major number and the same or a higher minor number; with a suffix a only on
+    that GPU. The driver compiles PTX for any GPU that is as new or newer.
     """
     match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
     if match is None:
@@ -83,7 +83,7 @@ def serves(architecture: str, capability: tuple[int, int], driver_compiles: bool
 
 
 def misfits(build: Build, machine: Machine) -> list[str]:
-    """What keeps this build from the machine's GPUs, and what to do about it: one sentence each, none where all fits.
+    """What keeps this build from the machine's GPUs, and what to do about it: one sentence each, none if all fit.
 
     A machine without a GPU fits every build: the CPU operators need nothing but the library.
     """
@@ -147,7 +147,7 @@ def _architecture_misfits(build: Build, machine: Machine, rebuild: str) -> list[
 
 
 def cuda_problem(build: Build, machine: Machine) -> str | None:
-    """Why the operators cannot run on a GPU here, in one sentence; None where they can."""
+    """Why the operators cannot run on a GPU here, in one sentence; None if they can."""
     if build.cuda is None and not machine.gpus:
         return "This build has no CUDA kernels, and this machine has no NVIDIA GPU."
     if not machine.gpus:
@@ -170,12 +170,12 @@ def ask_library(question: str) -> str:
 
 
 def ask_library_number(question: str) -> int:
-    """Likewise, for a number."""
+    """The same for functions that return a number."""
     return int(getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")())
 
 
 def read_build(loaded: bool = True) -> Build | None:
-    """What the library says of itself; one that cannot be loaded is searched as a file. None: no answer."""
+    """What the library says about itself. If it cannot be loaded, its file is searched. None: there is no answer."""
     if loaded:
         return parse_build(ask_library("build_info"))
     try:
@@ -238,7 +238,7 @@ def _cpu_name() -> str:
 
 
 def schemas() -> list[str]:
-    """The schema of every operator that is registered, out variants and backward operators included, twins left out."""
+    """The schema of every registered operator, with out variants and backward operators, but without twins."""
     import torch
 
     from extension_cpp.autograd import TWIN
@@ -254,7 +254,7 @@ def schemas() -> list[str]:
 
 # ---- plans of the norms' GPU kernels (csrc/norm/norm_plan.h) ----
 
-# What a plan depends on: layer_norm or rms_norm, and what stands beside it.
+# What a plan depends on: whether it is layer_norm, and its form (0: plain, 1: with a residual, 2: with dropout).
 NORMS = {
     "layer_norm": (True, 0),
     "rms_norm": (False, 0),
@@ -266,7 +266,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")  # as csrc/common/dtype.h
 
 
 def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict[str, str]:
-    """How an H100 would run a norm of contiguous tensors, of which all gradients are wanted."""
+    """How an H100 would run a norm of contiguous tensors, if all gradients are needed."""
     function = ctypes.CDLL(str(library())).extension_cpp_norm_plan
     function.restype = ctypes.c_char_p
     function.argtypes = [ctypes.c_int] * 4 + [ctypes.c_int64] * 2
@@ -276,7 +276,7 @@ def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict
 
 
 def run_plan(op: str, dtype: str, rows: int, cols: int, backward: bool, weights: str | None) -> int:
-    """Prints the plan, a line for each of its numbers."""
+    """Prints the plan, one number per line."""
     step = "backward" if backward else "forward"
     print(f"{op}, {step}, {rows} x {cols} in {dtype}, weights in {weights or dtype}, on an H100")
     for name, value in norm_plan(op, dtype, rows, cols, backward).items():
@@ -327,7 +327,7 @@ def _package_version() -> str:
 
 
 def run(load_error: str | None = None) -> int:
-    """Prints everything; returns 1 where the package cannot be used at all, which load_error then explains."""
+    """Prints everything. Returns 1 if the package cannot be used at all; load_error then says why."""
     build, machine = read_build(loaded=not load_error), read_machine()
     level = None if load_error else ask_library("cpu_level")
     torch_cuda = f" (CUDA {machine.torch_cuda})" if machine.torch_cuda else " (no CUDA)"
