@@ -831,9 +831,9 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradien
     if grad_out is None:
         return {}
     x, weight, bias, mean, rstd = ctx.saved_tensors
-    needs_x, _, *needs_weights, _ = ctx.needs_input_grad
+    needs_x, _, needs_weight, needs_bias = ctx.needs_input_grad[:4]
     grad_x, grad_weight, grad_bias = _ops.layer_norm_backward(
-        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, needs_x, *needs_weights
+        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, needs_x, needs_weight, needs_bias
     )
     return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
 
