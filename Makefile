@@ -23,7 +23,7 @@ setup build run test test-gpu bench budgets docs sanitize: export TORCH_CUDA_ARC
 endif
 
 BUILD_NEEDS := ninja
-TEST_NEEDS := $(BUILD_NEEDS) pytest xdist hypothesis numpy setuptools transformers rich matplotlib
+TEST_NEEDS := $(BUILD_NEEDS) pytest xdist hypothesis numpy setuptools transformers rich matplotlib nbclient ipykernel
 C_SOURCES = find extension_cpp templates tests examples -name .venv -prune -o \
   -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
 CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format
