@@ -24,9 +24,9 @@ PACKAGE = Path(__file__).resolve().parent
 INSTALLED = PACKAGE / "tree"
 TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 
-OP_KINDS = ("pointwise", "reduction")
+OP_KINDS = ("pointwise", "rows", "reduction")
 KINDS = (*OP_KINDS, "accessor")
-FIRST_OP = {"pointwise": "square", "reduction": "rms_norm"}  # what the templates compute
+FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm"}  # what the templates compute
 
 # A new package's own files, in templates/package, and those that it has in common with this one.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
@@ -238,6 +238,9 @@ def plan_removal(name: str) -> Plan:
         (TREE / "docs" / "ops.md", rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
     ):
         plan.changed[path] = cut(path, pattern, what)
+    types = package / "_ops.pyi"
+    function = rf"^def {name}(?:(?:_double)?_backward)?\(.*?: \.\.\.\n"
+    plan.changed[types] = re.sub(function, "", types.read_text(), flags=re.DOTALL | re.MULTILINE)
     plan.changed[init] = without_public_name(init.read_text(), name)
     check_unused(name, plan)
     return plan

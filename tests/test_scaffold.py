@@ -2,6 +2,7 @@
 
 import compileall
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -259,7 +260,7 @@ def test_a_second_interrupt_does_not_stop_the_undoing(tree, tmp_path, monkeypatc
 @pytest.mark.parametrize("name", ["ab", "my_template", LONG])
 def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     before = contents(tree)
-    for kind, suffix in (("pointwise", ""), ("reduction", "0"), ("accessor", "1")):
+    for kind, suffix in (("pointwise", ""), ("reduction", "0"), ("accessor", "1"), ("rows", "2")):
         assert command.main(["new", (name[:-1] if suffix else name) + suffix, "--kind", kind]) == 0
     assert "docs/TEMPLATE_USAGE.md" in capsys.readouterr().out
     for path, text in contents(tree).items():
@@ -432,8 +433,9 @@ def test_library_that_is_older_than_its_sources(tree):
 
 
 def test_new_ops_compile_and_pass(tree, tmp_path):
-    """The pointwise template as it stands, and an example, in a tree where nothing was compiled before."""
+    """Two templates as they stand, and an example, in a tree where nothing was compiled before."""
     run(sys.executable, "-m", "extension_cpp", "new", "kernel_template", cwd=tree)
+    run(sys.executable, "-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
     run(sys.executable, "-m", "extension_cpp", "new", "my_template", "--kind", "accessor", cwd=tree)
     quick = environment("cpu") | {"DEBUG": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "jit")}
     quick["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{quick['PATH']}"  # torch calls ninja by its bare name
@@ -446,7 +448,7 @@ def test_new_ops_compile_and_pass(tree, tmp_path):
 
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
 def test_new_package_compiles_and_passes(tmp_path, kind, device):
-    if (kind, device) == ("pointwise", "cpu"):
+    if device == "cpu" and kind != "reduction":
         pytest.skip("test_new_ops_compile_and_pass has the same kernels on the CPU")
     folder = tmp_path / "a pâckage"
     run(sys.executable, "-m", "extension_cpp", "new-package", folder, "--name", "my_kernels", "--kind", kind, cwd=ROOT)
@@ -478,9 +480,10 @@ def test_make_of_a_new_package_says_what_is_missing(tmp_path):
 
 
 def test_a_new_op_has_the_functions_of_math_h(tmp_path):
-    """exp and tanh, libm's and those of common/cpu_math.h, can be put into the pointwise template as it stands."""
-    for value in ("exp(x) / (1 + sqrt(x))", "TANH(x)"):
-        for place, text in scaffold.op_files("pointwise", "my_op").items():
+    """exp and tanh, libm's and those of common/cpu_math.h, can be put into these templates as they stand."""
+    values = ("exp(x) / (1 + sqrt(x))", "TANH(x)")
+    for kind, value in itertools.product(("pointwise", "rows"), values):
+        for place, text in scaffold.op_files(kind, "my_op").items():
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place).write_text(text.replace("return x * x", f"return {value}"))
         includes = [f"-I{folder / 'extension_cpp' / 'csrc'}" for folder in (tmp_path, ROOT)]

@@ -1,0 +1,76 @@
+// kernel_template: schemas, checks, allocation and registration. kernel_template.h has the kernels'
+// contract.
+#include "kernel_template/kernel_template.h"
+
+#include <algorithm>
+
+#include "common/op.h"
+
+namespace extension_cpp {
+
+static dtype_t check_rows(const char *op, const Tensor &x) {
+  const dtype_t dtype = check_dtype(op, "x", x);
+  if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
+  return dtype;
+}
+
+// x's sizes without the last.
+static Sizes row_sizes(const Tensor &x) {
+  return {x.sizes().data(), static_cast<size_t>(x.dim() - 1)};
+}
+
+// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
+static int64_t row_grain(const Tensor &x) {
+  return ceil_div(128 << 10, std::max<int64_t>(2 * x.size(-1) * x.element_size(), 1));
+}
+
+static Tensor forward(const Tensor &x) {
+  const char *op = "kernel_template";
+  const dtype_t dtype = check_rows(op, x);
+  const Tensor y = allocate(row_sizes(x), dtype, x);
+  if (y.numel() == 0) return y;
+  const Tensor x_rows = as_contiguous(x);  // a named local: the kernel reads it
+  kernel_template_forward_args args{};
+  args.x = x_rows.const_data_ptr();
+  args.y = y.mutable_data_ptr();
+  args.rows = y.numel();
+  args.cols = x.size(-1);
+  args.dtype = dtype;
+  launch(op, KERNEL(kernel_template_forward), args, x, args.rows, row_grain(x));
+  return y;
+}
+
+static Tensor backward(const Tensor &grad_out, const Tensor &x) {
+  const char *op = "kernel_template_backward";
+  const dtype_t dtype = check_rows(op, x);
+  check_same(op, "grad_out", grad_out, "x", x);
+  const Sizes expected = row_sizes(x), got = grad_out.sizes();
+  if (got.size() != expected.size() || !std::equal(got.begin(), got.end(), expected.begin())) {
+    fail(op, "expected grad_out of shape " + to_string(expected) +
+                 ", x without its last dimension, but got " + to_string(got));
+  }
+  const Tensor grad_x = allocate(x.sizes(), dtype, x);
+  if (x.numel() == 0) return grad_x;
+  const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x);
+  kernel_template_backward_args args{};
+  args.grad_out = g.const_data_ptr();
+  args.x = x_rows.const_data_ptr();
+  args.grad_x = grad_x.mutable_data_ptr();
+  args.rows = g.numel();
+  args.cols = x.size(-1);
+  args.dtype = dtype;
+  launch(op, KERNEL(kernel_template_backward), args, x, args.rows, row_grain(x));
+  return grad_x;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+  def_with_twin(m, "kernel_template(Tensor x) -> Tensor");
+  def_with_twin(m, "kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
+}
+
+REGISTER_KERNELS(m) {
+  impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
+  impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace extension_cpp
