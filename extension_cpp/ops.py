@@ -10,6 +10,8 @@ the same bits in every run and for every number of threads. Jagged nested tensor
 softmax, the losses and rotary_embedding: the op runs on their values(). A wrong argument raises RuntimeError with a
 sentence that names the op, the argument, what was expected and what it got. Where a result is said to be like
 ``torch.empty_like(x)``, it has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions.
+Functions that PyTorch has, too, name their first argument ``input`` as there. Formulas, operators and messages call it
+``x``, cross_entropy's ``logits``.
 """
 
 import operator
@@ -204,11 +206,11 @@ register_autograd(
 # ---- relu ----
 
 
-def relu(x: Tensor) -> Tensor:
+def relu(input: Tensor) -> Tensor:
     """Clips at zero: ``max(x, 0)``. NaN stays NaN.
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``.
@@ -218,7 +220,7 @@ def relu(x: Tensor) -> Tensor:
 
     Differentiable; the derivative at 0 is 0, and the second derivative is zero. Backward saves the result, not ``x``.
     """
-    return _ops.relu(x)
+    return _ops.relu(input)
 
 
 @register_fake("extension_cpp::relu")
@@ -255,11 +257,11 @@ register_autograd(
 # ---- mish ----
 
 
-def mish(x: Tensor) -> Tensor:
+def mish(input: Tensor) -> Tensor:
     """Mish: ``x * tanh(softplus(x))``, softplus(x) = log(1 + exp(x)).
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
@@ -271,7 +273,7 @@ def mish(x: Tensor) -> Tensor:
 
     Differentiable twice; a third derivative raises. Source: Misra 2019, arXiv:1908.08681.
     """
-    return _ops.mish(x)
+    return _ops.mish(input)
 
 
 @register_fake("extension_cpp::mish")
@@ -314,11 +316,11 @@ register_autograd("extension_cpp::mish_double_backward", second_order.not_implem
 # ---- silu ----
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(input: Tensor) -> Tensor:
     """SiLU, also called swish: ``x * sigmoid(x)``.
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
@@ -329,7 +331,7 @@ def silu(x: Tensor) -> Tensor:
 
     Differentiable twice; a third derivative raises. Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
-    return _ops.silu(x)
+    return _ops.silu(input)
 
 
 @register_fake("extension_cpp::silu")
@@ -372,11 +374,11 @@ register_autograd("extension_cpp::silu_double_backward", second_order.not_implem
 # ---- gelu ----
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """GELU: ``x * Phi(x)``, where Phi is the distribution function of the normal distribution or an approximation.
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
         approximate: "none": Phi(x) = (1 + erf(x / sqrt(2))) / 2; or "tanh":
             Phi(x) = (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
 
@@ -389,7 +391,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
     Differentiable twice; a third derivative raises. Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
-    return _ops.gelu(x, _is_tanh("gelu", approximate))
+    return _ops.gelu(input, _is_tanh("gelu", approximate))
 
 
 def _is_tanh(op: str, approximate: str) -> bool:
@@ -618,11 +620,11 @@ register_autograd(
 # ---- reduce_sum ----
 
 
-def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Sums over one dimension, several or all of them, as torch.sum does.
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
         dim: the dimension or dimensions to sum over; negative ones count from the end; None or () means all.
         keepdim: whether the summed dimensions stay, with size 1.
 
@@ -635,7 +637,7 @@ def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool 
     Differentiable, to any order; the gradient is an expanded view and costs nothing. At most a few dozen terms are
     added in float32 (float64: float64), and these partial sums in float64, in an order that only the shape decides.
     """
-    return _ops.reduce_sum(x, (dim,) if type(dim) is int else _as_dims(dim), keepdim)
+    return _ops.reduce_sum(input, (dim,) if type(dim) is int else _as_dims(dim), keepdim)
 
 
 def _as_dims(dim: Any) -> tuple[int, ...] | None:
@@ -681,11 +683,11 @@ register_autograd(
 # ---- dropout ----
 
 
-def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
         p: the probability, from 0 to 1, taken to the nearest multiple of 2^-32.
         training: False: returns ``x``.
 
@@ -705,10 +707,10 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     of Salmon et al. 2011.
     """
     checks.check_probability("dropout", p)
-    checks.check_tensor("dropout", "x", x)
+    checks.check_tensor("dropout", "x", input)
     if p == 0 or not training:
-        return x
-    return _ops.dropout(x, p, _seed(x, p))
+        return input
+    return _ops.dropout(input, p, _seed(input, p))
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, x has no device for torch.randint
@@ -748,7 +750,7 @@ register_autograd(
 
 
 def layer_norm(
-    x: Tensor,
+    input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -757,8 +759,8 @@ def layer_norm(
     """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a copy; other
-            strides cost one.
+        input: ``x``, shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a
+            copy; other strides cost one.
         normalized_shape: the last dimensions of ``x``, over which mean and (biased) variance are taken.
         weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
         bias: shape, device and dtype as for ``weight``; None: zeros.
@@ -779,7 +781,7 @@ def layer_norm(
     are cast to float32 and the result is float32, as for PyTorch's own; on the CPU neither casts anything. Source: Ba,
     Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    return _ops.layer_norm(x, normalized_shape, weight, bias, eps)
+    return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 @register_fake("extension_cpp::layer_norm")
@@ -855,12 +857,13 @@ register_autograd(
 
 
 def rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost one.
+        input: ``x``, shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost
+            one.
         normalized_shape: the last dimensions of ``x``, over which the mean is taken.
         weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
         eps: added to the mean square; None: the machine epsilon of float32 (for float64 of float64), as for
@@ -878,7 +881,7 @@ def rms_norm(
     as layer_norm is. Under autocast it does what PyTorch's rms_norm does: from torch 2.12 on, half inputs are cast to
     float32 on CUDA and the result is float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return _ops.rms_norm(x, normalized_shape, weight, eps)
+    return _ops.rms_norm(input, normalized_shape, weight, eps)
 
 
 @register_fake("extension_cpp::rms_norm")
@@ -1334,11 +1337,11 @@ register_autograd(
 # ---- softmax and log_softmax ----
 
 
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
+def softmax(input: Tensor, dim: int = -1) -> Tensor:
     """Softmax over one dimension: ``exp(x) / sum(exp(x))``, computed relative to the largest element.
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
         dim: the dimension of the sum; negative ones count from the end.
 
     Returns:
@@ -1351,14 +1354,14 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     has a NaN or +inf, gives NaN, as in torch.softmax. Batch-invariant at equal alignment: a row's result has the same
     bits for any number of rows. Autocast casts half inputs to float32 on CUDA, as for PyTorch's own.
     """
-    return _ops.softmax(x, dim)
+    return _ops.softmax(input, dim)
 
 
-def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     """Logarithm of the softmax over one dimension: ``x - log(sum(exp(x)))``, computed relative to the largest element.
 
     Args:
-        x: any shape.
+        input: ``x``, any shape.
         dim: the dimension of the sum; negative ones count from the end.
 
     Returns:
@@ -1370,7 +1373,7 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     Differentiable, to any order; backward saves only the result. NaN, infinities, batch invariance and autocast are as
     for softmax.
     """
-    return _ops.log_softmax(x, dim)
+    return _ops.log_softmax(input, dim)
 
 
 def _softmax_fake(op: str) -> Any:
@@ -1428,7 +1431,7 @@ for _name, _of_x, _of_grad in (
 
 
 def cross_entropy(
-    logits: Tensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -1447,8 +1450,8 @@ def cross_entropy(
         loss = weight_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / C * sum_c weight_c * (lse - z_c)
 
     Args:
-        logits: shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy; other strides cost
-            one.
+        input: ``logits``, shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy; other
+            strides cost one.
         target: int64, shape (), (N,) or (N, d1, ...): the class of each row.
         weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class, not
             differentiable; None: ones.
@@ -1473,8 +1476,8 @@ def cross_entropy(
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     number = _reduction("cross_entropy", reduction)
-    function = autograd.sharded_loss if isinstance(logits, autograd.DTENSOR) else _ops
-    return function.cross_entropy(logits, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
+    function = autograd.sharded_loss if isinstance(input, autograd.DTENSOR) else _ops
+    return function.cross_entropy(input, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
 
 
 def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:

@@ -16,20 +16,20 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
     return torch.relu(x * scale + bias)
 
 
-def relu(x: Tensor) -> Tensor:
-    return torch.relu(x)
+def relu(input: Tensor) -> Tensor:
+    return torch.relu(input)
 
 
-def mish(x: Tensor) -> Tensor:
-    return x * torch.tanh(torch.nn.functional.softplus(x))
+def mish(input: Tensor) -> Tensor:
+    return input * torch.tanh(torch.nn.functional.softplus(input))
 
 
-def silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
+def silu(input: Tensor) -> Tensor:
+    return input * torch.sigmoid(input)
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return torch.nn.functional.gelu(x, approximate=approximate)
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    return torch.nn.functional.gelu(input, approximate=approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
@@ -44,8 +44,8 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return gelu(gate, approximate) * up
 
 
-def reduce_sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    return torch.sum(x, dim if dim is None or isinstance(dim, int) else tuple(dim), keepdim)
+def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    return torch.sum(input, dim if dim is None or isinstance(dim, int) else tuple(dim), keepdim)
 
 
 def philox(seed: Tensor, numel: int) -> Tensor:
@@ -67,30 +67,30 @@ def philox(seed: Tensor, numel: int) -> Tensor:
     return torch.stack([words, words << 16 & low | words >> 16], -1).flatten()[:numel]
 
 
-def dropout(x: Tensor, p: float = 0.5, training: bool = True, seed: Tensor | None = None) -> Tensor:
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, seed: Tensor | None = None) -> Tensor:
     if p == 0 or not training:
-        return x
+        return input
     if seed is None:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=input.device)
     dropped = max(int(p * 2**32 + 0.5), 1)  # of the 2^32 values of an element's bits
-    kept = (philox(seed, x.numel()) >= dropped).view(x.shape)
-    return torch.where(kept, x / (1 - p), 0) if p < 1 else torch.where(kept, x, 0)
+    kept = (philox(seed, input.numel()) >= dropped).view(input.shape)
+    return torch.where(kept, input / (1 - p), 0) if p < 1 else torch.where(kept, input, 0)
 
 
 def layer_norm(
-    x: Tensor,
+    input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    return torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)
+    return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return torch.nn.functional.rms_norm(x, normalized_shape, weight, eps)
+    return torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
 
 
 def add_layer_norm(
@@ -135,16 +135,16 @@ def layer_norm_dropout(
     return dropout(layer_norm(x, normalized_shape, weight, bias, eps), p, training, seed)
 
 
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    return torch.softmax(x, dim)
+def softmax(input: Tensor, dim: int = -1) -> Tensor:
+    return torch.softmax(input, dim)
 
 
-def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
-    return torch.log_softmax(x, dim)
+def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
+    return torch.log_softmax(input, dim)
 
 
 def cross_entropy(
-    logits: Tensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -154,7 +154,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    z = input if softcap is None else softcap * torch.tanh(input / softcap)
     loss = torch.nn.functional.cross_entropy(
         z, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )

@@ -1,5 +1,6 @@
 """Options of the public functions away from their defaults, in every combination, against the reference."""
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -62,3 +63,27 @@ def test_options(dtype: torch.dtype, device: str) -> None:
         for ours, exact in zip(*found, strict=True):
             message = f"{name} {args[1:]} {kwargs}"
             torch.testing.assert_close(ours, exact, msg=lambda text, message=message: f"{message}: {text}")
+
+
+# Under another name here, or torch.nn.functional's.
+OF_TORCH = {"reduce_sum": torch.sum, "softmax": torch.softmax, "log_softmax": torch.log_softmax}
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("relu", "mish", "silu", "gelu", "reduce_sum", "dropout", "layer_norm", "rms_norm", "softmax", "log_softmax"),
+        "cross_entropy",
+    ),
+)
+def test_arguments_have_the_names_of_torch(name: str) -> None:
+    """A call by keyword can be moved from PyTorch's function to ours."""
+    function = getattr(extension_cpp, name)
+    assert next(iter(inspect.signature(function).parameters)) == "input"
+    assert inspect.signature(getattr(extension_cpp.reference, name)).parameters.keys() >= {"input"}
+    x, given = torch.randn(4, 6), {"normalized_shape": (6,)} if name.endswith("norm") else {}
+    given |= {"dim": -1} if "softmax" in name or name == "reduce_sum" else {}
+    given |= {"target": torch.tensor([0, 1, 2, 3])} if name == "cross_entropy" else {}
+    given |= {"training": False} if name == "dropout" else {}
+    expected = OF_TORCH.get(name, getattr(torch.nn.functional, name, None))(input=x, **given)
+    torch.testing.assert_close(function(input=x, **given), expected)
