@@ -362,7 +362,7 @@ def run(asked_device: str | None, steps: int) -> int:
     console.rule()
     console.print(
         "It is a very small model: look at the spaces, the lengths of the words and the common ones among them, and "
-        "not at the sense. --steps 3000 makes most of its words English.",
+        "not at the sense. --steps 2000 makes most of its words English.",
         highlight=False,
     )
     path = output_folder() / "demo_loss.png"
