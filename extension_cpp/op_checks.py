@@ -1,12 +1,13 @@
-"""The checks of csrc/<op>/<op>.cpp that several fakes share: the same conditions, order and sentences as there."""
+"""The checks of csrc/<op>/<op>.cpp that several functions share: the same conditions, order and sentences as there."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from extension_cpp import checks
+from extension_cpp import checks, linear_loss
 
 # ---- pointwise ops, gates, reduce_sum and softmax ----
 
@@ -193,6 +194,63 @@ def check_loss_grad(op: str, name: str, grad: Tensor, shape: Sequence[int], logi
 def check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) -> None:
     check_loss(op, logits, target, -1)
     checks.check(op, temperature > 0, f"expected temperature to be positive, but got {temperature:g}")
+
+
+def check_linear(
+    op: str,
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+) -> None:
+    checks.check_dtype(op, "x", x)
+    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
+    checks.check_same(op, "linear_weight", linear_weight, "x", x)
+    shape = list(linear_weight.shape)
+    expected = f"expected linear_weight of shape [classes, {x.shape[-1]}], the last dimension of x, but got {shape}"
+    checks.check_sizes(op, shape, [shape[0] if shape else 0, x.shape[-1]], expected)
+    if linear_bias is not None:
+        checks.check_same(op, "linear_bias", linear_bias, "x", x)
+        expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
+        checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
+    check_reduction(op, reduction)
+    # Logits of the right shape that take no memory: one element, expanded.
+    logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
+    check_loss(op, logits, target, -1, weight, label_smoothing, softcap)
+
+
+def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """Their values, on the CPU alone: elsewhere this would wait for the device."""
+    if target.device.type == "cpu":
+        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        expected = f"expected target in [0, {classes - 1}] or ignore_index"
+        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
+
+
+def check_linear_values(*args: Any) -> None:
+    """The checks of the kernels: those of the fake and, on the CPU, that each target is a class."""
+    x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, _, softcap, *_ = args
+    op = "linear_cross_entropy"
+    check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
+    check_targets(op, target, linear_weight.shape[0], ignore_index)
+
+
+def check_linear_backward(grad_out: Tensor, *args: Any) -> None:
+    x, linear_weight, target, linear_bias, weight, *made = args[:8]
+    reduction, ignore_index, label_smoothing, _, softcap, *needs = args[8:]
+    op = "linear_cross_entropy_backward"
+    check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
+    check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
+    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
+    names = ("grad_x", "grad_weight", "grad_bias")
+    is_made = linear_loss.makes_gradients(x.dtype, reduction)
+    for name, grad, shape, need in zip(names, made, shapes, needs, strict=True):
+        check_statistic(op, name, grad, shape if need and is_made else [0], x.dtype, x)
 
 
 # ---- rotary_embedding ----

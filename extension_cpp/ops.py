@@ -38,6 +38,9 @@ from extension_cpp.op_checks import (
     check_dims,
     check_dropout,
     check_gate,
+    check_linear,
+    check_linear_backward,
+    check_linear_values,
     check_loss,
     check_loss_grad,
     check_norm,
@@ -1734,50 +1737,6 @@ def _may_need_grad(x: Tensor | None) -> bool:
     return x is not None and (is_unknown or x.requires_grad)
 
 
-def _check_linear(
-    op: str,
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-) -> None:
-    checks.check_dtype(op, "x", x)
-    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
-    checks.check_same(op, "linear_weight", linear_weight, "x", x)
-    shape = list(linear_weight.shape)
-    expected = f"expected linear_weight of shape [classes, {x.shape[-1]}], the last dimension of x, but got {shape}"
-    checks.check_sizes(op, shape, [shape[0] if shape else 0, x.shape[-1]], expected)
-    if linear_bias is not None:
-        checks.check_same(op, "linear_bias", linear_bias, "x", x)
-        expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
-        checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
-    check_reduction(op, reduction)
-    # Logits of the right shape that take no memory: one element, expanded.
-    logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
-    check_loss(op, logits, target, -1, weight, label_smoothing, softcap)
-
-
-def _check_linear_values(*args: Any) -> None:
-    """The checks of the kernels: those of the fake and, on the CPU, that each target is a class."""
-    x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, _, softcap, *_ = args
-    op = "linear_cross_entropy"
-    _check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
-    _check_targets(op, target, linear_weight.shape[0], ignore_index)
-
-
-def _check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Their values, on the CPU alone: elsewhere this would wait for the device."""
-    if target.device.type == "cpu":
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        expected = f"expected target in [0, {classes - 1}] or ignore_index"
-        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
-
-
 @register_fake("extension_cpp::linear_cross_entropy")
 def _(
     x: Tensor,
@@ -1795,7 +1754,7 @@ def _(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_linear(
+    check_linear(
         "linear_cross_entropy",
         *(x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap),
     )
@@ -1815,22 +1774,9 @@ def _linear_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -
     )
 
 
-def _check_linear_backward(grad_out: Tensor, *args: Any) -> None:
-    x, linear_weight, target, linear_bias, weight, *made = args[:8]
-    reduction, ignore_index, label_smoothing, _, softcap, *needs = args[8:]
-    op = "linear_cross_entropy_backward"
-    _check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
-    check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
-    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
-    names = ("grad_x", "grad_weight", "grad_bias")
-    is_made = linear_loss.makes_gradients(x.dtype, reduction)
-    for name, grad, shape, need in zip(names, made, shapes, needs, strict=True):
-        check_statistic(op, name, grad, shape if need and is_made else [0], x.dtype, x)
-
-
 @register_fake("extension_cpp::linear_cross_entropy_backward")
 def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _check_linear_backward(grad_out, *args)
+    check_linear_backward(grad_out, *args)
     return _linear_gradients(args[0], args[1], args[13:])
 
 
@@ -1861,7 +1807,7 @@ register_autograd(
 register_autograd(
     "extension_cpp::linear_cross_entropy_backward", second_order.not_implemented("linear_cross_entropy", "second")
 )
-linear_loss.register(_check_linear_values, _check_linear_backward)
+linear_loss.register(check_linear_values, check_linear_backward)
 
 
 def _linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from extension_cpp import autograd, linear_loss, ops
-from extension_cpp.op_checks import check_loss
+from extension_cpp.op_checks import check_loss, check_targets
 
 IGNORED = -1  # a target that is no class of any process
 
@@ -245,7 +245,7 @@ def _over_classes(
     target = target.redistribute(placements=row_placements(logits, class_dim))
     if not torch.compiler.is_compiling():  # which cannot trace the checks
         check_loss(op, logits, target, class_dim, weight, label_smoothing, softcap)
-        ops._check_targets(op, target.to_local(), classes.count, ignore_index)
+        check_targets(op, target.to_local(), classes.count, ignore_index)
     local_weight = None if weight is None else autograd.sharding.whole(weight).to_local()
     options = ignore_index, label_smoothing, z_loss, softcap
     losses: Any = RowLosses.apply(logits, target, local_weight, class_dim, classes, *options)
