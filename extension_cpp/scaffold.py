@@ -35,7 +35,7 @@ SHARED += ["build_library.py", "check_environment.py", "setup.py"]
 SHARED += ["extension_cpp/autograd.py", "extension_cpp/checks.py", "extension_cpp/py.typed"]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
-SHARED += ["tests/test_battery.py", "tests/test_library.py"]
+SHARED += ["tests/battery/*.py", "tests/test_library.py"]
 
 LONGEST = 28  # longer names would break the lines of Python in a template, which are laid out for 120 columns
 C_KEYWORDS = re.findall(

@@ -44,7 +44,7 @@ TESTS = {
     "modules": ["tests/test_nn.py", "tests/test_convert.py", "tests/test_norm.py", "tests/test_fused_norm.py"],
 }
 OF_OPS = ["autograd", "options", "nested", "dropout", "fused_norm", "norm", "muladd", "reduce_sum", "mish", "nn"]
-EVERYTHING = ["tests/test_battery.py", *(f"tests/test_{name}.py" for name in OF_OPS)]
+EVERYTHING = ["tests/battery", *(f"tests/test_{name}.py" for name in OF_OPS)]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def tests_of(file: str) -> list[str]:
         return EVERYTHING
     own = [f"tests/test_{name}.py" for name in ("norm", "fused_norm") if op == "norm"] or [f"tests/test_{op}.py"]
     found = [name for name in own if (ROOT / name).exists()]
-    return ["tests/test_battery.py", *found, "-k", f"{op} or test_{op}"]
+    return ["tests/battery", *found, "-k", f"{op} or test_{op}"]
 
 
 def run(command: list[str], seconds: float) -> int | None:

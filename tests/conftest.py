@@ -54,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(
-        key=lambda item: item.path.name == "test_battery.py"
+        key=lambda item: item.path.parent.name == "battery"
     )  # last: in small parts, so that workers end together
     if not config.getoption("--slow"):
         for item in items:
@@ -73,8 +73,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
-            if file.endswith("test_battery.py"):
-                return f"{file} {test.rpartition('-')[2]}"
+            if "/battery/" in file:
+                return f"battery {test.rpartition('-')[2]}"
             return nodeid.partition("[")[0] if file.endswith("test_scaffold.py") else file
 
     config.option.loadscopereorder = False  # by the number of tests

@@ -1,5 +1,5 @@
 """OpSpec: what one op promises, in the shape of PyTorch's OpInfo. tests/specs/<op>.py defines SPEC; the battery
-(test_battery.py) and the benchmarks find it by glob."""
+(tests/battery) and the benchmarks find it by glob."""
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence

@@ -127,7 +127,7 @@ def test_compatibility_rows_name_their_tests() -> None:
     rows = [row for row in rows if not row.startswith("| with ")]
     assert len(rows) > 25
     for row in rows:
-        named = re.findall(r"`(test_\w+\.py)::(\w+)`", row.split("|")[-2])
+        named = re.findall(r"`((?:battery/)?test_\w+\.py)::(\w+)`", row.split("|")[-2])
         assert named, row
         for file, name in named:
             assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}: {name}"

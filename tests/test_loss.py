@@ -11,7 +11,7 @@ from torch import Tensor
 
 import extension_cpp
 from extension_cpp import linear_loss
-from tests.test_battery import profiled
+from tests.battery import profiled
 
 ROWS, CLASSES, FEATURES = 5, 7, 3
 

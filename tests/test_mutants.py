@@ -108,10 +108,11 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     (folder / "tests" / "specs").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    names = ["__init__.py", "conftest.py", "checks.py", "opspec.py", "test_battery.py"]
+    names = ["__init__.py", "conftest.py", "checks.py", "opspec.py"]
     names += ["test_norm.py", "test_norm_kernels.py"]
     for name in [*names, "specs/__init__.py", f"specs/{mutant.op}.py"]:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
+    shutil.copytree(ROOT / "tests" / "battery", folder / "tests" / "battery")
     file = folder / mutant.file
     file.write_text(file.read_text().replace(mutant.right, mutant.wrong))
     if file.suffix != ".py":

@@ -1,4 +1,4 @@
-"""What only kernel_template promises; what every op promises is in test_battery.py."""
+"""What only kernel_template promises; what every op promises is in tests/battery."""
 
 import pytest
 import torch

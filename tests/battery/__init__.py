@@ -1,0 +1,49 @@
+"""Every promise of docs and specs, over every op, dtype and device there is, a file for each subject."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.checks import Calls, Strides, as_tuple, leaves, random_grad
+from tests.opspec import DTYPES, OpSpec, Sample, all_specs
+
+SPECS = all_specs()
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+every_op = pytest.mark.parametrize("spec", SPECS, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[str]]:
+    """The operators that a call runs, and its kernels on the GPU; filling and copying memory is none."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    for _ in range(2):  # the first run of a profiler may miss kernels
+        with profile(activities=activities) as profiler:
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+    on_gpu = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return {event.name for event in profiler.events()}, [name for name in on_gpu if not name.startswith("Mem")]
+
+
+def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
+    """The operators that the forward, the backward and, where there is one, the second order call."""
+    grad_out = random_grad(layout)
+    with Calls() as calls:
+        outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        first = torch.autograd.grad(
+            outputs, leaves(sample), [grad_out(output) for output in outputs], create_graph=spec.second_order
+        )
+        again = [gradient for gradient in first if gradient.requires_grad]
+        if again:
+            torch.autograd.grad(again, leaves(sample), [grad_out(g) for g in again], allow_unused=True)
+    return calls
+
+
+def with_twin(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
+    """An operator beside its no-grad overload."""
+    name = op._schema.name.split("::")[1].removesuffix("_no_grad")
+    return [getattr(torch.ops.extension_cpp, each).default for each in (name, f"{name}_no_grad")]

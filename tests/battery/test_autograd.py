@@ -1,0 +1,279 @@
+"""Derivatives of every order, and where PyTorch takes them: torch.func, checkpoints, autocast, vmap."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from tests.battery import calls_of_every_order, every_dtype, every_op, profiled, with_twin
+from tests.checks import (
+    as_tuple,
+    leaves,
+    maker,
+    random_grad,
+    run,
+    with_float_weights,
+)
+from tests.opspec import OpSpec, Sample
+
+
+@every_op
+def test_gradcheck(spec: OpSpec, device: str) -> None:
+    """The float64 kernels against finite differences, for several layouts; the second order where promised, and
+    forward mode."""
+    for shape, layout in [((3, 5), "contiguous"), ((2, 3, 4), "transposed"), ((2, 3), "sliced")]:
+        for sample in spec.sample_inputs(maker(device, torch.float64, layout=layout, seed=3), shape):
+            tensors = leaves(sample)
+
+            def function(*inputs: torch.Tensor, sample: Sample = sample) -> torch.Tensor | tuple[torch.Tensor, ...]:
+                given = iter(inputs)
+                args = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in sample.args]
+                return spec.function(*args, **sample.kwargs)
+
+            torch.autograd.gradcheck(function, tensors, check_forward_ad=True)
+            if spec.second_order:
+                torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True)
+
+
+@every_op
+@every_dtype
+def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Shape, dtype and value of every result, of every operator that a sample reaches, where tensors have tangents."""
+    for sample in spec.sample_inputs(maker(device, dtype), (5, 33)):
+        for each in (sample, *([with_float_weights(sample)] if spec.float_weights and dtype.itemsize == 2 else [])):
+            for op, args, kwargs in calls_of_every_order(spec, each, "contiguous").made:
+                args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+                expected = as_tuple(op(*args, **kwargs))
+                with forward_ad.dual_level():
+                    duals = (
+                        forward_ad.make_dual(x, torch.ones_like(x))
+                        if isinstance(x, torch.Tensor) and x.is_floating_point()
+                        else x
+                        for x in args
+                    )
+                    try:
+                        results = [forward_ad.unpack_dual(x).primal for x in as_tuple(op(*duals, **kwargs))]
+                    except RuntimeError as error:
+                        assert str(error).endswith(": forward-mode differentiation is not implemented")
+                        assert "backward" in str(error), "the forward has a plain form"
+                        continue
+                for a, b in zip(results, expected, strict=True):
+                    # Sums of 33 columns or 5 rows of terms of about 1, and a product or two of each.
+                    size = max(1.0, b.abs().max().item()) if b.numel() else 0.0
+                    torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * size)
+
+
+Scalar = Callable[..., torch.Tensor]
+
+
+def _jvp(f: Scalar, tensors: tuple[torch.Tensor, ...]) -> Any:
+    return torch.func.jvp(f, tensors, tuple(x.cos() for x in tensors))
+
+
+def _all(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(range(len(tensors)))
+
+
+def _total(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.sin().sum() for x in tensors]).sum()
+
+
+def _second(f: Scalar, x: tuple[torch.Tensor, ...]) -> Any:
+    return torch.func.grad(lambda *x: _total(torch.func.grad(f, _all(x))(*x)), _all(x))(*x)
+
+
+# Of a scalar function of several tensors.
+FIRST_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
+    "grad": lambda f, x: torch.func.grad(f, _all(x))(*x),
+    "vjp": lambda f, x: torch.func.vjp(f, *x)[1](torch.tensor(2.0, dtype=x[0].dtype, device=x[0].device)),
+    "jvp": _jvp,
+    "jvp under no_grad": lambda f, x: torch.no_grad()(_jvp)(f, x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f, _all(x))(*x),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(f, _all(x)))(*(torch.stack([t, t + 1]) for t in x)),
+}
+SECOND_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
+    "grad of grad": _second,
+    "jvp of grad": lambda f, x: _jvp(torch.func.grad(f, _all(x)), x),
+    "grad of jvp": lambda f, x: torch.func.grad(lambda *x: _jvp(f, x)[1], _all(x))(*x),
+    "jvp of jvp": lambda f, x: _jvp(lambda *x: _jvp(f, x)[1], x),
+    "hessian": lambda f, x: torch.func.hessian(f, _all(x))(*x),
+    "jacrev of jacrev": lambda f, x: torch.func.jacrev(torch.func.jacrev(f, _all(x)), _all(x))(*x),
+}
+
+
+@every_op
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("transform", [*FIRST_ORDER, *SECOND_ORDER])
+def test_torch_func(spec: OpSpec, transform: str, device: str) -> None:
+    """Every transform of torch.func, as of the reference in float64."""
+    apply = (FIRST_ORDER | SECOND_ORDER)[transform]
+    for sample in spec.sample_inputs(maker(device, torch.float64, seed=3), (2, 3)):
+        primals = tuple(x.detach() for x in leaves(sample))
+
+        def scalar(function: Callable[..., Any], sample: Sample = sample) -> Scalar:
+            def of(*tensors: torch.Tensor) -> torch.Tensor:
+                given = iter(tensors)
+                args = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in sample.args]
+                return _total(as_tuple(function(*args, **sample.kwargs)))
+
+            return of
+
+        if transform in SECOND_ORDER and not spec.second_order and transform not in ("grad of jvp", "jvp of jvp"):
+            with pytest.raises(RuntimeError, match=r"extension_cpp::.* is not implemented"):
+                apply(scalar(spec.function), primals)
+            continue
+        got, want = apply(scalar(spec.function), primals), apply(scalar(spec.in_steps or spec.reference), primals)
+        for a, b in zip(*map(torch.utils._pytree.tree_leaves, (got, want)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def _subsets(items: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Every one but the empty one."""
+    items = tuple(items)
+    return itertools.chain.from_iterable(itertools.combinations(items, n + 1) for n in range(len(items)))
+
+
+def _derivatives(
+    function: Callable[..., Any], sample: Sample, needed: tuple[int, ...], used: tuple[int, ...], second: bool
+) -> list[torch.Tensor]:
+    """The gradients of those arguments through those outputs, and those of each subset of the gradients."""
+    args = [
+        x.detach().requires_grad_(i in needed) if isinstance(x, torch.Tensor) else x for i, x in enumerate(sample.args)
+    ]
+    wanted = [args[i] for i in needed]
+    outputs = as_tuple(function(*args, **sample.kwargs))
+    outputs = tuple(outputs[i] for i in used)
+    grads_out = [random_grad()(output).requires_grad_(second) for output in outputs]
+
+    def grad(
+        of: Sequence[torch.Tensor], by: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        pairs = [(x, g) for x, g in zip(of, grads, strict=True) if x.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(x) for x in by]
+        of, grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(of, by, grads, create_graph=second, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, by, strict=True)]
+
+    first = grad(outputs, wanted, grads_out)
+    found = [*first]
+    for some in _subsets(first if second else ()):
+        found += grad(some, [*wanted, *grads_out], [g.detach().cos() for g in some])
+    return [x.detach() for x in found]
+
+
+@every_op
+def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
+    """First and second order where some inputs require grad and some results are used; gradcheck takes all."""
+    for sample in spec.sample_inputs(maker(device, torch.float64, seed=4), (3, 5)):
+        tensors = [i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad]
+        count = len(as_tuple(spec.function(*sample.args, **sample.kwargs)))
+        for needed, used in itertools.product(_subsets(tensors), _subsets(range(count))):
+            both = [
+                _derivatives(function, sample, needed, used, spec.second_order)
+                for function in (spec.function, spec.in_steps or spec.reference)
+            ]
+            for ours, exact in zip(*both, strict=True):
+                torch.testing.assert_close(ours, exact, msg=lambda text, at=(needed, used): f"{at}: {text}")
+
+
+@every_op
+def test_checkpointing(spec: OpSpec, device: str) -> None:
+    """Forward runs again in backward, and gives the same bits."""
+    for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
+
+        def again(*args: object, sample: Sample = sample) -> object:
+            return checkpoint(functools.partial(spec.function, **sample.kwargs), *args, use_reentrant=False)
+
+        ours, plain = run(again, Sample(sample.args), random_grad()), run(spec.function, sample, random_grad())
+        for (name, a), (_, b) in zip(ours.tensors(), plain.tensors(), strict=True):
+            assert torch.equal(a, b), name
+
+
+@every_op
+def test_autocast(spec: OpSpec, device: str) -> None:
+    """Tensors of one dtype, float32, are no reason to cast; the norms' tests have what is."""
+    if spec.has_products:
+        pytest.skip("autocast casts matrix products: test_loss.py has this test")
+    for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
+        plain = run(spec.function, sample, random_grad())
+        for compiled in (False, True):
+            function = torch.compile(spec.function, backend="aot_eager", fullgraph=True) if compiled else spec.function
+            with torch.autocast(device, torch.bfloat16):
+                ours = run(function, sample, random_grad())
+            for (name, a), (_, b) in zip(ours.tensors(), plain.tensors(), strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), f"{name}, compiled: {compiled}"
+
+
+@every_op
+def test_vmap(spec: OpSpec, device: str) -> None:
+    """Over a dimension of every floating-point tensor: what the calls one by one give, gradients too."""
+    calls = [list(spec.sample_inputs(maker(device, torch.float32, seed=seed), (4, 33))) for seed in (1, 2, 3)]
+    for same in zip(*calls, strict=True):
+        batched = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in same[0].args]
+        args = [
+            torch.stack([sample.args[i].detach() for sample in same]).requires_grad_(x.requires_grad)
+            if is_batched
+            else x
+            for i, (is_batched, x) in enumerate(zip(batched, same[0].args, strict=True))
+        ]
+        function = functools.partial(spec.function, **same[0].kwargs)
+        mapped = torch.vmap(function, tuple(0 if is_batched else None for is_batched in batched))
+        ours = run(mapped, Sample(tuple(args)), torch.ones_like)
+        for i, sample in enumerate(same):
+            alone = run(function, Sample(sample.args), torch.ones_like)
+            for (name, a), (_, b) in zip(ours.tensors(), alone.tensors(), strict=True):
+                torch.testing.assert_close(a[i], b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_op
+def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
+    sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
+    expected = as_tuple(spec.function(*sample.args, **sample.kwargs))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            results = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        for result, output in zip(results, expected, strict=True):
+            assert not result.requires_grad
+            assert torch.equal(result, output.detach())
+
+
+@every_op
+def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
+    """Under no_grad and in a plain backward pass; each gives the operator's bits, and passes opcheck itself."""
+    for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+
+        def twins(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[bool]:
+            """Whether each of our operators that a call runs is a twin."""
+
+            def keep() -> None:
+                found[name] = as_tuple(call())
+
+            events, _ = profiled(keep, device)
+            ours = [event for event in events if event.startswith("extension_cpp::")]
+            if spec.has_products:  # its kernel calls others, which have no gradient to record
+                ours = [event for event in ours if spec.name in event]
+            return {event.endswith("_no_grad") for event in ours}
+
+        forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
+        assert twins("outputs", forward) == {False}
+        grads_out = [torch.ones_like(output) for output in found["outputs"]]
+        backward = functools.partial(
+            torch.autograd.grad, found["outputs"], leaves(sample), grads_out, retain_graph=True
+        )
+        kinds = [twins("gradients", functools.partial(backward, create_graph=True)), twins("plain", backward)]
+        assert kinds in ([{False}, {True}], [set(), set()])
+        with torch.no_grad():
+            assert twins("results", forward) == {True}
+        for a, b in [("outputs", "results"), ("gradients", "plain")]:
+            for x, y in zip(found[a], found[b], strict=True):
+                assert torch.equal(x, y) and x.stride() == y.stride()
+        for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
+            args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            torch.library.opcheck(with_twin(called)[1], args, kwargs)

@@ -1,0 +1,214 @@
+"""Fakes, torch.compile, torch.export and AOTInductor."""
+
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.battery import SPECS, calls_of_every_order, every_op, with_twin
+from tests.checks import (
+    LAYOUTS,
+    Calls,
+    Strides,
+    as_tuple,
+    maker,
+    random_grad,
+    run,
+    with_float_weights,
+)
+from tests.opspec import OpSpec, Sample
+
+OPCHECKS = inspect.signature(torch.library.opcheck).parameters["test_utils"].default
+
+
+@every_op
+def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
+    """All its tests for every dtype and every layout; for each pair of them all but the slow one, AOT dispatch, which
+    the slow tier has for each pair, too."""
+    cases = [(torch.float32, (5, 33)), (torch.bfloat16, (2, 3, 4, 5)), (torch.float64, (0, 3))]
+    for i, (dtype, shape) in enumerate(cases):
+        for j, layout in enumerate(("sliced", "transposed", "contiguous")):
+            everything = i == j or request.config.getoption("--slow")
+            tests = [test for test in OPCHECKS if everything or test != "test_aot_dispatch_dynamic"]
+            for sample in spec.sample_inputs(maker(device, dtype, layout=layout), shape):
+                with Calls() as calls:
+                    outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+                # opcheck compares the results, and takes NaN to differ from NaN.
+                if calls.made and not any(output.isnan().any() for output in outputs):
+                    torch.library.opcheck(*calls.made[0], test_utils=tests)
+
+
+@every_op
+def test_compile_fullgraph_with_dynamic_shapes(spec: OpSpec, device: str) -> None:
+    """One graph, no second compilation for other sizes, the eager result, forward and backward."""
+    samples = [list(spec.sample_inputs(maker(device, torch.float32), shape)) for shape in [(6, 40), (9, 64), (5, 33)]]
+    for same_call in zip(*samples, strict=True):
+        torch._dynamo.reset()
+        backend = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(spec.function, backend=backend, fullgraph=True, dynamic=True)
+        counts = []
+        for sample in same_call:
+            ours, eager = run(compiled, sample, random_grad()), run(spec.function, sample, random_grad())
+            counts.append(backend.frame_count)
+            for (name, a), (_, b) in zip(ours.tensors(), eager.tensors(), strict=True):
+                assert torch.equal(a, b), f"{spec.name} {sample.args[0].shape}: {name} differs under torch.compile"
+                assert a.stride() == b.stride(), f"{spec.name} {sample.args[0].shape}: {name} has other strides"
+        assert len(set(counts)) == 1, f"{spec.name}: compiled again for another shape"
+
+
+# What transpose(1, 2) makes of one third of a packed QKV of (batch, rows, heads, width).
+PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(), offset=8)
+
+
+@every_op
+def test_compile_with_inductor(spec: OpSpec, device: str) -> None:
+    """The default backend, the op between PyTorch's own, with inputs that are permuted and have gaps."""
+    torch._dynamo.reset()
+    for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
+
+        def model(*args: object, sample: Sample = sample) -> tuple[torch.Tensor, ...]:
+            outputs = as_tuple(spec.function(*args, **sample.kwargs))
+            return tuple((output * 2.0).sin() for output in outputs)
+
+        ours = run(torch.compile(model, fullgraph=True), Sample(sample.args), random_grad())
+        eager = run(model, Sample(sample.args), random_grad())
+        for (name, a), (_, b) in zip(ours.tensors(), eager.tensors(), strict=True):
+            torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+        break
+
+
+class EveryOp(torch.nn.Module):
+    """One sample of every op, on inputs that are permuted and have gaps: sums over a dimension of the results."""
+
+    def __init__(self, samples: list[tuple[OpSpec, Sample]]) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def forward(self, tensors: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        for (spec, sample), inputs in zip(self.samples, tensors, strict=True):
+            left = iter(inputs)
+            args = [next(left) if isinstance(x, torch.Tensor) else x for x in sample.args]
+            outputs = as_tuple(spec.function(*args, **sample.kwargs))
+            results += [output.sum(1) if output.dim() > 1 else output for output in outputs]
+        return results
+
+
+def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
+    """AOTInductor's code reads a result at the strides that the fake promises, and checks nothing."""
+    make = maker(device, torch.float32, layout=PERMUTED)
+    samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
+    tensors = [[x.detach() for x in sample.args if isinstance(x, torch.Tensor)] for _, sample in samples]
+    model = EveryOp(samples)
+    program = torch.export.export(model, (tensors,))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    for ours, eager in zip(torch._inductor.aoti_load_package(path)(tensors), model(tensors), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
+    """Shape, dtype and strides of every fake, for every operator that the sample reaches, beside the real results."""
+    for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
+        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+        for op in with_twin(called):
+            reals = as_tuple(op(*args, **kwargs))
+            with FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+                promises = as_tuple(op(*fakes, **kwargs))
+            for real, fake in zip(reals, promises, strict=True):
+                assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device), f"{op} {what}"
+                for size, promised, stride in zip(real.shape, fake.stride(), real.stride(), strict=True):
+                    assert size == 1 or promised == stride or real.numel() == 0, (
+                        f"{op} {what}: the fake promises strides {fake.stride()} for {real.stride()}"
+                    )
+
+
+@every_op
+def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
+    for shape, layout in itertools.product([(6, 33), (2, 3, 4, 37), (1, 3, 1, 5), (3, 0)], LAYOUTS):
+        for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
+            for each in (sample, *([with_float_weights(sample)] if spec.float_weights else [])):
+                _check_fakes(spec, each, layout, f"{shape} {layout}")
+
+
+ANY_STRIDES = st.builds(
+    Strides,
+    order=st.permutations(range(4)).map(tuple),
+    steps=st.tuples(*[st.integers(1, 3)] * 4),
+    expanded=st.frozensets(st.integers(0, 3), max_size=2),
+    offset=st.integers(0, 3),
+)
+
+
+@every_op
+@settings(deadline=None, derandomize=True, max_examples=50, suppress_health_check=list(HealthCheck))
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), first=ANY_STRIDES, second=ANY_STRIDES)
+def test_fake_has_the_real_strides_of_any_layout(
+    spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
+) -> None:
+    """Any order of dimensions, gaps, offsets, expanded dimensions and dimensions of size 1."""
+    turns = itertools.cycle([maker(device, torch.float32, layout=layout) for layout in (first, second)])
+    for sample in spec.sample_inputs(lambda shape: next(turns)(shape), shape):
+        _check_fakes(spec, sample, second, f"{shape} {first}, others {second}")
+
+
+class OneCall(torch.nn.Module):
+    """A sample as a module: x comes in, other tensors are parameters and buffers."""
+
+    def __init__(self, spec: OpSpec, sample: Sample) -> None:
+        super().__init__()
+        self.function = functools.partial(spec.function, **sample.kwargs)
+        self.others = list(sample.args[1:])
+        for i, x in enumerate(self.others):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                self.register_parameter(f"tensor_{i}", torch.nn.Parameter(x.detach()))
+            elif isinstance(x, torch.Tensor):
+                self.register_buffer(f"tensor_{i}", x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        others = [getattr(self, f"tensor_{i}", other) for i, other in enumerate(self.others)]
+        outputs = self.function(x, *others)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
+    "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
+    "strict torch.export": lambda module, x: torch.export.export(module, (x,), strict=True).module(),
+    "make_fx": lambda module, x: make_fx(module)(x),
+    "symbolic_trace": lambda module, x: torch.fx.symbolic_trace(module),
+    "jit.trace": lambda module, x: torch.jit.trace(module, (x,)),
+}
+
+
+@every_op
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_captured_graphs_train(spec: OpSpec, capture: str, gradients: bool, device: str) -> None:
+    """What was captured under no_grad may be trained later: it gives eager's results and every gradient."""
+    if capture == "jit.trace" and sys.version_info >= (3, 14):
+        pytest.skip("torch.jit does not support Python 3.14")
+    for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
+        module, x = OneCall(spec, sample), sample.args[0].detach()
+        with torch.set_grad_enabled(gradients):
+            captured = CAPTURES[capture](module, x)
+        results = []
+        for each in (captured, module):
+            each.zero_grad()
+            leaf = x.clone().requires_grad_()
+            outputs = each(leaf)
+            torch.autograd.backward(outputs, [random_grad()(output) for output in outputs])
+            parameters = [*module.parameters()] if capture in ("make_fx", "symbolic_trace") else [*each.parameters()]
+            results.append([*outputs, leaf.grad, *(parameter.grad for parameter in parameters)])
+        for ours, eager in zip(*results, strict=True):
+            assert ours is not None and torch.equal(ours, eager)

@@ -1,0 +1,108 @@
+"""Bad input gets its sentence, from the kernels and from the fakes."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.battery import calls_of_every_order, every_op, with_twin
+from tests.checks import (
+    maker,
+)
+from tests.opspec import ErrorSample, OpSpec
+
+
+@every_op
+def test_bad_input_gets_its_sentence(spec: OpSpec, device: str) -> None:
+    samples = list(spec.error_inputs(device))
+    assert samples
+    for sample in samples:
+        out = sample.kwargs.get("out")
+        before = out.detach().clone() if out is not None else None
+        with pytest.raises(RuntimeError) as error:
+            spec.function(*sample.args, **sample.kwargs)
+        assert str(error.value) == sample.message
+        if out is not None:
+            assert torch.equal(out, before), f"{sample.message}: out was written"
+
+
+def _on_meta(sample: ErrorSample) -> ErrorSample:
+    """The same call on meta tensors; those that share memory share it there, too."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def one(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        storage = x.untyped_storage()
+        flat = torch.empty(storage.nbytes() // x.itemsize, dtype=x.dtype, device="meta")
+        flat = storages.setdefault(storage.data_ptr(), flat)
+        return flat.as_strided(x.shape, x.stride(), x.storage_offset()).requires_grad_(x.requires_grad)
+
+    kwargs = {key: one(x) for key, x in sample.kwargs.items()}
+    return ErrorSample(tuple(one(x) for x in sample.args), sample.message, kwargs)
+
+
+@every_op
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda", "meta"])
+def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> None:
+    """With the same sentence, on tensors without data: else torch.export succeeds, and the program fails at run time.
+    FakeTensors are on "cuda" on a machine without a GPU, too."""
+    with FakeTensorMode() if fake_device != "meta" else contextlib.nullcontext():
+        samples = list(spec.error_inputs("cpu" if fake_device == "meta" else fake_device))
+        for sample in map(_on_meta, samples) if fake_device == "meta" else samples:
+            for gradients in (True, *(() if "require grad" in sample.message else (False,))):
+                with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
+                    spec.function(*sample.args, **sample.kwargs)
+                assert str(error.value) == sample.message
+
+
+def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
+    """What an operator must not take in an argument's place, beside those others."""
+    if isinstance(x, torch.Tensor):
+        yield x.cfloat() if x.is_floating_point() else x.float()
+        yield x.int()
+        tensors = [other for other in others.values() if isinstance(other, torch.Tensor)]
+        if x.is_floating_point() and any(other.is_floating_point() for other in tensors):
+            yield x.float() if x.dtype is torch.float64 else x.double()
+        has_like = any(other.shape == x.shape and x.numel() > 0 for other in tensors)
+        if name == "seed" or "normalized_shape" in others or has_like:
+            yield torch.cat([x.reshape(-1), x.reshape(-1)[:1]])
+        if tensors:
+            yield x.to("meta")
+    elif name == "p":
+        yield from (-0.5, 1.5, float("nan"))
+    elif name == "normalized_shape":
+        yield from ((), (*x, 2), (2, *x[1:]), (1, 1, 1, 1, *x))
+    elif name == "dim" and isinstance(x, int):
+        yield from (7, -7)
+    elif name == "dim":
+        yield from ((7,), (-7,), (0, 0))
+
+
+@every_op
+def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
+    """Of backward operators and no-grad overloads, too, by kernels and fakes in the same words: an argument that is
+    wrong by itself is refused in a sentence that names it."""
+    refused = 0
+    for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
+        for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
+            args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            given = {argument.name: x for argument, x in zip(called._schema.arguments, args, strict=False)}
+            for op, (i, name) in itertools.product(with_twin(called), enumerate(given)):
+                for wrong in _wrong(name, args[i], {other: x for other, x in given.items() if other != name}):
+                    call = [*args[:i], wrong, *args[i + 1 :]]
+                    with pytest.raises(RuntimeError) as error:
+                        op(*call, **kwargs)
+                    message = str(error.value)
+                    assert message.startswith(f"{called._schema.name}: expected "), message
+                    assert re.search(rf"\b({name}|dim|seed)\b", message), message
+                    with FakeTensorMode() as mode, pytest.raises(RuntimeError) as fake_error:
+                        op(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call), **kwargs)
+                    assert str(fake_error.value) == message
+                    refused += 1
+    assert refused > 0

@@ -1,0 +1,262 @@
+"""Memory, threads, streams, instruction sets: the same bits in every run, and nothing but the ops' own kernels."""
+
+import ctypes
+import functools
+import gc
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.battery import ROOT, SPECS, every_dtype, every_op, profiled
+from tests.checks import (
+    as_tuple,
+    check,
+    convert,
+    leaves,
+    maker,
+    random_grad,
+    run,
+)
+from tests.opspec import OpSpec, Sample, timed_specs
+
+VIEWS_AND_COPIES = {
+    f"aten::{name}"
+    for name in [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "contiguous",
+        "clone",
+        "copy_",
+        "detach",
+        "expand",
+        "as_strided",
+        "unsqueeze",
+        "permute",
+        "view",
+    ]
+}
+
+
+@pytest.mark.parametrize("spec", timed_specs(), ids=str)
+def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
+    """Under the profiler: our ops, of PyTorch's only allocation, views and copies; on the GPU no kernel too many,
+    neither for rows that a block takes nor for those of a cluster."""
+    for shape in [(4096, 1024), *([(2100, 16384), (1100, 50257)] if device == "cuda" else [])]:
+        sample = spec.bench.sample(maker(device, torch.float32), shape)
+        outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        grads_out, inputs = [random_grad()(output) for output in outputs], leaves(sample)
+        forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
+        backward = functools.partial(torch.autograd.grad, outputs, inputs, grads_out, retain_graph=True)
+        for call, launches in zip((forward, backward), spec.launches, strict=True):
+            names, kernels = profiled(call, device)
+            foreign = {name for name in names if name.startswith("aten::")} - VIEWS_AND_COPIES
+            assert not foreign, f"{spec.name} calls {sorted(foreign)}"
+            assert launches == 0 or any(name.startswith("extension_cpp::") for name in names)
+            assert device == "cpu" or len(kernels) == launches, (shape, kernels)
+
+
+def _bits(x: torch.Tensor) -> bytes:
+    return x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _calls(spec: OpSpec, dtype: torch.dtype, device: str) -> list[Sample]:
+    """Of at least 8 blocks of work each."""
+    shapes = [(700, 1025), (3, 200_001), (4099, 31)]
+    if device == "cuda":
+        shapes += [(300, 1024), (107, 50257)]
+    return [sample for shape in shapes for sample in spec.sample_inputs(maker(device, dtype), shape)]
+
+
+def _digest(spec: OpSpec, calls: list[Sample]) -> str:
+    """A hash of results and gradients."""
+    digest = hashlib.sha256()
+    for sample in calls:
+        for _, x in run(spec.function, sample, random_grad()).tensors():
+            digest.update(_bits(x))
+    return digest.hexdigest()
+
+
+@every_op
+@every_dtype
+def test_deterministic_at_any_number_of_threads(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    before, calls = torch.get_num_threads(), _calls(spec, dtype, device)
+    try:
+        digests = set()
+        # PyTorch's matrix products on the CPU add in another order for another number of threads.
+        for threads in (2, 2) if spec.has_products else (1, 2, 7, 2):
+            torch.set_num_threads(threads)
+            digests.add(_digest(spec, calls))
+        assert len(digests) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+LEVEL_SCRIPT = """
+import ctypes, sys, torch, extension_cpp
+from tests.battery.test_runtime import SPECS, _calls, _digest
+from tests.opspec import DTYPES
+from tests.checks import check, maker
+level = ctypes.CDLL(extension_cpp.LIBRARY).extension_cpp_cpu_level
+level.restype = ctypes.c_char_p
+print("level", level().decode())
+for spec in SPECS:
+    for dtype in DTYPES:
+        if sys.argv[1] == "right":
+            for sample in spec.sample_inputs(maker("cpu", dtype), (33, 1025)):
+                check(spec, sample)
+        else:
+            print(spec.name, dtype, _digest(spec, _calls(spec, dtype, "cpu")))
+"""
+
+
+def _run_at_level(level: str, what: str) -> list[str]:
+    environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
+    command = [sys.executable, "-c", LEVEL_SCRIPT, what]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_instruction_sets_agree() -> None:
+    """Each level is right, and those that have FMA give the same bits, so that one of them is asked."""
+    assert _run_at_level("baseline", "right") == ["level baseline"]
+    v3, v4 = _run_at_level("v3", "bits"), _run_at_level("v4", "bits")
+    if v4[0] != "level v4":
+        pytest.skip("this machine has no AVX-512, so that there is only one level with FMA")
+    assert v3[0] == "level v3"
+    assert len(v3) > len(SPECS) and v3[1:] == v4[1:]
+
+
+def _allocated(device: str) -> int:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    class Mallinfo2(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in [
+                "arena",
+                "ordblks",
+                "smblks",
+                "hblks",
+                "hblkhd",
+                "usmblks",
+                "fsmblks",
+                "uordblks",
+                "fordblks",
+                "keepcost",
+            ]
+        ]
+
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+@every_op
+def test_no_leak(spec: OpSpec, device: str) -> None:
+    """1000 calls, strided inputs and errors included, leave less behind than 16 bytes a call."""
+    good = next(iter(spec.sample_inputs(maker(device, torch.float32, layout="sliced"), (8, 33))))
+    bad = next(iter(spec.error_inputs(device)))
+
+    def call() -> None:
+        run(spec.function, good, random_grad())
+        with pytest.raises(RuntimeError):
+            spec.function(*bad.args, **bad.kwargs)
+
+    for _ in range(50):
+        call()
+    before = _allocated(device)
+    for _ in range(1000):
+        call()
+    assert _allocated(device) - before < 16_000
+
+
+@every_op
+def test_eight_python_threads(spec: OpSpec, device: str) -> None:
+    calls = _calls(spec, torch.float32, device)
+    expected = _digest(spec, calls)
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda: results.append(_digest(spec, calls))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 8
+
+
+@every_op
+def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
+    """Kernels run on PyTorch's current stream: right on a side stream, and a captured graph replays them."""
+    if device != "cuda":
+        pytest.skip("CUDA streams need a GPU")
+    sample = convert(next(iter(spec.sample_inputs(maker(device, torch.float32), (512, 1024)))), torch.float32)
+    expected = [output.detach() for output in as_tuple(spec.function(*sample.args, **sample.kwargs))]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    x = sample.args[0]
+    with torch.no_grad(), torch.cuda.stream(stream):
+        keep = x.clone()
+        x.zero_()
+        torch.cuda._sleep(50_000_000)  # work on another stream would read the zeros
+        x.copy_(keep)
+        results = as_tuple(spec.function(*sample.args, **sample.kwargs))
+    stream.synchronize()
+    assert all(map(torch.equal, results, expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = as_tuple(spec.function(*sample.args, **sample.kwargs))
+    with torch.no_grad():
+        x.zero_()
+        x.copy_(keep)
+    for output in captured:
+        output.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, expected))
+
+
+@every_op
+def test_every_launch_is_on_the_current_stream(spec: OpSpec, device: str) -> None:
+    """All kernels of forward and of backward, those of a second phase, too."""
+    if device != "cuda":
+        pytest.skip("CUDA streams need a GPU")
+    for shape in [(512, 1024), (300, 16384), (9, 50257)]:
+        sample = next(iter(spec.sample_inputs(maker(device, torch.bfloat16), shape)))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            run(spec.function, sample, random_grad())  # PyTorch's libraries set themselves up on streams of their own
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                run(spec.function, sample, random_grad())
+                torch.cuda.synchronize()
+        events = profiler.profiler.kineto_results.events()
+        on_gpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+        streams = {event.device_resource_id(): event.name() for event in on_gpu if not event.name().startswith("Mem")}
+        assert len(streams) == 1, f"{spec.name} {shape}: kernels by stream: {streams}"
+
+
+@every_op
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
+    """On a stream of its own: there most launches without a guard fail; on a default one the first GPU works."""
+    default = torch.cuda.current_stream(1)
+    torch.cuda.set_stream(torch.cuda.Stream(1))  # makes the second GPU current
+    try:
+        torch.cuda.set_device(0)
+        for shape in [(33, 1025), (300, 16384)]:
+            for sample in spec.sample_inputs(maker("cuda:1", torch.float32), shape):
+                result = check(spec, sample)
+                assert {x.device.index for _, x in result.tensors()} == {1} and torch.cuda.current_device() == 0
+    finally:
+        torch.cuda.set_stream(default)
+        torch.cuda.set_device(0)

@@ -1,0 +1,200 @@
+"""Right values for every shape, dtype and layout, and for numbers that overflow, cancel or are none."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.battery import every_dtype, every_op
+from tests.checks import (
+    LAYOUTS,
+    Expected,
+    as_tuple,
+    check,
+    expect,
+    leaves,
+    maker,
+)
+from tests.opspec import OpSpec
+
+SHAPES = [
+    *itertools.product((0, 1, 33), (1, 31, 32, 33, 1023, 1025, 3584)),
+    *[(65536, width) for width in (1, 7, 33)],
+    *[
+        (),
+        (0,),
+        (1,),
+        (4097,),
+        (3, 0),
+        (0, 0),
+        (2, 3, 5),
+        (2, 0, 5),
+        (7, 1, 33),
+        (2, 3, 4, 5),
+        (1, 1, 1, 1),
+        (2, 9, 17, 33),
+    ],
+]
+
+
+@every_op
+@every_dtype
+def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    for shape in SHAPES:
+        for sample in spec.sample_inputs(maker(device, dtype, seed=10 + len(shape)), shape):
+            check(spec, sample)
+
+
+@every_op
+@every_dtype
+def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Tensors that fill the GPU, at the widths of its kernels. Others take few rows and, in the norms, larger tensors
+    (test_norm_kernels.py)."""
+    if device != "cuda":
+        pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
+    narrow = (8, 48, 200, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2304, 2560, 3072, 4096, 4608, 5120)
+    wide = (6144, 7168, 8192, 10240, 12288, 16384, 20480, 32768, 36864, 45056)
+    wider = (49152, 55296, 81920, 98304, 114688, 131072)
+    between_lines = (24584, 49160, 50260, 65544)
+    uneven = (18432, 60000, 100000, 118000, 122880)  # threads of a cluster have one vector more than others
+    odd = (33, 129, 257, 385, 513, 641, 769, 1025, 1281, 1537, 2049, 2561, 3073, 3585, 4097, 5121, 6145, 8191)
+    wide_odd = (8193, 10249, 14001, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
+    last_block_empty = (30725, 61449)  # of a cluster: float layer_norm, a half type's with a residual
+    for width in (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty):
+        # More bytes than few rows have, or several rows a cluster, also of the widest, of which fewer run at once.
+        size = (17 if width <= 16384 else 10) << 20
+        shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
+        sample = next(iter(spec.sample_inputs(maker(device, dtype), shape)))
+        ours = check(spec, sample)
+        with torch.no_grad():  # by the twin, which may go without some results
+            outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        for output, as_before in zip(outputs, ours.outputs, strict=True):
+            assert torch.equal(output, as_before), f"{spec.name} {shape}: without gradients"
+
+
+@every_op
+@every_dtype
+def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Rows that other kernels take than those of many, and numbers of them where the shape changes."""
+    if device != "cuda":
+        pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
+    for rows, width in itertools.product((3, 132, 133, 513), (64, 256, 512, 1024, 2048, 4096, 8192, 16384)):
+        check(spec, next(iter(spec.sample_inputs(maker(device, dtype), (rows, width)))))
+
+
+@every_op
+@every_dtype
+def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Layouts of the inputs, each with layouts of grad_out; .sum().backward() gives the expanded one."""
+    for shape in [(6, 33), (3, 4, 33), (2, 3, 4, 37), (2, 64, 8, 8)]:
+        truths: dict[tuple[int, bool, bool], Expected] = {}  # of layouts, only the expanded one changes values
+        for layout, grad_layout in itertools.product(LAYOUTS, LAYOUTS):
+            for number, sample in enumerate(spec.sample_inputs(maker(device, dtype, layout=layout), shape)):
+                values = (number, layout == "expanded", grad_layout == "expanded")
+                if values not in truths:
+                    truths[values] = expect(spec, sample, grad_layout)
+                what = f"{layout}, grad_out {grad_layout}"
+                ours = check(spec, sample, grad_layout, what, expected=truths[values])
+                if spec.keeps_strides:
+                    expected = torch.empty_like(sample.args[0]).stride()
+                    assert ours.outputs[0].stride() == expected, f"{spec.name} {shape} {layout}: strides"
+
+
+@every_op
+@every_dtype
+def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """The operands of one call in layouts of their own."""
+    for first, second in itertools.permutations(LAYOUTS, 2):
+        turns = itertools.cycle(
+            [maker(device, dtype, seed=1, layout=first), maker(device, dtype, seed=2, layout=second)]
+        )
+        for sample in spec.sample_inputs(lambda shape, turns=turns: next(turns)(shape), (2, 6, 5, 33)):
+            check(spec, sample, "contiguous", f"{first} with {second}")
+
+
+@every_op
+@every_dtype
+def test_rows_with_gaps(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Rows with a gap of three elements: each begins at another offset from a vector's address."""
+    shapes = [(5, 33), (9, 256), *([(300, 1024), (135, 4096), (40, 16384), (9, 50257)] if device == "cuda" else [])]
+    for shape in shapes:
+        for sample in spec.sample_inputs(maker(device, dtype, layout="padded"), shape):
+            check(spec, sample, "padded", "padded rows")
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_nan_and_inf_at_each_position(spec: OpSpec, dtype: torch.dtype, value: float, device: str) -> None:
+    """Where the reference lets it go, and nowhere else. 67 columns are two blocks and a tail on the CPU, vectors and a
+    tail on the GPU. An infinite input may leave the op finite where the reference's formula gives inf * 0 (the limit
+    is right).
+    """
+    for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (2, 67))):
+        for x in leaves(sample):
+            for index in range(0, x.numel(), 1 if dtype is torch.float32 and number == 0 else 13):
+                keep = x.detach().clone()
+                x.detach().view(-1)[index] = value
+                check(spec, sample, what=f"{value} at {index}", limits=value == value)
+                x.detach().copy_(keep)
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize(
+    "mean, spread", [(4e4, 1.0), (0.0, 1e30), (0.0, 1e-39), (0.0, 1e-44), (-90.0, 5.0), (0.0, 30.0)]
+)
+def test_hostile_numbers(spec: OpSpec, dtype: torch.dtype, device: str, mean: float, spread: float) -> None:
+    """Values far from 1: overflow, denormals, and both ends of exp."""
+    for width in (1025, 1024):
+        for sample in spec.sample_inputs(maker(device, dtype, mean=mean, spread=spread), (33, width)):
+            check(spec, sample, what=f"{width} columns, mean {mean}, spread {spread}", limits=True)
+
+
+@every_op
+def test_rows_of_minus_infinity(spec: OpSpec, device: str) -> None:
+    for width in (64, 65):
+        for sample in spec.sample_inputs(maker(device, torch.float32), (3, width)):
+            sample.args[0].detach()[1] = -float("inf")
+            # One row for all of x is finite * 0 where x is finite; PyTorch's fused rms_norm on the GPU makes
+            # NaN of that.
+            check(spec, sample, limits=True)
+
+
+@every_op
+@pytest.mark.slow
+@pytest.mark.parametrize("cols", [1 << 16, 50257])
+def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) -> None:
+    """int64 everywhere: the last rows of a tensor of 2^31 + 2^17 elements are what a small tensor of them gives; on a
+    GPU also of more than 2^32 elements, in rows whose width does not divide 2^32."""
+    if spec.positional:
+        pytest.skip("no small tensor has these elements' masks: test_dropout.py and test_fused_norm.py have this test")
+    if cols != 1 << 16 and device == "cpu":
+        pytest.skip("the CPU's kernels count in int64 alone, and 2^32 elements take minutes")
+    rows = (1 << 31 if cols == 1 << 16 else 1 << 32) // cols + 2
+    few = 64  # not so few that a kernel has more threads for each, and sums in another order
+    generator = torch.Generator().manual_seed(0)
+    last = torch.randn(few, cols, generator=generator).bfloat16().to(device)
+
+    def make(shape: tuple[int, ...]) -> torch.Tensor:
+        if shape[0] not in (rows, few):
+            return torch.ones(shape, dtype=torch.bfloat16, device=device)
+        x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
+        return x.requires_grad_(device == "cuda")
+
+    # Norms over the last two dimensions still have the rows apart.
+    shapes = [(count, 1, cols) for count in (rows, few)]
+    for big, small in zip(*(spec.sample_inputs(make, shape) for shape in shapes), strict=True):
+        outputs = [as_tuple(spec.function(*sample.args, **sample.kwargs)) for sample in (big, small)]
+        for a, b in zip(*outputs, strict=True):
+            if a.shape[:1] == (rows,):
+                assert torch.equal(a[-few:], b)
+            else:
+                torch.testing.assert_close(a, b)  # a sum over the rows: the zeros add nothing
+        a, b = (output[0] for output in outputs)
+        if a.requires_grad and a.shape[:1] == (rows,):
+            gradients = [torch.autograd.grad(y, sample.args[0], y.detach())[0] for y, sample in ((a, big), (b, small))]
+            torch.testing.assert_close(gradients[0][-few:], gradients[1])
+            del gradients
+        del outputs, a, b
