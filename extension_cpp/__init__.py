@@ -8,7 +8,7 @@ this machine has.
 import sys
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if sys.version_info < (3, 10):  # noqa: UP036  # a checkout can be imported by any Python
     raise ImportError(

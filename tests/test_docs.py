@@ -26,6 +26,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import yaml
 
 import extension_cpp
 from benchmarks import plot
@@ -131,6 +132,29 @@ def test_compatibility_rows_name_their_tests() -> None:
         assert named, row
         for file, name in named:
             assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}: {name}"
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    releases = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0][0] == extension_cpp.__version__
+    numbers = [tuple(map(int, version.split("."))) for version, _ in releases]
+    assert numbers == sorted(numbers, reverse=True)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == releases[0]
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows(workflow: Path) -> None:
+    """They run commands of the repository, read it alone, and name actions by the commit, which nobody can move."""
+    content = yaml.safe_load(workflow.read_text())
+    make_targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert content["permissions"] == {"contents": "read"}
+    steps = [step for job in content["jobs"].values() for step in job["steps"]]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands
+    for command in commands:
+        assert (ROOT / command).is_file() or command.removeprefix("make ") in make_targets
+    assert all(re.search(r"@[0-9a-f]{40}$", step["uses"]) for step in steps if "uses" in step)
 
 
 # Where they lead
