@@ -49,6 +49,14 @@ C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
+# Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
+# late, nothing writable that need not be (full RELRO), and a stack that cannot be executed. The guard is for code that
+# sees what users pass. The C kernels go without: their arrays are lanes of constant size, which the sanitizers check,
+# and each of their functions has some, so that every kernel would carry the guard.
+GUARD_FLAGS = ["-fstack-protector-strong"]
+HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
+# The functions that Python calls, and nothing of the C++ library's templates, which do not follow -fvisibility.
+EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
 
 # Of extension_cpp, and of two cores that do nothing else.
 TIMES = "All of them take 1 to 3 minutes on 2 cores, and for each GPU architecture 3 to 5 more."
@@ -206,7 +214,8 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
     """nvcc with its flags, and what the link needs of its toolkit."""
     # nvcc wants the compiler itself, not the cache in front of it.
     host = next(word for word in cxx if Path(word).name not in ("ccache", "sccache"))
-    command = [*nvcc, "-std=c++17", "-ccbin", shutil.which(host) or host, "-Xcompiler", ",".join(COMMON_FLAGS)]
+    command = [*nvcc, "-std=c++17", "-ccbin", shutil.which(host) or host]
+    command += ["-Xcompiler", ",".join(COMMON_FLAGS + GUARD_FLAGS)]
     if debug:
         command.append("-lineinfo")
     if tuple(int(part) for part in cuda_version(nvcc).split(".")) >= (12, 8):
@@ -243,7 +252,10 @@ def write_ninja(folder: Path) -> None:
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}"]
     # Undefined symbols are then errors of the link, not of the first import.
-    link = ["-lstdc++", "-shared", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL"]
+    exports = folder / "exports.map"
+    if not (exports.exists() and exports.read_text() == EXPORTS):  # ninja links again if it is newer than the library
+        exports.write_text(EXPORTS)
+    link = ["-lstdc++", "-shared", "-Wl,-z,defs", f"-Wl,--version-script={exports.name}", *HARDENED_LINK]
     link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
     if nvcc:
         shim += ["-DWITH_CUDA", "-DUSE_CUDA"]
@@ -251,7 +263,7 @@ def write_ninja(folder: Path) -> None:
         link += toolkit
     commands = {
         "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " -MMD",
-        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, optimise, include, here, shim) + " -MMD",
+        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise, include, here, shim) + " -MMD",
         "nvcc": quote(nvcc or [], optimise, include) + " -MD",
     }
     objects: list[str] = []
@@ -274,7 +286,7 @@ def write_ninja(folder: Path) -> None:
             add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [])
         for source in sorted(CSRC.rglob("*.cu")) if nvcc else []:
             add("nvcc", source, [])
-        ninja.build([LIBRARY], "link", objects)
+        ninja.build([LIBRARY], "link", objects, implicit=[exports.name])
         ninja.default([LIBRARY])
 
 

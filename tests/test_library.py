@@ -40,10 +40,21 @@ def test_library_asks_torch_for_c_functions_only(library):
 
 
 def test_library_is_no_python_module_and_exports_its_own_names_only(library):
-    table = run("nm", "-D", "--defined-only", library).stdout.splitlines()
-    # The C++ library's own templates are exported as weak symbols, which many libraries share.
-    exported = [line.split()[2] for line in table if line.split()[1] in "TDBR"]
+    exported = symbols(library, "--defined-only")
     assert exported != [] and [name for name in exported if not name.startswith("extension_cpp_")] == []
+
+
+def test_library_is_hardened(library):
+    """Full RELRO, no stack or data that can be executed, no code that is written, guards, and no search path."""
+    segments = re.findall(
+        r"^  (\w+) .* 0x\w+ ([R ][W ][E ]) 0x\w+$", run("readelf", "-lW", library).stdout, re.MULTILINE
+    )
+    assert {"LOAD", "GNU_STACK", "GNU_RELRO"} <= {kind for kind, _ in segments}
+    assert [segment for segment in segments if segment[1].endswith("WE")] == []
+    dynamic = run("readelf", "-dW", library).stdout
+    assert "BIND_NOW" in dynamic
+    assert re.findall(r"\((RPATH|RUNPATH|TEXTREL)\)", dynamic) == []
+    assert any(name.startswith("__stack_chk_fail") for name in symbols(library, "--undefined-only"))
 
 
 def test_library_needs_torch_alone_to_load(library):
