@@ -246,7 +246,8 @@ def write_ninja(folder: Path) -> None:
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
-    # __FILE__ is part of some messages, and shall not tell where the library was built; gcc follows links to headers.
+    # __FILE__ is part of some messages, and shall not tell where the library was built: two builds in different folders
+    # give the same bytes. gcc follows links to headers.
     include = [f"-I{CSRC}"]
     here = [f"-fmacro-prefix-map={folder}/=" for folder in (CSRC, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
@@ -266,11 +267,16 @@ def write_ninja(folder: Path) -> None:
         "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise, include, here, shim) + " -MMD",
         "nvcc": quote(nvcc or [], optimise, include) + " -MD",
     }
+    after = {"c": "", "cxx": "", "nvcc": ""}
+    if nvcc and int(cuda.split(".")[0]) >= 13:  # older ones may not know the option
+        # nvcc invents names by chance, and its object remembers the host code's file, named by the process's number.
+        commands["nvcc"] += " -frandom-seed=$out"
+        after["nvcc"] = " && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
     objects: list[str] = []
     with (folder / "build.ninja").open("w") as file:
         ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
         for rule, command in commands.items():
-            command += " -MF $out.d $flags -c $in -o $out"
+            command += " -MF $out.d $flags -c $in -o $out" + after[rule]
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
         ninja.rule("link", quote(cxx) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 

@@ -1,9 +1,11 @@
 """The package's metadata is in pyproject.toml; here are the two commands that differ from setuptools' own."""
 
+import os
 import platform
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -11,6 +13,9 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # pip does not put this folder on the path
 import build_library
+
+# Two builds of the same sources give the same bytes: unless the user sets a date, all files in a wheel have hatch's.
+os.environ.setdefault("SOURCE_DATE_EPOCH", "1580601600")
 
 
 class BuildLibrary(build_ext):
@@ -25,6 +30,12 @@ class BuildLibrary(build_ext):
 
 class StableWheel(bdist_wheel):
     """One wheel for every Python 3: the library uses neither Python's nor PyTorch's C++ ABI."""
+
+    def write_wheelfile(self, *args: Any, **options: Any) -> None:
+        super().write_wheelfile(*args, **options)
+        for path in Path(self.bdist_dir).rglob("*"):  # the modes of git's files depend on the umask of who cloned
+            if path.is_file():
+                path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
 
     def get_tag(self) -> tuple[str, str, str]:
         library = Path(self.bdist_dir) / "extension_cpp" / build_library.LIBRARY

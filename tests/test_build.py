@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -209,13 +210,11 @@ def steps(folder: Path) -> list[str]:
     """What ninja would compile now."""
     planned = run(sys.executable, "-m", "ninja", "-C", folder, "-n", "-v")
     assert planned.returncode == 0, planned.stdout
-    return re.findall(r"-o (\S+)$", planned.stdout, re.MULTILINE)
+    return re.findall(r"-o (\S+)(?: && .*)?$", planned.stdout, re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def small_tree(tmp_path_factory) -> Path:
+def build_small_tree(root: Path) -> Path:
     """A copy of the sources with a single op, built for the CPU."""
-    root = tmp_path_factory.mktemp("a $tree $ of $$: one")
     csrc = ROOT / "extension_cpp" / "csrc"
     for part in ("common", "muladd"):
         shutil.copytree(csrc / part, root / "extension_cpp" / "csrc" / part)
@@ -225,6 +224,11 @@ def small_tree(tmp_path_factory) -> Path:
     built = run(sys.executable, root / "build_library.py", env=environment | {"USE_CUDA": "0"})
     assert built.returncode == 0, built.stdout + built.stderr
     return root
+
+
+@pytest.fixture(scope="module")
+def small_tree(tmp_path_factory) -> Path:
+    return build_small_tree(tmp_path_factory.mktemp("a $tree $ of $$: one"))
 
 
 def touch(path: Path) -> None:
@@ -309,6 +313,30 @@ def test_library_does_not_tell_where_it_was_built(small_tree):
         assert str(folder).encode() not in content
 
 
+def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
+    """In folders of other names, by people whose files have other dates and modes."""
+    wheels = []
+    for number, tree in enumerate([small_tree, build_small_tree(tmp_path / "elsewhere")]):
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "check_environment.py"):
+            shutil.copy(ROOT / name, tree)
+        shutil.copy(ROOT / "extension_cpp" / "__init__.py", tree / "extension_cpp")
+        for file in tree.glob("*.py"):
+            file.chmod(0o644 + 0o020 * number)
+            os.utime(file, (10**9 * (number + 1),) * 2)
+        pack = ["setup.py", "-q", "bdist_wheel", "-b", tmp_path / f"build-{number}", "-d", tmp_path / f"dist-{number}"]
+        umask = os.umask(0o022 - 0o020 * number)
+        packed = run(sys.executable, *pack, cwd=tree, env=os.environ | {"USE_CUDA": "0"})
+        os.umask(umask)
+        assert packed.returncode == 0, packed.stderr
+        wheels += (tmp_path / f"dist-{number}").iterdir()
+    one, other = wheels
+    assert one.name == other.name
+    with zipfile.ZipFile(one) as a, zipfile.ZipFile(other) as b:
+        assert "extension_cpp/libextension_cpp.so" in a.namelist()
+        assert {info.filename: info.CRC for info in a.infolist()} == {info.filename: info.CRC for info in b.infolist()}
+    assert one.read_bytes() == other.read_bytes()
+
+
 def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
@@ -327,7 +355,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     assert build_library.steps_to_do(ninja) == len(expected)
 
 
-def test_header_change_rebuilds_cu(small_tree, tmp_path, monkeypatch):
+def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     if build_library.find_nvcc() is None:
         pytest.skip("there is no nvcc")
@@ -341,11 +369,16 @@ def test_header_change_rebuilds_cu(small_tree, tmp_path, monkeypatch):
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
     target = "common/cuda_error.cu.o"
-    built = run(sys.executable, "-m", "ninja", "-C", folder, target)
+    compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
+    built = run(*compile_target)
     assert built.returncode == 0, built.stdout
     assert target not in steps(folder)
+    first = (folder / target).read_bytes()
     touch(tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h")
     assert target in steps(folder)
+    if int(build_library.cuda_version(build_library.find_nvcc()).split(".")[0]) >= 13:
+        assert run(*compile_target).returncode == 0
+        assert (folder / target).read_bytes() == first  # nvcc's object has the number of its process in it
 
 
 def test_small_library_loads_and_runs(small_tree):
