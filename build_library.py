@@ -12,6 +12,7 @@ Environment variables:
   MAX_JOBS              compilations at a time
   CC, CXX, NVCC         the compilers
   CUDA_HOME             the CUDA toolkit
+  GLIBC                 2.28: links for systems with this glibc or a newer one, and any C++ library (needs ziglang)
 """
 
 import functools
@@ -57,6 +58,8 @@ GUARD_FLAGS = ["-fstack-protector-strong"]
 HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
 # The functions that Python calls, and nothing of the C++ library's templates, which do not follow -fvisibility.
 EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
+# A flag of glibc 2.32 that gcc's C++ library reads. 0 is always right: there may be other threads.
+OLD_GLIBC = "char __libc_single_threaded;\n"
 
 # Of extension_cpp, and of two cores that do nothing else.
 TIMES = "All of them take 1 to 3 minutes on 2 cores, and for each GPU architecture 3 to 5 more."
@@ -228,6 +231,33 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
     return command, [*libraries, "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
 
 
+def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
+    """The command that links, and the C++ library that it takes: the system's, or with GLIBC gcc's static one."""
+    glibc = os.environ.get("GLIBC", "")
+    if not glibc:
+        return cxx, ["-lstdc++"]
+    if not re.fullmatch(r"2\.\d+", glibc):
+        raise BuildError(f"GLIBC must be a version such as 2.28, got '{glibc}'.")
+    if importlib.util.find_spec("ziglang") is None:
+        raise BuildError(f"GLIBC={glibc} needs zig, which links for older systems: pip install ziglang.")
+    # Exceptions reach PyTorch only through the unwinder that it uses, libgcc_s. Without libgcc.a the linker takes zig's
+    # compiler_rt, whose memcpy and memset would replace glibc's.
+    names = ["libstdc++.a", "libgcc.a", "libgcc_s.so.1"]
+    asked = [subprocess.run([*cxx, f"-print-file-name={name}"], capture_output=True, text=True) for name in names]
+    files = [answer.stdout.strip() for answer in asked]
+    if missing := [name for name, file in zip(names, files, strict=True) if file in ("", name)]:
+        raise BuildError(f"GLIBC={glibc} links gcc's static libraries, and '{shlex.join(cxx)}' has no {missing[0]}.")
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-gnu.{glibc}"]
+    # Without what nobody calls: parts of gcc's library need a newer glibc.
+    return [*zig, "-Wl,--gc-sections"], files
+
+
+def write_if_new(path: Path, text: str) -> None:
+    """Leaves a file that has this text as it is, so that ninja does nothing anew."""
+    if not (path.exists() and path.read_text() == text):
+        path.write_text(text)
+
+
 def write_ninja(folder: Path) -> None:
     """Writes folder/build.ninja for what the environment asks for."""
     from ninja.ninja_syntax import Writer
@@ -252,11 +282,11 @@ def write_ninja(folder: Path) -> None:
     here = [f"-fmacro-prefix-map={folder}/=" for folder in (CSRC, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}"]
-    # Undefined symbols are then errors of the link, not of the first import.
-    exports = folder / "exports.map"
-    if not (exports.exists() and exports.read_text() == EXPORTS):  # ninja links again if it is newer than the library
-        exports.write_text(EXPORTS)
-    link = ["-lstdc++", "-shared", "-Wl,-z,defs", f"-Wl,--version-script={exports.name}", *HARDENED_LINK]
+    write_if_new(folder / "exports.map", EXPORTS)
+    write_if_new(folder / "old_glibc.c", OLD_GLIBC)
+    # With -z defs undefined symbols are errors of the link, not of the first import.
+    link_command, stdcxx = linker(cxx)
+    link = [*stdcxx, "-shared", "-Wl,-z,defs", "-Wl,--version-script=exports.map", *HARDENED_LINK]
     link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
     if nvcc:
         shim += ["-DWITH_CUDA", "-DUSE_CUDA"]
@@ -278,7 +308,7 @@ def write_ninja(folder: Path) -> None:
         for rule, command in commands.items():
             command += " -MF $out.d $flags -c $in -o $out" + after[rule]
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
-        ninja.rule("link", quote(cxx) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
+        ninja.rule("link", quote(link_command) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 
         def add(rule: str, source: Path, flags: list[str], prefix: str = "") -> None:
             objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
@@ -292,7 +322,10 @@ def write_ninja(folder: Path) -> None:
             add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [])
         for source in sorted(CSRC.rglob("*.cu")) if nvcc else []:
             add("nvcc", source, [])
-        ninja.build([LIBRARY], "link", objects, implicit=[exports.name])
+        if link_command != cxx:
+            objects.append("old_glibc.c.o")
+            file.write("build old_glibc.c.o: c old_glibc.c\n")
+        ninja.build([LIBRARY], "link", objects, implicit=["exports.map"])
         ninja.default([LIBRARY])
 
 

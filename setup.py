@@ -41,7 +41,8 @@ class StableWheel(bdist_wheel):
         library = Path(self.bdist_dir) / "extension_cpp" / build_library.LIBRARY
         if not library.exists():  # an editable install asks before it builds; its wheel never leaves this machine
             return "py3", "none", f"linux_{platform.machine()}"
-        major, minor = build_library.glibc_required(library)
+        asked = tuple(int(part) for part in os.environ.get("GLIBC", "0.0").split("."))
+        major, minor = max(build_library.glibc_required(library), asked)
         return "py3", "none", f"manylinux_{major}_{minor}_{platform.machine()}"
 
 

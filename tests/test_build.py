@@ -1,6 +1,7 @@
 """The build: what the variables mean, what is compiled again, and that each mistake gets one sentence."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -27,6 +28,7 @@ BUILD_VARIABLES = [
     "NVCC",
     "CUDA_HOME",
     "CUDA_PATH",
+    "GLIBC",
 ]
 BUILD_VARIABLES += ["MAKEFLAGS", "MAKELEVEL", "PYTHON"]  # when `make test` runs these tests
 
@@ -213,7 +215,7 @@ def steps(folder: Path) -> list[str]:
     return re.findall(r"-o (\S+)(?: && .*)?$", planned.stdout, re.MULTILINE)
 
 
-def build_small_tree(root: Path) -> Path:
+def build_small_tree(root: Path, **variables: str) -> Path:
     """A copy of the sources with a single op, built for the CPU."""
     csrc = ROOT / "extension_cpp" / "csrc"
     for part in ("common", "muladd"):
@@ -221,7 +223,7 @@ def build_small_tree(root: Path) -> Path:
     shutil.copy(csrc / "library.cpp", root / "extension_cpp" / "csrc")
     shutil.copy(build_library.__file__, root)
     environment = {name: value for name, value in os.environ.items() if name not in BUILD_VARIABLES}
-    built = run(sys.executable, root / "build_library.py", env=environment | {"USE_CUDA": "0"})
+    built = run(sys.executable, root / "build_library.py", env=environment | {"USE_CUDA": "0"} | variables)
     assert built.returncode == 0, built.stdout + built.stderr
     return root
 
@@ -335,6 +337,45 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
         assert "extension_cpp/libextension_cpp.so" in a.namelist()
         assert {info.filename: info.CRC for info in a.infolist()} == {info.filename: info.CRC for info in b.infolist()}
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "glibc, sentence",
+    [
+        ("2_28", "error: GLIBC must be a version such as 2.28, got '2_28'."),
+        ("2.28", "error: GLIBC=2.28 needs zig, which links for older systems: pip install ziglang."),
+    ],
+)
+def test_glibc_that_cannot_be_linked_for(monkeypatch, glibc, sentence):
+    monkeypatch.setenv("GLIBC", glibc)
+    monkeypatch.setattr(build_library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(build_library.BuildError) as error:
+        build_library.linker(["c++"])
+    assert str(error.value) == sentence
+
+
+def test_glibc_without_a_static_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLIBC", "2.28")
+    monkeypatch.setattr(build_library.importlib.util, "find_spec", lambda name: True)
+    cxx = str(script(tmp_path / "cxx", "echo libstdc++.a\n"))  # gcc repeats the name of a file that it does not have
+    with pytest.raises(build_library.BuildError, match=rf"static libraries, and '{cxx}' has no libstdc\+\+\.a\.$"):
+        build_library.linker([cxx])
+
+
+def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
+    """It needs neither this machine's glibc nor its C++ library, and its errors still reach Python."""
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("ziglang, which links for older systems, is not installed")
+    tree = build_small_tree(tmp_path / "old", GLIBC="2.28")
+    library = tree / "extension_cpp" / build_library.LIBRARY
+    assert build_library.glibc_required(library) <= (2, 28)
+    imports = run("objdump", "-Tp", library).stdout
+    assert "GLIBCXX" not in imports and "libgcc_s.so.1" in imports and re.search(r"GLIBC_\S+ +memset", imports)
+    call = f"import torch; torch.ops.load_library(r'{library}'); one = torch.ones(3)\n"
+    call += "print(torch.ops.extension_cpp.muladd(one, one, 2.0).tolist())\n"
+    call += "try: torch.ops.extension_cpp.muladd(one, torch.ones(4), 2.0)\nexcept RuntimeError as error: print(error)"
+    said = run(sys.executable, "-c", call).stdout
+    assert said == "[3.0, 3.0, 3.0]\nextension_cpp::muladd: expected b of shape [3] like a, but got [4]\n"
 
 
 def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):

@@ -153,7 +153,8 @@ def test_workflows(workflow: Path) -> None:
     commands = [step["run"] for step in steps if "run" in step]
     assert commands
     for command in commands:
-        assert (ROOT / command).is_file() or command.removeprefix("make ") in make_targets
+        known = (ROOT / command).is_file() or command.removeprefix("make ") in make_targets
+        assert known or re.match(r"\.venv/bin/python -m pip install \w+==[\d.]+$", command)
     assert all(re.search(r"@[0-9a-f]{40}$", step["uses"]) for step in steps if "uses" in step)
 
 
