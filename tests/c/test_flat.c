@@ -1,5 +1,5 @@
-/* The elementwise ops, and the gates as such of one row: sizes around the tail, storage offsets, streaming, guards, and how work is
- * split. */
+/* The elementwise ops, and the gates as such of one row: sizes around the tail, storage offsets,
+ * streaming, guards, and how work is split. */
 #include "activation/activation.h"
 #include "check.h"
 #include "gate/gate.h"
