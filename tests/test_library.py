@@ -27,7 +27,7 @@ def library() -> Path:
 
 
 def symbols(library: Path, which: str) -> list[str]:
-    table = run("nm", "-D", which, library)
+    table = run("nm", "-D", "--extern-only", which, library)
     assert table.returncode == 0, table.stderr
     return [line.split()[-1] for line in table.stdout.splitlines()]
 
