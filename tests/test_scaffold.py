@@ -284,8 +284,9 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
 
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
 def test_name_that_contains_the_placeholder(tree, kind):
+    before = set(contents(tree))
     assert command.main(["new", "my_kernel_template", "--kind", kind]) == 0
-    written = set(contents(tree)) - set(contents(ROOT))
+    written = set(contents(tree)) - before
     names = {str(path) for path in written if path.suffix}
     kernels = {path.name for path in (ROOT / "templates" / kind / "kernel_template").iterdir()}
     assert names == {f"extension_cpp/csrc/my_kernel_template/my_{name}" for name in kernels} | {
@@ -432,18 +433,15 @@ def test_library_that_is_older_than_its_sources(tree):
     assert "ImportError: extension_cpp's library is older than its sources" in imported.stderr
 
 
-def test_new_ops_compile_and_pass(tree, tmp_path):
-    """Two templates as they stand, and an example, in a tree where nothing was compiled before."""
+def test_new_ops_compile_and_pass(tree):
+    """Two templates as they stand, in a tree where nothing was compiled before."""
     run(sys.executable, "-m", "extension_cpp", "new", "kernel_template", cwd=tree)
     run(sys.executable, "-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
-    run(sys.executable, "-m", "extension_cpp", "new", "my_template", "--kind", "accessor", cwd=tree)
-    quick = environment("cpu") | {"DEBUG": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "jit")}
-    quick["PATH"] = f"{sysconfig.get_path('scripts')}{os.pathsep}{quick['PATH']}"  # torch calls ninja by its bare name
+    quick = environment("cpu") | {"DEBUG": "1"}
     run(sys.executable, "build_library.py", cwd=tree, env=quick)
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
     done = run(*test, "tests", "-k", "kernel_template or operators_are_documented or readme_names", cwd=tree, env=quick)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
-    run(*test[:-2], "examples/my_template", cwd=tree, env=quick)
 
 
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
@@ -454,7 +452,9 @@ def test_new_package_compiles_and_passes(tmp_path, kind, device):
     run(sys.executable, "-m", "extension_cpp", "new-package", folder, "--name", "my_kernels", "--kind", kind, cwd=ROOT)
     with_device = environment(device) | ({"DEBUG": "1"} if device == "cpu" else {})
     run(sys.executable, "build_library.py", cwd=folder, env=with_device)
-    done = run(sys.executable, "-m", "pytest", "-q", "--device", device, cwd=folder, env=with_device)
+    # test_new_ops_compile_and_pass also compiles the templates' graphs.
+    some = [] if device == "cuda" else ["-k", "not inductor and not torch_func and not captured"]
+    done = run(sys.executable, "-m", "pytest", "-q", "--device", device, *some, cwd=folder, env=with_device)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
     if device == "cpu":
         run("make", "wheel", f"PYTHON={sys.executable}", cwd=folder, env=with_device)
