@@ -29,8 +29,8 @@ PLAIN = ["-O3", "-fno-sanitize=all"]
 BUILDS = {
     "plain": ["-O3"],
     # -Og keeps the source's loads and stores, and compiles in less time than -O1. null and object-size look for
-    # accesses that address sees as well: at 0, and beyond an array. alignment and pointer-overflow would find nothing that is
-    # wrong on a machine: vectors are loaded as unaligned ones. The four take half of the time to compile.
+    # accesses that address sees as well: at 0, and beyond an array. alignment and pointer-overflow would find nothing
+    # that is wrong on a machine: vectors are loaded as unaligned ones. The four take half of the time to compile.
     "sanitized": [
         *["-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=null,object-size,alignment,pointer-overflow"],
         "-fno-sanitize-recover=all",
