@@ -1697,8 +1697,9 @@ def linear_cross_entropy(
     1 GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
     and in float16 backward computes the logits again. The gradient of the logits is rounded to ``x``'s dtype, as in
     eager PyTorch. Each chunk after the first rounds the sum for ``linear_weight`` once more: with n chunks of a half
-    type the rounding error of this gradient is up to sqrt(1 + (n - 1) / 2) times eager's. Deterministic. Under autocast
-    the matrix products have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
+    type the rounding error of this gradient is up to sqrt(1 + (n - 1) / 2) times eager's. Where C does not fill whole
+    16 bytes a padded copy of ``linear_weight`` is in memory, too. Deterministic. Under autocast the matrix products
+    have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     number = _reduction("linear_cross_entropy", reduction)
     for name, tensor in (("x", x), ("linear_weight", linear_weight), ("target", target)):
