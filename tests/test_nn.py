@@ -318,3 +318,11 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
         imports[path.stem] = {name.split(".")[1] for name in names if name.startswith("extension_cpp.")}
     del imports["__init__"]
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
+
+
+def test_out_of_memory_gets_a_sentence() -> None:
+    """The first words are PyTorch's (on a GPU "CUDA out of memory."), and no path of the build is shown."""
+    with pytest.raises(RuntimeError) as error:
+        extension_cpp.relu(torch.empty(1).expand(1 << 48))
+    sentence = "Out of memory. extension_cpp tried to allocate a tensor of shape [281474976710656] on cpu"
+    assert str(error.value) == sentence

@@ -141,13 +141,21 @@ static int32_t shim_dtype(dtype_t dtype) {
   return -1;
 }
 
+// PyTorch has printed why. The text begins as PyTorch's own, which programs look for.
+[[noreturn]] static void fail_to_allocate(Sizes sizes, const Tensor &like) {
+  std::string text = like.is_cuda() ? "CUDA out of memory." : "Out of memory.";
+  text += " extension_cpp tried to allocate a tensor of shape " + to_string(sizes);
+  throw std::runtime_error(text + " on " + device_string(like));
+}
+
 Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like) {
   const int32_t device =
       like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                  strides.data(), shim_dtype(dtype), device,
-                                                  like.get_device_index(), &handle));
+  const AOTITorchError error =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               shim_dtype(dtype), device, like.get_device_index(), &handle);
+  if (error != AOTI_TORCH_SUCCESS) fail_to_allocate(sizes, like);
   return Tensor(handle);
 }
 
