@@ -15,9 +15,10 @@ ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i,
     LOAD(v, (const T *)p + i, n);
   } else if (n == BLOCK) {
     for (int k = 0; k < BLOCK; ++k) v[k] = ((const float *)p)[i + NAME(column)(k)];
-  } else {
-    for (int k = 0; k < BLOCK; ++k)
-      v[k] = NAME(column)(k) < n ? ((const float *)p)[i + NAME(column)(k)] : 0;
+  } else { /* by way of a whole block, whose order is a shuffle of registers */
+    float all[BLOCK] = {0};
+    memcpy(all, (const float *)p + i, (size_t)n * sizeof(float));
+    for (int k = 0; k < BLOCK; ++k) v[k] = all[NAME(column)(k)];
   }
 }
 
