@@ -46,11 +46,10 @@ def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) ->
         return False
     if torch.nn.functional.linear is not _linear or torch.nn.Linear.forward is not _linear_forward:
         return False
-    weight, bias = linear.weight, linear.bias
-    kinds = [type(each) for each in (gate, up, weight) if each is not None]
-    if any(kind not in (Tensor, torch.nn.Parameter) for kind in kinds) or not torch.is_grad_enabled():
+    tensors = [gate, up, linear.weight, *([] if linear.bias is None else [linear.bias])]
+    if any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
         return False
-    if not weight.requires_grad or (bias is not None and type(bias) not in (Tensor, torch.nn.Parameter)):
+    if not torch.is_grad_enabled() or not linear.weight.requires_grad:
         return False
     if gate.layout is not torch.strided or gate.is_nested:
         return False
