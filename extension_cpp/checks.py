@@ -52,9 +52,9 @@ def check_sizes(op: str, sizes: Sequence[Any], expected: Sequence[Any], message:
         check(op, size == other, message)
 
 
-def check_dtype(op: str, name: str, x: Tensor) -> None:
+def check_dtype(op: str, name: str, x: Tensor, hint: str = "") -> None:
     expected = f"expected {name} to be float64, float32, bfloat16 or float16"
-    check(op, x.dtype in DTYPES, f"{expected}, but got {dtype_name(x)}")
+    check(op, x.dtype in DTYPES, f"{expected}, but got {dtype_name(x)}{hint}")
 
 
 def check_device(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:

@@ -1430,6 +1430,53 @@ for _name, _of_x, _of_grad in (
     register_autocast(_op, "cuda", torch.float32)
 
 
+# ---- cumsum ----
+
+
+def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = False) -> Tensor:
+    """Cumulative sums over one dimension: ``y[k] = x[0] + ... + x[k]``.
+
+    Args:
+        input: ``x``, any shape.
+        dim: the dimension to sum along; negative ones count from the end.
+        exclusive: whether an element is left out of its own sum: ``y[k] = x[0] + ... + x[k - 1]``, ``y[0] = 0``.
+        reverse: whether the sums begin at the last element: ``y[k] = x[k] + ... + x[-1]``.
+
+    Returns:
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Unlike torch.cumsum it keeps the strides
+        of a transposed ``x``.
+
+    Raises:
+        RuntimeError: ``dim`` is out of range, or the dtype is not floating point; torch.cumsum sums integers.
+
+    Differentiable, to any order; the gradient is a cumsum in the other direction, and nothing is saved. At most a few
+    terms are added in float32, the others in float64, and each result is rounded once. NaN and infinities reach only
+    the sums that they belong to. Batch-invariant: the sums have the same bits beside any other rows. Strides are read
+    as they are, unless no single stride steps through the dimensions on one side of ``dim``; then ``x`` is copied.
+    Autocast casts half inputs to float32 on CUDA, as for torch.cumsum. Source: torch.cumsum.
+    """
+    return _ops.cumsum(input, dim, exclusive, reverse)
+
+
+@register_fake("extension_cpp::cumsum")
+def _(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) -> Tensor:
+    checks.check_dtype("cumsum", "x", x, "; torch.cumsum takes others")
+    check_dim("cumsum", x, dim)
+    return torch.empty_like(x)
+
+
+def _cumsum_setup_context(ctx: Any, inputs: tuple[Tensor, int, bool, bool], output: Tensor) -> None:
+    _, ctx.dim, ctx.exclusive, ctx.reverse = inputs
+
+
+def _cumsum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
+    return {"x": _ops.cumsum(grad_out, ctx.dim, ctx.exclusive, not ctx.reverse)}
+
+
+register_autograd("extension_cpp::cumsum", _cumsum_backward, setup_context=_cumsum_setup_context, plain=plain.cumsum)
+register_autocast("extension_cpp::cumsum", "cuda", torch.float32)
+
+
 # ---- cross_entropy ----
 
 

@@ -329,6 +329,19 @@ def layer_norm_dropout_backward(
     return layer_norm_backward(dropped, x, normalized_shape, mean, rstd, weight, bias, *needs)
 
 
+# ---- scans: in float32 (float64: float64) ----
+
+
+def cumsum(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) -> Tensor:
+    z = wide(x).reshape(x.shape or (1,))  # a 0-d tensor has no dimension to shift along
+    z = z.flip(dim) if reverse else z
+    y = torch.cumsum(z, dim)
+    if exclusive:
+        first = torch.zeros_like(y.narrow(dim, 0, min(y.shape[dim], 1)))
+        y = torch.cat([first, y.narrow(dim, 0, max(y.shape[dim] - 1, 0))], dim)
+    return (y.flip(dim) if reverse else y).reshape(x.shape).to(x.dtype)
+
+
 # ---- softmax and the losses: in float32 (float64: float64) ----
 
 

@@ -135,6 +135,15 @@ def layer_norm_dropout(
     return dropout(layer_norm(x, normalized_shape, weight, bias, eps), p, training, seed)
 
 
+def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = False) -> Tensor:
+    x = input.reshape(input.shape or (1,))
+    x = x.flip(dim) if reverse else x
+    y = torch.cumsum(x, dim)
+    if exclusive and x.shape[dim] > 0:
+        y = torch.cat([torch.zeros_like(y.narrow(dim, 0, 1)), y.narrow(dim, 0, x.shape[dim] - 1)], dim)
+    return (y.flip(dim) if reverse else y).reshape(input.shape)
+
+
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
     return torch.softmax(input, dim)
 

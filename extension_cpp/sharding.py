@@ -220,6 +220,7 @@ RULES: dict[str, Rule] = {
     "bias_gelu_backward": _with_bias_backward,
     "reduce_sum": _reduce_sum,
     "dropout": _replicated,
+    "cumsum": _softmax,
     "softmax": _softmax,
     "softmax_backward": _softmax,
     "log_softmax": _softmax,

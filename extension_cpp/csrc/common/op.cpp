@@ -53,7 +53,7 @@ static void check_defined(const char *op, const char *name, const Tensor &x) {
   if (!x.defined()) fail(op, "expected " + std::string(name) + " to be a tensor, but got None");
 }
 
-dtype_t check_dtype(const char *op, const char *name, const Tensor &x) {
+dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const char *hint) {
   check_defined(op, name, x);
   switch (x.scalar_type()) {
     case ScalarType::Double: return DTYPE_FLOAT64;
@@ -62,7 +62,8 @@ dtype_t check_dtype(const char *op, const char *name, const Tensor &x) {
     case ScalarType::Half: return DTYPE_FLOAT16;
     default:
       fail(op, "expected " + std::string(name) +
-                   " to be float64, float32, bfloat16 or float16, but got " + dtype_string(x));
+                   " to be float64, float32, bfloat16 or float16, but got " + dtype_string(x) +
+                   hint);
   }
 }
 

@@ -1,0 +1,23 @@
+/* Scans on the CPU.
+ * inner = 1: lanes are steps of one row. A block of 32 elements is scanned in registers, in a fixed
+ * tree; a state in double carries on from block to block.
+ * inner > 1: lanes are inner elements, and the state of each is in an array. Steps are read one
+ * after the other, so that memory is read in rows of a tile.
+ * Other strides than 1 are read element by element. scan.h says how long lines are cut. */
+#include "scan/scan.h"
+
+#include "common/cpu_level.h"
+#include "common/cpu_row.h"
+#include "scan/scan_cpu.h"
+
+#define KERNEL_BODY "scan/scan_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void cumsum_cpu_range(int64_t begin, int64_t end, const cumsum_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, cumsum, args, begin, end, 0)
+}
+
+static void cumsum_totals_cpu_range(int64_t begin, int64_t end, const cumsum_args *args){
+    DISPATCH_DTYPE(args->shape.dtype, cumsum, args, begin, end, 1)}
+
+CPU_ENTRY(cumsum_cpu, cumsum_args) CPU_ENTRY(cumsum_totals_cpu, cumsum_args)

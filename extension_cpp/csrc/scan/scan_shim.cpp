@@ -1,0 +1,144 @@
+#include "scan/scan_shim.h"
+
+#include <algorithm>
+
+namespace extension_cpp {
+
+int64_t check_dim(const char *op, const Tensor &x, int64_t dim) {
+  const int64_t dims = std::max<int64_t>(x.dim(), 1);
+  if (dim < -dims || dim >= dims) {
+    fail(op, "expected dim in [" + std::to_string(-dims) + ", " + std::to_string(dims - 1) +
+                 "], but got " + std::to_string(dim));
+  }
+  return dim < 0 ? dim + dims : dim;
+}
+
+ScanView::ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype)
+    : sizes_(like.sizes().begin(), like.sizes().end()),
+      strides_(like.strides().begin(), like.strides().end()),
+      dim_(dim),
+      reverse_(reverse),
+      dtype_(dtype) {
+  if (sizes_.empty()) sizes_ = strides_ = {1};
+  length_ = sizes_[dim];
+  std::vector<int64_t> order;
+  for (int64_t d = 0; d < static_cast<int64_t>(sizes_.size()); ++d) {
+    if (d != dim && sizes_[d] != 1) order.push_back(d);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return strides_[a] > strides_[b]; });
+  for (const int64_t d : order) {
+    const bool outside = length_ > 1 && strides_[d] > strides_[dim];
+    (outside ? outside_ : inside_).push_back(d);
+    (outside ? outer_ : inner_) *= sizes_[d];
+  }
+}
+
+// The one stride that steps through these dimensions, if there is one.
+bool ScanView::merge(const std::vector<int64_t> &dims, const std::vector<int64_t> &strides,
+                     int64_t *stride) const {
+  *stride = 0;
+  int64_t expected = -1;
+  for (size_t i = dims.size(); i-- > 0;) {
+    const int64_t d = dims[i];
+    if (expected < 0) *stride = expected = strides[d];
+    if (strides[d] != expected) return false;
+    expected *= sizes_[d];
+  }
+  return true;
+}
+
+bool ScanView::describe(const std::vector<int64_t> &strides, scan_input *view) const {
+  view->step = reverse_ ? -strides[dim_] : strides[dim_];
+  return merge(outside_, strides, &view->outer) && merge(inside_, strides, &view->inner);
+}
+
+// x's strides as a tensor of the result's shape; without the scanned dimension its stride is 0.
+std::vector<int64_t> ScanView::strides_of(const Tensor &x, bool has_dim) const {
+  std::vector<int64_t> strides(sizes_.size(), 0);
+  int64_t d = static_cast<int64_t>(sizes_.size()) - 1;
+  for (int64_t i = x.dim() - 1; i >= 0 && d >= 0; --i, --d) {
+    if (!has_dim && d == dim_) --d;
+    if (d >= 0 && x.size(i) != 1) strides[d] = x.stride(i);
+  }
+  return strides;
+}
+
+// Where a scan begins: at the last step if it runs backward.
+static const void *first_step(const Tensor &x, int64_t length, int64_t step) {
+  const auto size = static_cast<int64_t>(x.element_size());
+  return static_cast<const char *>(x.const_data_ptr()) +
+         (step < 0 ? (1 - length) * step * size : 0);
+}
+
+scan_input ScanView::input(const Tensor &x) {
+  scan_input view{};
+  if (describe(strides_of(x, true), &view)) {
+    view.data = first_step(x, length_, view.step);
+    return view;
+  }
+  const Tensor copy = allocate_strided(sizes_, strides_, dtype_, x);
+  copies_.push_back(copy_into(copy, x));
+  describe(strides_, &view);
+  view.data = first_step(copy, length_, view.step);
+  return view;
+}
+
+scan_output ScanView::output(const Tensor &y) const {
+  scan_input view{};
+  describe(strides_, &view);
+  return {const_cast<void *>(first_step(y, length_, view.step)), view.outer, view.step, view.inner};
+}
+
+std::vector<int64_t> ScanView::line_sizes() const {
+  std::vector<int64_t> sizes = sizes_;
+  sizes.erase(sizes.begin() + dim_);
+  return sizes;
+}
+
+std::vector<int64_t> ScanView::line_strides() const {
+  std::vector<int64_t> strides(sizes_.size(), 1);
+  int64_t stride = 1;
+  for (const auto *dims : {&inside_, &outside_}) {
+    for (size_t i = dims->size(); i-- > 0;) {
+      strides[(*dims)[i]] = stride;
+      stride *= sizes_[(*dims)[i]];
+    }
+  }
+  strides.erase(strides.begin() + dim_);
+  return strides;
+}
+
+scan_input ScanView::line_input(const Tensor &x) {
+  scan_input view{};
+  if (!describe(strides_of(x, false), &view)) {
+    const Tensor copy = allocate_strided(line_sizes(), line_strides(), dtype_, x);
+    copies_.push_back(copy_into(copy, x));
+    view = line_input(copy);
+    return view;
+  }
+  view.data = x.const_data_ptr();
+  return view;
+}
+
+scan_output ScanView::line_output(const Tensor &y) const {
+  return {y.mutable_data_ptr(), inner_, 0, 1};
+}
+
+scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  // Some tiles for each thread, of whole lines of 64 bytes.
+  const int64_t share = ceil_div(shape.outer * shape.inner, 4 * threads);
+  const int64_t width = std::clamp<int64_t>(ceil_div(share, 64) * 64, 64, SCAN_TILE);
+  scan_cpu_plan plan{std::min(width, shape.inner), 1, nullptr};
+  if (scan_items(&shape, &plan) < threads)
+    plan.parts = std::max<int64_t>(ceil_div(steps, SCAN_PART), 1);
+  return plan;
+}
+
+int64_t scan_grain(const scan_shape &shape, const scan_cpu_plan &plan, int64_t bytes) {
+  const int64_t steps = plan.parts > 1 ? int64_t{SCAN_PART} : shape.length;
+  return ceil_div(64 << 10, std::max<int64_t>(steps * plan.width * bytes, 1));
+}
+
+}  // namespace extension_cpp
