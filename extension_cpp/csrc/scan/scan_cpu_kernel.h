@@ -18,9 +18,11 @@ NOINLINE void NAME(store_each)(T *p, int64_t stride, const ACC *restrict v, int 
 }
 
 ALWAYS_INLINE void NAME(reverse_block)(ACC *v) {
-  ACC r[BLOCK];
-  for (int k = 0; k < BLOCK; ++k) r[k] = v[BLOCK - 1 - k];
-  for (int k = 0; k < BLOCK; ++k) v[k] = r[k];
+  for (int k = 0; k < BLOCK / 2; ++k) {
+    const ACC x = v[k];
+    v[k] = v[BLOCK - 1 - k];
+    v[BLOCK - 1 - k] = x;
+  }
 }
 
 ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n) {
