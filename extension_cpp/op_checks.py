@@ -9,7 +9,7 @@ from torch import Tensor
 
 from extension_cpp import checks, linear_loss
 
-# ---- pointwise ops, gates, reduce_sum and softmax ----
+# ---- pointwise ops, gates, reduce_sum, softmax and scans ----
 
 
 def check_bias(op: str, x: Tensor, bias: Tensor) -> None:
@@ -36,6 +36,24 @@ def check_dims(x: Tensor, dim: Sequence[int] | None) -> None:
 def check_dim(op: str, x: Tensor, dim: int) -> None:
     dims = max(x.dim(), 1)  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
     checks.check(op, -dims <= dim < dims, f"expected dim in [{-dims}, {dims - 1}], but got {dim}")
+
+
+def check_recurrence(op: str, a: Tensor, name: str, b: Tensor, h0: Tensor | None, dim: int) -> None:
+    """check_recurrence of csrc/scan/scan.cpp."""
+    checks.check_same(op, "a", a, name, b)
+    expected = f"expected a of a shape that broadcasts to {list(b.shape)}, that of {name}"
+    message = f"{expected}, but got {list(a.shape)}"
+    checks.check(op, a.dim() <= b.dim(), message)
+    for of_a, of_b in zip(reversed(a.shape), reversed(b.shape), strict=False):
+        if of_a != 1:  # for symbolic sizes, too, PyTorch knows which are 1
+            checks.check(op, of_a == of_b, message)
+    check_dim(op, b, dim)
+    if h0 is None:
+        return
+    checks.check_same(op, "h0", h0, name, b)
+    lines = [size for d, size in enumerate(b.shape) if d != dim % b.dim()]
+    expected = f"expected h0 of shape {lines}, that of {name} without dim"
+    checks.check_sizes(op, h0.shape, lines, f"{expected}, but got {list(h0.shape)}")
 
 
 # ---- norms ----

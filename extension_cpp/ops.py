@@ -45,6 +45,7 @@ from extension_cpp.op_checks import (
     check_loss_grad,
     check_norm,
     check_norm_backward,
+    check_recurrence,
     check_reduction,
     check_rotary,
     check_statistic,
@@ -1475,6 +1476,87 @@ def _cumsum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 register_autograd("extension_cpp::cumsum", _cumsum_backward, setup_context=_cumsum_setup_context, plain=plain.cumsum)
 register_autocast("extension_cpp::cumsum", "cuda", torch.float32)
+
+
+# ---- linear_recurrence ----
+
+
+def linear_recurrence(
+    a: Tensor, b: Tensor, h0: Tensor | None = None, *, dim: int = -2, reverse: bool = False
+) -> Tensor:
+    """All states of a linear recurrence along one dimension: ``h[t] = a[t] * h[t - 1] + b[t]``.
+
+    Args:
+        a: the factors, of a shape that broadcasts to that of ``b``: size 1 along ``dim`` is a constant factor.
+        b: any shape, such as (..., T, D); dtype and device of ``a``.
+        h0: the state before the first step, of ``b``'s shape without ``dim``; None: zeros.
+        dim: the dimension of the steps; negative ones count from the end.
+        reverse: whether the recurrence runs from the last step to the first: ``h[t] = a[t] * h[t + 1] + b[t]``.
+
+    Returns:
+        A tensor with the shape, dtype and strides of ``torch.empty_like(b)``. The next call can go on from its last
+        state, ``h.select(dim, -1)``, as h0.
+
+    Raises:
+        RuntimeError: ``a`` does not broadcast to ``b``, ``h0`` has another shape, a dtype or device differs, ``dim`` is
+            out of range, or the dtype is not floating point.
+
+    Differentiable in ``a``, ``b`` and ``h0``, to any order; the gradient is a recurrence in the other direction, and
+    backward saves ``a``, ``h0`` and the result. The state is float32 (float64: float64) and each result is rounded
+    once. Steps along the innermost dimension in memory are composed in a tree of fixed shape, so that they run in
+    parallel: products of up to 2^14 factors that overflow give NaN where a loop could give infinity. NaN and infinities
+    reach later steps only. Batch-invariant: a line's states have the same bits beside any other lines. Strides are
+    read as they are, unless no single stride steps through the dimensions on one side of ``dim``; then that tensor is
+    copied. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy 2018, arXiv:1709.04057.
+    """
+    return _ops.linear_recurrence(a, b, h0, dim, reverse)
+
+
+@register_fake("extension_cpp::linear_recurrence")
+def _(a: Tensor, b: Tensor, h0: Tensor | None = None, dim: int = -2, reverse: bool = False) -> Tensor:
+    checks.check_dtype("linear_recurrence", "b", b)
+    check_recurrence("linear_recurrence", a, "b", b, h0, dim)
+    return torch.empty_like(b)
+
+
+@register_fake("extension_cpp::linear_recurrence_backward")
+def _(
+    grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor | None, dim: int, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = "linear_recurrence_backward"
+    checks.check_dtype(op, "h", h)
+    checks.check_like(op, "grad_h", grad_h, "h", h)
+    check_recurrence(op, a, "h", h, h0, dim)
+    return torch.empty_like(h), torch.empty_like(h), h.new_empty(0 if h0 is None else h0.shape)
+
+
+def _linear_recurrence_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, _, h0, ctx.dim, ctx.reverse = inputs
+    ctx.save_for_backward(a, output, h0)
+
+
+def _linear_recurrence_backward(ctx: Any, grad_h: Tensor) -> Gradients:
+    a, h, h0 = ctx.saved_tensors
+    grad_a, grad_b, grad_h0 = _ops.linear_recurrence_backward(grad_h, a, h, h0, ctx.dim, ctx.reverse)
+    return {
+        "a": second_order.sum_to(grad_a, a) if ctx.needs_input_grad[0] else None,
+        "b": grad_b,
+        "h0": None if h0 is None else grad_h0,
+    }
+
+
+register_autograd(
+    "extension_cpp::linear_recurrence",
+    _linear_recurrence_backward,
+    setup_context=_linear_recurrence_setup_context,
+    plain=plain.linear_recurrence,
+)
+register_autograd(
+    "extension_cpp::linear_recurrence_backward",
+    second_order.linear_recurrence,
+    setup_context=second_order.linear_recurrence_setup_context,
+    plain=plain.linear_recurrence_backward,
+)
 
 
 # ---- cross_entropy ----

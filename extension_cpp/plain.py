@@ -342,6 +342,47 @@ def cumsum(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) 
     return (y.flip(dim) if reverse else y).reshape(x.shape).to(x.dtype)
 
 
+def earlier(x: Tensor, first: Tensor | None, dim: int, reverse: bool) -> Tensor:
+    """What was there one step earlier in the direction of the scan; `first` (None: 0) before the first step."""
+    n = x.shape[dim] if x.dim() else 1
+    if n == 0:
+        return x
+    if x.dim() == 0:
+        return torch.zeros_like(x) if first is None else first
+    start = torch.zeros_like(x.narrow(dim, 0, 1)) if first is None else first.unsqueeze(dim)
+    return torch.cat([x.narrow(dim, 1, n - 1), start] if reverse else [start, x.narrow(dim, 0, n - 1)], dim)
+
+
+def first_step(x: Tensor, dim: int, reverse: bool, like: Tensor) -> Tensor:
+    """x at the first step in the direction of the scan; without a step zeros like `like`."""
+    if x.dim() == 0:
+        return x
+    return x.select(dim, -1 if reverse else 0) if x.shape[dim] > 0 else torch.zeros_like(like)
+
+
+def linear_recurrence(a: Tensor, b: Tensor, h0: Tensor | None = None, dim: int = -2, reverse: bool = False) -> Tensor:
+    a, z, dim = wide(a).expand(b.shape), wide(b), dim % max(b.dim(), 1)
+    if b.dim() == 0:
+        return (z + a * (0 if h0 is None else wide(h0))).to(b.dtype)
+    steps = list(zip(a.unbind(dim), z.unbind(dim), strict=True))
+    h = torch.zeros_like(z.sum(dim)) if h0 is None else wide(h0)
+    states = []
+    for factor, term in reversed(steps) if reverse else steps:
+        h = factor * h + term
+        states.append(h)
+    return torch.stack(states[::-1] if reverse else states, dim).to(b.dtype) if states else b.clone()
+
+
+def linear_recurrence_backward(
+    grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor | None, dim: int, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dim, factors = dim % max(h.dim(), 1), wide(a).expand(h.shape)
+    u = linear_recurrence(earlier(factors, None, dim, not reverse), wide(grad_h), None, dim, not reverse)
+    grad_a = u * earlier(wide(h), None if h0 is None else wide(h0), dim, reverse)
+    grad_h0 = h.new_empty(0) if h0 is None else first_step(factors * u, dim, reverse, h0)
+    return grad_a.to(h.dtype), u.to(h.dtype), grad_h0.to(h.dtype)
+
+
 # ---- softmax and the losses: in float32 (float64: float64) ----
 
 

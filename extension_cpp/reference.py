@@ -144,6 +144,22 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     return (y.flip(dim) if reverse else y).reshape(input.shape)
 
 
+def linear_recurrence(
+    a: Tensor, b: Tensor, h0: Tensor | None = None, *, dim: int = -2, reverse: bool = False
+) -> Tensor:
+    if b.dim() == 0:
+        return a * (torch.zeros_like(b) if h0 is None else h0) + b
+    steps = list(zip(a.expand(b.shape).unbind(dim), b.unbind(dim), strict=True))
+    h = b.new_zeros(b.shape[:dim] + b.shape[dim:][1:]) if h0 is None else h0
+    states = []
+    for factor, term in reversed(steps) if reverse else steps:
+        h = factor * h + term
+        states.append(h)
+    if not states:
+        return a + b if h0 is None else a + b + h0.unsqueeze(dim)  # empty, and a function of all of them
+    return torch.stack(states[::-1] if reverse else states, dim)
+
+
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
     return torch.softmax(input, dim)
 

@@ -319,6 +319,43 @@ def layer_norm_dropout(ctx: Any, *grads: Tensor) -> Gradients:
     return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
 
 
+# ---- scans ----
+
+
+def sum_to(x: Tensor, like: Tensor) -> Tensor:
+    """x summed over the dimensions in which `like` broadcasts to it."""
+    missing = x.dim() - like.dim()
+    ones = [missing + d for d, size in enumerate(like.shape) if size == 1 and x.shape[missing + d] != 1]
+    dims = (*range(missing), *ones)
+    return _ops.reduce_sum(x, dims, True).view(like.shape) if dims else x
+
+
+def linear_recurrence_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, a, h, h0, ctx.dim, ctx.reverse = inputs
+    ctx.save_for_backward(a, h, h0, output[1])
+
+
+def linear_recurrence(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor, grad_grad_h0: Tensor) -> Gradients:
+    # The operator gives, for a scan that is not reversed,
+    #     grad_b = u, u[t] = grad_h[t] + a[t + 1] * u[t + 1];    grad_a[t] = u[t] * h[t - 1];    grad_h0 = a[0] * u[0].
+    # With p, q, r for grad_grad_a, grad_grad_b, grad_grad_h0, the gradient w of grad_h runs in the other direction:
+    #     w[t] = a[t] * w[t - 1] + p[t] * h[t - 1] + q[t],    w[-1] = r.
+    a, h, h0, u = ctx.saved_tensors
+    first = None if h0 is None else grad_grad_h0
+    of_u = grad_grad_b + grad_grad_a * plain.earlier(h, h0, ctx.dim, ctx.reverse)
+    w = _ops.linear_recurrence(a, of_u, first, ctx.dim, ctx.reverse)
+    of_earlier_h = grad_grad_a * u
+    grad_h0 = None
+    if h0 is not None:
+        grad_h0 = plain.first_step(of_earlier_h, ctx.dim, ctx.reverse, h0)
+    return {
+        "grad_h": w,
+        "a": sum_to(plain.earlier(w, first, ctx.dim, ctx.reverse) * u, a),
+        "h": plain.earlier(of_earlier_h, None, ctx.dim, not ctx.reverse),
+        "h0": grad_h0,
+    }
+
+
 # ---- softmax, rotary_embedding ----
 
 

@@ -81,6 +81,21 @@ def _softmax(call: Call) -> Iterator[Sharding]:
             yield [Shard(d)], _alike(call, Shard(d))
 
 
+def _linear_recurrence(call: Call) -> Iterator[Sharding]:
+    h = call["b"] if "b" in call else call["h"]
+    a, h0, dim = call["a"], call["h0"], call["dim"] % max(h.ndim, 1)
+    for d in range(h.ndim):
+        if d == dim:
+            continue
+        of_a, of_lines = d - (h.ndim - a.ndim), Shard(d - (d > dim))
+        given: dict[str, Placement] = {name: Shard(d) for name in ("grad_h", "b", "h") if name in call}
+        if of_a >= 0 and a.shape[of_a] > 1:
+            given["a"] = Shard(of_a)
+        if h0 is not None:
+            given["h0"] = of_lines
+        yield [Shard(d), Shard(d), Replicate() if h0 is None else of_lines], given
+
+
 def _row_dims(call: Call, x: str) -> Iterable[int]:
     """None where elements are dropped: which ones goes by their places in the whole tensor."""
     return () if call.get("p", 0) > 0 else range(call[x].ndim - len(call["normalized_shape"]))
@@ -221,6 +236,8 @@ RULES: dict[str, Rule] = {
     "reduce_sum": _reduce_sum,
     "dropout": _replicated,
     "cumsum": _softmax,
+    "linear_recurrence": _linear_recurrence,
+    "linear_recurrence_backward": _linear_recurrence,
     "softmax": _softmax,
     "softmax_backward": _softmax,
     "log_softmax": _softmax,

@@ -219,13 +219,14 @@ def assert_right(
     what: str,
     limits: bool,
     least_scale: float,
+    nan_for_inf: bool = False,
 ) -> None:
     """Every tensor: error <= max(2 x eager's error, 4 eps max|exact| sqrt(reduction)); NaN and inf where exact has
     them.
 
     The first bound asks for no more than twice PyTorch's own rounding. The second allows 4 roundings an element,
     growing as independent rounding errors of a sum do; it serves where eager happens to be exact. `limits`: a finite
-    value is right where the reference's formula gives NaN.
+    value is right where the reference's formula gives NaN. `nan_for_inf`: NaN is right where it gives an infinity.
     """
     tensors = zip(ours.tensors(), eager.tensors(), exact.tensors(), eager_errors, strict=True)
     for (name, a), (_, b), (_, c), eager_error in tensors:
@@ -233,7 +234,7 @@ def assert_right(
         assert a.shape == c.shape, f"{where}: shape {tuple(a.shape)}, expected {tuple(c.shape)}"
         finite = is_finite(c, a.dtype)
         if finite is not None:
-            _assert_same_specials(a, c, limits, where)
+            _assert_same_specials(a, c, limits, nan_for_inf, where)
         if a.dtype == b.dtype and not largest(b) < math.inf:  # where eager overflows, its error is no yardstick
             finite = (b.abs() < math.inf) & (finite if finite is not None else True)
         eps, smallest = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).smallest_normal
@@ -243,11 +244,13 @@ def assert_right(
         assert error <= bound, f"{where}: error {error:.3g} over the bound {bound:.3g} (eager {eager_error:.3g})"
 
 
-def _assert_same_specials(x: Tensor, exact: Tensor, limits: bool, where: str) -> None:
+def _assert_same_specials(x: Tensor, exact: Tensor, limits: bool, nan_for_inf: bool, where: str) -> None:
     """NaN and infinities where exact has them."""
     special = ~(exact.abs() < math.inf)
     if special.any():
         got, expected = x.double()[special], exact[special]
+        if nan_for_inf:
+            expected = torch.where(got.isnan(), got, expected)
         if limits:
             got = torch.where(expected.isnan(), expected, got)
         assert torch.equal(got.isnan(), expected.isnan()), f"{where}: NaN in the wrong places"
@@ -305,6 +308,7 @@ def check(
         f"{spec.name}{shapes} {dtype} {what}",
         limits,
         expected.least_scale,
+        spec.infinities_may_be_nan,
     )
     return ours
 

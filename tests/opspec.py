@@ -68,6 +68,8 @@ class OpSpec:
     positional: bool = False  # what an element becomes depends on where it lies
     # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0
+    # Where the reference's loop gives an infinity, the products of a tree may give inf * 0 or inf - inf.
+    infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
     has_products: bool = False  # matrix products, which are PyTorch's: their time and launches are not ours
     float_results: bool = False  # the results are float32 where the inputs are half

@@ -39,3 +39,52 @@ def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device
         roundings = {torch.float64: x.shape[dim] ** 0.5, torch.float32: 32}.get(dtype, 1)
         bound = roundings * torch.finfo(dtype).eps * exact.abs().max().item()
         assert (results[0].double() - exact).abs().max().item() <= bound
+
+
+def loop(
+    a: Tensor, b: Tensor, h0: Tensor | None, grad_h: Tensor, dim: int, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All states, and the gradients of a, b and h0, step by step in float64."""
+    a, b, g = (x.double().movedim(dim, 0) for x in (a.expand(b.shape), b, grad_h))
+    order = range(len(b))[::-1] if reverse else range(len(b))
+    h, u, grad_a = torch.empty_like(b), torch.empty_like(b), torch.empty_like(b)
+    first = torch.zeros_like(b[0]) if h0 is None else h0.double()
+    state = first
+    for t in order:
+        state = h[t] = a[t] * state + b[t]
+    carried = torch.zeros_like(first)
+    for t, earlier in zip(order[::-1], [*order[::-1][1:], None], strict=True):
+        u[t] = g[t] + carried
+        grad_a[t] = u[t] * (first if earlier is None else h[earlier])
+        carried = a[t] * u[t]
+    return *(x.movedim(0, dim) for x in (h, grad_a, u)), carried
+
+
+@every_dtype
+@pytest.mark.parametrize("shape, dim", [((2 * PART + 7,), 0), ((PART + 33, 3), 0), ((1, PART + 1), 1)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_long_recurrences(shape: tuple[int, ...], dim: int, reverse: bool, dtype: torch.dtype, device: str) -> None:
+    """Factors near 1, so that a state is felt in the next part; the same bits at any number of threads and beside
+    other lines."""
+    make = maker(device, dtype, seed=dim)
+    a = (1 - make(shape).detach().sigmoid() / 512).to(dtype)
+    b, g = make(shape).detach(), make(shape).detach()
+    h0 = 100 * make([size for d, size in enumerate(shape) if d != dim]).detach()
+    before, results = torch.get_num_threads(), []
+
+    def states_and_gradients(dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = [x.clone().requires_grad_() for x in tensors[:3]]
+        h = extension_cpp.linear_recurrence(*given, dim=dim, reverse=reverse)
+        return h.detach(), *torch.autograd.grad(h, given, tensors[3])
+
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        results.append(states_and_gradients(dim, a, b, h0, g))
+        many = states_and_gradients(dim + 1, *(torch.stack([x] * 3) for x in (a, b, h0, g)))
+        results += zip(*many, strict=True)
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(map(torch.equal, other, results[0]))
+    for ours, exact in zip(results[0], loop(a, b, h0, g, dim, reverse), strict=True):
+        roundings = {torch.float64: 64, torch.float32: 64}.get(dtype, 2)
+        assert (ours.double() - exact).abs().max() <= roundings * torch.finfo(dtype).eps * exact.abs().max()

@@ -2,6 +2,10 @@
 // the kernels' contract, scan_shim.h says how a tensor becomes (outer, length, inner).
 #include "scan/scan.h"
 
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
 #include "common/op.h"
 #include "scan/scan_shim.h"
 
@@ -15,14 +19,102 @@ static Tensor cumsum(const Tensor &x, int64_t dim, bool exclusive, bool reverse)
   ScanView view(y, dim, reverse, dtype);
   cumsum_args args{view.shape(), view.input(x), view.output(y), exclusive};
   const int64_t steps = args.shape.length - (exclusive ? 1 : 0);
-  launch_scan("cumsum", SCAN_KERNELS(cumsum), args, x, steps, 1, 2 * x.element_size());
+  launch_scan("cumsum", SCAN_KERNELS(cumsum), args, x, steps, 2 * x.element_size());
   return y;
+}
+
+// ---- linear_recurrence ----
+
+static std::vector<int64_t> without(Sizes sizes, int64_t dim) {
+  std::vector<int64_t> rest(sizes.begin(), sizes.end());
+  if (!rest.empty()) rest.erase(rest.begin() + dim);
+  return rest;
+}
+
+// a must broadcast to the shape of b, which is called `name`; h0 must have it without dim.
+static void check_recurrence(const char *op, const Tensor &a, const char *name, const Tensor &b,
+                             const std::optional<Tensor> &h0, int64_t *dim) {
+  check_same(op, "a", a, name, b);
+  bool broadcasts = a.dim() <= b.dim();
+  for (int64_t d = 1; broadcasts && d <= a.dim(); ++d)
+    broadcasts = a.size(-d) == 1 || a.size(-d) == b.size(-d);
+  if (!broadcasts) {
+    fail(op, "expected a of a shape that broadcasts to " + to_string(b.sizes()) + ", that of " +
+                 name + ", but got " + to_string(a.sizes()));
+  }
+  *dim = check_dim(op, b, *dim);
+  if (!h0) return;
+  check_same(op, "h0", *h0, name, b);
+  const std::vector<int64_t> expected = without(b.sizes(), *dim);
+  const Sizes sizes = h0->sizes();
+  if (!std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end())) {
+    fail(op, "expected h0 of shape " + to_string(expected) + ", that of " + name +
+                 " without dim, but got " + to_string(sizes));
+  }
+}
+
+static Tensor linear_recurrence(const Tensor &a, const Tensor &b, const std::optional<Tensor> &h0,
+                                int64_t dim, bool reverse) {
+  const dtype_t dtype = check_dtype("linear_recurrence", "b", b);
+  check_recurrence("linear_recurrence", a, "b", b, h0, &dim);
+  const Tensor h = allocate_like(b);
+  if (b.numel() == 0) return h;
+  ScanView view(h, dim, reverse, dtype);
+  linear_recurrence_args args{view.shape(), view.input(a), view.input(b),
+                              h0 ? view.line_input(*h0) : scan_input{}, view.output(h)};
+  launch_scan("linear_recurrence", SCAN_KERNELS(linear_recurrence), args, b, args.shape.length,
+              3 * b.element_size());
+  return h;
+}
+
+static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
+    const Tensor &grad_h, const Tensor &a, const Tensor &h, const std::optional<Tensor> &h0,
+    int64_t dim, bool reverse) {
+  const char *op = "linear_recurrence_backward";
+  const dtype_t dtype = check_dtype(op, "h", h);
+  check_same(op, "grad_h", grad_h, "h", h);
+  check_shape(op, "grad_h", grad_h, "h", h);
+  check_recurrence(op, a, "h", h, h0, &dim);
+  const Tensor grad_a = allocate_like(h), grad_b = allocate_like(h);
+  const Tensor grad_h0 = h0 ? allocate(h0->sizes(), dtype, h) : allocate({0}, dtype, h);
+  if (h.numel() == 0) {
+    // With no step h0 reaches no state.
+    if (grad_h0.numel() > 0) {
+      Tensor zeros = grad_h0;
+      torch::stable::zero_(zeros);
+    }
+    return {grad_a, grad_b, grad_h0};
+  }
+  ScanView view(grad_b, dim, !reverse, dtype);
+  linear_recurrence_backward_args args{view.shape(),
+                                       view.input(grad_h),
+                                       view.input(a),
+                                       view.input(h),
+                                       h0 ? view.line_input(*h0) : scan_input{},
+                                       view.output(grad_a),
+                                       view.output(grad_b),
+                                       scan_output{}};
+  const Tensor lines = h0 ? view.line_output(grad_h0, &args.grad_h0) : grad_h0;
+  launch_scan(op, SCAN_KERNELS(linear_recurrence_backward), args, h, args.shape.length,
+              5 * h.element_size());
+  return {grad_a, grad_b, copy_into(grad_h0, lines)};
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "cumsum(Tensor x, int dim, bool exclusive=False, bool reverse=False) -> Tensor");
+  def_with_twin(m,
+                "linear_recurrence(Tensor a, Tensor b, Tensor? h0=None, int dim=-2, "
+                "bool reverse=False) -> Tensor");
+  def_with_twin(
+      m,
+      "linear_recurrence_backward(Tensor grad_h, Tensor a, Tensor h, Tensor? h0, int dim, "
+      "bool reverse) -> (Tensor, Tensor, Tensor)");
 }
 
-REGISTER_KERNELS(m) { impl_with_twin(m, "cumsum", TORCH_BOX(&cumsum)); }
+REGISTER_KERNELS(m) {
+  impl_with_twin(m, "cumsum", TORCH_BOX(&cumsum));
+  impl_with_twin(m, "linear_recurrence", TORCH_BOX(&linear_recurrence));
+  impl_with_twin(m, "linear_recurrence_backward", TORCH_BOX(&linear_recurrence_backward));
+}
 
 }  // namespace extension_cpp

@@ -84,7 +84,7 @@ enum { SCAN_PART = 1 << 14, SCAN_TILE = 512 };
 typedef struct {
   int64_t width; /* at most SCAN_TILE */
   int64_t parts;
-  double *totals; /* (parts, scan_lines), by op several of these */
+  double *totals; /* (parts, 2, scan_lines) */
 } scan_cpu_plan;
 
 /* The number of lines in `totals`: of tiles whole blocks of 32. */
@@ -98,6 +98,10 @@ static inline int64_t scan_items(const scan_shape *shape, const scan_cpu_plan *p
 
 void cumsum_cpu(int64_t begin, int64_t end, void *args);
 void cumsum_totals_cpu(int64_t begin, int64_t end, void *args);
+void linear_recurrence_cpu(int64_t begin, int64_t end, void *args);
+void linear_recurrence_totals_cpu(int64_t begin, int64_t end, void *args);
+void linear_recurrence_backward_cpu(int64_t begin, int64_t end, void *args);
+void linear_recurrence_backward_totals_cpu(int64_t begin, int64_t end, void *args);
 
 int cumsum_cuda(const cumsum_args *args, void *stream);
 int logcumsumexp_cuda(const logcumsumexp_args *args, void *stream);

@@ -17,7 +17,31 @@ static void cumsum_cpu_range(int64_t begin, int64_t end, const cumsum_args *args
   DISPATCH_DTYPE(args->shape.dtype, cumsum, args, begin, end, 0)
 }
 
-static void cumsum_totals_cpu_range(int64_t begin, int64_t end, const cumsum_args *args){
-    DISPATCH_DTYPE(args->shape.dtype, cumsum, args, begin, end, 1)}
+static void cumsum_totals_cpu_range(int64_t begin, int64_t end, const cumsum_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, cumsum, args, begin, end, 1)
+}
+
+static void linear_recurrence_cpu_range(int64_t begin, int64_t end,
+                                        const linear_recurrence_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, recurrence, args, begin, end, 0)
+}
+
+static void linear_recurrence_totals_cpu_range(int64_t begin, int64_t end,
+                                               const linear_recurrence_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, recurrence, args, begin, end, 1)
+}
+
+static void linear_recurrence_backward_cpu_range(int64_t begin, int64_t end,
+                                                 const linear_recurrence_backward_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, recurrence_backward, args, begin, end, 0)
+}
+
+static void linear_recurrence_backward_totals_cpu_range(
+    int64_t begin, int64_t end, const linear_recurrence_backward_args *args){
+    DISPATCH_DTYPE(args->shape.dtype, recurrence_backward, args, begin, end, 1)}
 
 CPU_ENTRY(cumsum_cpu, cumsum_args) CPU_ENTRY(cumsum_totals_cpu, cumsum_args)
+    CPU_ENTRY(linear_recurrence_cpu, linear_recurrence_args)
+        CPU_ENTRY(linear_recurrence_totals_cpu, linear_recurrence_args)
+            CPU_ENTRY(linear_recurrence_backward_cpu, linear_recurrence_backward_args)
+                CPU_ENTRY(linear_recurrence_backward_totals_cpu, linear_recurrence_backward_args)

@@ -6,6 +6,8 @@
 #define EXTENSION_CPP_SCAN_CPU_H
 
 #include "common/cpu_block.h"
+#include "common/cpu_math.h"
+#include "scan/scan.h"
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -28,40 +30,51 @@ ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lane_index_t){__VA_ARGS__})
 #endif
 #define ZERO ((lanes_t){0})
+#define ONE (ZERO + 1)
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Inside 4 neighbours, lanes move up by 1 or by 2, and 0 comes in. Of 8 neighbours, the second 4 get
- * the last of the first 4; of 16, the second 8 get the last of the first 8; the others get 0.
+/* Inside 4 neighbours, lanes move up by 1 or by 2. Of 8 neighbours, the second 4 get the last of the
+ * first 4; of 16, the second 8 get the last of the first 8. Into the other lanes comes `in`, whose
+ * lanes are equal.
  * UP_FROM(a, b): b's lanes move up by 1, and the last of a comes in. LAST(x): all get the last. */
 #if LANES == 16
-#define UP_1(x) SHUFFLE(x, ZERO, 16, 0, 1, 2, 16, 4, 5, 6, 16, 8, 9, 10, 16, 12, 13, 14)
-#define UP_2(x) SHUFFLE(x, ZERO, 16, 16, 0, 1, 16, 16, 4, 5, 16, 16, 8, 9, 16, 16, 12, 13)
-#define LAST_OF_4(x) SHUFFLE(x, ZERO, 16, 16, 16, 16, 3, 3, 3, 3, 16, 16, 16, 16, 11, 11, 11, 11)
-#define LAST_OF_8(x) SHUFFLE(x, ZERO, 16, 16, 16, 16, 16, 16, 16, 16, 7, 7, 7, 7, 7, 7, 7, 7)
+#define UP_1(x, in) SHUFFLE(x, in, 16, 0, 1, 2, 16, 4, 5, 6, 16, 8, 9, 10, 16, 12, 13, 14)
+#define UP_2(x, in) SHUFFLE(x, in, 16, 16, 0, 1, 16, 16, 4, 5, 16, 16, 8, 9, 16, 16, 12, 13)
+#define LAST_OF_4(x, in) SHUFFLE(x, in, 16, 16, 16, 16, 3, 3, 3, 3, 16, 16, 16, 16, 11, 11, 11, 11)
+#define LAST_OF_8(x, in) SHUFFLE(x, in, 16, 16, 16, 16, 16, 16, 16, 16, 7, 7, 7, 7, 7, 7, 7, 7)
 #define UP_FROM(a, b) SHUFFLE(a, b, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
 #define LAST(x) SHUFFLE(x, x, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15, 15)
 #elif LANES == 8
-#define UP_1(x) ((lanes_t)_mm256_bslli_epi128((__m256i)(x), 4))
-#define UP_2(x) ((lanes_t)_mm256_bslli_epi128((__m256i)(x), 8))
-#define LAST_OF_4(x) _mm256_permute_ps(_mm256_permute2f128_ps(x, x, 0x08), 0xff)
+#define UP_1(x, in) SHUFFLE(x, in, 8, 0, 1, 2, 8, 4, 5, 6)
+#define UP_2(x, in) SHUFFLE(x, in, 8, 8, 0, 1, 8, 8, 4, 5)
+#define LAST_OF_4(x, in) _mm256_permute_ps(_mm256_permute2f128_ps(x, in, 0x02), 0xff)
 #define UP_FROM(a, b) SHUFFLE(a, b, 7, 8, 9, 10, 11, 12, 13, 14)
 #define LAST(x) SHUFFLE(x, x, 7, 7, 7, 7, 7, 7, 7, 7)
 #else
-#define UP_1(x) SHUFFLE(x, ZERO, 4, 0, 1, 2)
-#define UP_2(x) SHUFFLE(x, ZERO, 4, 4, 0, 1)
+#define UP_1(x, in) SHUFFLE(x, in, 4, 0, 1, 2)
+#define UP_2(x, in) SHUFFLE(x, in, 4, 4, 0, 1)
 #define UP_FROM(a, b) SHUFFLE(a, b, 3, 4, 5, 6)
 #define LAST(x) SHUFFLE(x, x, 3, 3, 3, 3)
 #endif
 
+/* The same where 0 comes in; AVX2 has an instruction for that. */
+#if LANES == 8
+#define UP_1_ZERO(x) ((lanes_t)_mm256_bslli_epi128((__m256i)(x), 4))
+#define UP_2_ZERO(x) ((lanes_t)_mm256_bslli_epi128((__m256i)(x), 8))
+#else
+#define UP_1_ZERO(x) UP_1(x, ZERO)
+#define UP_2_ZERO(x) UP_2(x, ZERO)
+#endif
+
 /* x scanned inside one register. */
 ALWAYS_INLINE lanes_t scan_lanes(lanes_t x) {
-  x += UP_1(x);
-  x += UP_2(x);
+  x += UP_1_ZERO(x);
+  x += UP_2_ZERO(x);
 #if LANES >= 8
-  x += LAST_OF_4(x);
+  x += LAST_OF_4(x, ZERO);
 #endif
 #if LANES >= 16
-  x += LAST_OF_8(x);
+  x += LAST_OF_8(x, ZERO);
 #endif
   return x;
 }
@@ -109,11 +122,117 @@ ALWAYS_INLINE void scan_block_float64(double *v) {
   for (int k = 1; k < BLOCK; ++k) v[k] += v[k - 1];
 }
 
+/* ---- linear recurrences: pairs (a, b) stand for h -> a h + b; the scan composes them ---- */
+
+#if LANES == 16
+#define FMA_LANES(a, b, c) _mm512_fmadd_ps(a, b, c)
+#elif LANES == 8
+#define FMA_LANES(a, b, c) _mm256_fmadd_ps(a, b, c)
+#else
+#define FMA_LANES(a, b, c) ((a) * (b) + (c))
+#endif
+
+/* The pair (a, b) after the pair (first_a, first_b). */
+ALWAYS_INLINE void compose(lanes_t *a, lanes_t *b, lanes_t first_a, lanes_t first_b) {
+  *b = FMA_LANES(*a, first_b, *b);
+  *a *= first_a;
+}
+
+/* `count` registers of pairs, a power of two up to 8, scanned in place. */
+ALWAYS_INLINE void compose_registers(lanes_t *a, lanes_t *b, int count) {
+  UNROLL for (int i = 0; i < count; ++i) {
+    compose(&a[i], &b[i], UP_1(a[i], ONE), UP_1_ZERO(b[i]));
+    compose(&a[i], &b[i], UP_2(a[i], ONE), UP_2_ZERO(b[i]));
+#if LANES >= 8
+    compose(&a[i], &b[i], LAST_OF_4(a[i], ONE), LAST_OF_4(b[i], ZERO));
+#endif
+#if LANES >= 16
+    compose(&a[i], &b[i], LAST_OF_8(a[i], ONE), LAST_OF_8(b[i], ZERO));
+#endif
+  }
+  UNROLL for (int half = 1; half < 8; half *= 2) {
+    if (half >= count) break;
+    UNROLL for (int i = half; i < count; i += 2 * half) {
+      const lanes_t first_a = LAST(a[i - 1]), first_b = LAST(b[i - 1]);
+      UNROLL for (int j = i; j < i + half; ++j) compose(&a[j], &b[j], first_a, first_b);
+    }
+  }
+}
+
+/* What a block does to the state before it. */
+typedef struct {
+  double a, b;
+} pair_sum_t;
+
+/* b becomes the states h of a block that begins with the state `start`. */
+ALWAYS_INLINE pair_sum_t recur_block_float32(const float *a, float *b, double start) {
+  enum { COUNT = BLOCK / LANES };
+  const lanes_t before = ZERO + (float)start;
+  lanes_t x[COUNT], y[COUNT];
+  UNROLL for (int i = 0; i < COUNT; ++i) x[i] = load_lanes(a + i * LANES);
+  UNROLL for (int i = 0; i < COUNT; ++i) y[i] = load_lanes(b + i * LANES);
+  compose_registers(x, y, COUNT);
+  UNROLL for (int i = 0; i < COUNT; ++i) store_lanes(b + i * LANES, FMA_LANES(x[i], before, y[i]));
+  return (pair_sum_t){x[COUNT - 1][LANES - 1], y[COUNT - 1][LANES - 1]};
+}
+ALWAYS_INLINE pair_sum_t recur_block_float16(const float *a, float *b, double start) {
+  return recur_block_float32(a, b, start);
+}
+
+/* Each odd step composed with the even one before it, then the states of the odd steps, and from
+ * them those of the even ones. */
+ALWAYS_INLINE pair_sum_t recur_block_bfloat16(const float *a, float *b, double start) {
+  enum { HALF = BLOCK / 2, COUNT = HALF / LANES };
+  lanes_t before = ZERO + (float)start;
+  lanes_t x[COUNT], y[COUNT];
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    x[i] = load_lanes(a + HALF + i * LANES);
+    y[i] = load_lanes(b + HALF + i * LANES);
+    compose(&x[i], &y[i], load_lanes(a + i * LANES), load_lanes(b + i * LANES));
+  }
+  compose_registers(x, y, COUNT);
+  const pair_sum_t sum = {x[COUNT - 1][LANES - 1], y[COUNT - 1][LANES - 1]};
+  const lanes_t first = before;
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    const lanes_t odd = FMA_LANES(x[i], first, y[i]);
+    const lanes_t even =
+        FMA_LANES(load_lanes(a + i * LANES), UP_FROM(before, odd), load_lanes(b + i * LANES));
+    store_lanes(b + i * LANES, even);
+    store_lanes(b + HALF + i * LANES, odd);
+    before = odd;
+  }
+  return sum;
+}
+
+ALWAYS_INLINE pair_sum_t recur_block_float64(const double *a, double *b, double start) {
+  pair_sum_t sum = {1, 0};
+  for (int k = 0; k < BLOCK; ++k) {
+    sum.b = fma_double(a[k], sum.b, b[k]);
+    sum.a *= a[k];
+    start = fma_double(a[k], start, b[k]);
+    b[k] = start;
+  }
+  return sum;
+}
+
+/* The state after a pair. A product that overflowed does not make NaN of the state 0; NaN does. */
+ALWAYS_INLINE double next_state(pair_sum_t sum, double state) {
+  return state == 0 && sum.a == sum.a ? sum.b : fma_double(sum.a, state, sum.b);
+}
+
+ALWAYS_INLINE pair_sum_t compose_sums(pair_sum_t first, pair_sum_t second) {
+  return (pair_sum_t){first.a * second.a, next_state(second, first.b)};
+}
+
+/* ---- work items ---- */
+
 /* The lines and parts of a work item. */
 typedef struct {
   int64_t outer, inner;    /* of the first line */
-  int width;               /* lines */
-  int64_t part, parts_end; /* of `parts` */
+  int width, lanes;        /* lines; entries of the arrays below: whole blocks, for a row 1 */
+  int64_t part, parts_end; /* its parts */
+  int64_t first, steps;    /* of the current part */
+  int is_last;             /* whether the line ends with the current part */
   int64_t total;           /* where the lines are in a part's totals */
 } scan_item_t;
 
@@ -121,24 +240,69 @@ ALWAYS_INLINE scan_item_t scan_item(const scan_shape *shape, int64_t steps, int6
   const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
   const int64_t tiles = ceil_div(shape->inner, plan->width), tile = item / plan->parts;
   const int64_t inner = tile % tiles * plan->width, rest = shape->inner - inner;
-  scan_item_t found;
+  scan_item_t found = {0};
   found.outer = tile / tiles;
   found.inner = inner;
   found.width = (int)(rest < plan->width ? rest : plan->width);
+  found.lanes = shape->inner == 1 ? 1 : (found.width + BLOCK - 1) / BLOCK * BLOCK;
   found.part = item % plan->parts;
   found.parts_end = plan->parts > 1 ? found.part + 1 : ceil_div(steps, SCAN_PART);
   found.total = found.outer * (scan_lines(shape) / shape->outer) + inner;
   return found;
 }
 
-/* The number of lanes of an item's arrays: whole blocks, except for a row. */
-ALWAYS_INLINE int scan_lanes_of(const scan_shape *shape, scan_item_t item) {
-  return shape->inner == 1 ? 1 : (item.width + BLOCK - 1) / BLOCK * BLOCK;
+/* Two numbers for each line of an item. */
+typedef struct {
+  double a[SCAN_TILE], b[SCAN_TILE];
+} scan_state_t;
+
+/* An op: the state before the first step, one part from a state on, and the state behind a part
+ * from the state before it and the part's total, which is a part's state if it begins with none. */
+typedef struct {
+  void (*start)(const void *args, const scan_item_t *item, scan_state_t *state);
+  void (*part)(const void *args, const scan_item_t *item, const scan_state_t *state,
+               scan_state_t *total, int only_total);
+  void (*join)(scan_state_t *state, const double *a, const double *b, int lanes);
+} scan_op_t;
+
+static void scan_run(scan_op_t op, const void *args, const scan_shape *shape, int64_t steps,
+                     int64_t begin, int64_t end, int only_total) {
+  const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
+  const int64_t lines = scan_lines(shape);
+  scan_state_t state, total;
+  for (int64_t i = begin; i < end; ++i) {
+    scan_item_t item = scan_item(shape, steps, i);
+    double *totals = plan->totals + item.total;
+    if (i == begin || item.part == 0) {
+      op.start(args, &item, &state);
+      for (int64_t part = 0; part < item.part && !only_total; ++part)
+        op.join(&state, totals + 2 * part * lines, totals + (2 * part + 1) * lines, item.lanes);
+    }
+    for (int64_t part = item.part; part < item.parts_end; ++part) {
+      const int64_t rest = steps - part * SCAN_PART;
+      item.first = part * SCAN_PART;
+      item.steps = rest < SCAN_PART ? rest : SCAN_PART;
+      item.is_last = rest <= SCAN_PART;
+      op.part(args, &item, &state, &total, only_total);
+      if (only_total) {
+        const size_t size = (size_t)item.lanes * sizeof(double);
+        memcpy(totals + 2 * part * lines, total.a, size);
+        memcpy(totals + (2 * part + 1) * lines, total.b, size);
+      } else if (!item.is_last) {
+        op.join(&state, total.a, total.b, item.lanes);
+      }
+    }
+  }
 }
 
-ALWAYS_INLINE double *scan_totals(const scan_shape *shape, scan_item_t item, int64_t part) {
-  const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
-  return plan->totals + part * scan_lines(shape) + item.total;
+static void join_sums(scan_state_t *state, const double *a, const double *b, int lanes) {
+  (void)b;
+  for (int k = 0; k < lanes; ++k) state->a[k] += a[k];
+}
+
+/* The state of a recurrence is state.a; a total is the pair (a, b). */
+static void join_pairs(scan_state_t *state, const double *a, const double *b, int lanes) {
+  for (int k = 0; k < lanes; ++k) state->a[k] = next_state((pair_sum_t){a[k], b[k]}, state->a[k]);
 }
 
 #endif

@@ -3,11 +3,11 @@
 
 /* ---- blocks with any stride ---- */
 
-/* The first n elements of a block, 0 in the other lanes. A stride of -1 goes down in memory. */
-NOINLINE void NAME(load_each)(ACC *restrict v, const T *p, int64_t stride, int n) {
+/* The first n elements of a block, `rest` in the other lanes. A stride of -1 goes down in memory. */
+NOINLINE void NAME(load_each)(ACC *restrict v, const T *p, int64_t stride, int n, ACC rest) {
   for (int k = 0; k < BLOCK; ++k) {
     const int i = NAME(column)(k);
-    v[k] = i < n ? (ACC)NAME(widen)(p[i * stride]) : 0;
+    v[k] = i < n ? (ACC)NAME(widen)(p[i * stride]) : rest;
   }
 }
 
@@ -25,15 +25,18 @@ ALWAYS_INLINE void NAME(reverse_block)(ACC *v) {
   }
 }
 
-ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n) {
+ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n, ACC rest) {
   if (n == BLOCK && stride == 1) {
     READ(v, p, BLOCK);
   } else if (n == BLOCK && stride == -1) {
     prefetch(p, -2048, BLOCK * (int64_t)sizeof(T));
     LOAD(v, p - (BLOCK - 1), BLOCK);
     NAME(reverse_block)(v);
+  } else if (n == BLOCK && stride == 0) {
+    const ACC x = (ACC)NAME(widen)(*p);
+    for (int k = 0; k < BLOCK; ++k) v[k] = x;
   } else {
-    NAME(load_each)(v, p, stride, n);
+    NAME(load_each)(v, p, stride, n, rest);
   }
 }
 
@@ -48,9 +51,31 @@ ALWAYS_INLINE void NAME(store_stride)(T *p, int64_t stride, ACC *v, int n, int s
   }
 }
 
-/* Whether every block of a row is stored to whole lines of 64 bytes. */
-ALWAYS_INLINE int NAME(row_streams)(const T *y, int64_t step) {
-  return (step == 1 && (uintptr_t)y % 64 == 0) || (step == -1 && (uintptr_t)(y + 1) % 64 == 0);
+/* An operand from the first line and step of an item's current part on. */
+ALWAYS_INLINE scan_input NAME(input_part)(scan_input x, const scan_item_t *item) {
+  x.data = (const T *)x.data + item->outer * x.outer + item->inner * x.inner + item->first * x.step;
+  return x;
+}
+
+ALWAYS_INLINE scan_output NAME(output_part)(scan_output y, const scan_item_t *item) {
+  y.data = (T *)y.data + item->outer * y.outer + item->inner * y.inner + item->first * y.step;
+  return y;
+}
+
+/* Whether results should be streamed past the caches, for `moves` reads and writes of an element. */
+ALWAYS_INLINE int NAME(streams)(const scan_shape *shape, int64_t moves) {
+  return cpu_should_stream(moves * shape->outer * shape->length * shape->inner *
+                           (int64_t)sizeof(T));
+}
+
+/* Whether every block of a row or a tile is whole lines of 64 bytes. */
+ALWAYS_INLINE int NAME(row_streams)(scan_output y) {
+  const uintptr_t p = (uintptr_t)y.data;
+  return (y.step == 1 && p % 64 == 0) || (y.step == -1 && (p + sizeof(T)) % 64 == 0);
+}
+
+ALWAYS_INLINE int NAME(tile_streams)(scan_output y) {
+  return y.inner == 1 && (uintptr_t)y.data % 64 == 0 && y.step * (int64_t)sizeof(T) % 64 == 0;
 }
 
 /* ---- cumsum ---- */
@@ -63,7 +88,7 @@ ALWAYS_INLINE double NAME(cumsum_steps)(const T *x, int64_t x_step, T *y, int64_
   for (int64_t i = 0; i < n; i += BLOCK) {
     const int count = n - i < BLOCK ? (int)(n - i) : BLOCK;
     ACC v[BLOCK];
-    NAME(load_stride)(v, x + i * x_step, x_step, count);
+    NAME(load_stride)(v, x + i * x_step, x_step, count, 0);
     NAME(scan_block)(v);
     const double sum = v[BLOCK - 1];
     if (!only_total) {
@@ -97,14 +122,14 @@ ALWAYS_INLINE void NAME(cumsum_block)(const T *x, int64_t x_inner, T *y, int64_t
                                       const double *restrict start, double *restrict total, int n,
                                       int only_total, int stream) {
   ACC v[BLOCK];
-  NAME(load_stride)(v, x, x_inner, n);
+  NAME(load_stride)(v, x, x_inner, n, 0);
   for (int k = 0; k < BLOCK; ++k) total[k] += (double)v[k];
   if (only_total) return;
   for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)(start[k] + total[k]);
   NAME(store_stride)(y, y_inner, v, n, stream);
 }
 
-/* n steps of a tile of columns; its lanes are in block order. */
+/* A part of a tile of columns; its lanes are in block order. */
 ALWAYS_INLINE void NAME(cumsum_tile_steps)(scan_input x, scan_output y, int width, int64_t n,
                                            const double *start, double *total, int only_total,
                                            int stream) {
@@ -112,10 +137,13 @@ ALWAYS_INLINE void NAME(cumsum_tile_steps)(scan_input x, scan_output y, int widt
     const T *from = (const T *)x.data + i * x.step;
     T *to = (T *)y.data + i * y.step;
     int c = 0;
-    for (; c + BLOCK <= width; c += BLOCK) NAME(cumsum_block)
-    (from + c * x.inner, x.inner, to + c * y.inner, y.inner, start + c, total + c, BLOCK,
-     only_total, stream);
-    if (c < width) NAME(cumsum_block)
+    for (; c + BLOCK <= width; c += BLOCK) {
+      NAME(cumsum_block)
+      (from + c * x.inner, x.inner, to + c * y.inner, y.inner, start + c, total + c, BLOCK,
+       only_total, stream);
+    }
+    if (c == width) continue;
+    NAME(cumsum_block)
     (from + c * x.inner, x.inner, to + c * y.inner, y.inner, start + c, total + c, width - c,
      only_total, 0);
   }
@@ -124,70 +152,51 @@ ALWAYS_INLINE void NAME(cumsum_tile_steps)(scan_input x, scan_output y, int widt
 NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t n,
                                 const double *start, double *total, int only_total, int stream) {
   for (int k = 0; k < SCAN_TILE; ++k) total[k] = 0;
-  if (x.inner == 1 && y.inner == 1) {
+  if (only_total) {
+    NAME(cumsum_tile_steps)(x, y, width, n, start, total, 1, 0);
+  } else if (x.inner == 1 && y.inner == 1) {
     x.inner = y.inner = 1;
-    if (only_total) return NAME(cumsum_tile_steps)(x, y, width, n, start, total, 1, 0);
-    if (stream) return NAME(cumsum_tile_steps)(x, y, width, n, start, total, 0, 1);
-    return NAME(cumsum_tile_steps)(x, y, width, n, start, total, 0, 0);
-  }
-  if (only_total) return NAME(cumsum_tile_steps)(x, y, width, n, start, total, 1, 0);
-  NAME(cumsum_tile_steps)(x, y, width, n, start, total, 0, 0);
-}
-
-/* One part of an item; total[k] is set to the sums. */
-ALWAYS_INLINE void NAME(cumsum_part)(const scan_shape *shape, scan_input x, scan_output y,
-                                     scan_item_t item, int64_t n, const double *start,
-                                     double *total, int only_total, int stream) {
-  if (shape->inner == 1) {
-    const int aligned = NAME(row_streams)((const T *)y.data, y.step);
-    total[0] = NAME(cumsum_row)((const T *)x.data, x.step, (T *)y.data, y.step, n, start[0],
-                                only_total, stream && aligned);
+    if (stream) {
+      NAME(cumsum_tile_steps)(x, y, width, n, start, total, 0, 1);
+    } else {
+      NAME(cumsum_tile_steps)(x, y, width, n, start, total, 0, 0);
+    }
   } else {
-    const int aligned = (uintptr_t)y.data % 64 == 0 && y.step * (int64_t)sizeof(T) % 64 == 0;
-    NAME(cumsum_tile)(x, y, item.width, n, start, total, only_total, stream && aligned);
+    NAME(cumsum_tile_steps)(x, y, width, n, start, total, 0, 0);
   }
 }
 
-static void NAME(cumsum)(const cumsum_args *args, int64_t begin, int64_t end, int only_total) {
-  const scan_shape *shape = &args->shape;
-  const int64_t steps = shape->length - (args->exclusive != 0);
-  const int stream =
-      cpu_should_stream(2 * shape->outer * shape->length * shape->inner * (int64_t)sizeof(T));
-  double start[SCAN_TILE], total[SCAN_TILE];
-  for (int64_t i = begin; i < end; ++i) {
-    const scan_item_t item = scan_item(shape, steps, i);
-    const int lanes = scan_lanes_of(shape, item);
-    scan_input x = args->x;
-    scan_output y = args->y;
-    x.data = (const T *)x.data + item.outer * x.outer + item.inner * x.inner;
-    y.data = (T *)y.data + item.outer * y.outer + item.inner * y.inner;
-    if (i == begin || item.part == 0) {
-      for (int k = 0; k < lanes; ++k) start[k] = 0;
-      for (int64_t part = 0; part < item.part && !only_total; ++part) {
-        const double *before = scan_totals(shape, item, part);
-        for (int k = 0; k < lanes; ++k) start[k] += before[k];
-      }
-    }
-    if (args->exclusive) { /* the same sums one step later */
-      for (int k = 0; k < item.width && item.part == 0 && !only_total; ++k)
-        ((T *)y.data)[k * y.inner] = 0;
-      y.data = (T *)y.data + y.step;
-    }
-    for (int64_t part = item.part; part < item.parts_end; ++part) {
-      const int64_t first = part * SCAN_PART, rest = steps - first;
-      scan_input from = x;
-      scan_output to = y;
-      from.data = (const T *)x.data + first * x.step;
-      to.data = (T *)y.data + first * y.step;
-      NAME(cumsum_part)
-      (shape, from, to, item, rest < SCAN_PART ? rest : SCAN_PART, start, total, only_total,
-       stream);
-      if (only_total) {
-        memcpy(scan_totals(shape, item, part), total, (size_t)lanes * sizeof *total);
-      } else {
-        for (int k = 0; k < lanes; ++k) start[k] += total[k];
-      }
-    }
+static void NAME(cumsum_start)(const void *cumsum, const scan_item_t *item, scan_state_t *state) {
+  (void)cumsum;
+  for (int k = 0; k < item->lanes; ++k) state->a[k] = 0;
+}
+
+static void NAME(cumsum_part)(const void *cumsum, const scan_item_t *item,
+                              const scan_state_t *state, scan_state_t *total, int only_total) {
+  const cumsum_args *args = (const cumsum_args *)cumsum;
+  const scan_input x = NAME(input_part)(args->x, item);
+  scan_output y = NAME(output_part)(args->y, item);
+  const int stream = NAME(streams)(&args->shape, 2);
+  if (args->exclusive) { /* the same sums one step later */
+    for (int k = 0; k < item->width && item->first == 0 && !only_total; ++k)
+      ((T *)y.data)[k * y.inner] = 0;
+    y.data = (T *)y.data + y.step;
+  }
+  if (args->shape.inner == 1) {
+    total->a[0] = NAME(cumsum_row)((const T *)x.data, x.step, (T *)y.data, y.step, item->steps,
+                                   state->a[0], only_total, stream && NAME(row_streams)(y));
+  } else {
+    NAME(cumsum_tile)
+    (x, y, item->width, item->steps, state->a, total->a, only_total,
+     stream && NAME(tile_streams)(y));
   }
   if (stream) stream_fence();
 }
+
+static void NAME(cumsum)(const cumsum_args *args, int64_t begin, int64_t end, int only_total) {
+  const scan_op_t op = {NAME(cumsum_start), NAME(cumsum_part), join_sums};
+  const int64_t steps = args->shape.length - (args->exclusive != 0);
+  scan_run(op, args, &args->shape, steps, begin, end, only_total);
+}
+
+#include "scan/scan_cpu_recurrence_kernel.h"

@@ -90,14 +90,9 @@ scan_output ScanView::output(const Tensor &y) const {
   return {const_cast<void *>(first_step(y, length_, view.step)), view.outer, view.step, view.inner};
 }
 
-std::vector<int64_t> ScanView::line_sizes() const {
-  std::vector<int64_t> sizes = sizes_;
-  sizes.erase(sizes.begin() + dim_);
-  return sizes;
-}
-
-std::vector<int64_t> ScanView::line_strides() const {
-  std::vector<int64_t> strides(sizes_.size(), 1);
+// The result's dimensions without the scanned one, in the order that they have in its memory.
+Tensor ScanView::allocate_lines(const Tensor &like) const {
+  std::vector<int64_t> sizes = sizes_, strides(sizes_.size(), 1);
   int64_t stride = 1;
   for (const auto *dims : {&inside_, &outside_}) {
     for (size_t i = dims->size(); i-- > 0;) {
@@ -105,24 +100,26 @@ std::vector<int64_t> ScanView::line_strides() const {
       stride *= sizes_[(*dims)[i]];
     }
   }
+  sizes.erase(sizes.begin() + dim_);
   strides.erase(strides.begin() + dim_);
-  return strides;
+  return allocate_strided(sizes, strides, dtype_, like);
 }
 
 scan_input ScanView::line_input(const Tensor &x) {
   scan_input view{};
-  if (!describe(strides_of(x, false), &view)) {
-    const Tensor copy = allocate_strided(line_sizes(), line_strides(), dtype_, x);
-    copies_.push_back(copy_into(copy, x));
-    view = line_input(copy);
+  if (describe(strides_of(x, false), &view)) {
+    view.data = x.const_data_ptr();
     return view;
   }
-  view.data = x.const_data_ptr();
-  return view;
+  copies_.push_back(copy_into(allocate_lines(x), x));
+  return line_input(copies_.back());
 }
 
-scan_output ScanView::line_output(const Tensor &y) const {
-  return {y.mutable_data_ptr(), inner_, 0, 1};
+Tensor ScanView::line_output(const Tensor &y, scan_output *view) const {
+  scan_input strides{};
+  if (!describe(strides_of(y, false), &strides)) return line_output(allocate_lines(y), view);
+  *view = {y.mutable_data_ptr(), strides.outer, 0, strides.inner};
+  return y;
 }
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {

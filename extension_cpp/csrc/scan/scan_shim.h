@@ -28,17 +28,17 @@ class ScanView {
   // y has the result's shape and strides.
   scan_output output(const Tensor &y) const;
 
-  // The same for tensors without the scanned dimension. y must have strides that line_strides() gave.
+  // The same for tensors without the scanned dimension. The kernel writes to the tensor that
+  // line_output returns: y itself, or another one if no single stride steps through y's dimensions.
   scan_input line_input(const Tensor &x);
-  scan_output line_output(const Tensor &y) const;
-  std::vector<int64_t> line_sizes() const;
-  std::vector<int64_t> line_strides() const;
+  Tensor line_output(const Tensor &y, scan_output *view) const;
 
  private:
   bool merge(const std::vector<int64_t> &dims, const std::vector<int64_t> &strides,
              int64_t *stride) const;
   bool describe(const std::vector<int64_t> &strides, scan_input *view) const;
   std::vector<int64_t> strides_of(const Tensor &x, bool has_dim) const;
+  Tensor allocate_lines(const Tensor &like) const;
 
   std::vector<int64_t> sizes_, strides_;   // of the result; a 0-d one has one dimension here
   std::vector<int64_t> outside_, inside_;  // dimensions, the outermost in memory first
@@ -48,9 +48,8 @@ class ScanView {
   std::vector<Tensor> copies_;
 };
 
-// Runs a kernel. On the CPU `totals` and the plan serve lines that are too few for the threads;
-// `doubles` are the numbers that a part's total takes. On CUDA the kernel gets the state that
-// `state_bytes` asks for.
+// A kernel; on the CPU what computes the totals of parts if the lines are too few for the threads; on
+// CUDA what says how much state the kernel needs.
 template <typename Args>
 struct ScanKernels {
   Kernel<Args> kernel;
@@ -71,11 +70,10 @@ scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps);
 // CPU work items that are worth a thread, for `bytes` of traffic per element.
 int64_t scan_grain(const scan_shape &shape, const scan_cpu_plan &plan, int64_t bytes);
 
-// `steps` is the number of steps that the CPU kernel scans; `doubles` the size of a part's total;
-// `bytes` the traffic per element.
+// `steps` is the number of steps that the CPU kernel scans; `bytes` the traffic per element.
 template <typename Args>
 void launch_scan(const char *op, const ScanKernels<Args> &kernels, Args &args, const Tensor &x,
-                 int64_t steps, int64_t doubles, int64_t bytes) {
+                 int64_t steps, int64_t bytes) {
   if (x.is_cuda()) {
     const int64_t size = kernels.state_bytes(&args);
     Tensor state;
@@ -91,7 +89,7 @@ void launch_scan(const char *op, const ScanKernels<Args> &kernels, Args &args, c
   args.shape.state = &plan;
   const int64_t items = scan_items(&args.shape, &plan), grain = scan_grain(args.shape, plan, bytes);
   if (plan.parts > 1) {
-    totals.resize(doubles * plan.parts * scan_lines(&args.shape));
+    totals.resize(2 * plan.parts * scan_lines(&args.shape));
     plan.totals = totals.data();
     parallel_for(items, grain, kernels.totals, &args);
   }

@@ -1,0 +1,299 @@
+/* linear_recurrence and its gradient; the end of scan_cpu_kernel.h. */
+
+/* ---- forward ---- */
+
+NOINLINE pair_sum_t NAME(recur_row)(scan_input a, scan_input b, scan_output h, int64_t n,
+                                    double start, int only_total, int stream) {
+  pair_sum_t sum = {1, 0};
+  for (int64_t i = 0; i < n; i += BLOCK) {
+    const int count = n - i < BLOCK ? (int)(n - i) : BLOCK;
+    ACC v[BLOCK], w[BLOCK];
+    NAME(load_stride)(v, (const T *)a.data + i * a.step, a.step, count, 1);
+    NAME(load_stride)(w, (const T *)b.data + i * b.step, b.step, count, 0);
+    const pair_sum_t block = NAME(recur_block)(v, w, next_state(sum, start));
+    sum = compose_sums(sum, block);
+    if (only_total) continue;
+    T *to = (T *)h.data + i * h.step;
+    if (stream) {
+      NAME(store_stride)(to, h.step, w, count, 1);
+    } else {
+      NAME(store_stride)(to, h.step, w, count, 0);
+    }
+  }
+  return sum;
+}
+
+/* One step of a block of columns. The state h, and what the steps do to any state, (sum_a, sum_b). */
+ALWAYS_INLINE void NAME(recur_step)(const ACC *v, ACC *w, ACC *restrict h, ACC *restrict sum_a,
+                                    ACC *restrict sum_b, int has_sum) {
+  if (has_sum) {
+    for (int k = 0; k < BLOCK; ++k) sum_b[k] = FMA(v[k], sum_b[k], w[k]);
+    for (int k = 0; k < BLOCK; ++k) sum_a[k] *= v[k];
+  }
+  for (int k = 0; k < BLOCK; ++k) w[k] = FMA(v[k], h[k], w[k]);
+  for (int k = 0; k < BLOCK; ++k) h[k] = w[k];
+}
+
+/* The states of a tile of columns. */
+typedef struct {
+  ACC h[SCAN_TILE], a[SCAN_TILE], b[SCAN_TILE];
+} NAME(columns_t);
+
+ALWAYS_INLINE void NAME(start_columns)(NAME(columns_t) * columns, const scan_item_t *item,
+                                       const scan_state_t *state) {
+  for (int k = 0; k < item->lanes; ++k) {
+    columns->h[k] = (ACC)state->a[k];
+    columns->a[k] = 1;
+    columns->b[k] = 0;
+  }
+}
+
+ALWAYS_INLINE void NAME(end_columns)(const NAME(columns_t) * columns, const scan_item_t *item,
+                                     scan_state_t *total) {
+  for (int k = 0; k < item->lanes; ++k) {
+    total->a[k] = columns->a[k];
+    total->b[k] = columns->b[k];
+  }
+}
+
+ALWAYS_INLINE void NAME(recur_tile)(scan_input a, scan_input b, scan_output h,
+                                    const scan_item_t *item, NAME(columns_t) * columns,
+                                    int only_total, int has_sum, int stream) {
+  for (int64_t i = 0; i < item->steps; ++i) {
+    for (int c = 0; c < item->width; c += BLOCK) {
+      const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
+      ACC v[BLOCK], w[BLOCK];
+      NAME(load_stride)(v, (const T *)a.data + i * a.step + c * a.inner, a.inner, n, 0);
+      NAME(load_stride)(w, (const T *)b.data + i * b.step + c * b.inner, b.inner, n, 0);
+      NAME(recur_step)(v, w, columns->h + c, columns->a + c, columns->b + c, has_sum);
+      if (only_total) continue;
+      NAME(store_stride)((T *)h.data + i * h.step + c * h.inner, h.inner, w, n, stream);
+    }
+  }
+}
+
+NOINLINE void NAME(recur_columns)(scan_input a, scan_input b, scan_output h,
+                                  const scan_item_t *item, NAME(columns_t) * columns,
+                                  int only_total, int stream) {
+  if (only_total) {
+    NAME(recur_tile)(a, b, h, item, columns, 1, 1, 0);
+  } else if (!item->is_last) {
+    NAME(recur_tile)(a, b, h, item, columns, 0, 1, 0);
+  } else if (stream) {
+    NAME(recur_tile)(a, b, h, item, columns, 0, 0, 1);
+  } else {
+    NAME(recur_tile)(a, b, h, item, columns, 0, 0, 0);
+  }
+}
+
+/* The state before the first step, from h0 or 0. */
+ALWAYS_INLINE void NAME(start_state)(scan_input h0, const scan_item_t *item, scan_state_t *state) {
+  for (int k = 0; k < item->lanes; ++k) state->a[k] = 0;
+  if (h0.data == NULL) return;
+  const T *p = (const T *)h0.data + item->outer * h0.outer + item->inner * h0.inner;
+  for (int c = 0; c < item->width; c += BLOCK) {
+    const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
+    ACC v[BLOCK];
+    NAME(load_each)(v, p + c * h0.inner, h0.inner, n, 0);
+    for (int k = 0; k < BLOCK && c + k < item->lanes; ++k) state->a[c + k] = (double)v[k];
+  }
+}
+
+static void NAME(recurrence_start)(const void *recurrence, const scan_item_t *item,
+                                   scan_state_t *state) {
+  NAME(start_state)(((const linear_recurrence_args *)recurrence)->h0, item, state);
+}
+
+static void NAME(recurrence_part)(const void *recurrence, const scan_item_t *item,
+                                  const scan_state_t *state, scan_state_t *total, int only_total) {
+  const linear_recurrence_args *args = (const linear_recurrence_args *)recurrence;
+  const scan_input a = NAME(input_part)(args->a, item), b = NAME(input_part)(args->b, item);
+  const scan_output h = NAME(output_part)(args->h, item);
+  const int stream = NAME(streams)(&args->shape, 3);
+  if (args->shape.inner == 1) {
+    const pair_sum_t sum = NAME(recur_row)(a, b, h, item->steps, state->a[0], only_total,
+                                           stream && NAME(row_streams)(h));
+    total->a[0] = sum.a;
+    total->b[0] = sum.b;
+  } else {
+    NAME(columns_t) columns;
+    NAME(start_columns)(&columns, item, state);
+    NAME(recur_columns)(a, b, h, item, &columns, only_total, stream && NAME(tile_streams)(h));
+    NAME(end_columns)(&columns, item, total);
+  }
+  if (stream) stream_fence();
+}
+
+static void NAME(recurrence)(const linear_recurrence_args *args, int64_t begin, int64_t end,
+                             int only_total) {
+  const scan_op_t op = {NAME(recurrence_start), NAME(recurrence_part), join_pairs};
+  scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
+}
+
+/* ---- backward: u_k = grad_h_k + a_(k-1) u_(k-1) in the order of the kernel ---- */
+
+/* The block of x one step earlier, from step i on; before the first step of a line it has 0. */
+ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, int is_first,
+                                      ACC rest) {
+  if (i > 0 || !is_first) {
+    NAME(load_stride)(v, (const T *)x.data + (i - 1) * x.step, x.step, n, rest);
+    return;
+  }
+  T block[BLOCK] = {0};
+  for (int k = 1; k < n; ++k) block[k] = ((const T *)x.data)[(k - 1) * x.step];
+  NAME(load_each)(v, block, 1, n, rest);
+}
+
+/* The block of x one step later; behind the last step of a line it has `end`. */
+ALWAYS_INLINE void NAME(load_later)(ACC *v, scan_input x, int64_t i, int n, int is_end, ACC end) {
+  const T *from = (const T *)x.data + (i + 1) * x.step;
+  if (!is_end) {
+    NAME(load_stride)(v, from, x.step, n, 0);
+  } else {
+    NAME(load_each)(v, from, x.step, n - 1, end);
+  }
+}
+
+NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_args *args,
+                                             const scan_item_t *item, double start, ACC h0,
+                                             int only_total) {
+  const scan_input a = NAME(input_part)(args->a, item), h = NAME(input_part)(args->h, item);
+  const scan_input g = NAME(input_part)(args->grad_h, item);
+  const scan_output grad_a = NAME(output_part)(args->grad_a, item);
+  const scan_output grad_b = NAME(output_part)(args->grad_b, item);
+  const int stream =
+      NAME(streams)(&args->shape, 5) && NAME(row_streams)(grad_a) && NAME(row_streams)(grad_b);
+  pair_sum_t sum = {1, 0};
+  for (int64_t i = 0; i < item->steps; i += BLOCK) {
+    const int count = item->steps - i < BLOCK ? (int)(item->steps - i) : BLOCK;
+    const int is_end = item->is_last && i + count == item->steps;
+    ACC v[BLOCK], u[BLOCK];
+    NAME(load_earlier)(v, a, i, count, item->first == 0, 1);
+    NAME(load_stride)(u, (const T *)g.data + i * g.step, g.step, count, 0);
+    const pair_sum_t block = NAME(recur_block)(v, u, next_state(sum, start));
+    sum = compose_sums(sum, block);
+    if (only_total) continue;
+    NAME(load_later)(v, h, i, count, is_end, h0);
+    for (int k = 0; k < BLOCK; ++k) v[k] *= u[k];
+    T *to_a = (T *)grad_a.data + i * grad_a.step, *to_b = (T *)grad_b.data + i * grad_b.step;
+    if (stream) {
+      NAME(store_stride)(to_a, grad_a.step, v, count, 1);
+      NAME(store_stride)(to_b, grad_b.step, u, count, 1);
+    } else {
+      NAME(store_stride)(to_a, grad_a.step, v, count, 0);
+      NAME(store_stride)(to_b, grad_b.step, u, count, 0);
+    }
+  }
+  return sum;
+}
+
+/* h one step later, of a block of columns; behind the last step h0. */
+ALWAYS_INLINE void NAME(later_columns)(ACC *v, scan_input h, const ACC *h0, int64_t i, int c, int n,
+                                       int is_end) {
+  if (is_end) {
+    for (int k = 0; k < BLOCK; ++k) v[k] = h0[c + k];
+  } else {
+    NAME(load_stride)(v, (const T *)h.data + (i + 1) * h.step + c * h.inner, h.inner, n, 0);
+  }
+}
+
+ALWAYS_INLINE void NAME(recur_tile_backward)(const linear_recurrence_backward_args *args,
+                                             const scan_item_t *item, NAME(columns_t) * columns,
+                                             const ACC *h0, int only_total, int has_sum,
+                                             int stream) {
+  const scan_input a = NAME(input_part)(args->a, item), h = NAME(input_part)(args->h, item);
+  const scan_input g = NAME(input_part)(args->grad_h, item);
+  const scan_output grad_a = NAME(output_part)(args->grad_a, item);
+  const scan_output grad_b = NAME(output_part)(args->grad_b, item);
+  for (int64_t i = 0; i < item->steps; ++i) {
+    const int is_end = item->is_last && i + 1 == item->steps;
+    for (int c = 0; c < item->width; c += BLOCK) {
+      const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
+      ACC v[BLOCK], u[BLOCK];
+      if (i == 0 && item->first == 0) {
+        for (int k = 0; k < BLOCK; ++k) v[k] = 0;
+      } else {
+        NAME(load_stride)(v, (const T *)a.data + (i - 1) * a.step + c * a.inner, a.inner, n, 0);
+      }
+      NAME(load_stride)(u, (const T *)g.data + i * g.step + c * g.inner, g.inner, n, 0);
+      NAME(recur_step)(v, u, columns->h + c, columns->a + c, columns->b + c, has_sum);
+      if (only_total) continue;
+      NAME(later_columns)(v, h, h0, i, c, n, is_end);
+      for (int k = 0; k < BLOCK; ++k) v[k] *= u[k];
+      NAME(store_stride)
+      ((T *)grad_a.data + i * grad_a.step + c * grad_a.inner, grad_a.inner, v, n, stream);
+      NAME(store_stride)
+      ((T *)grad_b.data + i * grad_b.step + c * grad_b.inner, grad_b.inner, u, n, stream);
+    }
+  }
+}
+
+NOINLINE void NAME(recur_columns_backward)(const linear_recurrence_backward_args *args,
+                                           const scan_item_t *item, NAME(columns_t) * columns,
+                                           const ACC *h0, int only_total) {
+  const int stream = NAME(streams)(&args->shape, 5) &&
+                     NAME(tile_streams)(NAME(output_part)(args->grad_a, item)) &&
+                     NAME(tile_streams)(NAME(output_part)(args->grad_b, item));
+  if (only_total) {
+    NAME(recur_tile_backward)(args, item, columns, h0, 1, 1, 0);
+  } else if (!item->is_last) {
+    NAME(recur_tile_backward)(args, item, columns, h0, 0, 1, 0);
+  } else if (stream) {
+    NAME(recur_tile_backward)(args, item, columns, h0, 0, 0, 1);
+  } else {
+    NAME(recur_tile_backward)(args, item, columns, h0, 0, 0, 0);
+  }
+}
+
+/* grad_h0 = a_0 u_0, the last step of the kernel. u: (lanes). */
+ALWAYS_INLINE void NAME(store_grad_h0)(const linear_recurrence_backward_args *args,
+                                       const scan_item_t *item, const ACC *u) {
+  const scan_input a = NAME(input_part)(args->a, item);
+  const scan_output out = args->grad_h0;
+  T *to = (T *)out.data + item->outer * out.outer + item->inner * out.inner;
+  for (int c = 0; c < item->width; c += BLOCK) {
+    const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
+    const T *from = (const T *)a.data + (item->steps - 1) * a.step + c * a.inner;
+    ACC v[BLOCK];
+    NAME(load_each)(v, from, a.inner, n, 0);
+    for (int k = 0; k < BLOCK; ++k) v[k] *= c + k < item->lanes ? u[c + k] : 0;
+    NAME(store_each)(to + c * out.inner, out.inner, v, n);
+  }
+}
+
+static void NAME(recurrence_backward_start)(const void *backward, const scan_item_t *item,
+                                            scan_state_t *state) {
+  (void)backward;
+  for (int k = 0; k < item->lanes; ++k) state->a[k] = 0;
+}
+
+static void NAME(recurrence_backward_part)(const void *backward, const scan_item_t *item,
+                                           const scan_state_t *state, scan_state_t *total,
+                                           int only_total) {
+  const linear_recurrence_backward_args *args = (const linear_recurrence_backward_args *)backward;
+  NAME(columns_t) columns;
+  scan_state_t initial;
+  ACC h0[SCAN_TILE];
+  NAME(start_state)(args->h0, item, &initial);
+  for (int k = 0; k < item->lanes; ++k) h0[k] = (ACC)initial.a[k];
+  NAME(start_columns)(&columns, item, state);
+  if (args->shape.inner == 1) {
+    const pair_sum_t sum = NAME(recur_row_backward)(args, item, state->a[0], h0[0], only_total);
+    total->a[0] = sum.a;
+    total->b[0] = sum.b;
+    columns.h[0] = (ACC)next_state(sum, state->a[0]);
+  } else {
+    NAME(recur_columns_backward)(args, item, &columns, h0, only_total);
+    NAME(end_columns)(&columns, item, total);
+  }
+  if (item->is_last && args->grad_h0.data != NULL && !only_total)
+    NAME(store_grad_h0)(args, item, columns.h);
+  if (NAME(streams)(&args->shape, 5)) stream_fence();
+}
+
+static void NAME(recurrence_backward)(const linear_recurrence_backward_args *args, int64_t begin,
+                                      int64_t end, int only_total) {
+  const scan_op_t op = {NAME(recurrence_backward_start), NAME(recurrence_backward_part),
+                        join_pairs};
+  scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
+}
