@@ -287,6 +287,8 @@ def write_ninja(folder: Path) -> None:
     # With -z defs undefined symbols are errors of the link, not of the first import.
     link_command, stdcxx = linker(cxx)
     link = [*stdcxx, "-shared", "-Wl,-z,defs", "-Wl,--version-script=exports.map", *HARDENED_LINK]
+    if not debug:
+        link.append("-Wl,-s")  # without the symbols of a debugger: a tenth of the size
     link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
     if nvcc:
         shim += ["-DWITH_CUDA", "-DUSE_CUDA"]

@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
   int64_t outer, length, inner;
   dtype_t dtype;
-  void *state; /* on CUDA <op>_state_bytes_cuda(args) bytes, zeros; on the CPU a scan_cpu_plan */
+  void *state; /* on CUDA memory of <op>_state_bytes_cuda(args) bytes; on the CPU a scan_cpu_plan */
 } scan_shape;
 
 typedef struct {

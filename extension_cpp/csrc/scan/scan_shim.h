@@ -79,7 +79,6 @@ void launch_scan(const char *op, const ScanKernels<Args> &kernels, Args &args, c
     Tensor state;
     if (size > 0) {
       state = allocate({ceil_div(size, 8)}, DTYPE_FLOAT64, x);
-      torch::stable::zero_(state);
       args.shape.state = state.mutable_data_ptr();
     }
     return launch(op, kernels.kernel, args, x, 0, 0);

@@ -1,0 +1,140 @@
+// The scans on the GPU: from the arguments of each op to a launch. scan_kernels.cuh has the two
+// kernels, scan_math.cuh what an op does at a step, scan_tile.cuh how tiles are joined, scan_plan.h
+// how a scan is divided into tiles.
+#include "scan/scan.h"
+#include "scan/scan_kernels.cuh"
+
+namespace scans {
+
+// Whether each vector of `width` elements that a kernel takes lies in 16 aligned bytes.
+static bool has_vectors(const void *data, int64_t outer, int64_t step, int64_t inner, int width,
+                        int64_t element_size, const scan_shape &shape, const Plan &plan) {
+  const int64_t back = step < 0 ? (width - 1) * element_size : 0;  // a reversed vector ends at data
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const bool has_outer = shape.outer == 1 || outer % width == 0;
+  if (plan.is_rows) return (step == 1 || step == -1) && has_outer && (address - back) % 16 == 0;
+  return inner == 1 && has_outer && step % width == 0 && address % 16 == 0;
+}
+
+template <typename Op>
+static Plan plan_of(const scan_shape &shape) {
+  return pick(shape, WIDTH<typename Op::T>, Op::ROW_VECTORS, Op::COLUMN_VECTORS);
+}
+
+template <typename Op>
+static StateLayout layout_of(const scan_shape &shape) {
+  constexpr int PIECES = sizeof(typename Op::A) / 4;
+  return state_layout(plan_of<Op>(shape), shape.outer, Op::Algebra::WORDS * PIECES, PIECES);
+}
+
+// Fills in what all ops share and launches the kernel.
+template <typename Op>
+static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_input *in,
+                          const scan_output *out, void *stream) {
+  using T = typename Op::T;
+  p.plan = plan_of<Op>(shape);
+  p.layout = layout_of<Op>(shape);
+  p.state = static_cast<char *>(shape.state);
+  p.outer = shape.outer;
+  p.length = shape.length;
+  p.inner = shape.inner;
+  if (p.plan.ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const auto is_vector = [&](const auto &at) {
+    return has_vectors(at.data, at.outer, at.step, at.inner, WIDTH<T>, sizeof(T), shape, p.plan);
+  };
+  for (int i = 0; i < Op::INPUTS; ++i) p.in[i] = {in[i], is_vector(in[i])};
+  for (int o = 0; o < Op::OUTPUTS; ++o) p.out[o] = {out[o], is_vector(out[o])};
+  const auto ctas = static_cast<unsigned>(p.plan.ctas);
+  // Rows: a gap behind each run of a thread.
+  const int bytes = Op::INPUTS * (p.plan.vectors + p.plan.is_rows) * THREADS * 16;
+  const auto kernel = p.plan.is_rows ? scan_rows<Op> : scan_columns<Op>;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (error == cudaSuccess && p.layout.bytes > 0) {
+    error = cudaMemsetAsync(p.state, 0, p.layout.bytes, on);
+  }
+  if (error != cudaSuccess) return error;
+  kernel<<<ctas, THREADS, bytes, on>>>(p);
+  return cudaGetLastError();
+}
+
+template <template <typename> class Op>
+static int64_t state_bytes(const scan_shape &shape) {
+  int64_t bytes = 0;
+  with_dtype(shape.dtype, [&](auto zero) {
+    bytes = layout_of<Op<decltype(zero)>>(shape).bytes;
+    return cudaSuccess;
+  });
+  return bytes;
+}
+
+}  // namespace scans
+
+using namespace scans;
+
+extern "C" int cumsum_cuda(const cumsum_args *args, void *stream) {
+  return with_dtype(args->shape.dtype, [&](auto zero) {
+    Params<Cumsum<decltype(zero)>> p{};
+    p.op.exclusive = args->exclusive;
+    return launch(p, args->shape, &args->x, &args->y, stream);
+  });
+}
+
+extern "C" int logcumsumexp_cuda(const logcumsumexp_args *args, void *stream) {
+  return with_dtype(args->shape.dtype, [&](auto zero) {
+    Params<Logcumsumexp<decltype(zero)>> p{};
+    return launch(p, args->shape, &args->x, &args->y, stream);
+  });
+}
+
+extern "C" int logcumsumexp_backward_cuda(const logcumsumexp_backward_args *args, void *stream) {
+  return with_dtype(args->shape.dtype, [&](auto zero) {
+    Params<LogcumsumexpBackward<decltype(zero)>> p{};
+    const scan_input in[4] = {args->grad_out, args->x, args->y, args->y};
+    return launch(p, args->shape, in, &args->grad_x, stream);
+  });
+}
+
+extern "C" int linear_recurrence_cuda(const linear_recurrence_args *args, void *stream) {
+  return with_dtype(args->shape.dtype, [&](auto zero) {
+    Params<Recurrence<decltype(zero)>> p{};
+    p.start = args->h0;
+    const scan_input in[2] = {args->a, args->b};
+    return launch(p, args->shape, in, &args->h, stream);
+  });
+}
+
+extern "C" int linear_recurrence_backward_cuda(const linear_recurrence_backward_args *args,
+                                               void *stream) {
+  return with_dtype(args->shape.dtype, [&](auto zero) {
+    Params<RecurrenceBackward<decltype(zero)>> p{};
+    p.after = args->h0;
+    p.decay = args->a;
+    p.grad_start = args->grad_h0;
+    const scan_input in[3] = {args->grad_h, args->a, args->h};
+    const scan_output out[2] = {args->grad_a, args->grad_b};
+    return launch(p, args->shape, in, out, stream);
+  });
+}
+
+extern "C" int64_t cumsum_state_bytes_cuda(const cumsum_args *args) {
+  return state_bytes<Cumsum>(args->shape);
+}
+
+extern "C" int64_t logcumsumexp_state_bytes_cuda(const logcumsumexp_args *args) {
+  return state_bytes<Logcumsumexp>(args->shape);
+}
+
+extern "C" int64_t logcumsumexp_backward_state_bytes_cuda(const logcumsumexp_backward_args *args) {
+  return state_bytes<LogcumsumexpBackward>(args->shape);
+}
+
+extern "C" int64_t linear_recurrence_state_bytes_cuda(const linear_recurrence_args *args) {
+  return state_bytes<Recurrence>(args->shape);
+}
+
+extern "C" int64_t linear_recurrence_backward_state_bytes_cuda(
+    const linear_recurrence_backward_args *args) {
+  return state_bytes<RecurrenceBackward>(args->shape);
+}

@@ -1,0 +1,157 @@
+// The algebra of the scans on the GPU, and what each op reads and writes at a step.
+//
+// A Part summarises consecutive steps; join(before, after) summarises both. A state is what a line
+// has reached; apply(part, state) is the state after the steps of the part.
+#ifndef EXTENSION_CPP_SCAN_MATH_CUH
+#define EXTENSION_CPP_SCAN_MATH_CUH
+
+#include <cmath>
+
+#include "common/cuda_vector.cuh"
+
+namespace scans {
+
+template <typename A, int WORDS>
+struct Words {
+  A v[WORDS];
+};
+
+// ---- algebras ----
+
+template <typename A>
+struct Sum {
+  static constexpr int WORDS = 1;
+  using Part = Words<A, 1>;
+  static __device__ A start() { return 0; }
+  static __device__ Part identity() { return {{0}}; }
+  static __device__ Part join(Part before, Part after) { return {{before.v[0] + after.v[0]}}; }
+  static __device__ A apply(Part part, A state) { return state + part.v[0]; }
+};
+
+// log(exp(a) + exp(b)). Equal arguments, infinities too, have the distance 0.
+__device__ inline float log_add_exp(float a, float b) {
+  const float most = a > b ? a : b;
+  return most + log1pf(expf(a == b ? 0.0f : -fabsf(a - b)));
+}
+__device__ inline double log_add_exp(double a, double b) {
+  const double most = a > b ? a : b;
+  return most + log1p(exp(a == b ? 0.0 : -fabs(a - b)));
+}
+
+template <typename A>
+struct LogSum {
+  static constexpr int WORDS = 1;
+  using Part = Words<A, 1>;
+  static __device__ A start() { return -INFINITY; }
+  static __device__ Part identity() { return {{-INFINITY}}; }
+  static __device__ Part join(Part before, Part after) {
+    return {{log_add_exp(before.v[0], after.v[0])}};
+  }
+  static __device__ A apply(Part part, A state) { return log_add_exp(state, part.v[0]); }
+};
+
+// state = decay * state + value; a Part is {decay, value}.
+template <typename A>
+struct Linear {
+  static constexpr int WORDS = 2;
+  using Part = Words<A, 2>;
+  static __device__ A start() { return 0; }
+  static __device__ Part identity() { return {{1, 0}}; }
+  static __device__ Part join(Part before, Part after) {
+    return {{before.v[0] * after.v[0], fma(after.v[0], before.v[1], after.v[1])}};
+  }
+  // The decay of many steps may overflow. It must not make a state of 0 NaN.
+  static __device__ A apply(Part part, A state) {
+    return state == 0 && part.v[0] == part.v[0] ? part.v[1] : fma(part.v[0], state, part.v[1]);
+  }
+};
+
+// ---- ops ----
+
+// part(in, is_first): the Part of one step. step(in, is_first, state, out): moves the state over
+// one step and gives the results there. in[i] is input i at the step + shift(i), 0 outside of the
+// line. ROW_VECTORS, COLUMN_VECTORS:
+// 16-byte vectors of each input that a thread holds.
+
+template <typename Element>
+struct Cumsum {
+  using T = Element;
+  using A = acc_t<T>;
+  using Algebra = Sum<A>;
+  static constexpr int INPUTS = 1, OUTPUTS = 1, ROW_VECTORS = 16, COLUMN_VECTORS = 16;
+  static __device__ constexpr int shift(int) { return 0; }
+  bool exclusive;
+  __device__ Words<A, 1> part(const A (&in)[1], bool) const { return {{in[0]}}; }
+  __device__ void step(const A (&in)[1], bool, A &state, A (&out)[1]) const {
+    out[0] = state;
+    state += in[0];
+    if (!exclusive) out[0] = state;
+  }
+};
+
+template <typename Element>
+struct Logcumsumexp {
+  using T = Element;
+  using A = acc_t<T>;
+  using Algebra = LogSum<A>;
+  static constexpr int INPUTS = 1, OUTPUTS = 1, ROW_VECTORS = 4, COLUMN_VECTORS = 8;
+  static __device__ constexpr int shift(int) { return 0; }
+  __device__ Words<A, 1> part(const A (&in)[1], bool) const { return {{in[0]}}; }
+  __device__ void step(const A (&in)[1], bool, A &state, A (&out)[1]) const {
+    out[0] = state = log_add_exp(state, in[0]);
+  }
+};
+
+// Inputs: grad_out, x, y, and y of the step before.
+template <typename Element>
+struct LogcumsumexpBackward {
+  using T = Element;
+  using A = acc_t<T>;
+  using Algebra = Linear<A>;
+  static constexpr int INPUTS = 4, OUTPUTS = 1, ROW_VECTORS = 2, COLUMN_VECTORS = 4;
+  static __device__ constexpr int shift(int i) { return i == 3 ? -1 : 0; }
+  static __device__ A decay(const A (&in)[4], bool is_first) {
+    if (is_first) return 0;
+    return in[2] == in[3] ? A(1) : exp(in[2] - in[3]);
+  }
+  __device__ Words<A, 2> part(const A (&in)[4], bool is_first) const {
+    return {{decay(in, is_first), in[0]}};
+  }
+  __device__ void step(const A (&in)[4], bool is_first, A &state, A (&out)[1]) const {
+    state = fma(decay(in, is_first), state, in[0]);
+    out[0] = exp(in[1] - in[2]) * state;
+  }
+};
+
+// Inputs: a, b.
+template <typename Element>
+struct Recurrence {
+  using T = Element;
+  using A = acc_t<T>;
+  using Algebra = Linear<A>;
+  static constexpr int INPUTS = 2, OUTPUTS = 1, ROW_VECTORS = 8, COLUMN_VECTORS = 8;
+  static __device__ constexpr int shift(int) { return 0; }
+  __device__ Words<A, 2> part(const A (&in)[2], bool) const { return {{in[0], in[1]}}; }
+  __device__ void step(const A (&in)[2], bool, A &state, A (&out)[1]) const {
+    out[0] = state = fma(in[0], state, in[1]);
+  }
+};
+
+// Inputs: grad_h, a of the step before, h of the step after. Results: grad_a, grad_b.
+template <typename Element>
+struct RecurrenceBackward {
+  using T = Element;
+  using A = acc_t<T>;
+  using Algebra = Linear<A>;
+  static constexpr int INPUTS = 3, OUTPUTS = 2, ROW_VECTORS = 4, COLUMN_VECTORS = 8;
+  static __device__ constexpr int shift(int i) { return i == 1 ? -1 : i == 2 ? 1 : 0; }
+  __device__ Words<A, 2> part(const A (&in)[3], bool) const { return {{in[1], in[0]}}; }
+  __device__ void step(const A (&in)[3], bool, A &state, A (&out)[2]) const {
+    out[1] = state = fma(in[1], state, in[0]);
+    out[0] = state * in[2];
+  }
+};
+
+}  // namespace scans
+
+#endif

@@ -1,0 +1,245 @@
+// How the tiles of a line are joined on the GPU, in an order that does not depend on timing.
+//
+// A tile publishes the Part of its steps as soon as it has read them. Before tile number t of a
+// line there are up to FAN - 1 tiles of its own group of FAN tiles, up to FAN - 1 groups of its own
+// block of FAN groups, and the blocks before. The last tile of a group publishes the Part of the
+// group, and the last of a block the state at its end. A warp reads these, one per lane, and joins
+// them in a fixed tree. Plain decoupled look-back would add whatever is published at that moment,
+// and its rounding would differ from run to run.
+//
+// What a tile waits for comes from CTAs of lower numbers. The GPU starts CTAs in the order of their
+// numbers, as the scans of CUB assume, too, so these run already.
+#ifndef EXTENSION_CPP_SCAN_TILE_CUH
+#define EXTENSION_CPP_SCAN_TILE_CUH
+
+#include "scan/scan_math.cuh"
+#include "scan/scan_plan.h"
+
+namespace scans {
+
+// A word is published by one store: a 32-bit piece of a value, and 1 in the upper half. So what is
+// read is whole, and no fence is needed.
+__device__ inline void publish(uint64_t *word, uint32_t piece) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(uint64_t{1} << 32 | piece)
+               : "memory");
+}
+
+__device__ inline uint64_t look(const uint64_t *word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Values of one line (columns: of a strip of lines) that were published, WORDS numbers each, as
+// words (index / FAN, piece, columns, index % FAN).
+template <typename A, int WORDS>
+struct Published {
+  using Part = Words<A, WORDS>;
+  static constexpr int PIECES = sizeof(Part) / 4;
+  uint64_t *words;
+  int columns;
+
+  __device__ uint64_t *at(int64_t index, int piece, int column) const {
+    return words + ((index / FAN * PIECES + piece) * columns + column) * FAN + index % FAN;
+  }
+  __device__ void put(int64_t index, int column, Part part) const {
+    uint32_t pieces[PIECES];
+    memcpy(pieces, &part, sizeof part);
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) publish(at(index, i, column), pieces[i]);
+  }
+  // Looks for a value once: several can be in flight before one waits.
+  __device__ void look_for(uint64_t (&found)[PIECES], int64_t index, int column,
+                           bool is_wanted) const {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) found[i] = is_wanted ? look(at(index, i, column)) : 0;
+  }
+  // The value, once it is there; `other` if it is not wanted.
+  __device__ Part wait(uint64_t (&found)[PIECES], int64_t index, int column, bool is_wanted,
+                       Part other) const {
+    if (!is_wanted) return other;
+    uint32_t pieces[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+      while (found[i] >> 32 == 0) found[i] = look(at(index, i, column));
+      pieces[i] = static_cast<uint32_t>(found[i]);
+    }
+    memcpy(&other, pieces, sizeof other);
+    return other;
+  }
+};
+
+// ---- joins over the lanes of a warp ----
+
+template <typename A, int WORDS>
+__device__ inline Words<A, WORDS> shuffle_up(Words<A, WORDS> part, int distance) {
+#pragma unroll
+  for (int w = 0; w < WORDS; ++w) {
+    part.v[w] = __shfl_up_sync(0xffffffffu, part.v[w], distance);
+  }
+  return part;
+}
+
+template <typename A, int WORDS>
+__device__ inline Words<A, WORDS> of_lane(Words<A, WORDS> part, int lane) {
+#pragma unroll
+  for (int w = 0; w < WORDS; ++w) part.v[w] = __shfl_sync(0xffffffffu, part.v[w], lane);
+  return part;
+}
+
+// The join of the parts of the lanes before this one in its group of `lanes`; `all`: of all lanes
+// up to this one.
+template <typename Algebra>
+__device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &all, int lanes) {
+  const int lane = threadIdx.x % lanes;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    if (distance >= lanes) break;
+    const auto other = shuffle_up(all, distance);
+    if (lane >= distance) all = Algebra::join(other, all);
+  }
+  const auto before = shuffle_up(all, 1);
+  return lane == 0 ? Algebra::identity() : before;
+}
+
+// ---- look-back ----
+
+// Replaces the states before a line (start) by those before tile number `tile`, from the tile's
+// Parts `own`. A warp calls it for the columns `first` + r * WARPS.
+template <typename Algebra, int COLUMNS, typename A>
+__device__ inline void look_back(char *state, const StateLayout &layout, const Plan &plan,
+                                 int64_t line, int64_t tile, int first,
+                                 const Words<A, Algebra::WORDS> (&own)[COLUMNS],
+                                 A (&start)[COLUMNS]) {
+  using Parts = Published<A, Algebra::WORDS>;
+  using States = Published<A, 1>;
+  const int64_t fan = line * plan.columns * FAN;
+  const auto words = [&](int64_t offset, int64_t per_column) {
+    return reinterpret_cast<uint64_t *>(state + offset) + fan * per_column;
+  };
+  const int64_t of_blocks = (layout.block_count + FAN - 1) / FAN;
+  const Parts tiles{words(0, layout.group_count * Parts::PIECES), plan.columns};
+  const Parts groups{words(layout.groups, layout.block_count * Parts::PIECES), plan.columns};
+  const States blocks{words(layout.blocks, of_blocks * States::PIECES), plan.columns};
+  const int lane = threadIdx.x % 32, in_group = tile % FAN, in_block = tile / FAN % FAN;
+  const int64_t group = tile / FAN, block = group / FAN;
+  const bool ends_group = in_group == FAN - 1, ends_block = ends_group && in_block == FAN - 1;
+  uint64_t in_tiles[COLUMNS][Parts::PIECES], in_groups[COLUMNS][Parts::PIECES],
+      in_blocks[COLUMNS][States::PIECES];
+#pragma unroll
+  for (int r = 0; r < COLUMNS; ++r) {
+    const int c = first + r * WARPS;
+    if (lane == 0 && !ends_group) tiles.put(tile, c, own[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < COLUMNS; ++r) {
+    const int c = first + r * WARPS;
+    tiles.look_for(in_tiles[r], group * FAN + lane, c, lane < in_group);
+    groups.look_for(in_groups[r], block * FAN + lane, c, lane < in_block);
+    blocks.look_for(in_blocks[r], block - 1, c, block > 0);
+  }
+#pragma unroll
+  for (int r = 0; r < COLUMNS; ++r) {
+    const int c = first + r * WARPS;
+    auto of_tiles =
+        tiles.wait(in_tiles[r], group * FAN + lane, c, lane < in_group, Algebra::identity());
+    lanes_before<Algebra>(of_tiles, 32);
+    of_tiles = of_lane(of_tiles, 31);
+    if (lane == 0 && ends_group && !ends_block) {
+      groups.put(group, c, Algebra::join(of_tiles, own[r]));
+    }
+    auto of_groups =
+        groups.wait(in_groups[r], block * FAN + lane, c, lane < in_block, Algebra::identity());
+    lanes_before<Algebra>(of_groups, 32);
+    of_groups = of_lane(of_groups, 31);
+    start[r] = blocks.wait(in_blocks[r], block - 1, c, block > 0, {{start[r]}}).v[0];
+    if (in_block > 0) start[r] = Algebra::apply(of_groups, start[r]);
+    if (in_group > 0) start[r] = Algebra::apply(of_tiles, start[r]);
+    if (lane == 0 && ends_block) blocks.put(block, c, {{Algebra::apply(own[r], start[r])}});
+  }
+}
+
+// ---- the segments of a tile ----
+
+// The Parts of a tile's segments, and then the joins of those before each segment; for the first
+// segment, which has none before it, the state before the tile. (segments, columns), with a gap
+// between segments so that the segments of a column lie in different banks.
+template <typename Algebra, typename A, int SIZE>
+struct Table {
+  using Part = typename Algebra::Part;
+  A parts[Algebra::WORDS][SIZE];
+
+  static __device__ int place(int segment, int columns, int c) {
+    return segment * (columns + 1) + c;
+  }
+
+  __device__ void put(int at, Part part) {
+#pragma unroll
+    for (int w = 0; w < Algebra::WORDS; ++w) parts[w][at] = part.v[w];
+  }
+  __device__ Part get(int at) const {
+    Part part;
+#pragma unroll
+    for (int w = 0; w < Algebra::WORDS; ++w) part.v[w] = parts[w][at];
+    return part;
+  }
+
+  // Joins the segments of all columns. All threads call it, after they have put their Parts. A
+  // column's Part of the tile lies in the place of its first segment until its state is there.
+  __device__ void join_segments(const Plan &plan) {
+    __syncthreads();
+    const int lanes = min(32, plan.segments), share = plan.segments / lanes;
+    const int lane = threadIdx.x % lanes, at_once = 32 / lanes, warp = threadIdx.x / 32;
+    for (int first = warp * at_once; first < plan.columns; first += WARPS * at_once) {
+      const int c = first + threadIdx.x % 32 / lanes;
+      const bool is_column = c < plan.columns;
+      Part all = Algebra::identity();
+      for (int s = 0; s < share && is_column; ++s) {
+        const Part part = get(place(lane * share + s, plan.columns, c));
+        all = s == 0 ? part : Algebra::join(all, part);
+      }
+      Part before = lanes_before<Algebra>(all, lanes);
+      const Part own = of_lane(all, threadIdx.x % 32 | (lanes - 1));
+      for (int s = 0; s < share && is_column; ++s) {
+        const int at = place(lane * share + s, plan.columns, c);
+        const Part part = get(at);
+        put(at, s + lane == 0 ? own : before);
+        before = s + lane == 0 ? part : Algebra::join(before, part);
+      }
+    }
+    __syncthreads();
+  }
+
+  // Puts the states before the tile in the places of the first segments; start(c): the state before
+  // the line. COLUMNS: columns of a warp if tiles are joined.
+  template <int COLUMNS, typename F>
+  __device__ void put_states(char *state, const StateLayout &layout, const Plan &plan, int64_t line,
+                             int64_t tile, F &&start) {
+    if (plan.tiles == 1) {
+      for (int c = threadIdx.x; c < plan.columns; c += THREADS) parts[0][c] = start(c);
+    } else if (const int warp = threadIdx.x / 32; warp < plan.columns) {
+      Part own[COLUMNS];
+      A states[COLUMNS];
+#pragma unroll
+      for (int r = 0; r < COLUMNS; ++r) {
+        own[r] = get(warp + r * WARPS);
+        states[r] = start(warp + r * WARPS);
+      }
+      __syncwarp();  // all lanes have read before one writes
+      look_back<Algebra>(state, layout, plan, line, tile, warp, own, states);
+#pragma unroll
+      for (int r = 0; r < COLUMNS; ++r) parts[0][warp + r * WARPS] = states[r];
+    }
+    __syncthreads();
+  }
+
+  // The state before a segment.
+  __device__ A state(int segment, int columns, int c) const {
+    const A before = parts[0][c];
+    return segment == 0 ? before : Algebra::apply(get(place(segment, columns, c)), before);
+  }
+};
+
+}  // namespace scans
+
+#endif
