@@ -21,6 +21,8 @@ def table(path: Path) -> str:
         return _models(json.loads(path.read_text()))
     if path.stem.startswith("linear-loss-"):
         return _linear_loss(json.loads(path.read_text()))
+    if path.stem.startswith("scan-steps-"):
+        return scan_steps(json.loads(path.read_text()))
     found = results.read(path)
     about = found["machine"]
     lines = [
@@ -84,6 +86,24 @@ def _linear_loss(found: dict[str, Any]) -> str:
         time = figure["seconds"]["median"]
         cells = [name, f"{1e3 * time:.1f}", f"{time / products:.2f}", f"{figure['extra_bytes'] / 1e9:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def scan_steps(found: dict[str, Any]) -> str:
+    """Milliseconds and percent of copy, a column a shape; how exact and how repeatable the widest rows are."""
+    shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in found["rows"]))
+    heads = [f"{rows} x {n}" for rows, n in shapes]
+    lines = [f"| | {' | '.join(heads)} | largest error | results of 5 calls |", "|" + "---|" * (len(heads) + 3)]
+    for step in dict.fromkeys(row["step"] for row in found["rows"]):
+        cells = []
+        for rows, n in shapes:
+            same = [row for row in found["rows"] if (row["rows"], row["n"]) == (rows, n)]
+            copy, row = same[0], next(row for row in same if row["step"] == step)
+            spent, share = row["seconds"]["median"], copy["seconds"]["median"] / row["seconds"]["median"]
+            percent = f"{100 * share:.0f}" if share > 0.095 else f"{100 * share:.2g}"
+            cells.append(f"{1e3 * spent:.2f}, {percent} %")
+        error = f"{row['error_eps']:.2g} eps" if "error_eps" in row else ""
+        lines.append(f"| {step} | {' | '.join(cells)} | {error} | {row.get('results_of_5', '')} |")
     return "\n".join(lines) + "\n"
 
 

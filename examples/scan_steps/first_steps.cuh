@@ -1,0 +1,131 @@
+// The first steps of scan_steps.cu: rows that one thread, one CTA or one warp scans, a few elements
+// at a time.
+#ifndef SCAN_STEPS_FIRST_STEPS_CUH
+#define SCAN_STEPS_FIRST_STEPS_CUH
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;  // of a CTA
+constexpr unsigned ALL = 0xffffffffu;               // lanes
+
+// ---- 0: a thread walks a row ----
+
+__global__ void __launch_bounds__(THREADS)
+    walk_kernel(const float *x, float *y, int64_t rows, int64_t n) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * THREADS;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x; row < rows;
+       row += threads) {
+    float sum = 0;
+    for (int64_t k = 0; k < n; ++k) {
+      sum += x[row * n + k];
+      y[row * n + k] = sum;
+    }
+  }
+}
+
+// ---- 1: Hillis and Steele, in shared memory ----
+
+// A CTA takes THREADS elements of its row at a time. After the pass with offset d an element holds
+// the sum of the 2 d elements that end with it. Two buffers: a pass reads one and writes the other.
+__global__ void __launch_bounds__(THREADS)
+    hillis_steele_kernel(const float *x, float *y, int64_t rows, int64_t n) {
+  __shared__ float sums[2][THREADS];
+  const int t = static_cast<int>(threadIdx.x);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    float carry = 0;
+    for (int64_t start = 0; start < n; start += THREADS) {
+      const int64_t k = start + t;
+      int from = 0;
+      sums[from][t] = k < n ? x[row * n + k] : 0;
+      __syncthreads();
+      for (int offset = 1; offset < THREADS; offset *= 2) {
+        const float before = t < offset ? 0 : sums[from][t - offset];
+        sums[1 - from][t] = before + sums[from][t];
+        from = 1 - from;
+        __syncthreads();
+      }
+      if (k < n) y[row * n + k] = carry + sums[from][t];
+      carry += sums[from][THREADS - 1];
+      __syncthreads();  // the next elements go where this sum was read
+    }
+  }
+}
+
+// ---- 2: Blelloch, up and down a tree in shared memory ----
+
+// A CTA takes 2 * THREADS elements at a time: the leaves of a tree whose nodes lie at their last
+// leaf. Up: a node becomes the sum of its leaves. Down: a node becomes the sum of all leaves before
+// its first one.
+__global__ void __launch_bounds__(THREADS)
+    blelloch_kernel(const float *x, float *y, int64_t rows, int64_t n) {
+  constexpr int LEAVES = 2 * THREADS;
+  __shared__ float tree[LEAVES];
+  const int t = static_cast<int>(threadIdx.x);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    float carry = 0;
+    for (int64_t start = 0; start < n; start += LEAVES) {
+      float own[2];
+      for (int i = 0; i < 2; ++i) {
+        const int64_t k = start + i * THREADS + t;
+        own[i] = k < n ? x[row * n + k] : 0;
+        tree[i * THREADS + t] = own[i];
+      }
+      for (int size = 1; size < LEAVES; size *= 2) {
+        __syncthreads();
+        const int node = 2 * size * (t + 1) - 1;
+        if (node < LEAVES) tree[node] += tree[node - size];
+      }
+      __syncthreads();
+      const float total = tree[LEAVES - 1];
+      __syncthreads();
+      if (t == 0) tree[LEAVES - 1] = 0;
+      for (int size = THREADS; size > 0; size /= 2) {
+        __syncthreads();
+        const int node = 2 * size * (t + 1) - 1;
+        if (node < LEAVES) {
+          const float left = tree[node - size];
+          tree[node - size] = tree[node];
+          tree[node] += left;
+        }
+      }
+      __syncthreads();
+      for (int i = 0; i < 2; ++i) {
+        const int64_t k = start + i * THREADS + t;
+        if (k < n) y[row * n + k] = carry + (tree[i * THREADS + t] + own[i]);
+      }
+      carry += total;  // no barrier: a thread reads and writes only its own leaves until the next
+    }
+  }
+}
+
+// ---- 3: a warp takes a row, with shuffles ----
+
+// The pass of Hillis and Steele over the registers of a warp, without memory and barriers.
+__device__ inline float warp_scan(float sum) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float before = __shfl_up_sync(ALL, sum, offset);
+    if (lane >= offset) sum += before;
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(THREADS)
+    warp_shuffles_kernel(const float *x, float *y, int64_t rows, int64_t n) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * WARPS;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + warp; row < rows; row += warps) {
+    float carry = 0;
+    for (int64_t start = 0; start < n; start += 32) {
+      const int64_t k = start + lane;
+      const float sum = carry + warp_scan(k < n ? x[row * n + k] : 0);
+      if (k < n) y[row * n + k] = sum;
+      carry = __shfl_sync(ALL, sum, 31);
+    }
+  }
+}
+
+#endif

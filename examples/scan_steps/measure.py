@@ -1,0 +1,145 @@
+"""Checks and times the steps of docs/scan.md: python -m examples.scan_steps.measure, in a checkout's root, on a GPU.
+
+Each step is compared with torch.cumsum in float64: exactly for small whole numbers, whose sums float32 holds, and by
+the bound of the tests for normal ones. Then the steps take turns with a copy, torch.cumsum and this package's cumsum. A
+step whose first call takes longer than a quarter of a second is not timed again: that call is its figure.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import extension_cpp
+from benchmarks.results import commit, machine, versions
+from benchmarks.table import scan_steps
+from benchmarks.timing import Time, check_options, take_turns
+from examples.scan_steps.steps import STEPS, Scans, build
+from extension_cpp.__main__ import Parser, positive
+
+SHAPES = ((2**20, 32), (2**16, 2**12), (1, 2**28))
+SLOW = 0.25  # seconds
+EPS = torch.finfo(torch.float32).eps
+Call = Callable[[Tensor], Tensor]
+
+
+def poisoned(call: Call, x: Tensor) -> Tensor:
+    """The result, whose memory held NaN before."""
+    torch.full_like(x, math.nan)
+    return call(x)
+
+
+def synchronize(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+
+
+def first_call(call: Call, x: Tensor) -> tuple[Tensor, float]:
+    """The result, and the seconds that it took."""
+    synchronize(x)
+    start = time.perf_counter()
+    y = poisoned(call, x)
+    synchronize(x)
+    return y, time.perf_counter() - start
+
+
+def error_in_eps(name: str, y: Tensor, x: Tensor) -> float:
+    """The largest error beside the largest sum, in eps; ends the program where the result is wrong."""
+    exact = x.cumsum(1, dtype=torch.float64)
+    error = ((y - exact).abs().max() / exact.abs().max()).item() / EPS
+    if not error <= 4 * math.sqrt(x.shape[1]):
+        sys.exit(f"error: {name} of {tuple(x.shape)} is wrong: the largest error is {error:.3g} eps")
+    return error
+
+
+def check_whole_numbers(name: str, call: Call, x: Tensor) -> None:
+    whole = torch.randint_like(x, -3, 4)
+    if not torch.equal(poisoned(call, whole).double(), whole.cumsum(1, dtype=torch.float64)):
+        sys.exit(f"error: {name} of {tuple(x.shape)} is wrong for whole numbers")
+
+
+def results_of_five(call: Call, x: Tensor) -> int:
+    """How many different results five calls give."""
+    found: list[Tensor] = []
+    for _ in range(5):
+        y = call(x)
+        if not any(torch.equal(y, other) for other in found):
+            found.append(y)
+    return len(found)
+
+
+def measure(calls: dict[str, Call], x: Tensor, rounds: int) -> list[dict[str, Any]]:
+    """A row for each call, in their order, the copy first."""
+    copied = torch.empty_like(x)
+    quick: dict[str, Callable[[], object]] = {"copy": functools.partial(copied.copy_, x)}
+    rows: dict[str, dict[str, Any]] = {"copy": {}}
+    for name, call in calls.items():
+        y, seconds = first_call(call, x)
+        rows[name] = {"error_eps": error_in_eps(name, y, x)}
+        del y
+        if seconds > SLOW:
+            check_whole_numbers(name, call, x[:, : x.shape[1] // 64].contiguous())
+            rows[name]["seconds"] = asdict(Time(seconds, seconds, seconds))
+        else:
+            check_whole_numbers(name, call, x)
+            rows[name]["results_of_5"] = results_of_five(call, x)
+            quick[name] = functools.partial(call, x)
+    for name, spent in take_turns(quick, x.device.type, rounds).items():
+        rows[name]["seconds"] = asdict(spent)
+    shape = {"rows": x.shape[0], "n": x.shape[1]}
+    return [shape | {"step": name} | row for name, row in rows.items()]
+
+
+def contenders(scans: Scans) -> dict[str, Call]:
+    found: dict[str, Call] = {step: functools.partial(scans, step) for step in STEPS}
+    found["torch.cumsum"] = functools.partial(torch.cumsum, dim=1)
+    if hasattr(extension_cpp, "cumsum"):
+        found["extension_cpp.cumsum"] = functools.partial(extension_cpp.cumsum, dim=1)
+    return found
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python -m examples.scan_steps.measure", description=__doc__.replace("\n", " "))
+    parser.add_argument("--rounds", type=positive, default=21, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures (default: out/scan-steps-cuda.json)")
+    options = parser.parse_args(arguments)
+    options.device = "cuda"
+    check_options(parser, options)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "native")
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        if library is None:
+            sys.exit("error: there is no nvcc, which compiles the steps")
+        scans = Scans(library)
+    about = machine("cuda") | {"rounds": options.rounds, "commit": commit(), "versions": versions()}
+    found: dict[str, Any] = {"machine": about, "rows": []}
+    path = options.json or Path("out") / "scan-steps-cuda.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        found["rows"] += measure(contenders(scans), torch.randn(shape, device="cuda"), options.rounds)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+    print(scan_steps(found), end="")
+    print(f"The figures are in {path}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+// CUDA C on the CPU, for tests of what kernels compute: a .cu file without <<<>>> that is compiled
+// by the C++ compiler with -I of this folder runs its kernels here, slowly. CTAs run side by side on
+// a few threads of the CPU. The threads of a CTA are coroutines, which take turns at barriers in a
+// random order, and now and then one warp falls behind as far as it can, so that a missing barrier
+// shows. A barrier that only some threads reach ends the program with a sentence. Only what the
+// tested kernels call is here.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+struct float4 {
+  float x, y, z, w;
+};
+
+inline thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
+
+namespace on_cpu {
+
+constexpr size_t STACK = 65536;
+constexpr int WARP = 32, WORKERS = 3;
+constexpr auto LIMIT = std::chrono::seconds(60);
+
+[[noreturn]] inline void fail(const char *why) {
+  std::fprintf(stderr, "cuda_on_cpu: %s\n", why);
+  std::abort();
+}
+
+struct Barrier {
+  unsigned arrived = 0, phase = 0;
+};
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[STACK]};
+  bool done;
+};
+
+// The CTA that this thread of the CPU runs.
+struct Cta {
+  ucontext_t scheduler;
+  std::vector<Thread> threads;
+  std::function<void()> body;
+  Barrier all;
+  std::vector<Barrier> warps;
+  std::vector<uint64_t> slots;  // what the lanes exchange
+  bool moved;
+  std::minstd_rand random;
+  std::chrono::steady_clock::time_point deadline;
+};
+
+inline thread_local Cta *cta;
+
+inline void yield() { swapcontext(&cta->threads[threadIdx.x].context, &cta->scheduler); }
+
+inline void arrive(Barrier &barrier, unsigned expected) {
+  const unsigned phase = barrier.phase;
+  if (++barrier.arrived == expected) {
+    barrier.arrived = 0;
+    ++barrier.phase;
+    cta->moved = true;
+  }
+  while (barrier.phase == phase) yield();
+}
+
+inline void enter() {
+  cta->body();
+  cta->threads[threadIdx.x].done = cta->moved = true;
+}
+
+inline void run_cta(Cta &here, unsigned block) {
+  const unsigned count = blockDim.x;
+  blockIdx = dim3(block);
+  here.all = Barrier();
+  here.warps.assign(count / WARP, Barrier());
+  here.random.seed(block + 1);
+  here.deadline = std::chrono::steady_clock::now() + LIMIT;
+  for (Thread &thread : here.threads) {
+    thread.done = false;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = STACK;
+    thread.context.uc_link = &here.scheduler;
+    makecontext(&thread.context, &enter, 0);
+  }
+  std::vector<unsigned> order(count);
+  for (unsigned i = 0; i < count; ++i) order[i] = i;
+  constexpr unsigned NONE = ~0u;
+  for (unsigned held = NONE;;) {  // a warp that stands still until the others cannot go on
+    here.moved = false;
+    std::shuffle(order.begin(), order.end(), here.random);
+    for (const unsigned i : order) {
+      if (here.threads[i].done || i / WARP == held) continue;
+      threadIdx = dim3(i);
+      swapcontext(&here.scheduler, &here.threads[i].context);
+    }
+    const auto is_done = [](const Thread &thread) { return thread.done; };
+    if (std::all_of(here.threads.begin(), here.threads.end(), is_done)) break;
+    if (here.moved && held == NONE)
+      held = here.random() % (count / WARP);
+    else if (!here.moved && held == NONE)
+      fail("threads wait at a barrier that others do not reach");
+    else if (!here.moved)
+      held = NONE;
+  }
+}
+
+// The value of a lane, all of whose warp call this.
+template <typename T>
+T exchange(T value, unsigned from) {
+  const unsigned warp = threadIdx.x / WARP * WARP;
+  std::memcpy(&cta->slots[threadIdx.x], &value, sizeof value);
+  arrive(cta->warps[warp / WARP], WARP);
+  std::memcpy(&value, &cta->slots[warp + from], sizeof value);
+  arrive(cta->warps[warp / WARP], WARP);
+  return value;
+}
+
+inline void check(unsigned mask) {
+  if (mask != 0xffffffffu) fail("only whole warps exchange values here");
+}
+
+// Called in every turn of a loop that waits for another CTA.
+inline void wait() {
+  if (std::chrono::steady_clock::now() > cta->deadline) fail("a CTA waits for another one in vain");
+  std::this_thread::yield();
+}
+
+}  // namespace on_cpu
+
+inline void __syncthreads() { on_cpu::arrive(on_cpu::cta->all, blockDim.x); }
+
+inline void __syncwarp() { on_cpu::exchange(0, 0); }
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, unsigned from) {
+  on_cpu::check(mask);
+  return on_cpu::exchange(value, from);
+}
+
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned by) {
+  const unsigned lane = threadIdx.x % on_cpu::WARP;
+  return __shfl_sync(mask, value, lane >= by ? lane - by : lane);
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned by) {
+  return __shfl_sync(mask, value, threadIdx.x % on_cpu::WARP ^ by);
+}
+
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+  unsigned found = 0;
+  for (unsigned lane = 0; lane < on_cpu::WARP; ++lane) {
+    found |= static_cast<unsigned>(__shfl_sync(mask, vote, lane)) << lane;
+  }
+  return found;
+}
+
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+
+template <typename T>
+void __stwb(T *place, T value) {
+  *place = value;
+}
+
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+template <typename T>
+T atomicAdd(T *place, T value) {
+  return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
+}
+
+// ---- the host's side ----
+
+enum cudaError_t { cudaSuccess };
+using cudaStream_t = void *;
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+};
+
+inline const char *cudaGetErrorString(cudaError_t) { return "none"; }
+
+inline cudaError_t cudaMemsetAsync(void *data, int byte, size_t size, cudaStream_t) {
+  std::memset(data, byte, size);
+  return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
+                               Arguments &&...arguments) {
+  std::atomic<unsigned> next{0};
+  const auto work = [&] {
+    on_cpu::Cta here;
+    here.threads = std::vector<on_cpu::Thread>(config->blockDim.x);
+    here.slots.resize(config->blockDim.x);
+    here.body = [&] { kernel(static_cast<Parameters>(arguments)...); };
+    on_cpu::cta = &here;
+    gridDim = config->gridDim;
+    blockDim = config->blockDim;
+    for (unsigned block = next++; block < gridDim.x; block = next++) on_cpu::run_cta(here, block);
+  };
+  std::vector<std::thread> workers;
+  for (int i = 0; i < on_cpu::WORKERS; ++i) workers.emplace_back(work);
+  for (std::thread &worker : workers) worker.join();
+  return cudaSuccess;
+}
