@@ -24,9 +24,10 @@ PACKAGE = Path(__file__).resolve().parent
 INSTALLED = PACKAGE / "tree"
 TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 
-OP_KINDS = ("pointwise", "rows", "reduction")
+OP_KINDS = ("pointwise", "rows", "reduction", "scan")
 KINDS = (*OP_KINDS, "accessor")
-FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm"}  # what the templates compute
+# What the templates compute.
+FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
 
 # A new package's own files, in templates/package, and those that it has in common with this one.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]

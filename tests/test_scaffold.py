@@ -260,7 +260,7 @@ def test_a_second_interrupt_does_not_stop_the_undoing(tree, tmp_path, monkeypatc
 @pytest.mark.parametrize("name", ["ab", "my_template", LONG])
 def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     before = contents(tree)
-    for kind, suffix in (("pointwise", ""), ("reduction", "0"), ("accessor", "1"), ("rows", "2")):
+    for kind, suffix in (("pointwise", ""), ("reduction", "0"), ("accessor", "1"), ("rows", "2"), ("scan", "3")):
         assert command.main(["new", (name[:-1] if suffix else name) + suffix, "--kind", kind]) == 0
     assert "docs/TEMPLATE_USAGE.md" in capsys.readouterr().out
     for path, text in contents(tree).items():
@@ -434,9 +434,10 @@ def test_library_that_is_older_than_its_sources(tree):
 
 
 def test_new_ops_compile_and_pass(tree):
-    """Two templates as they stand, in a tree where nothing was compiled before."""
+    """Three templates as they stand, in a tree where nothing was compiled before."""
     run(sys.executable, "-m", "extension_cpp", "new", "kernel_template", cwd=tree)
     run(sys.executable, "-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
+    run(sys.executable, "-m", "extension_cpp", "new", "kernel_template_scan", "--kind", "scan", cwd=tree)
     quick = environment("cpu") | {"DEBUG": "1"}
     run(sys.executable, "build_library.py", cwd=tree, env=quick)
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
@@ -482,10 +483,11 @@ def test_make_of_a_new_package_says_what_is_missing(tmp_path):
 def test_a_new_op_has_the_functions_of_math_h(tmp_path):
     """exp and tanh, libm's and those of common/cpu_math.h, can be put into these templates as they stand."""
     values = ("exp(x) / (1 + sqrt(x))", "TANH(x)")
-    for kind, value in itertools.product(("pointwise", "rows"), values):
+    arithmetic = {"pointwise": "x * x", "rows": "x * x", "scan": "decay * state + x"}
+    for kind, value in itertools.product(arithmetic, values):
         for place, text in scaffold.op_files(kind, "my_op").items():
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / place).write_text(text.replace("return x * x", f"return {value}"))
+            (tmp_path / place).write_text(text.replace(f"return {arithmetic[kind]}", f"return {value}"))
         includes = [f"-I{folder / 'extension_cpp' / 'csrc'}" for folder in (tmp_path, ROOT)]
         source = tmp_path / "extension_cpp" / "csrc" / "my_op" / "my_op_cpu.c"
         assert value in source.with_name("my_op_cpu_kernel.h").read_text()

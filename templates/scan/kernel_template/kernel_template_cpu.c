@@ -1,0 +1,17 @@
+/* kernel_template on the CPU: one row at a time, because each step of a row needs the one before.
+ * The arithmetic is in kernel_template_cpu_kernel.h. */
+#include "kernel_template/kernel_template.h"
+
+#include "common/cpu_block.h"
+#include "common/cpu_level.h"
+#include "common/cpu_math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */
+
+#define KERNEL_BODY "kernel_template/kernel_template_cpu_kernel.h"
+#include "common/for_each_dtype.h"
+
+static void kernel_template_cpu_range(int64_t begin, int64_t end,
+                                      const kernel_template_args *args) {
+  for (int64_t row = begin; row < end; ++row) DISPATCH_DTYPE(args->dtype, scan_row, args, row);
+}
+
+CPU_ENTRY(kernel_template_cpu, kernel_template_args)

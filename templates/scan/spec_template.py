@@ -1,0 +1,33 @@
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+
+
+def sample_inputs(make, shape):
+    if len(shape) > 0:
+        yield Sample((make(shape), 0.9))
+        yield Sample((make(shape), 1.0))
+
+
+def error_inputs(device):
+    x = torch.ones(2, 3, device=device)
+    op = "extension_cpp::kernel_template: expected"
+    yield ErrorSample((x.int(), 0.9), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample((x[0, 0], 0.9), f"{op} x to have at least one dimension, but got shape []")
+    yield ErrorSample((x, -0.5), f"{op} decay to be between 0 and 1, but got -0.5")
+    yield ErrorSample((x, 1.5), f"{op} decay to be between 0 and 1, but got 1.5")
+    yield ErrorSample((x, float("nan")), f"{op} decay to be between 0 and 1, but got nan")
+
+
+SPEC = OpSpec(
+    name="kernel_template",
+    function=extension_cpp.kernel_template,
+    reference=extension_cpp.reference.kernel_template,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    reduction=lambda sample: sample.args[0].shape[-1],
+    bench=Bench(lambda make, shape: Sample((make(shape), 0.9)), forward=2, backward=2),
+    keeps_strides=False,
+    launches=(1, 1),
+)
