@@ -150,6 +150,7 @@ def test_right_on_a_gpu(step: str, on_gpu: steps.Scans) -> None:
 
 def test_a_step_follows_the_stream(on_gpu: steps.Scans) -> None:
     x = torch.ones(64, 4096, device="cuda")
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
         z = x.clone()
