@@ -246,7 +246,9 @@ ALWAYS_INLINE scan_item_t scan_item(const scan_shape *shape, int64_t steps, int6
   found.width = (int)(rest < plan->width ? rest : plan->width);
   found.lanes = shape->inner == 1 ? 1 : (found.width + BLOCK - 1) / BLOCK * BLOCK;
   found.part = item % plan->parts;
-  found.parts_end = plan->parts > 1 ? found.part + 1 : ceil_div(steps, SCAN_PART);
+  /* An exclusive scan of one step has one part without steps, which writes the 0. */
+  const int64_t parts = steps > 0 ? ceil_div(steps, SCAN_PART) : 1;
+  found.parts_end = plan->parts > 1 ? found.part + 1 : parts;
   found.total = found.outer * (scan_lines(shape) / shape->outer) + inner;
   return found;
 }
