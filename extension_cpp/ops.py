@@ -1478,6 +1478,68 @@ register_autograd("extension_cpp::cumsum", _cumsum_backward, setup_context=_cums
 register_autocast("extension_cpp::cumsum", "cuda", torch.float32)
 
 
+# ---- logcumsumexp ----
+
+
+def logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    """Logarithms of the cumulative sums of exponentials over one dimension: ``y[k] = log(exp(x[0]) + ... + exp(x[k]))``.
+
+    Args:
+        input: ``x``, any shape.
+        dim: the dimension to sum along; negative ones count from the end.
+
+    Returns:
+        A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Exponentials are taken relative to the
+        largest element so far, so that none overflows. A result is -inf while all elements are, and inf from the first
+        inf on, as in torch.logcumsumexp.
+
+    Raises:
+        RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
+
+    Differentiable once. Backward saves ``x`` and the result. It adds gradients with factors that are at most 1; torch's
+    takes logarithms of the gradients, of the negative ones apart, and exponentials of their sums. The gradient is as
+    exact as the result that is saved: with half inputs far from 0 it has few digits, as torch's. NaN reaches later
+    results only. Strides and batch invariance are as for cumsum. Source: torch.logcumsumexp.
+    """
+    return _ops.logcumsumexp(input, dim)
+
+
+@register_fake("extension_cpp::logcumsumexp")
+def _(x: Tensor, dim: int) -> Tensor:
+    checks.check_dtype("logcumsumexp", "x", x)
+    check_dim("logcumsumexp", x, dim)
+    return torch.empty_like(x)
+
+
+@register_fake("extension_cpp::logcumsumexp_backward")
+def _(grad_out: Tensor, x: Tensor, y: Tensor, dim: int) -> Tensor:
+    op = "logcumsumexp_backward"
+    checks.check_dtype(op, "x", x)
+    checks.check_like(op, "grad_out", grad_out, "x", x)
+    checks.check_like(op, "y", y, "x", x)
+    check_dim(op, x, dim)
+    return torch.empty_like(x)
+
+
+def _logcumsumexp_setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    x, ctx.dim = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _logcumsumexp_backward(ctx: Any, grad_out: Tensor) -> Gradients:
+    x, y = ctx.saved_tensors
+    return {"x": _ops.logcumsumexp_backward(grad_out, x, y, ctx.dim)}
+
+
+register_autograd(
+    "extension_cpp::logcumsumexp",
+    _logcumsumexp_backward,
+    setup_context=_logcumsumexp_setup_context,
+    plain=plain.logcumsumexp,
+)
+register_autograd("extension_cpp::logcumsumexp_backward", second_order.not_implemented("logcumsumexp", "second"))
+
+
 # ---- linear_recurrence ----
 
 

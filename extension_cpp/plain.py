@@ -342,6 +342,10 @@ def cumsum(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) 
     return (y.flip(dim) if reverse else y).reshape(x.shape).to(x.dtype)
 
 
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    return torch.logcumsumexp(wide(x), dim).to(x.dtype)
+
+
 def earlier(x: Tensor, first: Tensor | None, dim: int, reverse: bool) -> Tensor:
     """What was there one step earlier in the direction of the scan; `first` (None: 0) before the first step."""
     n = x.shape[dim] if x.dim() else 1

@@ -144,6 +144,10 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     return (y.flip(dim) if reverse else y).reshape(input.shape)
 
 
+def logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    return torch.logcumsumexp(input, dim)
+
+
 def linear_recurrence(
     a: Tensor, b: Tensor, h0: Tensor | None = None, *, dim: int = -2, reverse: bool = False
 ) -> Tensor:

@@ -236,6 +236,8 @@ RULES: dict[str, Rule] = {
     "reduce_sum": _reduce_sum,
     "dropout": _replicated,
     "cumsum": _softmax,
+    "logcumsumexp": _softmax,
+    "logcumsumexp_backward": _softmax,
     "linear_recurrence": _linear_recurrence,
     "linear_recurrence_backward": _linear_recurrence,
     "softmax": _softmax,

@@ -88,3 +88,35 @@ def test_long_recurrences(shape: tuple[int, ...], dim: int, reverse: bool, dtype
     for ours, exact in zip(results[0], loop(a, b, h0, g, dim, reverse), strict=True):
         roundings = {torch.float64: 64, torch.float32: 64}.get(dtype, 2)
         assert (ours.double() - exact).abs().max() <= roundings * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@every_dtype
+@pytest.mark.parametrize("shape, dim", [((2 * PART + 7,), 0), ((PART + 33, 3), 0), ((1, PART + 1), 1)])
+def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
+    """Slowly rising, so that sums of many parts count; the same bits at any number of threads and beside others."""
+    x = maker(device, dtype)(shape).detach()
+    x = (x + torch.linspace(0, 4, shape[dim], device=device).view(-1, *(1,) * (len(shape) - 1 - dim))).to(dtype)
+    g = maker(device, dtype, seed=1)(shape).detach()
+    before, results = torch.get_num_threads(), []
+
+    def result_and_gradient(dim: int, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        y = extension_cpp.logcumsumexp(x, dim)
+        return y.detach(), *torch.autograd.grad(y, x, g)
+
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        results.append(result_and_gradient(dim, x, g))
+        results += zip(*result_and_gradient(dim + 1, torch.stack([x] * 3), torch.stack([g] * 3)), strict=True)
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(map(torch.equal, other, results[0]))
+    exact_y = torch.logcumsumexp(x.double(), dim)
+    y, grad = (t.double() for t in results[0])
+    eps = torch.finfo(dtype).eps
+    # In float64 exact_y rounds as often.
+    assert (y - exact_y).abs().max() <= (64 if dtype is torch.float64 else 4) * eps * exact_y.abs().max()
+    # Each gradient is a sum over later steps: exp(x[k]) * sum(g[j] * exp(-y[j])).
+    z = x.double().requires_grad_()
+    (exact,) = torch.autograd.grad(torch.logcumsumexp(z, dim), z, g.double())
+    assert (grad - exact).abs().max() <= (1024 if dtype.itemsize > 2 else 16) * eps * exact.abs().max()

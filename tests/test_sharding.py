@@ -45,7 +45,7 @@ def row_dims(name: str, sample: Sample) -> list[int]:
         return list(dims)
     if name == "dropout":
         return []
-    if name == "cumsum" or "recurrence" in name:
+    if "cumsum" in name or "recurrence" in name:
         dim = sample.kwargs.get("dim", -2) if "recurrence" in name else sample.args[1]
         return [d for d in dims if d != dim % len(dims)]
     if "softmax" in name:

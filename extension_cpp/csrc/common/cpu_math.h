@@ -114,6 +114,26 @@ ALWAYS_INLINE double exp_parts_double(double x, int degree, double *power) {
 /* The functions above are exactly 0 here and below. */
 #define EXP_ZERO(x) _Generic((x), float : exp_zero_float, double : -750.0)
 
+/* log(x) for normal x > 0; NaN stays NaN. x = 2^n (1 + r), |log(1 + r)| <= ln2/2
+ * (scripts/log_polynomial.py). */
+ALWAYS_INLINE float log_float(float x) {
+  const uint32_t above = float_bits(x) - 0x3f3504f3; /* sqrt(1/2) */
+  const float n = (float)((int32_t)above >> 23);
+  const float r = bits_float((above & 0x7fffff) + 0x3f3504f3) - 1;
+  float p = fma_float(r, -0x1.38b576p-4f, 0x1.055b68p-3f);
+  p = fma_float(r, p, -0x1.0d8542p-3f);
+  p = fma_float(r, p, 0x1.22da1ep-3f);
+  p = fma_float(r, p, -0x1.547244p-3f);
+  p = fma_float(r, p, 0x1.99a008p-3f);
+  p = fma_float(r, p, -0x1.000226p-2f);
+  p = fma_float(r, p, 0x1.555554p-2f);
+  p = fma_float(r, p, -0.5f);
+  p = fma_float(n, 0x1.7f7d1cp-20f, fma_float(r * r, p, r));
+  return x == x ? fma_float(n, 0x1.62e4p-1f, p) : x;
+}
+ALWAYS_INLINE double log_double(double x) { return log(x); }
+#define LOG(x) _Generic((x), float : log_float, double : log_double)(x)
+
 /* tanh: an odd polynomial near 0 (Sollya's fpminimax, relative error), beyond 0.65 by exp. */
 ALWAYS_INLINE float tanh_float(float x) {
   const float square = x * x, size = x < 0 ? -x : x;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "common/op.h"
 #include "scan/scan_shim.h"
@@ -21,6 +22,39 @@ static Tensor cumsum(const Tensor &x, int64_t dim, bool exclusive, bool reverse)
   const int64_t steps = args.shape.length - (exclusive ? 1 : 0);
   launch_scan("cumsum", SCAN_KERNELS(cumsum), args, x, steps, 2 * x.element_size());
   return y;
+}
+
+// ---- logcumsumexp ----
+
+static Tensor logcumsumexp(const Tensor &x, int64_t dim) {
+  const dtype_t dtype = check_dtype("logcumsumexp", "x", x);
+  dim = check_dim("logcumsumexp", x, dim);
+  const Tensor y = allocate_like(x);
+  if (x.numel() == 0) return y;
+  ScanView view(y, dim, false, dtype);
+  logcumsumexp_args args{view.shape(), view.input(x), view.output(y)};
+  launch_scan("logcumsumexp", SCAN_KERNELS(logcumsumexp), args, x, args.shape.length,
+              EXP_COST * x.element_size());
+  return y;
+}
+
+static Tensor logcumsumexp_backward(const Tensor &grad_out, const Tensor &x, const Tensor &y,
+                                    int64_t dim) {
+  const char *op = "logcumsumexp_backward";
+  const dtype_t dtype = check_dtype(op, "x", x);
+  for (const auto &[name, tensor] : {std::pair{"grad_out", &grad_out}, std::pair{"y", &y}}) {
+    check_same(op, name, *tensor, "x", x);
+    check_shape(op, name, *tensor, "x", x);
+  }
+  dim = check_dim(op, x, dim);
+  const Tensor grad_x = allocate_like(x);
+  if (x.numel() == 0) return grad_x;
+  ScanView view(grad_x, dim, true, dtype);
+  logcumsumexp_backward_args args{view.shape(), view.input(grad_out), view.input(x), view.input(y),
+                                  view.output(grad_x)};
+  launch_scan(op, SCAN_KERNELS(logcumsumexp_backward), args, x, args.shape.length,
+              EXP_COST * x.element_size());
+  return grad_x;
 }
 
 // ---- linear_recurrence ----
@@ -102,6 +136,8 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
   def_with_twin(m, "cumsum(Tensor x, int dim, bool exclusive=False, bool reverse=False) -> Tensor");
+  def_with_twin(m, "logcumsumexp(Tensor x, int dim) -> Tensor");
+  def_with_twin(m, "logcumsumexp_backward(Tensor grad_out, Tensor x, Tensor y, int dim) -> Tensor");
   def_with_twin(m,
                 "linear_recurrence(Tensor a, Tensor b, Tensor? h0=None, int dim=-2, "
                 "bool reverse=False) -> Tensor");
@@ -113,6 +149,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
 
 REGISTER_KERNELS(m) {
   impl_with_twin(m, "cumsum", TORCH_BOX(&cumsum));
+  impl_with_twin(m, "logcumsumexp", TORCH_BOX(&logcumsumexp));
+  impl_with_twin(m, "logcumsumexp_backward", TORCH_BOX(&logcumsumexp_backward));
   impl_with_twin(m, "linear_recurrence", TORCH_BOX(&linear_recurrence));
   impl_with_twin(m, "linear_recurrence_backward", TORCH_BOX(&linear_recurrence_backward));
 }

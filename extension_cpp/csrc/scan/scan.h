@@ -103,6 +103,11 @@ void linear_recurrence_totals_cpu(int64_t begin, int64_t end, void *args);
 void linear_recurrence_backward_cpu(int64_t begin, int64_t end, void *args);
 void linear_recurrence_backward_totals_cpu(int64_t begin, int64_t end, void *args);
 
+void logcumsumexp_cpu(int64_t begin, int64_t end, void *args);
+void logcumsumexp_totals_cpu(int64_t begin, int64_t end, void *args);
+void logcumsumexp_backward_cpu(int64_t begin, int64_t end, void *args);
+void logcumsumexp_backward_totals_cpu(int64_t begin, int64_t end, void *args);
+
 int cumsum_cuda(const cumsum_args *args, void *stream);
 int logcumsumexp_cuda(const logcumsumexp_args *args, void *stream);
 int logcumsumexp_backward_cuda(const logcumsumexp_backward_args *args, void *stream);

@@ -37,11 +37,34 @@ static void linear_recurrence_backward_cpu_range(int64_t begin, int64_t end,
 }
 
 static void linear_recurrence_backward_totals_cpu_range(
-    int64_t begin, int64_t end, const linear_recurrence_backward_args *args){
-    DISPATCH_DTYPE(args->shape.dtype, recurrence_backward, args, begin, end, 1)}
+    int64_t begin, int64_t end, const linear_recurrence_backward_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, recurrence_backward, args, begin, end, 1)
+}
+
+static void logcumsumexp_cpu_range(int64_t begin, int64_t end, const logcumsumexp_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, logcumsumexp, args, begin, end, 0)
+}
+
+static void logcumsumexp_totals_cpu_range(int64_t begin, int64_t end,
+                                          const logcumsumexp_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, logcumsumexp, args, begin, end, 1)
+}
+
+static void logcumsumexp_backward_cpu_range(int64_t begin, int64_t end,
+                                            const logcumsumexp_backward_args *args) {
+  DISPATCH_DTYPE(args->shape.dtype, logcumsumexp_backward, args, begin, end, 0)
+}
+
+static void logcumsumexp_backward_totals_cpu_range(int64_t begin, int64_t end,
+                                                   const logcumsumexp_backward_args *args){
+    DISPATCH_DTYPE(args->shape.dtype, logcumsumexp_backward, args, begin, end, 1)}
 
 CPU_ENTRY(cumsum_cpu, cumsum_args) CPU_ENTRY(cumsum_totals_cpu, cumsum_args)
-    CPU_ENTRY(linear_recurrence_cpu, linear_recurrence_args)
-        CPU_ENTRY(linear_recurrence_totals_cpu, linear_recurrence_args)
-            CPU_ENTRY(linear_recurrence_backward_cpu, linear_recurrence_backward_args)
-                CPU_ENTRY(linear_recurrence_backward_totals_cpu, linear_recurrence_backward_args)
+    CPU_ENTRY(linear_recurrence_cpu, linear_recurrence_args) CPU_ENTRY(linear_recurrence_totals_cpu,
+                                                                       linear_recurrence_args)
+        CPU_ENTRY(linear_recurrence_backward_cpu, linear_recurrence_backward_args)
+            CPU_ENTRY(linear_recurrence_backward_totals_cpu, linear_recurrence_backward_args)
+                CPU_ENTRY(logcumsumexp_cpu, logcumsumexp_args)
+                    CPU_ENTRY(logcumsumexp_totals_cpu, logcumsumexp_args)
+                        CPU_ENTRY(logcumsumexp_backward_cpu, logcumsumexp_backward_args)
+                            CPU_ENTRY(logcumsumexp_backward_totals_cpu, logcumsumexp_backward_args)

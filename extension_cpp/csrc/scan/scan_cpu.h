@@ -5,6 +5,8 @@
 #ifndef EXTENSION_CPP_SCAN_CPU_H
 #define EXTENSION_CPP_SCAN_CPU_H
 
+#include <math.h>
+
 #include "common/cpu_block.h"
 #include "common/cpu_math.h"
 #include "scan/scan.h"
@@ -224,6 +226,89 @@ ALWAYS_INLINE pair_sum_t compose_sums(pair_sum_t first, pair_sum_t second) {
   return (pair_sum_t){first.a * second.a, next_state(second, first.b)};
 }
 
+/* ---- running maxima ---- */
+
+#if LANES == 16
+#define MAX_LANES(a, b) _mm512_max_ps(a, b)
+#elif LANES == 8
+#define MAX_LANES(a, b) _mm256_max_ps(a, b)
+#else
+ALWAYS_INLINE lanes_t MAX_LANES(lanes_t a, lanes_t b) {
+  const lane_index_t above = a > b;
+  return (lanes_t)(((lane_index_t)a & above) | ((lane_index_t)b & ~above));
+}
+#endif
+
+ALWAYS_INLINE void max_registers(lanes_t *x, int count) {
+  const lanes_t lowest = ZERO - INFINITY;
+  UNROLL for (int i = 0; i < count; ++i) {
+    x[i] = MAX_LANES(x[i], UP_1(x[i], lowest));
+    x[i] = MAX_LANES(x[i], UP_2(x[i], lowest));
+#if LANES >= 8
+    x[i] = MAX_LANES(x[i], LAST_OF_4(x[i], lowest));
+#endif
+#if LANES >= 16
+    x[i] = MAX_LANES(x[i], LAST_OF_8(x[i], lowest));
+#endif
+  }
+  UNROLL for (int i = 1; i < count; ++i) x[i] = MAX_LANES(x[i], LAST(x[i - 1]));
+}
+
+/* The largest element before each one of a block without NaN, `start` included; returns the largest
+ * of all. */
+ALWAYS_INLINE float max_block_float32(const float *v, float *before, float start) {
+  enum { COUNT = BLOCK / LANES };
+  lanes_t x[COUNT], last = ZERO + start;
+  UNROLL for (int i = 0; i < COUNT; ++i) x[i] = load_lanes(v + i * LANES);
+  max_registers(x, COUNT);
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    const lanes_t max = MAX_LANES(x[i], ZERO + start);
+    store_lanes(before + i * LANES, UP_FROM(last, max));
+    last = max;
+  }
+  return last[LANES - 1];
+}
+ALWAYS_INLINE float max_block_float16(const float *v, float *before, float start) {
+  return max_block_float32(v, before, start);
+}
+
+ALWAYS_INLINE float max_block_bfloat16(const float *v, float *before, float start) {
+  enum { HALF = BLOCK / 2, COUNT = HALF / LANES };
+  lanes_t x[COUNT], last = ZERO + start;
+  UNROLL for (int i = 0; i < COUNT; ++i) x[i] =
+      MAX_LANES(load_lanes(v + i * LANES), load_lanes(v + HALF + i * LANES));
+  max_registers(x, COUNT);
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    const lanes_t max = MAX_LANES(x[i], ZERO + start), of_even = UP_FROM(last, max);
+    store_lanes(before + i * LANES, of_even);
+    store_lanes(before + HALF + i * LANES, MAX_LANES(of_even, load_lanes(v + i * LANES)));
+    last = max;
+  }
+  return last[LANES - 1];
+}
+
+ALWAYS_INLINE double max_block_float64(const double *v, double *before, double start) {
+  for (int k = 0; k < BLOCK; ++k) {
+    before[k] = start;
+    start = v[k] > start ? v[k] : start;
+  }
+  return start;
+}
+
+/* ---- sums of exponentials: a maximum, and the sum of exp(x - maximum) ---- */
+
+typedef struct {
+  double max, sum;
+} exp_sum_t;
+
+/* Equal maxima may be infinite. */
+ALWAYS_INLINE exp_sum_t add_exp_sums(exp_sum_t first, exp_sum_t second) {
+  const double max = first.max > second.max ? first.max : second.max;
+  const double a = first.max == max ? 1 : exp(first.max - max);
+  const double b = second.max == max ? 1 : exp(second.max - max);
+  return (exp_sum_t){max, first.sum * a + second.sum * b};
+}
+
 /* ---- work items ---- */
 
 /* The lines and parts of a work item. */
@@ -305,6 +390,15 @@ static void join_sums(scan_state_t *state, const double *a, const double *b, int
 /* The state of a recurrence is state.a; a total is the pair (a, b). */
 static void join_pairs(scan_state_t *state, const double *a, const double *b, int lanes) {
   for (int k = 0; k < lanes; ++k) state->a[k] = next_state((pair_sum_t){a[k], b[k]}, state->a[k]);
+}
+
+static void join_exp_sums(scan_state_t *state, const double *a, const double *b, int lanes) {
+  for (int k = 0; k < lanes; ++k) {
+    const exp_sum_t before = {state->a[k], state->b[k]};
+    const exp_sum_t joined = add_exp_sums(before, (exp_sum_t){a[k], b[k]});
+    state->a[k] = joined.max;
+    state->b[k] = joined.sum;
+  }
 }
 
 #endif

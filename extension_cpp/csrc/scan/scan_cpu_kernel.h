@@ -166,8 +166,8 @@ NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t 
   }
 }
 
-static void NAME(cumsum_start)(const void *cumsum, const scan_item_t *item, scan_state_t *state) {
-  (void)cumsum;
+static void NAME(zero_start)(const void *args, const scan_item_t *item, scan_state_t *state) {
+  (void)args;
   for (int k = 0; k < item->lanes; ++k) state->a[k] = 0;
 }
 
@@ -194,9 +194,10 @@ static void NAME(cumsum_part)(const void *cumsum, const scan_item_t *item,
 }
 
 static void NAME(cumsum)(const cumsum_args *args, int64_t begin, int64_t end, int only_total) {
-  const scan_op_t op = {NAME(cumsum_start), NAME(cumsum_part), join_sums};
+  const scan_op_t op = {NAME(zero_start), NAME(cumsum_part), join_sums};
   const int64_t steps = args->shape.length - (args->exclusive != 0);
   scan_run(op, args, &args->shape, steps, begin, end, only_total);
 }
 
+#include "scan/scan_cpu_logcumsumexp_kernel.h"
 #include "scan/scan_cpu_recurrence_kernel.h"

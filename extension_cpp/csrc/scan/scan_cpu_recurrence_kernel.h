@@ -1,4 +1,4 @@
-/* linear_recurrence and its gradient; the end of scan_cpu_kernel.h. */
+/* linear_recurrence and its gradient; a part of scan_cpu_kernel.h. */
 
 /* ---- forward ---- */
 
@@ -132,9 +132,10 @@ static void NAME(recurrence)(const linear_recurrence_args *args, int64_t begin, 
 
 /* ---- backward: u_k = grad_h_k + a_(k-1) u_(k-1) in the order of the kernel ---- */
 
-/* The block of x one step earlier, from step i on; before the first step of a line it has 0. */
+/* The block of x one step earlier, from step i on; before the first step of a line it has
+ * `before`. */
 ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, int is_first,
-                                      ACC rest) {
+                                      ACC before, ACC rest) {
   if (i > 0 || !is_first) {
     NAME(load_stride)(v, (const T *)x.data + (i - 1) * x.step, x.step, n, rest);
     return;
@@ -142,6 +143,7 @@ ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, in
   T block[BLOCK] = {0};
   for (int k = 1; k < n; ++k) block[k] = ((const T *)x.data)[(k - 1) * x.step];
   NAME(load_each)(v, block, 1, n, rest);
+  v[0] = before;
 }
 
 /* The block of x one step later; behind the last step of a line it has `end`. */
@@ -168,7 +170,7 @@ NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_ar
     const int count = item->steps - i < BLOCK ? (int)(item->steps - i) : BLOCK;
     const int is_end = item->is_last && i + count == item->steps;
     ACC v[BLOCK], u[BLOCK];
-    NAME(load_earlier)(v, a, i, count, item->first == 0, 1);
+    NAME(load_earlier)(v, a, i, count, item->first == 0, 0, 1);
     NAME(load_stride)(u, (const T *)g.data + i * g.step, g.step, count, 0);
     const pair_sum_t block = NAME(recur_block)(v, u, next_state(sum, start));
     sum = compose_sums(sum, block);
@@ -261,12 +263,6 @@ ALWAYS_INLINE void NAME(store_grad_h0)(const linear_recurrence_backward_args *ar
   }
 }
 
-static void NAME(recurrence_backward_start)(const void *backward, const scan_item_t *item,
-                                            scan_state_t *state) {
-  (void)backward;
-  for (int k = 0; k < item->lanes; ++k) state->a[k] = 0;
-}
-
 static void NAME(recurrence_backward_part)(const void *backward, const scan_item_t *item,
                                            const scan_state_t *state, scan_state_t *total,
                                            int only_total) {
@@ -293,7 +289,6 @@ static void NAME(recurrence_backward_part)(const void *backward, const scan_item
 
 static void NAME(recurrence_backward)(const linear_recurrence_backward_args *args, int64_t begin,
                                       int64_t end, int only_total) {
-  const scan_op_t op = {NAME(recurrence_backward_start), NAME(recurrence_backward_part),
-                        join_pairs};
+  const scan_op_t op = {NAME(zero_start), NAME(recurrence_backward_part), join_pairs};
   scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
 }
