@@ -199,5 +199,6 @@ static void NAME(cumsum)(const cumsum_args *args, int64_t begin, int64_t end, in
   scan_run(op, args, &args->shape, steps, begin, end, only_total);
 }
 
-#include "scan/scan_cpu_logcumsumexp_kernel.h"
 #include "scan/scan_cpu_recurrence_kernel.h"
+
+#include "scan/scan_cpu_logcumsumexp_kernel.h" /* its backward is a recurrence */
