@@ -85,6 +85,9 @@ CASES = (
     ),
     Case("softmax", lambda f, x: f.softmax(x, -1), ("x",)),
     Case("log_softmax", lambda f, x: f.log_softmax(x, -1), ("x",)),
+    Case("cumsum", lambda f, x: f.cumsum(x, -1), ("x",)),
+    Case("logcumsumexp", lambda f, x: f.logcumsumexp(x, -1), ("x",)),
+    Case("linear_recurrence", lambda f, a, b: f.linear_recurrence(a, b, dim=-1), ("x", "x")),
     Case("cross_entropy", lambda f, x, target: f.cross_entropy(x, target), ("x", "target")),
     Case("token_log_probs", lambda f, x, target: f.token_log_probs(x, target), ("x", "target")),
     Case(

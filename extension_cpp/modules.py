@@ -291,6 +291,54 @@ def _log_softmax(x: Tensor, dim: int) -> Tensor:
     return torch.log_softmax(x, dim) if x.is_nested else ops.log_softmax(x, dim)
 
 
+class MinGRU(_NotScriptable, torch.nn.Module):
+    """A gated recurrent layer without a loop over the steps, over extension_cpp.linear_recurrence.
+
+    ``h[t] = (1 - z[t]) * h[t - 1] + z[t] * c[t]``, where the gate ``z = sigmoid(gate)`` and the candidates ``c`` are
+    functions of the input alone: ``gate, c = projection(input).chunk(2, -1)``.
+
+    Args:
+        input_size: size of the last dimension of the input.
+        hidden_size: the number of states.
+        bias: whether the projection has a bias.
+        reverse: whether the layer runs from the last step to the first.
+        device, dtype: of the projection, as in torch.nn.
+
+    Attributes:
+        projection: a torch.nn.Linear(input_size, 2 * hidden_size) with its initialization.
+
+    Shape: input (..., T, input_size) and h0 (..., hidden_size) or None, zeros, to the states (..., T, hidden_size) and
+    the last of them, (..., hidden_size), with which the next call can go on. Source: Feng et al. 2024,
+    arXiv:2410.01201.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        reverse: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size, self.reverse = input_size, hidden_size, reverse
+        self.projection = torch.nn.Linear(input_size, 2 * hidden_size, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        self.projection.reset_parameters()
+
+    def forward(self, input: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        gate, candidate = self.projection(input).chunk(2, -1)
+        # sigmoid(-gate) has the digits of a small 1 - z, which a subtraction would cancel.
+        keep, new = torch.sigmoid(-gate), torch.sigmoid(gate) * candidate
+        h = ops.linear_recurrence(keep, new, h0, reverse=self.reverse)
+        return h, h.select(-2, 0 if self.reverse else -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.hidden_size}, reverse={self.reverse}"
+
+
 class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss, state_dict included, over extension_cpp.cross_entropy.
 

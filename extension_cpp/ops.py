@@ -7,13 +7,14 @@ functions in plain PyTorch.
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It computes in float32, for float64 in float64.
 NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
 the same bits in every run and for every number of threads. Jagged nested tensors work with every op except reduce_sum,
-softmax, the losses and rotary_embedding: the op runs on their values(). A wrong argument raises RuntimeError with a
-sentence that names the op, the argument, what was expected and what it got. Where a result is said to be like
+softmax, the scans, the losses and rotary_embedding: the op runs on their values(). A wrong argument raises RuntimeError
+with a sentence that names the op, the argument, what was expected and what it got. Where a result is said to be like
 ``torch.empty_like(x)``, it has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions.
 Functions that PyTorch has, too, name their first argument ``input`` as there. Formulas, operators and messages call it
 ``x``, cross_entropy's ``logits``.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -1482,7 +1483,7 @@ register_autocast("extension_cpp::cumsum", "cuda", torch.float32)
 
 
 def logcumsumexp(input: Tensor, dim: int) -> Tensor:
-    """Logarithms of the cumulative sums of exponentials over one dimension: ``y[k] = log(exp(x[0]) + ... + exp(x[k]))``.
+    """Logarithms of cumulative sums of exponentials over one dimension: ``y[k] = log(exp(x[0]) + ... + exp(x[k]))``.
 
     Args:
         input: ``x``, any shape.
@@ -1569,7 +1570,8 @@ def linear_recurrence(
     parallel: products of up to 2^14 factors that overflow give NaN where a loop could give infinity. NaN and infinities
     reach later steps only. Batch-invariant: a line's states have the same bits beside any other lines. Strides are
     read as they are, unless no single stride steps through the dimensions on one side of ``dim``; then that tensor is
-    copied. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy 2018, arXiv:1709.04057.
+    copied. Autocast promotes the tensors to the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums and Their
+    Applications; Martin and Cundy 2018, arXiv:1709.04057.
     """
     return _ops.linear_recurrence(a, b, h0, dim, reverse)
 
@@ -1619,6 +1621,17 @@ register_autograd(
     setup_context=second_order.linear_recurrence_setup_context,
     plain=plain.linear_recurrence_backward,
 )
+
+
+def _linear_recurrence_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All tensors in the widest of their dtypes, as for PyTorch's operators that promote."""
+    *tensors, dim, reverse = args
+    dtypes = [x.dtype for x in tensors if x is not None]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return *(x if x is None else x.to(dtype) for x in tensors), dim, reverse
+
+
+register_autocast_rule("extension_cpp::linear_recurrence", _linear_recurrence_autocast)
 
 
 # ---- cross_entropy ----

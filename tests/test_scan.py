@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import extension_cpp
+from extension_cpp.nn import MinGRU
 from tests.checks import maker
 from tests.opspec import DTYPES
 
@@ -120,3 +121,39 @@ def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype,
     z = x.double().requires_grad_()
     (exact,) = torch.autograd.grad(torch.logcumsumexp(z, dim), z, g.double())
     assert (grad - exact).abs().max() <= (1024 if dtype.itemsize > 2 else 16) * eps * exact.abs().max()
+
+
+def test_min_gru_beside_a_loop(device: str) -> None:
+    """States and all gradients; the second half goes on from the first's last state; and backward in time."""
+    for reverse in (False, True):
+        layer = MinGRU(5, 7, reverse=reverse, device=device, dtype=torch.float64)
+        x = torch.randn(2, 9, 5, device=device, dtype=torch.float64, requires_grad=True)
+        h0 = torch.randn(2, 7, device=device, dtype=torch.float64, requires_grad=True)
+        gate, candidate = layer.projection(x).chunk(2, -1)
+        z, state, states = torch.sigmoid(gate), h0, {}
+        for t in reversed(range(9)) if reverse else range(9):
+            state = states[t] = (1 - z[:, t]) * state + z[:, t] * candidate[:, t]
+        expected = torch.stack([states[t] for t in range(9)], 1)
+        h, last = layer(x, h0)
+        torch.testing.assert_close(h, expected)
+        assert torch.equal(last, h[:, 0 if reverse else -1])
+        leaves = [x, h0, *layer.parameters()]
+        for ours, exact in zip(*(torch.autograd.grad(y.sin().sum(), leaves) for y in (h, expected)), strict=True):
+            torch.testing.assert_close(ours, exact)
+        halves = (x[:, 4:], x[:, :4]) if reverse else (x[:, :4], x[:, 4:])
+        first, carried = layer(halves[0], h0)
+        second, _ = layer(halves[1], carried)
+        torch.testing.assert_close(torch.cat((second, first) if reverse else (first, second), 1), h)
+
+
+def test_autocast_promotes(device: str) -> None:
+    """Outside of it mixed dtypes are refused; cumsum is float32 on CUDA, as torch's is."""
+    a, b = torch.rand(4, 3, device=device), torch.randn(4, 3, device=device, dtype=torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16):
+        h = extension_cpp.linear_recurrence(a, b, b[0])
+        summed = extension_cpp.cumsum(b, 0)
+        assert summed.dtype == torch.cumsum(b, 0).dtype
+        assert extension_cpp.logcumsumexp(b, 0).dtype == torch.logcumsumexp(b, 0).dtype
+    assert torch.equal(h, extension_cpp.linear_recurrence(a, b.float(), b[0].float()))
+    with pytest.raises(RuntimeError, match="expected a to be bfloat16 like b, but got float32"):
+        extension_cpp.linear_recurrence(a, b)

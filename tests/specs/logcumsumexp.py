@@ -42,7 +42,7 @@ def reduction(sample):
 
 
 def terms(sample):
-    """Backward reads the rounded result y, as torch's does, so that exp(x - y) is wrong by a factor of exp(eps * y), and
+    """Backward reads the rounded result y, as torch does, so that exp(x - y) is wrong by a factor of exp(eps * y), and
     for numbers far from 0 as wrong as the number of terms. Divided by what the battery multiplies with."""
     x, eps = sample.args[0].detach().double(), torch.finfo(sample.args[0].dtype).eps
     size = torch.where(x.abs() < torch.inf, x.abs(), 0).max().item() if x.numel() else 0.0

@@ -80,7 +80,7 @@ typedef struct {
  * if they do not. A work item is a row or, with inner > 1, a tile of `width` inner elements; with
  * parts > 1 it is one part of these. Then <op>_totals_cpu runs first, and writes to `totals` what a
  * part adds to its line. */
-enum { SCAN_PART = 1 << 14, SCAN_TILE = 512 };
+enum { SCAN_PART = 1 << 14, SCAN_TILE = 1024 };
 typedef struct {
   int64_t width; /* at most SCAN_TILE */
   int64_t parts;

@@ -40,6 +40,21 @@ ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n, 
   }
 }
 
+/* How many steps about 4 KiB of a tile are: so far ahead columns are prefetched. */
+ALWAYS_INLINE int64_t NAME(steps_ahead)(int width) {
+  return 1 + 4096 / (width * (int64_t)sizeof(T));
+}
+
+/* A block of columns. Prefetches the one that lies `ahead` elements ahead. */
+ALWAYS_INLINE void NAME(load_columns)(ACC *v, const T *p, int64_t ahead, int64_t inner, int n) {
+  if (n == BLOCK && inner == 1) {
+    prefetch(p, ahead * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
+    LOAD(v, p, BLOCK);
+  } else {
+    NAME(load_stride)(v, p, inner, n, 0);
+  }
+}
+
 ALWAYS_INLINE void NAME(store_stride)(T *p, int64_t stride, ACC *v, int n, int stream) {
   if (n == BLOCK && stride == 1) {
     STORE(p, v, BLOCK, stream);
@@ -118,11 +133,11 @@ NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_ste
 }
 
 /* One step of a block of columns. */
-ALWAYS_INLINE void NAME(cumsum_block)(const T *x, int64_t x_inner, T *y, int64_t y_inner,
-                                      const double *restrict start, double *restrict total, int n,
-                                      int only_total, int stream) {
+ALWAYS_INLINE void NAME(cumsum_block)(const T *x, int64_t ahead, int64_t x_inner, T *y,
+                                      int64_t y_inner, const double *restrict start,
+                                      double *restrict total, int n, int only_total, int stream) {
   ACC v[BLOCK];
-  NAME(load_stride)(v, x, x_inner, n, 0);
+  NAME(load_columns)(v, x, ahead, x_inner, n);
   for (int k = 0; k < BLOCK; ++k) total[k] += (double)v[k];
   if (only_total) return;
   for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)(start[k] + total[k]);
@@ -133,18 +148,19 @@ ALWAYS_INLINE void NAME(cumsum_block)(const T *x, int64_t x_inner, T *y, int64_t
 ALWAYS_INLINE void NAME(cumsum_tile_steps)(scan_input x, scan_output y, int width, int64_t n,
                                            const double *start, double *total, int only_total,
                                            int stream) {
+  const int64_t ahead = NAME(steps_ahead)(width) * x.step;
   for (int64_t i = 0; i < n; ++i) {
     const T *from = (const T *)x.data + i * x.step;
     T *to = (T *)y.data + i * y.step;
     int c = 0;
     for (; c + BLOCK <= width; c += BLOCK) {
       NAME(cumsum_block)
-      (from + c * x.inner, x.inner, to + c * y.inner, y.inner, start + c, total + c, BLOCK,
+      (from + c * x.inner, ahead, x.inner, to + c * y.inner, y.inner, start + c, total + c, BLOCK,
        only_total, stream);
     }
     if (c == width) continue;
     NAME(cumsum_block)
-    (from + c * x.inner, x.inner, to + c * y.inner, y.inner, start + c, total + c, width - c,
+    (from + c * x.inner, ahead, x.inner, to + c * y.inner, y.inner, start + c, total + c, width - c,
      only_total, 0);
   }
 }

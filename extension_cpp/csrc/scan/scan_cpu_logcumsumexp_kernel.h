@@ -1,4 +1,4 @@
-/* logcumsumexp and its gradient; a part of scan_cpu_kernel.h.
+/* logcumsumexp and its gradient; the end of scan_cpu_recurrence_kernel.h.
  * With the maximum m of the elements before x, and s the sum of their exp(. - m), x changes s to
  * s + exp(x - m), or to s exp(m - x) + 1 if x is the new maximum: a recurrence with one exp for each
  * element. A part begins without elements; what lies before it is added to each result. */
@@ -70,12 +70,14 @@ NOINLINE void NAME(logcumsumexp_columns)(scan_input x, scan_output y, const scan
                                          NAME(exp_columns_t) * columns, int only_total,
                                          int stream) {
   const int is_first = item->first == 0;
+  const int64_t ahead = NAME(steps_ahead)(item->width);
   for (int64_t i = 0; i < item->steps; ++i) {
     for (int c = 0; c < item->width; c += BLOCK) {
       const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
       ACC *restrict m = columns->max + c, *restrict s = columns->sum + c;
       ACC v[BLOCK];
-      NAME(load_stride)(v, (const T *)x.data + i * x.step + c * x.inner, x.inner, n, 0);
+      NAME(load_columns)
+      (v, (const T *)x.data + i * x.step + c * x.inner, ahead * x.step, x.inner, n);
       for (int k = 0; k < BLOCK; ++k) {
         const int above = v[k] > m[k];
         const ACC high = above ? v[k] : m[k], low = above ? m[k] : v[k];
@@ -170,19 +172,22 @@ NOINLINE void NAME(logcumsumexp_columns_backward)(const logcumsumexp_backward_ar
   const scan_input g = NAME(input_part)(args->grad_out, item);
   const scan_output grad_x = NAME(output_part)(args->grad_x, item);
   const int stream = NAME(streams)(&args->shape, 4) && NAME(tile_streams)(grad_x);
+  const int64_t ahead = NAME(steps_ahead)(item->width);
   for (int64_t i = 0; i < item->steps; ++i) {
     const int is_first = i == 0 && item->first == 0;
     for (int c = 0; c < item->width; c += BLOCK) {
       const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
       const T *of_y = (const T *)y.data + i * y.step + c * y.inner;
       ACC a[BLOCK], d[BLOCK], v[BLOCK], w[BLOCK];
-      NAME(load_stride)(w, of_y, y.inner, n, 0);
+      NAME(load_columns)(w, of_y, ahead * y.step, y.inner, n);
       NAME(load_stride)(a, is_first ? of_y : of_y - y.step, y.inner, n, 0);
       for (int k = 0; k < BLOCK; ++k) a[k] = NAME(exp_difference)(w[k], a[k]);
-      NAME(load_stride)(d, (const T *)g.data + i * g.step + c * g.inner, g.inner, n, 0);
+      NAME(load_columns)
+      (d, (const T *)g.data + i * g.step + c * g.inner, ahead * g.step, g.inner, n);
       NAME(recur_step)(a, d, columns->h + c, columns->a + c, columns->b + c, 1);
       if (only_total) continue;
-      NAME(load_stride)(v, (const T *)x.data + i * x.step + c * x.inner, x.inner, n, 0);
+      NAME(load_columns)
+      (v, (const T *)x.data + i * x.step + c * x.inner, ahead * x.step, x.inner, n);
       for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(exp_difference)(v[k], w[k]);
       NAME(store_stride)
       ((T *)grad_x.data + i * grad_x.step + c * grad_x.inner, grad_x.inner, d, n, stream);

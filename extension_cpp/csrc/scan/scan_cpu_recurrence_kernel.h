@@ -1,4 +1,4 @@
-/* linear_recurrence and its gradient; a part of scan_cpu_kernel.h. */
+/* linear_recurrence and its gradient; the end of scan_cpu_kernel.h. */
 
 /* ---- forward ---- */
 
@@ -59,12 +59,15 @@ ALWAYS_INLINE void NAME(end_columns)(const NAME(columns_t) * columns, const scan
 ALWAYS_INLINE void NAME(recur_tile)(scan_input a, scan_input b, scan_output h,
                                     const scan_item_t *item, NAME(columns_t) * columns,
                                     int only_total, int has_sum, int stream) {
+  const int64_t ahead = NAME(steps_ahead)(item->width);
   for (int64_t i = 0; i < item->steps; ++i) {
     for (int c = 0; c < item->width; c += BLOCK) {
       const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
       ACC v[BLOCK], w[BLOCK];
-      NAME(load_stride)(v, (const T *)a.data + i * a.step + c * a.inner, a.inner, n, 0);
-      NAME(load_stride)(w, (const T *)b.data + i * b.step + c * b.inner, b.inner, n, 0);
+      NAME(load_columns)
+      (v, (const T *)a.data + i * a.step + c * a.inner, ahead * a.step, a.inner, n);
+      NAME(load_columns)
+      (w, (const T *)b.data + i * b.step + c * b.inner, ahead * b.step, b.inner, n);
       NAME(recur_step)(v, w, columns->h + c, columns->a + c, columns->b + c, has_sum);
       if (only_total) continue;
       NAME(store_stride)((T *)h.data + i * h.step + c * h.inner, h.inner, w, n, stream);
@@ -191,11 +194,12 @@ NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_ar
 
 /* h one step later, of a block of columns; behind the last step h0. */
 ALWAYS_INLINE void NAME(later_columns)(ACC *v, scan_input h, const ACC *h0, int64_t i, int c, int n,
-                                       int is_end) {
+                                       int64_t ahead, int is_end) {
   if (is_end) {
     for (int k = 0; k < BLOCK; ++k) v[k] = h0[c + k];
   } else {
-    NAME(load_stride)(v, (const T *)h.data + (i + 1) * h.step + c * h.inner, h.inner, n, 0);
+    NAME(load_columns)
+    (v, (const T *)h.data + (i + 1) * h.step + c * h.inner, ahead * h.step, h.inner, n);
   }
 }
 
@@ -207,6 +211,7 @@ ALWAYS_INLINE void NAME(recur_tile_backward)(const linear_recurrence_backward_ar
   const scan_input g = NAME(input_part)(args->grad_h, item);
   const scan_output grad_a = NAME(output_part)(args->grad_a, item);
   const scan_output grad_b = NAME(output_part)(args->grad_b, item);
+  const int64_t ahead = NAME(steps_ahead)(item->width);
   for (int64_t i = 0; i < item->steps; ++i) {
     const int is_end = item->is_last && i + 1 == item->steps;
     for (int c = 0; c < item->width; c += BLOCK) {
@@ -215,12 +220,14 @@ ALWAYS_INLINE void NAME(recur_tile_backward)(const linear_recurrence_backward_ar
       if (i == 0 && item->first == 0) {
         for (int k = 0; k < BLOCK; ++k) v[k] = 0;
       } else {
-        NAME(load_stride)(v, (const T *)a.data + (i - 1) * a.step + c * a.inner, a.inner, n, 0);
+        NAME(load_columns)
+        (v, (const T *)a.data + (i - 1) * a.step + c * a.inner, ahead * a.step, a.inner, n);
       }
-      NAME(load_stride)(u, (const T *)g.data + i * g.step + c * g.inner, g.inner, n, 0);
+      NAME(load_columns)
+      (u, (const T *)g.data + i * g.step + c * g.inner, ahead * g.step, g.inner, n);
       NAME(recur_step)(v, u, columns->h + c, columns->a + c, columns->b + c, has_sum);
       if (only_total) continue;
-      NAME(later_columns)(v, h, h0, i, c, n, is_end);
+      NAME(later_columns)(v, h, h0, i, c, n, ahead, is_end);
       for (int k = 0; k < BLOCK; ++k) v[k] *= u[k];
       NAME(store_stride)
       ((T *)grad_a.data + i * grad_a.step + c * grad_a.inner, grad_a.inner, v, n, stream);
@@ -292,3 +299,5 @@ static void NAME(recurrence_backward)(const linear_recurrence_backward_args *arg
   const scan_op_t op = {NAME(zero_start), NAME(recurrence_backward_part), join_pairs};
   scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
 }
+
+#include "scan/scan_cpu_logcumsumexp_kernel.h"
