@@ -102,6 +102,12 @@ struct Logcumsumexp {
   }
 };
 
+// exp(a - b) where a <= b but for rounding. Equal infinities give 1.
+template <typename A>
+__device__ inline A exp_difference(A a, A b) {
+  return a >= b ? A(1) : exp(a - b);
+}
+
 // Inputs: grad_out, x, y, and y of the step before.
 template <typename Element>
 struct LogcumsumexpBackward {
@@ -111,15 +117,14 @@ struct LogcumsumexpBackward {
   static constexpr int INPUTS = 4, OUTPUTS = 1, ROW_VECTORS = 2, COLUMN_VECTORS = 4;
   static __device__ constexpr int shift(int i) { return i == 3 ? -1 : 0; }
   static __device__ A decay(const A (&in)[4], bool is_first) {
-    if (is_first) return 0;
-    return in[2] == in[3] ? A(1) : exp(in[2] - in[3]);
+    return is_first ? A(0) : exp_difference(in[2], in[3]);
   }
   __device__ Words<A, 2> part(const A (&in)[4], bool is_first) const {
     return {{decay(in, is_first), in[0]}};
   }
   __device__ void step(const A (&in)[4], bool is_first, A &state, A (&out)[1]) const {
     state = fma(decay(in, is_first), state, in[0]);
-    out[0] = exp(in[1] - in[2]) * state;
+    out[0] = exp_difference(in[1], in[2]) * state;
   }
 };
 
