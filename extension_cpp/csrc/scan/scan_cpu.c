@@ -3,12 +3,14 @@
  * tree; a state in double carries on from block to block.
  * inner > 1: lanes are inner elements, and the state of each is in an array. Steps are read one
  * after the other, so that memory is read in rows of a tile.
- * Other strides than 1 are read element by element. scan.h says how long lines are cut. */
+ * Short rows and few columns are scanned element by element, and so are other strides than 1 read.
+ * scan.h says how long lines are cut. */
 #include "scan/scan.h"
 
 #include "common/cpu_level.h"
 #include "common/cpu_row.h"
 #include "scan/scan_cpu.h"
+#include "scan/scan_cpu_items.h"
 
 #define KERNEL_BODY "scan/scan_cpu_kernel.h"
 #include "common/for_each_dtype.h"

@@ -1,4 +1,4 @@
-/* The scan of a block in registers, for scan_cpu_kernel.h.
+/* The scans of a block in registers, for scan_cpu_kernel.h.
  *
  * A tree of fixed shape, whatever the width of a register: first inside 4 neighbouring elements, in
  * two steps, then 4 elements get the total of the 4 before them, 8 that of 8, 16 that of 16. */
@@ -307,98 +307,6 @@ ALWAYS_INLINE exp_sum_t add_exp_sums(exp_sum_t first, exp_sum_t second) {
   const double a = first.max == max ? 1 : exp(first.max - max);
   const double b = second.max == max ? 1 : exp(second.max - max);
   return (exp_sum_t){max, first.sum * a + second.sum * b};
-}
-
-/* ---- work items ---- */
-
-/* The lines and parts of a work item. */
-typedef struct {
-  int64_t outer, inner;    /* of the first line */
-  int width, lanes;        /* lines; entries of the arrays below: whole blocks, for a row 1 */
-  int64_t part, parts_end; /* its parts */
-  int64_t first, steps;    /* of the current part */
-  int is_last;             /* whether the line ends with the current part */
-  int64_t total;           /* where the lines are in a part's totals */
-} scan_item_t;
-
-ALWAYS_INLINE scan_item_t scan_item(const scan_shape *shape, int64_t steps, int64_t item) {
-  const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
-  const int64_t tiles = ceil_div(shape->inner, plan->width), tile = item / plan->parts;
-  const int64_t inner = tile % tiles * plan->width, rest = shape->inner - inner;
-  scan_item_t found = {0};
-  found.outer = tile / tiles;
-  found.inner = inner;
-  found.width = (int)(rest < plan->width ? rest : plan->width);
-  found.lanes = shape->inner == 1 ? 1 : (found.width + BLOCK - 1) / BLOCK * BLOCK;
-  found.part = item % plan->parts;
-  /* An exclusive scan of one step has one part without steps, which writes the 0. */
-  const int64_t parts = steps > 0 ? ceil_div(steps, SCAN_PART) : 1;
-  found.parts_end = plan->parts > 1 ? found.part + 1 : parts;
-  found.total = found.outer * (scan_lines(shape) / shape->outer) + inner;
-  return found;
-}
-
-/* Two numbers for each line of an item. */
-typedef struct {
-  double a[SCAN_TILE], b[SCAN_TILE];
-} scan_state_t;
-
-/* An op: the state before the first step, one part from a state on, and the state behind a part
- * from the state before it and the part's total, which is a part's state if it begins with none. */
-typedef struct {
-  void (*start)(const void *args, const scan_item_t *item, scan_state_t *state);
-  void (*part)(const void *args, const scan_item_t *item, const scan_state_t *state,
-               scan_state_t *total, int only_total);
-  void (*join)(scan_state_t *state, const double *a, const double *b, int lanes);
-} scan_op_t;
-
-static void scan_run(scan_op_t op, const void *args, const scan_shape *shape, int64_t steps,
-                     int64_t begin, int64_t end, int only_total) {
-  const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
-  const int64_t lines = scan_lines(shape);
-  scan_state_t state, total;
-  for (int64_t i = begin; i < end; ++i) {
-    scan_item_t item = scan_item(shape, steps, i);
-    double *totals = plan->totals + item.total;
-    if (i == begin || item.part == 0) {
-      op.start(args, &item, &state);
-      for (int64_t part = 0; part < item.part && !only_total; ++part)
-        op.join(&state, totals + 2 * part * lines, totals + (2 * part + 1) * lines, item.lanes);
-    }
-    for (int64_t part = item.part; part < item.parts_end; ++part) {
-      const int64_t rest = steps - part * SCAN_PART;
-      item.first = part * SCAN_PART;
-      item.steps = rest < SCAN_PART ? rest : SCAN_PART;
-      item.is_last = rest <= SCAN_PART;
-      op.part(args, &item, &state, &total, only_total);
-      if (only_total) {
-        const size_t size = (size_t)item.lanes * sizeof(double);
-        memcpy(totals + 2 * part * lines, total.a, size);
-        memcpy(totals + (2 * part + 1) * lines, total.b, size);
-      } else if (!item.is_last) {
-        op.join(&state, total.a, total.b, item.lanes);
-      }
-    }
-  }
-}
-
-static void join_sums(scan_state_t *state, const double *a, const double *b, int lanes) {
-  (void)b;
-  for (int k = 0; k < lanes; ++k) state->a[k] += a[k];
-}
-
-/* The state of a recurrence is state.a; a total is the pair (a, b). */
-static void join_pairs(scan_state_t *state, const double *a, const double *b, int lanes) {
-  for (int k = 0; k < lanes; ++k) state->a[k] = next_state((pair_sum_t){a[k], b[k]}, state->a[k]);
-}
-
-static void join_exp_sums(scan_state_t *state, const double *a, const double *b, int lanes) {
-  for (int k = 0; k < lanes; ++k) {
-    const exp_sum_t before = {state->a[k], state->b[k]};
-    const exp_sum_t joined = add_exp_sums(before, (exp_sum_t){a[k], b[k]});
-    state->a[k] = joined.max;
-    state->b[k] = joined.sum;
-  }
 }
 
 #endif

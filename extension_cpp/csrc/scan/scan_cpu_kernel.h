@@ -5,6 +5,10 @@
 
 /* The first n elements of a block, `rest` in the other lanes. A stride of -1 goes down in memory. */
 NOINLINE void NAME(load_each)(ACC *restrict v, const T *p, int64_t stride, int n, ACC rest) {
+  if (stride == 1 && sizeof(T) == 4) { /* a masked load */
+    for (int k = 0; k < BLOCK; ++k) v[k] = k < n ? (ACC)NAME(widen)(p[k]) : rest;
+    return;
+  }
   for (int k = 0; k < BLOCK; ++k) {
     const int i = NAME(column)(k);
     v[k] = i < n ? (ACC)NAME(widen)(p[i * stride]) : rest;
@@ -12,6 +16,10 @@ NOINLINE void NAME(load_each)(ACC *restrict v, const T *p, int64_t stride, int n
 }
 
 NOINLINE void NAME(store_each)(T *p, int64_t stride, const ACC *restrict v, int n) {
+  if (stride == 1) {
+    STORE(p, v, n, 0);
+    return;
+  }
   T block[BLOCK];
   STORE(block, v, BLOCK, 0);
   for (int i = 0; i < n; ++i) p[i * stride] = block[i];
@@ -209,7 +217,28 @@ static void NAME(cumsum_part)(const void *cumsum, const scan_item_t *item,
   if (stream) stream_fence();
 }
 
+static void NAME(cumsum_narrow)(const cumsum_args *args, int64_t begin, int64_t end) {
+  const scan_input x = args->x;
+  const scan_output y = args->y;
+  for (int64_t o = begin; o < end; ++o) {
+    double sum[SCAN_NARROW] = {0};
+    for (int64_t k = 0; k < args->shape.length; ++k) {
+      const T *from = (const T *)x.data + o * x.outer + k * x.step;
+      T *to = (T *)y.data + o * y.outer + k * y.step;
+      for (int64_t i = 0; i < args->shape.inner; ++i) {
+        const double before = sum[i];
+        sum[i] += NAME(widen)(from[i * x.inner]);
+        to[i * y.inner] = NAME(narrow)((ACC)(args->exclusive ? before : sum[i]));
+      }
+    }
+  }
+}
+
 static void NAME(cumsum)(const cumsum_args *args, int64_t begin, int64_t end, int only_total) {
+  if (scan_is_narrow(&args->shape)) {
+    NAME(cumsum_narrow)(args, begin, end);
+    return;
+  }
   const scan_op_t op = {NAME(zero_start), NAME(cumsum_part), join_sums};
   const int64_t steps = args->shape.length - (args->exclusive != 0);
   scan_run(op, args, &args->shape, steps, begin, end, only_total);

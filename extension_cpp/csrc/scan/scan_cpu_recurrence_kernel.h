@@ -127,8 +127,33 @@ static void NAME(recurrence_part)(const void *recurrence, const scan_item_t *ite
   if (stream) stream_fence();
 }
 
+static void NAME(recurrence_narrow)(const linear_recurrence_args *args, int64_t begin,
+                                    int64_t end) {
+  const scan_input a = args->a, b = args->b, h0 = args->h0;
+  const scan_output h = args->h;
+  for (int64_t o = begin; o < end; ++o) {
+    ACC state[SCAN_NARROW] = {0};
+    for (int64_t i = 0; i < args->shape.inner && h0.data != NULL; ++i)
+      state[i] = (ACC)NAME(widen)(((const T *)h0.data)[o * h0.outer + i * h0.inner]);
+    for (int64_t k = 0; k < args->shape.length; ++k) {
+      const T *of_a = (const T *)a.data + o * a.outer + k * a.step;
+      const T *of_b = (const T *)b.data + o * b.outer + k * b.step;
+      T *to = (T *)h.data + o * h.outer + k * h.step;
+      for (int64_t i = 0; i < args->shape.inner; ++i) {
+        const ACC factor = (ACC)NAME(widen)(of_a[i * a.inner]);
+        state[i] = FMA(factor, state[i], (ACC)NAME(widen)(of_b[i * b.inner]));
+        to[i * h.inner] = NAME(narrow)(state[i]);
+      }
+    }
+  }
+}
+
 static void NAME(recurrence)(const linear_recurrence_args *args, int64_t begin, int64_t end,
                              int only_total) {
+  if (scan_is_narrow(&args->shape)) {
+    NAME(recurrence_narrow)(args, begin, end);
+    return;
+  }
   const scan_op_t op = {NAME(recurrence_start), NAME(recurrence_part), join_pairs};
   scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
 }
@@ -294,8 +319,42 @@ static void NAME(recurrence_backward_part)(const void *backward, const scan_item
   if (NAME(streams)(&args->shape, 5)) stream_fence();
 }
 
+/* One line. */
+ALWAYS_INLINE void NAME(recurrence_backward_line)(const linear_recurrence_backward_args *args,
+                                                  int64_t o, int64_t i) {
+  const scan_input a = args->a, g = args->grad_h, h = args->h, h0 = args->h0;
+  const scan_output grad_a = args->grad_a, grad_b = args->grad_b, grad_h0 = args->grad_h0;
+  const int64_t last = args->shape.length - 1;
+  const T *of_a = (const T *)a.data + o * a.outer + i * a.inner;
+  const T *of_g = (const T *)g.data + o * g.outer + i * g.inner;
+  const T *of_h = (const T *)h.data + o * h.outer + i * h.inner;
+  T *to_a = (T *)grad_a.data + o * grad_a.outer + i * grad_a.inner;
+  T *to_b = (T *)grad_b.data + o * grad_b.outer + i * grad_b.inner;
+  ACC factor = 0, u = 0, h_before = 0;
+  for (int64_t k = 0; k <= last; ++k) {
+    u = FMA(factor, u, (ACC)NAME(widen)(of_g[k * g.step]));
+    factor = (ACC)NAME(widen)(of_a[k * a.step]);
+    if (k < last) {
+      h_before = (ACC)NAME(widen)(of_h[(k + 1) * h.step]);
+    } else {
+      h_before =
+          h0.data == NULL ? 0 : (ACC)NAME(widen)(((const T *)h0.data)[o * h0.outer + i * h0.inner]);
+    }
+    to_a[k * grad_a.step] = NAME(narrow)(u * h_before);
+    to_b[k * grad_b.step] = NAME(narrow)(u);
+  }
+  if (grad_h0.data != NULL)
+    ((T *)grad_h0.data)[o * grad_h0.outer + i * grad_h0.inner] = NAME(narrow)(factor * u);
+}
+
 static void NAME(recurrence_backward)(const linear_recurrence_backward_args *args, int64_t begin,
                                       int64_t end, int only_total) {
+  if (scan_is_narrow(&args->shape)) {
+    for (int64_t o = begin; o < end; ++o) {
+      for (int64_t i = 0; i < args->shape.inner; ++i) NAME(recurrence_backward_line)(args, o, i);
+    }
+    return;
+  }
   const scan_op_t op = {NAME(zero_start), NAME(recurrence_backward_part), join_pairs};
   scan_run(op, args, &args->shape, args->shape.length, begin, end, only_total);
 }

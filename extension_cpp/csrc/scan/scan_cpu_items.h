@@ -1,0 +1,125 @@
+/* How scans go over work items, lines and parts of lines. scan.h says what an item and a part are. */
+#ifndef EXTENSION_CPP_SCAN_CPU_ITEMS_H
+#define EXTENSION_CPP_SCAN_CPU_ITEMS_H
+
+#include <string.h>
+
+#include "scan/scan.h"
+#include "scan/scan_cpu.h"
+
+/* ---- narrow lines: few steps in a row, or few columns, are scanned element by element ---- */
+
+enum { SCAN_NARROW = 8, SCAN_SHORT = 16 };
+
+/* Items are then outer indices. */
+ALWAYS_INLINE int scan_is_narrow(const scan_shape *shape) {
+  if (shape->inner == 1) return shape->length <= SCAN_SHORT;
+  return shape->inner <= SCAN_NARROW && shape->length <= SCAN_PART;
+}
+
+ALWAYS_INLINE double narrow_float64(double x) { return x; }
+ALWAYS_INLINE float narrow_float32(float x) { return x; }
+ALWAYS_INLINE uint16_t narrow_bfloat16(float x) { return (uint16_t)(bfloat16_bits(x) >> 16); }
+ALWAYS_INLINE uint16_t narrow_float16(float x) { return float_to_float16(x); }
+
+/* ---- work items ---- */
+
+/* The lines and parts of a work item. */
+typedef struct {
+  int64_t outer, inner; /* of the first line */
+  int width, lanes;     /* lines; entries of the arrays below: whole blocks, for a row 1 */
+  int64_t part;         /* the first of its parts */
+  int64_t first, steps; /* of the current part */
+  int is_last;          /* whether the line ends with the current part */
+} scan_item_t;
+
+ALWAYS_INLINE scan_item_t scan_item(const scan_shape *shape, int64_t item) {
+  const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
+  const int64_t tiles = ceil_div(shape->inner, plan->width), tile = item / plan->parts;
+  scan_item_t found = {0};
+  found.outer = tile / tiles;
+  found.inner = tile % tiles * plan->width;
+  found.part = item % plan->parts;
+  return found;
+}
+
+/* The item after this one. */
+ALWAYS_INLINE void next_item(const scan_shape *shape, scan_item_t *item) {
+  const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
+  if (++item->part < plan->parts) return;
+  item->part = 0;
+  item->inner += plan->width;
+  if (item->inner < shape->inner) return;
+  item->inner = 0;
+  ++item->outer;
+}
+
+/* Two numbers for each line of an item. */
+typedef struct {
+  double a[SCAN_TILE], b[SCAN_TILE];
+} scan_state_t;
+
+/* An op: the state before the first step, one part from a state on, and the state behind a part
+ * from the state before it and the part's total, which is a part's state if it begins with none. */
+typedef struct {
+  void (*start)(const void *args, const scan_item_t *item, scan_state_t *state);
+  void (*part)(const void *args, const scan_item_t *item, const scan_state_t *state,
+               scan_state_t *total, int only_total);
+  void (*join)(scan_state_t *state, const double *a, const double *b, int lanes);
+} scan_op_t;
+
+static void scan_run(scan_op_t op, const void *args, const scan_shape *shape, int64_t steps,
+                     int64_t begin, int64_t end, int only_total) {
+  const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
+  const int64_t lines = scan_lines(shape), lines_inside = lines / shape->outer;
+  const int64_t parts = steps > 0 ? ceil_div(steps, SCAN_PART) : 1;
+  scan_state_t state, total;
+  scan_item_t item = scan_item(shape, begin);
+  for (int64_t i = begin; i < end; ++i, next_item(shape, &item)) {
+    const int64_t rest_inside = shape->inner - item.inner;
+    item.width = (int)(rest_inside < plan->width ? rest_inside : plan->width);
+    item.lanes = shape->inner == 1 ? 1 : (item.width + BLOCK - 1) / BLOCK * BLOCK;
+    double *totals = plan->totals + item.outer * lines_inside + item.inner;
+    if (i == begin || item.part == 0) {
+      op.start(args, &item, &state);
+      for (int64_t part = 0; part < item.part && !only_total; ++part)
+        op.join(&state, totals + 2 * part * lines, totals + (2 * part + 1) * lines, item.lanes);
+    }
+    const int64_t parts_end = plan->parts > 1 ? item.part + 1 : parts;
+    for (int64_t part = item.part; part < parts_end; ++part) {
+      const int64_t rest = steps - part * SCAN_PART;
+      item.first = part * SCAN_PART;
+      item.steps = rest < SCAN_PART ? rest : SCAN_PART;
+      item.is_last = rest <= SCAN_PART;
+      op.part(args, &item, &state, &total, only_total);
+      if (only_total) {
+        const size_t size = (size_t)item.lanes * sizeof(double);
+        memcpy(totals + 2 * part * lines, total.a, size);
+        memcpy(totals + (2 * part + 1) * lines, total.b, size);
+      } else if (!item.is_last) {
+        op.join(&state, total.a, total.b, item.lanes);
+      }
+    }
+  }
+}
+
+static void join_sums(scan_state_t *state, const double *a, const double *b, int lanes) {
+  (void)b;
+  for (int k = 0; k < lanes; ++k) state->a[k] += a[k];
+}
+
+/* The state of a recurrence is state.a; a total is the pair (a, b). */
+static void join_pairs(scan_state_t *state, const double *a, const double *b, int lanes) {
+  for (int k = 0; k < lanes; ++k) state->a[k] = next_state((pair_sum_t){a[k], b[k]}, state->a[k]);
+}
+
+static void join_exp_sums(scan_state_t *state, const double *a, const double *b, int lanes) {
+  for (int k = 0; k < lanes; ++k) {
+    const exp_sum_t before = {state->a[k], state->b[k]};
+    const exp_sum_t joined = add_exp_sums(before, (exp_sum_t){a[k], b[k]});
+    state->a[k] = joined.max;
+    state->b[k] = joined.sum;
+  }
+}
+
+#endif
