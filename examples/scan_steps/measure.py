@@ -104,9 +104,7 @@ def measure(calls: dict[str, Call], x: Tensor, rounds: int) -> list[dict[str, An
 def contenders(scans: Scans) -> dict[str, Call]:
     found: dict[str, Call] = {step: functools.partial(scans, step) for step in STEPS}
     found["torch.cumsum"] = functools.partial(torch.cumsum, dim=1)
-    if hasattr(extension_cpp, "cumsum"):
-        found["extension_cpp.cumsum"] = functools.partial(extension_cpp.cumsum, dim=1)
-    return found
+    return found | {"extension_cpp.cumsum": functools.partial(extension_cpp.cumsum, dim=1)}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
