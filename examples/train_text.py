@@ -53,19 +53,25 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of a checkpo
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a checkpoint must agree with to be resumed."""
+class RunSettings:
+    """What runs whose curves are compared have in common."""
 
     device: str
     steps: int
     text: str  # a digest
     width: int
     layers: int
-    heads: int
     context: int
     batch: int  # sequences a forward
-    accumulate: int  # forwards a step
     learning_rate: float  # after the warm-up
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """What a checkpoint must agree with to be resumed."""
+
+    heads: int
+    accumulate: int  # forwards a step
 
 
 SMALL = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2, "learning_rate": 2e-3}
@@ -207,7 +213,7 @@ class Text:
         return Text(alphabet, indices[:-kept], indices[-kept:], hashlib.sha256(data).hexdigest()[:16])
 
 
-def batch(text: Tensor, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
+def batch(text: Tensor, settings: RunSettings, seed: int) -> tuple[Tensor, Tensor]:
     """Sequences from random places, and the bytes that follow; (B, T) each."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=generator)

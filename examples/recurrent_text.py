@@ -1,0 +1,360 @@
+"""Trains a small recurrent language model on text, byte by byte: python examples/recurrent_text.py --help
+
+A minGRU (Feng et al. 2024, Were RNNs All We Needed?, arXiv:2410.01201): its gates depend on the input alone, so the
+state is a linear recurrence, h[t] = (1 - z[t]) * h[t - 1] + z[t] * candidate[t]. The model is the same three times, and
+the recurrence differs: it is this package's (--recurrence ours), a Python loop over the steps (loop), or PyTorch's
+associative_scan (torch). The weights at the start and the order of the data are the same, so the loss curves lie on
+each other, and the times of a step differ.
+"""
+
+import argparse
+import csv
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no installation
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# First: it says in a sentence which package is missing.
+from examples.train_text import CLIP, WARMUP, WEIGHT_DECAY, CannotRun, RunSettings, Text, batch, read_text
+
+# isort: split
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import extension_cpp
+from extension_cpp import demo
+from extension_cpp.__main__ import Parser, positive
+
+SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
+LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
+SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
+LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets about 1 - 1/e of its content
+
+
+# ---- three ways to compute the recurrence: a, b (B, T, width) to the states, the same shape ----
+
+
+def loop(a: Tensor, b: Tensor) -> Tensor:
+    """A step at a time, as the formula is written."""
+    h, states = torch.zeros_like(b[:, 0]), []
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # a slice's backward would fill all of (B, T, width)
+        h = torch.addcmul(b_t, a_t, h)
+        states.append(h)
+    return torch.stack(states, dim=1)
+
+
+def compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The step h -> a * h + b that two steps in a row make."""
+    return first[0] * then[0], then[0] * first[1] + then[1]
+
+
+def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
+    from torch._higher_order_ops import associative_scan  # PyTorch 2.11 has no public name for it
+
+    # One Triton kernel, which exists under torch.compile on a GPU alone; else log2(T) rounds of slices and products.
+    mode = "pointwise" if b.is_cuda else "generic"
+    states: Tensor = associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
+    return states
+
+
+def states_of(a: Tensor, b: Tensor) -> Tensor:
+    return scan(a, b, reverse=False)
+
+
+def gradients_of(grad_h: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a and b: the recurrence in the other direction, with the factors one step later."""
+    grad_b = scan(functional.pad(a[:, 1:], (0, 0, 0, 1)), grad_h, reverse=True)
+    return grad_b * functional.pad(h[:, :-1], (0, 0, 1, 0)), grad_b
+
+
+@cache
+def prepared(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True) if device == "cuda" else function
+
+
+class AssociativeScan(torch.autograd.Function):
+    """PyTorch's scan with the gradients of a recurrence. The backward that "pointwise" has in PyTorch 2.11 makes T x T
+    numbers for each of (B, width), and no gradient reaches a through the states."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        h: Tensor = prepared(states_of, a.device.type)(a.detach(), b.detach())
+        ctx.save_for_backward(a, h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one gradient
+        gradients: tuple[Tensor, Tensor] = prepared(gradients_of, grad_h.device.type)(grad_h, *ctx.saved_tensors)
+        return gradients
+
+
+RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ours": extension_cpp.linear_recurrence,
+    "loop": loop,
+    "torch": AssociativeScan.apply,
+}
+
+
+def check_torch(settings: RunSettings) -> None:
+    """PyTorch's scan is a prototype: a sentence where it cannot run. What it compiles, the training uses."""
+    if settings.device == "cuda":
+        demo.check_compiler("--recurrence torch", "; or choose ours and loop")
+    try:
+        shape = (settings.batch, settings.context, settings.width)
+        a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
+        AssociativeScan.apply(a, b).backward(torch.ones_like(b))
+    except Exception as error:  # of an import, Dynamo, Inductor or Triton
+        reason = str(error).strip().partition("\n")[0]
+        raise CannotRun(
+            f"--recurrence torch: the associative_scan of PyTorch {torch.__version__} does not run here "
+            f"({type(error).__name__}: {reason}); choose ours and loop"
+        ) from error
+
+
+# ---- the model ----
+
+
+class MinGRU(nn.Module):
+    """Gates, candidates and the recurrence; x (B, T, width) to the same."""
+
+    def __init__(self, recurrence: str, width: int) -> None:
+        super().__init__()
+        self.recurrence = RECURRENCES[recurrence]
+        self.gates, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width, bias=False)
+
+    def forget_slowly(self) -> None:
+        """The biases of z: some states begin with a short memory, some with a long one."""
+        with torch.no_grad():
+            self.gates.bias.zero_()
+            self.gates.bias.chunk(2)[0].copy_(-torch.linspace(0, math.log(LONGEST_MEMORY), self.out.in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, candidate = self.gates(x).chunk(2, dim=-1)
+        z = torch.sigmoid(z)
+        y: Tensor = self.out(self.recurrence(1 - z, z * candidate))
+        return y
+
+
+class Block(nn.Module):
+    """A minGRU, then a gated perceptron; takes and returns a branch and the residual stream, (B, T, width) each."""
+
+    def __init__(self, recurrence: str, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = extension_cpp.nn.AddRMSNorm(width), extension_cpp.nn.AddRMSNorm(width)
+        self.mix = MinGRU(recurrence, width)
+        self.gate_up, self.down = nn.Linear(width, 6 * width, bias=False), nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm1(x, residual)
+        x, residual = self.norm2(self.mix(x), residual)
+        return self.down(extension_cpp.swiglu(*self.gate_up(x).chunk(2, dim=-1))), residual
+
+
+class RecurrentModel(nn.Module):
+    """Predicts the next byte: the mean cross-entropy in nats a byte. The states know the place in the sequence, so that
+    no position is embedded."""
+
+    def __init__(self, recurrence: str, vocabulary: int, settings: RunSettings) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, settings.width)
+        self.blocks = nn.ModuleList(Block(recurrence, settings.width) for _ in range(settings.layers))
+        self.norm = extension_cpp.nn.AddRMSNorm(settings.width)
+        self.head = nn.Linear(settings.width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_the_stream = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
+        for block in self.blocks:
+            block.mix.forget_slowly()
+
+    def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
+        x = self.token(tokens)
+        residual = torch.zeros_like(x)
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        return extension_cpp.linear_cross_entropy(self.norm(x, residual)[0], self.head.weight, following)
+
+
+# ---- training ----
+
+
+@dataclass
+class Curve:
+    """Of one run: what it had in common with the others, then a number for each step."""
+
+    settings: dict[str, Any]
+    losses: list[float]
+    milliseconds: list[float]
+
+    def step_time(self) -> float:
+        """The median, which the first steps, slower than the others, do not change."""
+        return statistics.median(self.milliseconds)
+
+
+def train(recurrence: str, text: Text, settings: RunSettings, report: Callable[[float], None]) -> Curve:
+    """report is called with the loss of each step."""
+    torch.manual_seed(0)
+    model = RecurrentModel(recurrence, len(text.alphabet), settings).to(settings.device)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
+    curve = Curve(asdict(settings), [], [])
+    for step in range(settings.steps):
+        began = time.perf_counter()
+        decay = 0.55 + 0.45 * math.cos(math.pi * step / settings.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min((step + 1) / WARMUP, 1.0) * decay
+        loss = model(*batch(text.training, settings, step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(loss.item())  # waits for the GPU
+        curve.milliseconds.append(1e3 * (time.perf_counter() - began))
+        report(curve.losses[-1])
+    return curve
+
+
+# ---- showing ----
+
+
+def read_curves(folder: Path, settings: RunSettings) -> dict[str, Curve]:
+    """Of the runs in the folder that had these settings."""
+    curves = {}
+    for recurrence in RECURRENCES:
+        try:
+            curve = Curve(**json.loads((folder / f"{recurrence}.json").read_text()))
+        except (OSError, ValueError, TypeError):  # this recurrence has not run, or not to its end
+            continue
+        if curve.settings == asdict(settings):
+            curves[recurrence] = curve
+    return curves
+
+
+def tabulate(folder: Path, curves: dict[str, Curve]) -> None:
+    with (folder / "curves.csv").open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["step", *curves, *(f"ms_{recurrence}" for recurrence in curves)])
+        losses = zip(*(curve.losses for curve in curves.values()), strict=True)
+        times = zip(*(curve.milliseconds for curve in curves.values()), strict=True)
+        for step, (loss, milliseconds) in enumerate(zip(losses, times, strict=True), 1):
+            table.writerow([step, *(f"{x:.6f}" for x in loss), *(f"{x:.2f}" for x in milliseconds)])
+
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "ours": {"color": "#e69f00", "linewidth": 4},
+    "loop": {"color": "black", "linestyle": "--"},
+    "torch": {"color": "#0072b2", "linestyle": ":", "linewidth": 2},
+}
+
+
+def draw(folder: Path, curves: dict[str, Curve]) -> Path:
+    from matplotlib.figure import Figure  # without pyplot there is no window, and no display is asked for
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(2, 1))
+    top, (left, right) = upper.subplots(), lower.subplots(1, 2)
+    for recurrence, curve in curves.items():
+        steps = range(1, len(curve.losses) + 1)
+        top.plot(steps, curve.losses, **LOOKS[recurrence], label=recurrence)
+        if recurrence != "ours" and "ours" in curves:
+            gaps = [max(abs(a - b), 1e-7) for a, b in zip(curve.losses, curves["ours"].losses, strict=True)]
+            left.plot(steps, gaps, **LOOKS[recurrence], label=recurrence)
+    if not left.lines:
+        left.text(0.5, 0.5, "run another --recurrence, too", transform=left.transAxes, ha="center")
+    colors = [LOOKS[recurrence]["color"] for recurrence in curves]
+    bars = right.barh(list(curves), [curve.step_time() for curve in curves.values()], color=colors)
+    right.bar_label(bars, fmt="%.1f", padding=3)
+    right.margins(x=0.2)
+    right.invert_yaxis()
+    top.set(xlabel="step", ylabel="loss (nats a byte)", title="A small minGRU on text, float32")
+    left.set(yscale="log", xlabel="step", ylabel="difference from ours")
+    right.set(xlabel="ms a step, the median")
+    top.legend()
+    for axes in (top, left):
+        axes.grid(alpha=0.3)
+    figure.savefig(folder / "loss.png", dpi=120)
+    return folder / "loss.png"
+
+
+# ---- the command ----
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="python examples/recurrent_text.py", description=__doc__.split("\n\n", 1)[1])
+    parser.add_argument(
+        "--recurrence", choices=RECURRENCES, nargs="+", default=["ours"], help="one after the other (default: ours)"
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
+    parser.add_argument("--steps", type=positive, default=200, help="(default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("out/recurrent_text"),
+        help="for RECURRENCE.json, the losses and times of a run, and for curves.csv and loss.png, with all runs that "
+        "had the same settings (default: %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    device, remark = demo.choose_device(options.device)
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, for all three
+    sizes = SIZES[device]
+    text = Text.of(read_text(options.text), sizes["context"])
+    settings = RunSettings(device, options.steps, text.digest, **sizes)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+    console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    for recurrence in options.recurrence:
+        if recurrence == "torch":
+            check_torch(settings)
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+            task = progress.add_task(recurrence, total=options.steps)
+
+            def report(loss: float, name: str = recurrence) -> None:
+                progress.update(task, advance=1, description=f"{name}, loss {loss:.4f}")  # noqa: B023  # called within
+
+            curve = train(recurrence, text, settings, report)
+        (options.out / f"{recurrence}.json").write_text(json.dumps(asdict(curve)))
+        console.print(
+            f"{recurrence:5}  loss {curve.losses[0]:.4f} at first, {curve.losses[-1]:.4f} in the end  "
+            f"{curve.step_time():.1f} ms a step, the median",
+            highlight=False,
+        )
+        curves = read_curves(options.out, settings)
+        tabulate(options.out, curves)
+        picture = draw(options.out, curves)
+    console.print(f"The loss curves: {picture}", highlight=False, soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        run(options, Console())
+    except (CannotRun, demo.CannotRun) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
