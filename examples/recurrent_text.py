@@ -176,8 +176,9 @@ class RecurrentModel(nn.Module):
             if parameter.dim() == 2:
                 into_the_stream = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
-        for block in self.blocks:
-            block.mix.forget_slowly()
+        for module in self.modules():
+            if isinstance(module, MinGRU):
+                module.forget_slowly()
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
         x = self.token(tokens)
@@ -203,26 +204,28 @@ class Curve:
         return statistics.median(self.milliseconds)
 
 
-def train(recurrence: str, text: Text, settings: RunSettings, report: Callable[[float], None]) -> Curve:
-    """report is called with the loss of each step."""
-    torch.manual_seed(0)
-    model = RecurrentModel(recurrence, len(text.alphabet), settings).to(settings.device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
-    curve = Curve(asdict(settings), [], [])
-    for step in range(settings.steps):
-        began = time.perf_counter()
-        decay = 0.55 + 0.45 * math.cos(math.pi * step / settings.steps)
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min((step + 1) / WARMUP, 1.0) * decay
-        loss = model(*batch(text.training, settings, step))
+class Training:
+    """A model in training, and its curve so far."""
+
+    def __init__(self, recurrence: str, text: Text, settings: RunSettings) -> None:
+        torch.manual_seed(0)
+        self.text, self.settings, self.curve = text, settings, Curve(asdict(settings), [], [])
+        self.model = RecurrentModel(recurrence, len(text.alphabet), settings).to(settings.device)
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step(self) -> None:
+        number, settings, began = len(self.curve.losses), self.settings, time.perf_counter()
+        decay = 0.55 + 0.45 * math.cos(math.pi * number / settings.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min((number + 1) / WARMUP, 1.0) * decay
+        loss = self.model(*batch(self.text.training, settings, number))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.losses.append(loss.item())  # waits for the GPU
-        curve.milliseconds.append(1e3 * (time.perf_counter() - began))
-        report(curve.losses[-1])
-    return curve
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.curve.losses.append(loss.item())  # waits for the GPU
+        self.curve.milliseconds.append(1e3 * (time.perf_counter() - began))
 
 
 # ---- showing ----
@@ -262,14 +265,14 @@ def draw(folder: Path, curves: dict[str, Curve]) -> Path:
     from matplotlib.figure import Figure  # without pyplot there is no window, and no display is asked for
 
     figure = Figure(figsize=(9, 7), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(2, 1))
-    top, (left, right) = upper.subplots(), lower.subplots(1, 2)
+    grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
+    top, left, right = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
     for recurrence, curve in curves.items():
         steps = range(1, len(curve.losses) + 1)
         top.plot(steps, curve.losses, **LOOKS[recurrence], label=recurrence)
         if recurrence != "ours" and "ours" in curves:
             gaps = [max(abs(a - b), 1e-7) for a, b in zip(curve.losses, curves["ours"].losses, strict=True)]
-            left.plot(steps, gaps, **LOOKS[recurrence], label=recurrence)
+            left.plot(steps, gaps, color=LOOKS[recurrence]["color"], linewidth=1)
     if not left.lines:
         left.text(0.5, 0.5, "run another --recurrence, too", transform=left.transAxes, ha="center")
     colors = [LOOKS[recurrence]["color"] for recurrence in curves]
@@ -293,7 +296,11 @@ def draw(folder: Path, curves: dict[str, Curve]) -> Path:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python examples/recurrent_text.py", description=__doc__.split("\n\n", 1)[1])
     parser.add_argument(
-        "--recurrence", choices=RECURRENCES, nargs="+", default=["ours"], help="one after the other (default: ours)"
+        "--recurrence",
+        choices=RECURRENCES,
+        nargs="+",
+        default=["ours"],
+        help="one or more, a step each in turns (default: ours)",
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
     parser.add_argument("--steps", type=positive, default=200, help="(default: %(default)s)")
@@ -321,26 +328,27 @@ def run(options: argparse.Namespace, console: Console) -> None:
     except OSError as error:
         raise CannotRun(f"--out {options.out}: {error.strerror}") from error
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
+    if "torch" in options.recurrence:
+        check_torch(settings)
+    trainings = {name: Training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    for recurrence in options.recurrence:
-        if recurrence == "torch":
-            check_torch(settings)
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-            task = progress.add_task(recurrence, total=options.steps)
-
-            def report(loss: float, name: str = recurrence) -> None:
-                progress.update(task, advance=1, description=f"{name}, loss {loss:.4f}")  # noqa: B023  # called within
-
-            curve = train(recurrence, text, settings, report)
-        (options.out / f"{recurrence}.json").write_text(json.dumps(asdict(curve)))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("", total=options.steps)
+        for _ in range(options.steps):
+            for training in trainings.values():  # in turns, so that what else the machine does slows all of them
+                training.step()
+            progress.update(task, advance=1, description=f"loss {training.curve.losses[-1]:.4f}")
+    for name, training in trainings.items():
+        curve = training.curve
+        (options.out / f"{name}.json").write_text(json.dumps(asdict(curve)))
         console.print(
-            f"{recurrence:5}  loss {curve.losses[0]:.4f} at first, {curve.losses[-1]:.4f} in the end  "
+            f"{name:5}  loss {curve.losses[0]:.4f} at first, {curve.losses[-1]:.4f} in the end  "
             f"{curve.step_time():.1f} ms a step, the median",
             highlight=False,
         )
-        curves = read_curves(options.out, settings)
-        tabulate(options.out, curves)
-        picture = draw(options.out, curves)
+    curves = read_curves(options.out, settings)
+    tabulate(options.out, curves)
+    picture = draw(options.out, curves)
     console.print(f"The loss curves: {picture}", highlight=False, soft_wrap=True)
 
 
