@@ -64,8 +64,8 @@ def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("name", ["loop", "torch"])
-def test_recurrent_text_gradients(name: str) -> None:
-    a, b, grad = torch.randn(3, 2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+def test_recurrent_text_gradients(name: str, device: str) -> None:
+    a, b, grad = torch.randn(3, 2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
     a.requires_grad_()
     b.requires_grad_()
     expected = extension_cpp.linear_recurrence(a, b)
