@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +62,22 @@ def compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[
 def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     from torch._higher_order_ops import associative_scan  # PyTorch 2.11 has no public name for it
 
-    # One Triton kernel, which exists under torch.compile on a GPU alone; else log2(T) rounds of slices and products.
+    # One kernel of Triton's, which a GPU and torch.compile make; else log2(T) rounds of slices, products and sums.
     mode = "pointwise" if b.is_cuda else "generic"
     states: Tensor = associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
     return states
 
 
+@torch.compile(fullgraph=True)
 def states_of(a: Tensor, b: Tensor) -> Tensor:
     return scan(a, b, reverse=False)
 
 
+@torch.compile(fullgraph=True)
 def gradients_of(grad_h: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """Of a and b: the recurrence in the other direction, with the factors one step later."""
     grad_b = scan(functional.pad(a[:, 1:], (0, 0, 0, 1)), grad_h, reverse=True)
     return grad_b * functional.pad(h[:, :-1], (0, 0, 1, 0)), grad_b
-
-
-@cache
-def prepared(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True) if device == "cuda" else function
 
 
 class AssociativeScan(torch.autograd.Function):
@@ -90,13 +86,13 @@ class AssociativeScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        h: Tensor = prepared(states_of, a.device.type)(a.detach(), b.detach())
+        h: Tensor = states_of(a.detach(), b.detach())
         ctx.save_for_backward(a, h)
         return h
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one gradient
-        gradients: tuple[Tensor, Tensor] = prepared(gradients_of, grad_h.device.type)(grad_h, *ctx.saved_tensors)
+        gradients: tuple[Tensor, Tensor] = gradients_of(grad_h, *ctx.saved_tensors)
         return gradients
 
 
@@ -109,8 +105,6 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def check_torch(settings: RunSettings) -> None:
     """PyTorch's scan is a prototype: a sentence where it cannot run. What it compiles, the training uses."""
-    if settings.device == "cuda":
-        demo.check_compiler("--recurrence torch", "; or choose ours and loop")
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
@@ -305,6 +299,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
     parser.add_argument("--steps", type=positive, default=200, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
+    parser.add_argument("--no-compile", action="store_true", help="torch's associative_scan without torch.compile")
     parser.add_argument(
         "--out",
         type=Path,
@@ -329,6 +324,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         raise CannotRun(f"--out {options.out}: {error.strerror}") from error
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
     if "torch" in options.recurrence:
+        if not options.no_compile:
+            demo.check_compiler("--recurrence torch", "; or add --no-compile")
         check_torch(settings)
     trainings = {name: Training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -355,7 +352,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        run(options, Console())
+        with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
+            run(options, Console())
     except (CannotRun, demo.CannotRun) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
