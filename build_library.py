@@ -34,6 +34,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  # any Python can be asked to run 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "extension_cpp" / "csrc"
 LIBRARY = "libextension_cpp.so"
+NAMESPACE = "extension_cpp"  # torch.ops.NAMESPACE.*; the package has the name in _namespace.py
 TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
 
 # Level names are those of the x86-64 psABI; common/cpu_level.h says how one is picked at run time.
@@ -258,8 +259,13 @@ def write_if_new(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def write_ninja(folder: Path) -> None:
-    """Writes folder/build.ninja for what the environment asks for."""
+def own_folder(namespace: str) -> str:
+    """Where in a build folder lie build.ninja, the shims' objects and the library; all else serves every namespace."""
+    return "" if namespace == NAMESPACE else "other_namespace/"
+
+
+def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
+    """Writes build.ninja for what the environment asks for."""
     from ninja.ninja_syntax import Writer
 
     torch = torch_folder()
@@ -281,7 +287,7 @@ def write_ninja(folder: Path) -> None:
     include = [f"-I{CSRC}"]
     here = [f"-fmacro-prefix-map={folder}/=" for folder in (CSRC, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
-    shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}"]
+    shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
     write_if_new(folder / "exports.map", EXPORTS)
     write_if_new(folder / "old_glibc.c", OLD_GLIBC)
     # With -z defs undefined symbols are errors of the link, not of the first import.
@@ -305,7 +311,9 @@ def write_ninja(folder: Path) -> None:
         commands["nvcc"] += " -frandom-seed=$out"
         after["nvcc"] = " && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
     objects: list[str] = []
-    with (folder / "build.ninja").open("w") as file:
+    own = own_folder(namespace)
+    (folder / own).mkdir(exist_ok=True)
+    with (folder / own / "build.ninja").open("w") as file:
         ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
         for rule, command in commands.items():
             command += " -MF $out.d $flags -c $in -o $out" + after[rule]
@@ -321,14 +329,14 @@ def write_ninja(folder: Path) -> None:
             for level, flags in levels.items() if source.name.endswith("_cpu.c") else [("baseline", [])]:
                 add("c", source, [*flags, f"-DCPU_LEVEL_{level.upper()}"], f"{level}/")
         for source in sorted(CSRC.rglob("*.cpp")):
-            add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [])
+            add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [], own)
         for source in sorted(CSRC.rglob("*.cu")) if nvcc else []:
             add("nvcc", source, [])
         if link_command != cxx:
             objects.append("old_glibc.c.o")
             file.write("build old_glibc.c.o: c old_glibc.c\n")
-        ninja.build([LIBRARY], "link", objects, implicit=["exports.map"])
-        ninja.default([LIBRARY])
+        ninja.build([own + LIBRARY], "link", objects, implicit=["exports.map"])
+        ninja.default([own + LIBRARY])
 
 
 def steps_to_do(ninja: list[str]) -> int:
@@ -346,16 +354,16 @@ def announcement(steps: int, archs: str) -> str:
     return f"Compiling {what}: {steps} files. {TIMES if steps > 20 else ''}".rstrip()
 
 
-def build(destination: Path) -> None:
+def build(destination: Path, namespace: str = NAMESPACE) -> None:
     """Builds the library and copies it to destination."""
     nvcc = find_nvcc()
     archs = "-".join(architectures(nvcc)).replace("+", "") if nvcc else "cpu"
     debug = "debug" if os.environ.get("DEBUG", "0") == "1" else "release"
     folder = ROOT / "build" / f"{debug}-{archs}"
     folder.mkdir(parents=True, exist_ok=True)
-    write_ninja(folder)
+    write_ninja(folder, namespace)
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-    command = [sys.executable, "-m", "ninja", "-C", str(folder), *jobs]
+    command = [sys.executable, "-m", "ninja", "-C", str(folder), "-f", own_folder(namespace) + "build.ninja", *jobs]
     if steps := steps_to_do(command):
         print(announcement(steps, archs), flush=True)
     else:
@@ -363,7 +371,7 @@ def build(destination: Path) -> None:
     if subprocess.run(command).returncode != 0:
         raise BuildError("the compilation failed; the first message above says where.")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    built = folder / LIBRARY
+    built = folder / own_folder(namespace) / LIBRARY
     if not (destination.exists() and destination.read_bytes() == built.read_bytes()):
         # A new file, never the old one rewritten: a process that has it open keeps what it mapped.
         temporary = destination.with_suffix(".tmp")

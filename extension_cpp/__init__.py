@@ -51,16 +51,17 @@ def _is_command() -> bool:
 
 
 def _register_shardings() -> None:
-    from extension_cpp import sharding as sharding
+    from . import sharding as sharding
 
 
 load_error: ImportError | None = None
 try:
     _load()
     # The operators must exist before these modules register fakes and gradients for them.
-    from extension_cpp import after_import, nn, reference
-    from extension_cpp import nested as nested
-    from extension_cpp.ops import (
+    from . import after_import, nn, reference
+    from . import layers as layers
+    from . import nested as nested
+    from .ops import (
         add_layer_norm,
         add_rms_norm,
         bias_gelu,

@@ -31,7 +31,10 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as symbolic_trace
 from torch.library import Library
 
-from extension_cpp import checks
+from . import checks
+from ._namespace import NAMESPACE
+
+own_ops = getattr(torch.ops, NAMESPACE)  # the operators of this package
 
 # The keys that the dispatcher handles after autograd: the bits of a set are in the order of dispatch. PythonDispatcher
 # is added, because it must see each step while torch.compile traces.
@@ -54,7 +57,7 @@ Gradients = dict[str, Tensor | None]  # from the name of an argument to its grad
 TWIN = "_no_grad"  # the suffix of a twin's name, as in csrc/common/op.cpp
 
 
-def operators(namespace: str) -> SimpleNamespace:
+def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
     """A function for each operator that has a twin. It takes arguments by position and returns the twin's results.
 
     Under no_grad it calls the twin, unless a graph records the call.
@@ -122,6 +125,11 @@ def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
     return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some
 
 
+def qualified(op: str) -> str:
+    """The name of an operator with its namespace, which is this package's if none is given."""
+    return op if "::" in op else f"{NAMESPACE}::{op}"
+
+
 def library_for(key: str, op: str) -> Library:
     """A new Library for one registration. It replaces the one of an earlier import."""
     earlier = registrations.pop(key, None)
@@ -133,6 +141,7 @@ def library_for(key: str, op: str) -> Library:
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """torch.library.register_fake for an operator and its twin, if it has one, which returns the twin's results."""
+    op = qualified(op)
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
@@ -153,6 +162,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
     """torch.library.register_autocast for an operator and its twin."""
+    op = qualified(op)
     for name in (op, op + TWIN):
         library = library_for(f"Autocast {device_type} {name}", op)
         torch.library.register_autocast(name, device_type, cast_inputs, lib=library)
@@ -163,6 +173,7 @@ def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple
 
     The arguments are by position, defaults included.
     """
+    op = qualified(op)
     keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
     for name in (op, op + TWIN):
         overload = _overload(name)
@@ -196,8 +207,8 @@ def register_autograd(
     """Gives an operator its derivative, as torch.library.register_autograd does; torch.func's transforms work, too.
 
     Args:
-        op: "namespace::name" of an operator that writes to no argument, neither takes nor returns lists of tensors, and
-            takes tensors only by position.
+        op: "name" of an operator of this package, or "namespace::name" of any. It writes to no argument, neither takes
+            nor returns lists of tensors, and takes tensors only by position.
         backward: ``backward(ctx, *grads)`` returns a dictionary from the names of arguments to their gradients. An
             argument that is missing, or has None, gets no gradient. The gradient of an argument that does not require
             grad is dropped. (With torch.library, backward returns a tuple in the order of the arguments.)
@@ -210,6 +221,7 @@ def register_autograd(
     Raises:
         NotImplementedError: the operator's schema is not as ``op`` says.
     """
+    op = qualified(op)
     name = op.split("::")[1]
     overload = _overload(op)
     _check_schema(overload._schema)

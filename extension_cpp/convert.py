@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from extension_cpp import convert_activations, convert_forward, convert_loss, convert_norms, info
-from extension_cpp import modules as nn
-from extension_cpp.convert_choice import Choice
-from extension_cpp.convert_formulas import (
+from . import convert_activations, convert_forward, convert_loss, convert_norms, info
+from . import modules as nn
+from .convert_choice import Choice
+from .convert_formulas import (
     DTYPES,
     Formula,
     FormulaModule,

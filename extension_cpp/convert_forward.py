@@ -12,15 +12,15 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from extension_cpp import convert_rotary, convert_source, ops
-from extension_cpp import modules as nn
-from extension_cpp.convert_activations import TANH, Activation
-from extension_cpp.convert_formulas import CONTEXTS, FormulaModule, is_formula_class
-from extension_cpp.convert_gated import GATED, GatedLinear, can_make_again, gated
-from extension_cpp.convert_loss import must_run
-from extension_cpp.convert_norms import Norm, add_norm
-from extension_cpp.convert_rewriter import FUNCTIONAL_DROPOUT, Site
-from extension_cpp.convert_rotary import Rotary
+from . import convert_rotary, convert_source, ops
+from . import modules as nn
+from .convert_activations import TANH, Activation
+from .convert_formulas import CONTEXTS, FormulaModule, is_formula_class
+from .convert_gated import GATED, GatedLinear, can_make_again, gated
+from .convert_loss import must_run
+from .convert_norms import Norm, add_norm
+from .convert_rewriter import FUNCTIONAL_DROPOUT, Site
+from .convert_rotary import Rotary
 
 AS_INPUT = ("x",) * len(CONTEXTS)
 

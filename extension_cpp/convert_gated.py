@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import ops
-from extension_cpp.autograd import is_recorded
-from extension_cpp.convert_activations import TANH, activation
-from extension_cpp.convert_formulas import context_of, have_one_shape, result_dtype
-from extension_cpp.convert_loss import must_run
+from . import ops
+from .autograd import is_recorded
+from .convert_activations import TANH, activation
+from .convert_formulas import context_of, have_one_shape, result_dtype
+from .convert_loss import must_run
 
 # From the name of an activation to the name that the product with it has in Converted.changed.
 GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from extension_cpp import ops
+from . import ops
 
 
 def causal_lm_loss(

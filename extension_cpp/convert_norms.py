@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from extension_cpp import modules as nn
-from extension_cpp import ops
-from extension_cpp.convert_formulas import (
+from . import modules as nn
+from . import ops
+from .convert_formulas import (
     EPS,
     HALF,
     context_of,

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from extension_cpp import ops
-from extension_cpp.convert_formulas import EPS, HALF, autocast
+from . import ops
+from .convert_formulas import EPS, HALF, autocast
 
 
 class Rotary(NamedTuple):

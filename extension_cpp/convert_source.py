@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from extension_cpp.convert_rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
+from .convert_rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
 
 FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)

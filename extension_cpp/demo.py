@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import extension_cpp
-from extension_cpp import demo_table, info
+
+from . import demo_table, info
 
 CHECKED_STEPS = 50
 TOLERANCE = 1e-3

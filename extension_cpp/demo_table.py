@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import extension_cpp
-from extension_cpp import reference
+
+from . import reference
 
 COLUMNS = 1024
 ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}

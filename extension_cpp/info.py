@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -241,13 +242,14 @@ def schemas() -> list[str]:
     """The schema of every registered operator, with out variants and backward operators, but without twins."""
     import torch
 
-    from extension_cpp.autograd import TWIN
+    from ._namespace import NAMESPACE
+    from .autograd import TWIN, own_ops
 
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
-        if namespace == "extension_cpp" and not name.endswith(TWIN):
-            packet = getattr(torch.ops.extension_cpp, name.split(".")[0])
+        if namespace == NAMESPACE and not name.endswith(TWIN):
+            packet = getattr(own_ops, name.split(".")[0])
             found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
     return sorted(found)
 
@@ -318,10 +320,8 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
 
 
 def _package_version() -> str:
-    import extension_cpp
-
     try:
-        return getattr(extension_cpp, "__version__", None) or importlib.metadata.version("extension_cpp")
+        return getattr(sys.modules[__package__], "__version__", None) or importlib.metadata.version("extension_cpp")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 

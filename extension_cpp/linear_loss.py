@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp.autograd import TWIN, library_for
+from .autograd import TWIN, library_for, own_ops, qualified
 
 # The size of a chunk's logits. Products of few rows are slower (products of 1024 rows by an eighth, with 128256 classes
 # on an H100), and each chunk after the first rounds the sum of the weight's gradient once more.
@@ -117,7 +117,7 @@ class Gradients:
     def add(self, part: slice, gradient: Tensor) -> None:
         """Adds what a chunk contributes. `gradient` is the gradient of its logits, with their padding."""
         if self.needs_bias:
-            self.bias_sum += torch.ops.extension_cpp.reduce_sum_no_grad(gradient, (0,))[: self.classes]
+            self.bias_sum += own_ops.reduce_sum_no_grad(gradient, (0,))[: self.classes]
         if self.needs_x:
             torch.mm(gradient, self.padded_weight, out=self.x[part])
         gradient = gradient[:, : self.classes]
@@ -141,7 +141,7 @@ def forward(
     float_loss: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ops = torch.ops.extension_cpp
+    ops = own_ops
     rows, labels = _rows(x), target.reshape(-1).contiguous()
     chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
     gradients = Gradients(chunk, linear_weight, linear_bias, needs)
@@ -177,7 +177,7 @@ def backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients, if forward computed none."""
-    ops, (ignore_index, *others) = torch.ops.extension_cpp, options
+    ops, (ignore_index, *others) = own_ops, options
     rows, labels = _rows(x), target.reshape(-1).contiguous()
     grads = grad_out.reshape(-1)
     if reduction > 0:
@@ -224,7 +224,7 @@ def _backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     x, linear_weight, target, linear_bias, weight, *made, reduction, _, _, _, _, _, _, _ = args
     if makes_gradients(x.dtype, reduction):
         factor = grad_out.to(torch.promote_types(x.dtype, torch.float32))
-        return tuple(torch.ops.extension_cpp.cross_entropy_scale(grad, factor) for grad in made)
+        return tuple(own_ops.cross_entropy_scale(grad, factor) for grad in made)
     options, needs = _options(args[9:13]), args[13:]
     return backward(grad_out, x, linear_weight, target, linear_bias, weight, reduction, options, needs)
 
@@ -243,7 +243,7 @@ def register(check: Any, check_backward: Any) -> None:
         f"linear_cross_entropy_backward{TWIN}": (check_backward, _backward_kernel),
     }
     for name, (check_arguments, kernel) in kernels.items():
-        schema = getattr(torch.ops.extension_cpp, name).default._schema
+        schema = getattr(own_ops, name).default._schema
         defaults = tuple(argument.default_value for argument in schema.arguments)
 
         def checked(
@@ -254,5 +254,5 @@ def register(check: Any, check_backward: Any) -> None:
             return kernel(*args)
 
         for key in ("CPU", "CUDA"):
-            op = f"extension_cpp::{name}"
+            op = qualified(name)
             library_for(f"{key} {op}", op).impl(name, checked, key)

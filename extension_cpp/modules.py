@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from extension_cpp import ops
+from . import ops
 
 
 def refuse_script(module: object) -> NoReturn:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from extension_cpp import checks
-from extension_cpp.autograd import TWIN, library_for, operators
+from . import checks
+from .autograd import TWIN, library_for, operators, own_ops
 
 BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "bias_gelu"]
 BY_ROWS += ["dropout", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"]
@@ -65,6 +65,6 @@ def _like(values: Tensor, nested: NestedTensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, nested.offsets(), nested.lengths())
 
 
-for _name in vars(operators("extension_cpp")):
+for _name in vars(operators()):
     for _op in (_name, _name + TWIN):
-        register_nested(getattr(torch.ops.extension_cpp, _op).default)
+        register_nested(getattr(own_ops, _op).default)

@@ -1,7 +1,7 @@
 """extension_cpp.nn as users know it: the modules, and convert and revert, which put them into a model and out again."""
 
-from extension_cpp.convert import Converted, convert, revert
-from extension_cpp.modules import (
+from .convert import Converted, convert, revert
+from .modules import (
     GELU,
     AddLayerNorm,
     AddRMSNorm,

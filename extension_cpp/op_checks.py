@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks, linear_loss
+from . import checks, linear_loss
 
 # ---- pointwise ops, gates, reduce_sum, softmax and scans ----
 

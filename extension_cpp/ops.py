@@ -22,17 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import _ops, autograd, checks, linear_loss, plain, second_order
-from extension_cpp.autograd import (
+from . import _ops, autograd, checks, linear_loss, plain, second_order
+from .autograd import (
     Gradients,
     has_tangent,
     is_recorded,
+    own_ops,
     register_autocast,
     register_autocast_rule,
     register_autograd,
     register_fake,
 )
-from extension_cpp.op_checks import (
+from .op_checks import (
     check_add_norm_backward,
     check_bias,
     check_dim,
@@ -89,18 +90,18 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
         )
     if has_tangent(a, b, out):
         raise RuntimeError("extension_cpp::muladd: expected no tangents with out=, which is not differentiable")
-    torch.ops.extension_cpp.muladd.out(a, b, c, out=out)
+    own_ops.muladd.out(a, b, c, out=out)
     return out
 
 
-@register_fake("extension_cpp::muladd")
+@register_fake("muladd")
 def _(a: Tensor, b: Tensor, c: float) -> Tensor:
     checks.check_dtype("muladd", "a", a)
     checks.check_like("muladd", "b", b, "a", a)
     return torch.empty_like(a)
 
 
-@register_fake("extension_cpp::muladd.out")
+@register_fake("muladd.out")
 def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
     checks.check_dtype("muladd", "a", a)
     checks.check_like("muladd", "b", b, "a", a)
@@ -110,7 +111,7 @@ def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
     checks.check_no_partial_overlap("muladd", out, "b", b)
 
 
-@register_fake("extension_cpp::muladd_backward")
+@register_fake("muladd_backward")
 def _(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     checks.check_dtype("muladd_backward", "a", a)
     checks.check_like("muladd_backward", "grad_out", grad_out, "a", a)
@@ -134,9 +135,9 @@ def _muladd_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"a": grad_a, "b": grad_b}
 
 
-register_autograd("extension_cpp::muladd", _muladd_backward, setup_context=_muladd_setup_context, plain=plain.muladd)
+register_autograd("muladd", _muladd_backward, setup_context=_muladd_setup_context, plain=plain.muladd)
 register_autograd(
-    "extension_cpp::muladd_backward",
+    "muladd_backward",
     second_order.muladd,
     setup_context=second_order.save_inputs,
     plain=plain.muladd_backward,
@@ -167,13 +168,13 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
     return _ops.scale_bias_relu(x, bias, scale)
 
 
-@register_fake("extension_cpp::scale_bias_relu")
+@register_fake("scale_bias_relu")
 def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
     check_bias("scale_bias_relu", x, bias)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::scale_bias_relu_backward")
+@register_fake("scale_bias_relu_backward")
 def _(
     grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
@@ -195,13 +196,13 @@ def _scale_bias_relu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd(
-    "extension_cpp::scale_bias_relu",
+    "scale_bias_relu",
     _scale_bias_relu_backward,
     setup_context=_scale_bias_relu_setup_context,
     plain=plain.scale_bias_relu,
 )
 register_autograd(
-    "extension_cpp::scale_bias_relu_backward",
+    "scale_bias_relu_backward",
     second_order.scale_bias_relu,
     setup_context=second_order.scale_bias_relu_setup_context,
     plain=plain.scale_bias_relu_backward,
@@ -228,13 +229,13 @@ def relu(input: Tensor) -> Tensor:
     return _ops.relu(input)
 
 
-@register_fake("extension_cpp::relu")
+@register_fake("relu")
 def _(x: Tensor) -> Tensor:
     checks.check_dtype("relu", "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::relu_backward")
+@register_fake("relu_backward")
 def _(grad_out: Tensor, y: Tensor) -> Tensor:
     checks.check_dtype("relu_backward", "y", y)
     checks.check_like("relu_backward", "grad_out", grad_out, "y", y)
@@ -250,9 +251,9 @@ def _relu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.relu_backward(grad_out, y)}
 
 
-register_autograd("extension_cpp::relu", _relu_backward, setup_context=_relu_setup_context, plain=plain.relu)
+register_autograd("relu", _relu_backward, setup_context=_relu_setup_context, plain=plain.relu)
 register_autograd(
-    "extension_cpp::relu_backward",
+    "relu_backward",
     second_order.relu,
     setup_context=second_order.relu_setup_context,
     plain=plain.relu_backward,
@@ -281,20 +282,20 @@ def mish(input: Tensor) -> Tensor:
     return _ops.mish(input)
 
 
-@register_fake("extension_cpp::mish")
+@register_fake("mish")
 def _(x: Tensor) -> Tensor:
     checks.check_dtype("mish", "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::mish_backward")
+@register_fake("mish_backward")
 def _(grad_out: Tensor, x: Tensor) -> Tensor:
     checks.check_dtype("mish_backward", "x", x)
     checks.check_like("mish_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::mish_double_backward")
+@register_fake("mish_double_backward")
 def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor) -> Tensor:
     checks.check_dtype("mish_double_backward", "x", x)
     checks.check_like("mish_double_backward", "grad_grad_x", grad_grad_x, "x", x)
@@ -311,11 +312,9 @@ def _mish_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.mish_backward(grad_out, x)}
 
 
-register_autograd("extension_cpp::mish", _mish_backward, setup_context=_mish_setup_context, plain=plain.mish)
-register_autograd(
-    "extension_cpp::mish_backward", second_order.mish, setup_context=second_order.save_inputs, plain=plain.mish_backward
-)
-register_autograd("extension_cpp::mish_double_backward", second_order.not_implemented("mish", "third"))
+register_autograd("mish", _mish_backward, setup_context=_mish_setup_context, plain=plain.mish)
+register_autograd("mish_backward", second_order.mish, setup_context=second_order.save_inputs, plain=plain.mish_backward)
+register_autograd("mish_double_backward", second_order.not_implemented("mish", "third"))
 
 
 # ---- silu ----
@@ -339,20 +338,20 @@ def silu(input: Tensor) -> Tensor:
     return _ops.silu(input)
 
 
-@register_fake("extension_cpp::silu")
+@register_fake("silu")
 def _(x: Tensor) -> Tensor:
     checks.check_dtype("silu", "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::silu_backward")
+@register_fake("silu_backward")
 def _(grad_out: Tensor, x: Tensor) -> Tensor:
     checks.check_dtype("silu_backward", "x", x)
     checks.check_like("silu_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::silu_double_backward")
+@register_fake("silu_double_backward")
 def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor) -> Tensor:
     checks.check_dtype("silu_double_backward", "x", x)
     checks.check_like("silu_double_backward", "grad_grad_x", grad_grad_x, "x", x)
@@ -369,11 +368,9 @@ def _silu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.silu_backward(grad_out, x)}
 
 
-register_autograd("extension_cpp::silu", _silu_backward, setup_context=_silu_setup_context, plain=plain.silu)
-register_autograd(
-    "extension_cpp::silu_backward", second_order.silu, setup_context=second_order.save_inputs, plain=plain.silu_backward
-)
-register_autograd("extension_cpp::silu_double_backward", second_order.not_implemented("silu", "third"))
+register_autograd("silu", _silu_backward, setup_context=_silu_setup_context, plain=plain.silu)
+register_autograd("silu_backward", second_order.silu, setup_context=second_order.save_inputs, plain=plain.silu_backward)
+register_autograd("silu_double_backward", second_order.not_implemented("silu", "third"))
 
 
 # ---- gelu ----
@@ -406,20 +403,20 @@ def _is_tanh(op: str, approximate: str) -> bool:
     return approximate == "tanh"
 
 
-@register_fake("extension_cpp::gelu")
+@register_fake("gelu")
 def _(x: Tensor, tanh: bool = False) -> Tensor:
     checks.check_dtype("gelu", "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::gelu_backward")
+@register_fake("gelu_backward")
 def _(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
     checks.check_dtype("gelu_backward", "x", x)
     checks.check_like("gelu_backward", "grad_out", grad_out, "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::gelu_double_backward")
+@register_fake("gelu_double_backward")
 def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
     checks.check_dtype("gelu_double_backward", "x", x)
     checks.check_like("gelu_double_backward", "grad_grad_x", grad_grad_x, "x", x)
@@ -437,14 +434,14 @@ def _gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.gelu_backward(grad_out, x, ctx.tanh)}
 
 
-register_autograd("extension_cpp::gelu", _gelu_backward, setup_context=_gelu_setup_context, plain=plain.gelu)
+register_autograd("gelu", _gelu_backward, setup_context=_gelu_setup_context, plain=plain.gelu)
 register_autograd(
-    "extension_cpp::gelu_backward",
+    "gelu_backward",
     second_order.gelu,
     setup_context=second_order.gelu_setup_context,
     plain=plain.gelu_backward,
 )
-register_autograd("extension_cpp::gelu_double_backward", second_order.not_implemented("gelu", "third"))
+register_autograd("gelu_double_backward", second_order.not_implemented("gelu", "third"))
 
 
 # ---- bias_gelu ----
@@ -472,13 +469,13 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     return _ops.bias_gelu(x, bias, _is_tanh("bias_gelu", approximate))
 
 
-@register_fake("extension_cpp::bias_gelu")
+@register_fake("bias_gelu")
 def _(x: Tensor, bias: Tensor, tanh: bool = False) -> Tensor:
     check_bias("bias_gelu", x, bias)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::bias_gelu_backward")
+@register_fake("bias_gelu_backward")
 def _(
     grad_out: Tensor, x: Tensor, bias: Tensor, tanh: bool, needs_grad_x: bool, needs_grad_bias: bool
 ) -> tuple[Tensor, Tensor]:
@@ -500,13 +497,13 @@ def _bias_gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd(
-    "extension_cpp::bias_gelu",
+    "bias_gelu",
     _bias_gelu_backward,
     setup_context=_bias_gelu_setup_context,
     plain=plain.bias_gelu,
 )
 register_autograd(
-    "extension_cpp::bias_gelu_backward",
+    "bias_gelu_backward",
     second_order.bias_gelu,
     setup_context=second_order.bias_gelu_setup_context,
     plain=plain.bias_gelu_backward,
@@ -536,13 +533,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _ops.swiglu(gate, up)
 
 
-@register_fake("extension_cpp::swiglu")
+@register_fake("swiglu")
 def _(gate: Tensor, up: Tensor) -> Tensor:
     check_gate("swiglu", gate, up)
     return torch.empty_like(gate)
 
 
-@register_fake("extension_cpp::swiglu_backward")
+@register_fake("swiglu_backward")
 def _(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     check_gate("swiglu_backward", gate, up)
     checks.check_like("swiglu_backward", "grad_out", grad_out, "gate", gate)
@@ -555,9 +552,9 @@ def _swiglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"gate": grad_gate, "up": grad_up}
 
 
-register_autograd("extension_cpp::swiglu", _swiglu_backward, setup_context=second_order.save_inputs, plain=plain.swiglu)
+register_autograd("swiglu", _swiglu_backward, setup_context=second_order.save_inputs, plain=plain.swiglu)
 register_autograd(
-    "extension_cpp::swiglu_backward",
+    "swiglu_backward",
     second_order.swiglu,
     setup_context=second_order.save_inputs,
     plain=plain.swiglu_backward,
@@ -589,13 +586,13 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return _ops.geglu(gate, up, _is_tanh("geglu", approximate))
 
 
-@register_fake("extension_cpp::geglu")
+@register_fake("geglu")
 def _(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
     check_gate("geglu", gate, up)
     return torch.empty_like(gate)
 
 
-@register_fake("extension_cpp::geglu_backward")
+@register_fake("geglu_backward")
 def _(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     check_gate("geglu_backward", gate, up)
     checks.check_like("geglu_backward", "grad_out", grad_out, "gate", gate)
@@ -613,9 +610,9 @@ def _geglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"gate": grad_gate, "up": grad_up}
 
 
-register_autograd("extension_cpp::geglu", _geglu_backward, setup_context=_geglu_setup_context, plain=plain.geglu)
+register_autograd("geglu", _geglu_backward, setup_context=_geglu_setup_context, plain=plain.geglu)
 register_autograd(
-    "extension_cpp::geglu_backward",
+    "geglu_backward",
     second_order.geglu,
     setup_context=second_order.geglu_setup_context,
     plain=plain.geglu_backward,
@@ -658,7 +655,7 @@ def _reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
     return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 
-@register_fake("extension_cpp::reduce_sum")
+@register_fake("reduce_sum")
 def _(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     checks.check_dtype("reduce_sum", "x", x)
     check_dims(x, dim)
@@ -680,9 +677,7 @@ def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": grad_out.expand(ctx.shape)}
 
 
-register_autograd(
-    "extension_cpp::reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context, plain=plain.reduce_sum
-)
+register_autograd("reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context, plain=plain.reduce_sum)
 
 
 # ---- dropout ----
@@ -728,7 +723,7 @@ def _seed(x: Tensor, p: float) -> Tensor:
     return autograd.sharding.agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
 
 
-@register_fake("extension_cpp::dropout")
+@register_fake("dropout")
 def _(x: Tensor, p: float, seed: Tensor) -> Tensor:
     checks.check_dtype("dropout", "x", x)
     checks.check_probability("dropout", p)
@@ -746,9 +741,7 @@ def _dropout_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.dropout(grad_out, ctx.p, seed)}
 
 
-register_autograd(
-    "extension_cpp::dropout", _dropout_backward, setup_context=_dropout_setup_context, plain=plain.dropout
-)
+register_autograd("dropout", _dropout_backward, setup_context=_dropout_setup_context, plain=plain.dropout)
 
 
 # ---- layer_norm ----
@@ -789,7 +782,7 @@ def layer_norm(
     return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-@register_fake("extension_cpp::layer_norm")
+@register_fake("layer_norm")
 def _(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -805,7 +798,7 @@ def _(
     )
 
 
-@register_fake("extension_cpp::layer_norm_backward")
+@register_fake("layer_norm_backward")
 def _(
     grad_out: Tensor,
     x: Tensor,
@@ -845,13 +838,11 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradien
     return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
 
 
-register_autograd(
-    "extension_cpp::layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context, plain=plain.layer_norm
-)
+register_autograd("layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context, plain=plain.layer_norm)
 # Only for CUDA: if both device types have one, torch.compile uses the second registration for both.
-register_autocast("extension_cpp::layer_norm", "cuda", torch.float32)
+register_autocast("layer_norm", "cuda", torch.float32)
 register_autograd(
-    "extension_cpp::layer_norm_backward",
+    "layer_norm_backward",
     second_order.layer_norm,
     setup_context=second_order.layer_norm_setup_context,
     plain=plain.layer_norm_backward,
@@ -889,7 +880,7 @@ def rms_norm(
     return _ops.rms_norm(input, normalized_shape, weight, eps)
 
 
-@register_fake("extension_cpp::rms_norm")
+@register_fake("rms_norm")
 def _(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -897,7 +888,7 @@ def _(
     return x.new_empty(x.shape), norm_statistics(x, normalized_shape)
 
 
-@register_fake("extension_cpp::rms_norm_backward")
+@register_fake("rms_norm_backward")
 def _(
     grad_out: Tensor,
     x: Tensor,
@@ -929,13 +920,11 @@ def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Gradients:
     return {"x": grad_x, "weight": grad_weight}
 
 
-register_autograd(
-    "extension_cpp::rms_norm", _rms_norm_backward, setup_context=_rms_norm_setup_context, plain=plain.rms_norm
-)
+register_autograd("rms_norm", _rms_norm_backward, setup_context=_rms_norm_setup_context, plain=plain.rms_norm)
 if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
-    register_autocast("extension_cpp::rms_norm", "cuda", torch.float32)
+    register_autocast("rms_norm", "cuda", torch.float32)
 register_autograd(
-    "extension_cpp::rms_norm_backward",
+    "rms_norm_backward",
     second_order.rms_norm,
     setup_context=second_order.rms_norm_setup_context,
     plain=plain.rms_norm_backward,
@@ -998,7 +987,7 @@ def _under_autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return x, residual
 
 
-@register_fake("extension_cpp::add_layer_norm")
+@register_fake("add_layer_norm")
 def _(
     x: Tensor,
     residual: Tensor,
@@ -1034,7 +1023,7 @@ def _add_norm_gradients(
     )
 
 
-@register_fake("extension_cpp::add_layer_norm_backward")
+@register_fake("add_layer_norm_backward")
 def _(
     grad_out: Tensor,
     grad_sum: Tensor | None,
@@ -1096,13 +1085,13 @@ def _add_layer_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor
 
 
 register_autograd(
-    "extension_cpp::add_layer_norm",
+    "add_layer_norm",
     _add_layer_norm_backward,
     setup_context=_add_layer_norm_setup_context,
     plain=plain.add_layer_norm,
 )
 register_autograd(
-    "extension_cpp::add_layer_norm_backward",
+    "add_layer_norm_backward",
     second_order.add_layer_norm,
     setup_context=second_order.add_layer_norm_setup_context,
     plain=plain.add_layer_norm_backward,
@@ -1154,7 +1143,7 @@ def add_rms_norm(
     return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)
 
 
-@register_fake("extension_cpp::add_rms_norm")
+@register_fake("add_rms_norm")
 def _(
     x: Tensor,
     residual: Tensor,
@@ -1170,7 +1159,7 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape), norm_statistics(x, normalized_shape)
 
 
-@register_fake("extension_cpp::add_rms_norm_backward")
+@register_fake("add_rms_norm_backward")
 def _(
     grad_out: Tensor,
     grad_sum: Tensor | None,
@@ -1212,13 +1201,13 @@ def _add_rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor |
 
 
 register_autograd(
-    "extension_cpp::add_rms_norm",
+    "add_rms_norm",
     _add_rms_norm_backward,
     setup_context=_add_rms_norm_setup_context,
     plain=plain.add_rms_norm,
 )
 register_autograd(
-    "extension_cpp::add_rms_norm_backward",
+    "add_rms_norm_backward",
     second_order.add_rms_norm,
     setup_context=second_order.add_rms_norm_setup_context,
     plain=plain.add_rms_norm_backward,
@@ -1261,7 +1250,7 @@ def layer_norm_dropout(
     return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))
 
 
-@register_fake("extension_cpp::layer_norm_dropout")
+@register_fake("layer_norm_dropout")
 def _(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -1280,7 +1269,7 @@ def _(
     )
 
 
-@register_fake("extension_cpp::layer_norm_dropout_backward")
+@register_fake("layer_norm_dropout_backward")
 def _(
     grad_out: Tensor,
     x: Tensor,
@@ -1325,14 +1314,14 @@ def _layer_norm_dropout_backward(ctx: Any, grad_out: Tensor | None, *_: None) ->
 
 
 register_autograd(
-    "extension_cpp::layer_norm_dropout",
+    "layer_norm_dropout",
     _layer_norm_dropout_backward,
     setup_context=_layer_norm_dropout_setup_context,
     plain=plain.layer_norm_dropout,
 )
-register_autocast("extension_cpp::layer_norm_dropout", "cuda", torch.float32)
+register_autocast("layer_norm_dropout", "cuda", torch.float32)
 register_autograd(
-    "extension_cpp::layer_norm_dropout_backward",
+    "layer_norm_dropout_backward",
     second_order.layer_norm_dropout,
     setup_context=second_order.layer_norm_dropout_setup_context,
     plain=plain.layer_norm_dropout_backward,
@@ -1419,7 +1408,7 @@ for _name, _of_x, _of_grad in (
     ("softmax", _softmax_backward, second_order.softmax),
     ("log_softmax", _log_softmax_backward, second_order.log_softmax),
 ):
-    _op, _backward_op = f"extension_cpp::{_name}", f"extension_cpp::{_name}_backward"
+    _op, _backward_op = _name, f"{_name}_backward"
     register_fake(_op)(_softmax_fake(_name))
     register_fake(_backward_op)(_softmax_backward_fake(f"{_name}_backward"))
     register_autograd(_op, _of_x, setup_context=_softmax_setup_context, plain=getattr(plain, _name))
@@ -1460,7 +1449,7 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     return _ops.cumsum(input, dim, exclusive, reverse)
 
 
-@register_fake("extension_cpp::cumsum")
+@register_fake("cumsum")
 def _(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) -> Tensor:
     checks.check_dtype("cumsum", "x", x, "; torch.cumsum takes others")
     check_dim("cumsum", x, dim)
@@ -1475,8 +1464,8 @@ def _cumsum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.cumsum(grad_out, ctx.dim, ctx.exclusive, not ctx.reverse)}
 
 
-register_autograd("extension_cpp::cumsum", _cumsum_backward, setup_context=_cumsum_setup_context, plain=plain.cumsum)
-register_autocast("extension_cpp::cumsum", "cuda", torch.float32)
+register_autograd("cumsum", _cumsum_backward, setup_context=_cumsum_setup_context, plain=plain.cumsum)
+register_autocast("cumsum", "cuda", torch.float32)
 
 
 # ---- logcumsumexp ----
@@ -1505,14 +1494,14 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return _ops.logcumsumexp(input, dim)
 
 
-@register_fake("extension_cpp::logcumsumexp")
+@register_fake("logcumsumexp")
 def _(x: Tensor, dim: int) -> Tensor:
     checks.check_dtype("logcumsumexp", "x", x)
     check_dim("logcumsumexp", x, dim)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::logcumsumexp_backward")
+@register_fake("logcumsumexp_backward")
 def _(grad_out: Tensor, x: Tensor, y: Tensor, dim: int) -> Tensor:
     op = "logcumsumexp_backward"
     checks.check_dtype(op, "x", x)
@@ -1533,12 +1522,12 @@ def _logcumsumexp_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd(
-    "extension_cpp::logcumsumexp",
+    "logcumsumexp",
     _logcumsumexp_backward,
     setup_context=_logcumsumexp_setup_context,
     plain=plain.logcumsumexp,
 )
-register_autograd("extension_cpp::logcumsumexp_backward", second_order.not_implemented("logcumsumexp", "second"))
+register_autograd("logcumsumexp_backward", second_order.not_implemented("logcumsumexp", "second"))
 
 
 # ---- linear_recurrence ----
@@ -1576,14 +1565,14 @@ def linear_recurrence(
     return _ops.linear_recurrence(a, b, h0, dim, reverse)
 
 
-@register_fake("extension_cpp::linear_recurrence")
+@register_fake("linear_recurrence")
 def _(a: Tensor, b: Tensor, h0: Tensor | None = None, dim: int = -2, reverse: bool = False) -> Tensor:
     checks.check_dtype("linear_recurrence", "b", b)
     check_recurrence("linear_recurrence", a, "b", b, h0, dim)
     return torch.empty_like(b)
 
 
-@register_fake("extension_cpp::linear_recurrence_backward")
+@register_fake("linear_recurrence_backward")
 def _(
     grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor | None, dim: int, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -1610,13 +1599,13 @@ def _linear_recurrence_backward(ctx: Any, grad_h: Tensor) -> Gradients:
 
 
 register_autograd(
-    "extension_cpp::linear_recurrence",
+    "linear_recurrence",
     _linear_recurrence_backward,
     setup_context=_linear_recurrence_setup_context,
     plain=plain.linear_recurrence,
 )
 register_autograd(
-    "extension_cpp::linear_recurrence_backward",
+    "linear_recurrence_backward",
     second_order.linear_recurrence,
     setup_context=second_order.linear_recurrence_setup_context,
     plain=plain.linear_recurrence_backward,
@@ -1701,7 +1690,7 @@ def _reduction(op: str, reduction: str) -> int:
     return ("none", "mean", "sum").index(reduction)
 
 
-@register_fake("extension_cpp::cross_entropy")
+@register_fake("cross_entropy")
 def _(
     logits: Tensor,
     target: Tensor,
@@ -1722,7 +1711,7 @@ def _(
     return loss, lse, logits.new_empty([1 if reduction else 0], dtype=acc)
 
 
-@register_fake("extension_cpp::cross_entropy_backward")
+@register_fake("cross_entropy_backward")
 def _(
     grad_out: Tensor,
     logits: Tensor,
@@ -1769,14 +1758,14 @@ def _cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grad
 
 
 register_autograd(
-    "extension_cpp::cross_entropy",
+    "cross_entropy",
     _cross_entropy_backward,
     setup_context=_cross_entropy_setup_context,
     plain=plain.cross_entropy,
 )
-register_autograd("extension_cpp::cross_entropy_backward", second_order.not_implemented("cross_entropy", "second"))
+register_autograd("cross_entropy_backward", second_order.not_implemented("cross_entropy", "second"))
 # The logits are not cast and the loss is float32: casting half logits to float32 would double the bytes to read.
-register_autocast_rule("extension_cpp::cross_entropy", lambda device_type, args: (*args[:8], True))
+register_autocast_rule("cross_entropy", lambda device_type, args: (*args[:8], True))
 
 
 # ---- token_log_probs ----
@@ -1808,14 +1797,14 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
     return _ops.token_log_probs(logits, target, temperature)
 
 
-@register_fake("extension_cpp::token_log_probs")
+@register_fake("token_log_probs")
 def _(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     check_tokens("token_log_probs", logits, target, temperature)
     log_probs, entropy = (logits.new_empty(target.shape, dtype=loss_type(logits)) for _ in range(2))
     return log_probs, entropy, logits.new_empty(target.shape, dtype=torch.float64)
 
 
-@register_fake("extension_cpp::token_log_probs_backward")
+@register_fake("token_log_probs_backward")
 def _(
     grad_log_probs: Tensor,
     grad_entropy: Tensor,
@@ -1856,12 +1845,12 @@ def _token_log_probs_backward(
 
 
 register_autograd(
-    "extension_cpp::token_log_probs",
+    "token_log_probs",
     _token_log_probs_backward,
     setup_context=_token_log_probs_setup_context,
     plain=plain.token_log_probs,
 )
-register_autograd("extension_cpp::token_log_probs_backward", second_order.not_implemented("token_log_probs", "second"))
+register_autograd("token_log_probs_backward", second_order.not_implemented("token_log_probs", "second"))
 
 
 # ---- linear_cross_entropy ----
@@ -1942,7 +1931,7 @@ def _may_need_grad(x: Tensor | None) -> bool:
     return x is not None and (is_unknown or x.requires_grad)
 
 
-@register_fake("extension_cpp::linear_cross_entropy")
+@register_fake("linear_cross_entropy")
 def _(
     x: Tensor,
     linear_weight: Tensor,
@@ -1979,7 +1968,7 @@ def _linear_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -
     )
 
 
-@register_fake("extension_cpp::linear_cross_entropy_backward")
+@register_fake("linear_cross_entropy_backward")
 def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     check_linear_backward(grad_out, *args)
     return _linear_gradients(args[0], args[1], args[13:])
@@ -2004,14 +1993,12 @@ def _linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) 
 
 
 register_autograd(
-    "extension_cpp::linear_cross_entropy",
+    "linear_cross_entropy",
     _linear_cross_entropy_backward,
     setup_context=_linear_cross_entropy_setup_context,
     plain=plain.linear_cross_entropy,
 )
-register_autograd(
-    "extension_cpp::linear_cross_entropy_backward", second_order.not_implemented("linear_cross_entropy", "second")
-)
+register_autograd("linear_cross_entropy_backward", second_order.not_implemented("linear_cross_entropy", "second"))
 linear_loss.register(check_linear_values, check_linear_backward)
 
 
@@ -2024,7 +2011,7 @@ def _linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> t
     return x, linear_weight, target, linear_bias, *others
 
 
-register_autocast_rule("extension_cpp::linear_cross_entropy", _linear_cross_entropy_autocast)
+register_autocast_rule("linear_cross_entropy", _linear_cross_entropy_autocast)
 
 
 # ---- rotary_embedding ----
@@ -2064,13 +2051,13 @@ def rotary_embedding(
     return rotated[0], rotated[1]  # by index: under torch.fx both are one Proxy, which cannot be unpacked
 
 
-@register_fake("extension_cpp::rotary_embedding")
+@register_fake("rotary_embedding")
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     check_rotary("rotary_embedding", "", q, k, cos, sin)
     return torch.empty_like(q), torch.empty_like(k)
 
 
-@register_fake("extension_cpp::rotary_embedding_backward")
+@register_fake("rotary_embedding_backward")
 def _(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     check_rotary("rotary_embedding_backward", "grad_", grad_q, grad_k, cos, sin)
     return torch.empty_like(grad_q), torch.empty_like(grad_k)
@@ -2091,13 +2078,13 @@ def _rotary_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Gradients:
 
 
 register_autograd(
-    "extension_cpp::rotary_embedding",
+    "rotary_embedding",
     _rotary_backward,
     setup_context=_rotary_setup_context,
     plain=plain.rotary_embedding,
 )
 register_autograd(
-    "extension_cpp::rotary_embedding_backward",
+    "rotary_embedding_backward",
     second_order.rotary_embedding,
     setup_context=_rotary_setup_context,
     plain=plain.rotary_embedding_backward,
@@ -2119,4 +2106,4 @@ def _rotary_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]
     return q, k, cos, sin, interleaved
 
 
-register_autocast_rule("extension_cpp::rotary_embedding", _rotary_autocast)
+register_autocast_rule("rotary_embedding", _rotary_autocast)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .autograd import own_ops
+
 
 def muladd(a: Tensor, b: Tensor, c: float) -> Tensor:
     return a * b + c
@@ -104,7 +106,7 @@ def reduce_sum(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = Fals
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    factors = torch.ops.extension_cpp.dropout_no_grad(torch.ones_like(x.detach()), p, seed)
+    factors = own_ops.dropout_no_grad(torch.ones_like(x.detach()), p, seed)
     return torch.where(factors == 0, 0, x * factors)
 
 
@@ -466,7 +468,7 @@ def linear_cross_entropy(
     constants = [t if t is None else t.detach() for t in (x, linear_weight, target, linear_bias, weight)]
     options = reduction, ignore_index, label_smoothing, z_loss, softcap, float_loss
     with torch.no_grad():
-        _, *made = torch.ops.extension_cpp.linear_cross_entropy(*constants, *options, *needs)
+        _, *made = own_ops.linear_cross_entropy(*constants, *options, *needs)
     return loss.reshape([] if reduction else target.shape), *made
 
 

@@ -33,7 +33,12 @@ FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
-SHARED += ["extension_cpp/autograd.py", "extension_cpp/checks.py", "extension_cpp/py.typed"]
+SHARED += [
+    "extension_cpp/_namespace.py",
+    "extension_cpp/autograd.py",
+    "extension_cpp/checks.py",
+    "extension_cpp/py.typed",
+]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
 SHARED += ["tests/battery/*.py", "tests/test_library.py"]
@@ -157,15 +162,15 @@ def in_order(names: list[str]) -> list[str]:
 
 def with_public_name(text: str, name: str) -> str:
     """__init__.py with one more function imported from ops and named in __all__."""
-    line = re.search(r"^( *)from extension_cpp\.ops import (\([^)]*\)|.*)$", text, re.MULTILINE)
+    line = re.search(r"^( *)from \.ops import (\([^)]*\)|.*)$", text, re.MULTILINE)
     listed = re.search(r"^__all__ = \[\n(.*?)^\]$", text, re.MULTILINE | re.DOTALL)
     if line is None or listed is None:
-        raise CannotMake("extension_cpp/__init__.py has no 'from extension_cpp.ops import' or no __all__")
+        raise CannotMake("extension_cpp/__init__.py has no 'from .ops import' or no __all__")
     indent, names = line[1], in_order([*re.findall(r"\w+", line[2]), name])
-    joined = f"{indent}from extension_cpp.ops import {', '.join(names)}"
+    joined = f"{indent}from .ops import {', '.join(names)}"
     if line[2].startswith("(") or len(joined) > 120:
         rows = "".join(f"{indent}    {one},\n" for one in names)
-        joined = f"{indent}from extension_cpp.ops import (\n{rows}{indent})"
+        joined = f"{indent}from .ops import (\n{rows}{indent})"
     public = "".join(f'    "{one}",\n' for one in in_order([*re.findall(r"\w+", listed[1]), name]))
     return text[: line.start()] + joined + text[line.end() : listed.start(1)] + public + text[listed.end(1) :]
 
@@ -251,9 +256,7 @@ def without_public_name(text: str, name: str) -> str:
     """__init__.py without a function in its import from ops and in __all__."""
     text, count = re.subn(rf'^ +"?{name}"?,\n', "", text, flags=re.MULTILINE)  # a name a line
     if count == 1:
-        text, more = re.subn(
-            rf"^( *from extension_cpp\.ops import .*?)(?:, {name}\b|\b{name}, )", r"\1", text, flags=re.M
-        )
+        text, more = re.subn(rf"^( *from \.ops import .*?)(?:, {name}\b|\b{name}, )", r"\1", text, flags=re.M)
         count += more
     if count != 2:
         raise CannotMake(f"expected extension_cpp/__init__.py to import {name} and to name it in __all__")

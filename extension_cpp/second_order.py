@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from extension_cpp import _ops, plain
-from extension_cpp.autograd import Gradients
+from . import _ops, plain
+from .autograd import Gradients
 
 
 def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from extension_cpp import autograd, linear_loss, ops
-from extension_cpp.op_checks import check_loss, check_targets
+from . import autograd, linear_loss, ops
+from .autograd import own_ops
+from .op_checks import check_loss, check_targets
 
 IGNORED = -1  # a target that is no class of any process
 
@@ -43,7 +44,7 @@ def cross_entropy(
     given = weight, ignore_index, 2 if reduction == 1 else reduction, label_smoothing, *options
     if reduction != 1:
         return ops._ops.cross_entropy(logits, target, *given)
-    loss, _, total = torch.ops.extension_cpp.cross_entropy(logits, target, *given[:-1], True)
+    loss, _, total = own_ops.cross_entropy(logits, target, *given[:-1], True)
     return _mean(loss, total, _loss_type(logits, options[-1]))
 
 
@@ -145,7 +146,7 @@ class RowLosses(torch.autograd.Function):
         label = label.where(is_here, 0)
         # With label_smoothing = 1 the loss is the mean of lse - z_c.
         given = x, label, None, IGNORED, 0, float(label_smoothing > 0), 0.0, softcap, True
-        loss, lse, _ = torch.ops.extension_cpp.cross_entropy.default(*given)
+        loss, lse, _ = own_ops.cross_entropy.default(*given)
         z = x.gather(dim, label.unsqueeze(dim)).squeeze(dim).double()
         if softcap is not None:
             z = softcap * torch.tanh(z / softcap)

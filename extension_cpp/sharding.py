@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from extension_cpp import autograd, checks, linear_loss, sharded_loss
-from extension_cpp.autograd import TWIN
+from . import autograd, checks, linear_loss, sharded_loss
+from ._namespace import NAMESPACE
+from .autograd import TWIN, own_ops
 
 # An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
 Call = dict[str, Any]
@@ -298,10 +299,10 @@ def overloads() -> dict[str, Any]:
     """Every operator of the library, the twins, too."""
     found = {}
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("extension_cpp::"):
-            name = name.removeprefix("extension_cpp::")
+        if name.startswith(f"{NAMESPACE}::"):
+            name = name.removeprefix(f"{NAMESPACE}::")
             packet, _, overload = name.partition(".")
-            found[name] = getattr(getattr(torch.ops.extension_cpp, packet), overload or "default")
+            found[name] = getattr(getattr(own_ops, packet), overload or "default")
     return found
 
 

@@ -26,7 +26,17 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_OLDEST, TORCH_NEWEST = "2.10", "2.15"
 PYTHON_OLDEST = (3, 10)
-TOOLS_NOT_NEEDED = ("torch", "ruff", "mypy", "clang-format", "pre-commit", "nbclient", "ipykernel")
+TOOLS_NOT_NEEDED = (
+    "torch",
+    "ruff",
+    "mypy",
+    "clang-format",
+    "pre-commit",
+    "nbclient",
+    "ipykernel",
+    "kernels",
+    "kernel-abi-check",
+)
 # The others use the package as installed.
 OF_THE_CHECKOUT = (
     "budgets",
@@ -34,6 +44,7 @@ OF_THE_CHECKOUT = (
     "c",
     "docs",
     "examples",
+    "hub",
     "library",
     "mutants",
     "profile",

@@ -11,6 +11,10 @@ from typing import Any
 # OpenMP reads this when torch is loaded, here and in what the tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# transformers as it is without Hugging Face's `kernels`, whose hooks make its models impossible to pickle (test_hub.py
+# runs it with them).
+os.environ.setdefault("USE_HUB_KERNELS", "0")
+
 # Inductor's cache of an earlier run would hide that a fake has changed. One for this run and what it starts.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")

@@ -251,7 +251,7 @@ def builds(monkeypatch, tmp_path) -> list[list[str]]:
 
     monkeypatch.setenv("USE_CUDA", "0")
     monkeypatch.setattr(build_library, "ROOT", tmp_path)
-    monkeypatch.setattr(build_library, "write_ninja", lambda folder: None)
+    monkeypatch.setattr(build_library, "write_ninja", lambda folder, namespace: None)
     monkeypatch.setattr(build_library, "steps_to_do", lambda ninja: 0)
     monkeypatch.setattr(build_library.subprocess, "run", ninja)
     return commands
@@ -268,9 +268,10 @@ def test_variables_of_the_build(builds, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == "Compiling the CPU kernels: 7 files.\n"
     ninja = [sys.executable, "-m", "ninja", "-C"]
     release, debug = (str(tmp_path / "build" / f"{kind}-cpu") for kind in ("release", "debug"))
-    assert builds[0] == [*ninja, release, "--quiet"]
-    assert builds[1] == [*ninja, release, "-j", "3", "--quiet"]
-    assert builds[2] == [*ninja, debug, "-j", "3"]
+    file = ["-f", "build.ninja"]
+    assert builds[0] == [*ninja, release, *file, "--quiet"]
+    assert builds[1] == [*ninja, release, *file, "-j", "3", "--quiet"]
+    assert builds[2] == [*ninja, debug, *file, "-j", "3"]
 
 
 def test_library_in_use_is_replaced_not_rewritten(builds, tmp_path):

@@ -177,7 +177,7 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
     [
         ("README.md", "README.md has no table that begins with '| function |'"),
         ("docs/ops.md", "docs/ops.md has no heading '## Modules'"),
-        ("extension_cpp/__init__.py", "extension_cpp/__init__.py has no 'from extension_cpp.ops import'"),
+        ("extension_cpp/__init__.py", "extension_cpp/__init__.py has no 'from .ops import'"),
     ],
 )
 def test_file_that_was_rearranged(tree, capsys, file, sentence):
@@ -396,19 +396,17 @@ def test_half_a_removal_is_undone(tree, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "names, added, line",
     [
-        ("import a2, b", "a10", "    from extension_cpp.ops import a2, a10, b"),
+        ("import a2, b", "a10", "    from .ops import a2, a10, b"),
         (
             "import (\n        a,\n        c,\n    )",
             "b",
-            "    from extension_cpp.ops import (\n        a,\n        b,\n        c,\n    )",
+            "    from .ops import (\n        a,\n        b,\n        c,\n    )",
         ),
-        (f"import {'a' * 90}", "b", f"    from extension_cpp.ops import (\n        {'a' * 90},\n        b,\n    )"),
+        (f"import {'a' * 98}", "b", f"    from .ops import (\n        {'a' * 98},\n        b,\n    )"),
     ],
 )
 def test_public_names(names, added, line):
-    text = scaffold.with_public_name(
-        f'try:\n    from extension_cpp.ops {names}\n__all__ = [\n    "a",\n    "z",\n]\n', added
-    )
+    text = scaffold.with_public_name(f'try:\n    from .ops {names}\n__all__ = [\n    "a",\n    "z",\n]\n', added)
     assert text == f'try:\n{line}\n__all__ = [\n    "a",\n    "{added}",\n    "z",\n]\n'
 
 

@@ -1,9 +1,12 @@
-// Owns the namespace. Every op adds its own fragment; this file is not edited for an op.
+// Owns the namespace, which the build names. Every op adds its own fragment; this file is not edited
+// for an op.
 #include <torch/csrc/stable/library.h>
 
 #include "common/cpu_level.h"
 
-STABLE_TORCH_LIBRARY(extension_cpp, m) { (void)m; }
+// STABLE_TORCH_LIBRARY does not expand its argument, as _FRAGMENT and _IMPL do.
+#define OWN(name, m) STABLE_TORCH_LIBRARY(name, m)
+OWN(TORCH_EXTENSION_NAME, m) { (void)m; }
 
 // Python reads these through ctypes: they describe this build of the library.
 #define EXPORTED extern "C" __attribute__((visibility("default")))

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks
-from extension_cpp.autograd import Gradients, operators, register_autograd, register_fake
+from . import checks
+from .autograd import Gradients, operators, register_autograd, register_fake
 
-_ops = operators("extension_cpp")
+_ops = operators()
 
 
 # ---- kernel_template ----
@@ -32,13 +32,13 @@ def kernel_template(x: Tensor) -> Tensor:
     return _ops.kernel_template(x)
 
 
-@register_fake("extension_cpp::kernel_template")
+@register_fake("kernel_template")
 def _(x: Tensor) -> Tensor:
     checks.check_dtype("kernel_template", "x", x)
     return torch.empty_like(x)
 
 
-@register_fake("extension_cpp::kernel_template_backward")
+@register_fake("kernel_template_backward")
 def _(grad_out: Tensor, x: Tensor) -> Tensor:
     checks.check_dtype("kernel_template_backward", "x", x)
     checks.check_like("kernel_template_backward", "grad_out", grad_out, "x", x)
@@ -55,7 +55,7 @@ def _kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd(
-    "extension_cpp::kernel_template",
+    "kernel_template",
     _kernel_template_backward,
     setup_context=_kernel_template_setup_context,
     plain=lambda x: x * x,  # the same in plain tensor operations, for forward-mode differentiation
@@ -74,7 +74,7 @@ def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> Gradients
 
 
 register_autograd(
-    "extension_cpp::kernel_template_backward",
+    "kernel_template_backward",
     _kernel_template_double_backward,
     setup_context=_kernel_template_backward_setup_context,
     plain=lambda grad_out, x: grad_out * (2 * x),

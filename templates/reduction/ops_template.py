@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks
-from extension_cpp.autograd import Gradients, operators, register_autograd, register_fake
+from . import checks
+from .autograd import Gradients, operators, register_autograd, register_fake
 
-_ops = operators("extension_cpp")
+_ops = operators()
 
 
 # ---- kernel_template ----
@@ -44,14 +44,14 @@ def _check_kernel_template(op: str, x: Tensor, weight: Tensor) -> None:
     checks.check_sizes(op, weight.shape, x.shape[-1:], f"{expected}, but got {list(weight.shape)}")
 
 
-@register_fake("extension_cpp::kernel_template")
+@register_fake("kernel_template")
 def _(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     _check_kernel_template("kernel_template", x, weight)
     statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
     return x.new_empty(x.shape), x.new_empty([*x.shape[:-1], 1], dtype=statistics)
 
 
-@register_fake("extension_cpp::kernel_template_backward")
+@register_fake("kernel_template_backward")
 def _(
     grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def _kernel_template_plain(x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 
 register_autograd(
-    "extension_cpp::kernel_template",
+    "kernel_template",
     _kernel_template_backward,
     setup_context=_kernel_template_setup_context,
     plain=_kernel_template_plain,
@@ -105,6 +105,6 @@ def _kernel_template_no_second_order(ctx: Any, *grads: Tensor) -> Gradients:
 
 
 register_autograd(
-    "extension_cpp::kernel_template_backward",
+    "kernel_template_backward",
     _kernel_template_no_second_order,
 )

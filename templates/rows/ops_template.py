@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks
-from extension_cpp.autograd import Gradients, operators, register_autograd, register_fake
+from . import checks
+from .autograd import Gradients, operators, register_autograd, register_fake
 
-_ops = operators("extension_cpp")
+_ops = operators()
 
 
 # ---- kernel_template ----
@@ -37,13 +37,13 @@ def _check_kernel_template(op: str, x: Tensor) -> None:
     checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
 
 
-@register_fake("extension_cpp::kernel_template")
+@register_fake("kernel_template")
 def _(x: Tensor) -> Tensor:
     _check_kernel_template("kernel_template", x)
     return x.new_empty(x.shape[:-1])
 
 
-@register_fake("extension_cpp::kernel_template_backward")
+@register_fake("kernel_template_backward")
 def _(grad_out: Tensor, x: Tensor) -> Tensor:
     op = "kernel_template_backward"
     _check_kernel_template(op, x)
@@ -72,7 +72,7 @@ def _kernel_template_backward_plain(grad_out: Tensor, x: Tensor) -> Tensor:
 
 
 register_autograd(
-    "extension_cpp::kernel_template",
+    "kernel_template",
     _kernel_template_backward,
     setup_context=_kernel_template_setup_context,
     plain=_kernel_template_plain,
@@ -92,7 +92,7 @@ def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> Gradients
 
 
 register_autograd(
-    "extension_cpp::kernel_template_backward",
+    "kernel_template_backward",
     _kernel_template_double_backward,
     setup_context=_kernel_template_backward_setup_context,
     plain=_kernel_template_backward_plain,

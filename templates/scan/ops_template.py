@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from extension_cpp import checks
-from extension_cpp.autograd import Gradients, operators, register_autograd, register_fake
+from . import checks
+from .autograd import Gradients, operators, register_autograd, register_fake
 
-_ops = operators("extension_cpp")
+_ops = operators()
 
 
 # ---- kernel_template ----
@@ -42,13 +42,13 @@ def _check_kernel_template(op: str, name: str, x: Tensor, decay: float) -> None:
         checks.fail(op, f"expected decay to be between 0 and 1, but got {decay:g}")
 
 
-@register_fake("extension_cpp::kernel_template")
+@register_fake("kernel_template")
 def _(x: Tensor, decay: float) -> Tensor:
     _check_kernel_template("kernel_template", "x", x, decay)
     return x.new_empty(x.shape)
 
 
-@register_fake("extension_cpp::kernel_template_backward")
+@register_fake("kernel_template_backward")
 def _(grad_out: Tensor, decay: float) -> Tensor:
     _check_kernel_template("kernel_template_backward", "grad_out", grad_out, decay)
     return grad_out.new_empty(grad_out.shape)
@@ -77,7 +77,7 @@ def _kernel_template_backward_plain(grad_out: Tensor, decay: float) -> Tensor:
 
 
 register_autograd(
-    "extension_cpp::kernel_template",
+    "kernel_template",
     _kernel_template_backward,
     setup_context=_kernel_template_setup_context,
     plain=_kernel_template_plain,
@@ -90,7 +90,7 @@ def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> Gradients
 
 
 register_autograd(
-    "extension_cpp::kernel_template_backward",
+    "kernel_template_backward",
     _kernel_template_double_backward,
     setup_context=_kernel_template_setup_context,
     plain=_kernel_template_backward_plain,

@@ -78,7 +78,7 @@ static Tensor gelu_double_backward(const Tensor &grad_grad_x, const Tensor &grad
 
 // gelu takes a bool in place of PyTorch's string: in PyTorch 2.10 to 2.11 the stable ABI's string
 // argument leaks the string at every call.
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "silu(Tensor x) -> Tensor");
   def_with_twin(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor");
   def_with_twin(m, "silu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");

@@ -60,7 +60,7 @@ static std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor &grad_out, con
   return {copy_into(grad_x, grad_x_rows), grad_bias};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "bias_gelu(Tensor x, Tensor bias, bool tanh=False) -> Tensor");
   def_with_twin(m,
                 "bias_gelu_backward(Tensor grad_out, Tensor x, Tensor bias, bool tanh, bool "

@@ -160,15 +160,15 @@ void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kerne
 // Registers a list of kernels for the dispatch keys CPU and, in a build with CUDA, CUDA:
 //   REGISTER_KERNELS(m) { impl_with_twin(m, "relu", TORCH_BOX(&relu)); }
 #ifdef WITH_CUDA
-#define REGISTER_KERNELS(m)                                                  \
-  static void register_kernels(::extension_cpp::StableLibrary &);            \
-  STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); }  \
-  STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CUDA, m) { register_kernels(m); } \
+#define REGISTER_KERNELS(m)                                                         \
+  static void register_kernels(::extension_cpp::StableLibrary &);                   \
+  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { register_kernels(m); }  \
+  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) { register_kernels(m); } \
   static void register_kernels(::extension_cpp::StableLibrary &m)
 #else
-#define REGISTER_KERNELS(m)                                                 \
-  static void register_kernels(::extension_cpp::StableLibrary &);           \
-  STABLE_TORCH_LIBRARY_IMPL(extension_cpp, CPU, m) { register_kernels(m); } \
+#define REGISTER_KERNELS(m)                                                        \
+  static void register_kernels(::extension_cpp::StableLibrary &);                  \
+  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { register_kernels(m); } \
   static void register_kernels(::extension_cpp::StableLibrary &m)
 #endif
 

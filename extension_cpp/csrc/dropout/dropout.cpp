@@ -20,7 +20,7 @@ static Tensor dropout(const Tensor &x, double p, const Tensor &seed) {
   return y;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor");
 }
 

@@ -93,7 +93,7 @@ static std::tuple<Tensor, Tensor> geglu_backward(const Tensor &grad_out, const T
   return backward("geglu_backward", tanh ? GELU_TANH : GELU, grad_out, gate, up);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "swiglu(Tensor gate, Tensor up) -> Tensor");
   def_with_twin(m, "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   def_with_twin(m, "geglu(Tensor gate, Tensor up, bool tanh=False) -> Tensor");

@@ -161,7 +161,7 @@ static Tensor cross_entropy_scale(const Tensor &x, const Tensor &factor) {
 
 // ---- registration ----
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m,
                 "cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, "
                 "int ignore_index=-100, int reduction=1, float label_smoothing=0.0, "

@@ -63,7 +63,7 @@ static Tensor token_log_probs_backward(const Tensor &grad_log_probs, const Tenso
 
 // ---- registration ----
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m,
                 "token_log_probs(Tensor logits, Tensor target, float temperature=1.0) -> "
                 "(Tensor, Tensor, Tensor)",

@@ -47,7 +47,7 @@ static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad
   return grad_x;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "mish(Tensor x) -> Tensor");
   def_with_twin(m, "mish_backward(Tensor grad_out, Tensor x) -> Tensor");
   def_with_twin(m, "mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");

@@ -64,7 +64,7 @@ static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const 
   return {grad_a, grad_b};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "muladd(Tensor a, Tensor b, float c) -> Tensor");
   m.def("muladd.out(Tensor a, Tensor b, float c, *, Tensor(a!) out) -> ()");
   def_with_twin(m, "muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");

@@ -272,7 +272,7 @@ static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, cons
   return {g.x, g.weight};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m,
                 "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
                 "Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor, Tensor)",

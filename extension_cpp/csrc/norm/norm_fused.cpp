@@ -77,7 +77,7 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm_dropout_backward(
   return {g.x, g.weight, g.bias};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m,
                 "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
                 "Tensor? weight, Tensor? bias, float eps, float p, Tensor? seed) -> "

@@ -212,7 +212,7 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
   return result;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
 }
 

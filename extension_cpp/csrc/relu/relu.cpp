@@ -28,7 +28,7 @@ static Tensor relu_backward(const Tensor &grad_out, const Tensor &y) {
   return grad_x;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "relu(Tensor x) -> Tensor");
   def_with_twin(m, "relu_backward(Tensor grad_out, Tensor y) -> Tensor");
 }

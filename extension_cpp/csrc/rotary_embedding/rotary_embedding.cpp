@@ -164,7 +164,7 @@ static std::tuple<Tensor, Tensor> rotary_embedding_backward(const Tensor &grad_q
 
 // ---- registration ----
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m,
                 "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, "
                 "bool interleaved=False) -> (Tensor, Tensor)");

@@ -63,7 +63,7 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
   return {copy_into(grad_x, grad_x_rows), grad_bias};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
   def_with_twin(m,
                 "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, "

@@ -134,7 +134,7 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
   return {grad_a, grad_b, copy_into(grad_h0, lines)};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "cumsum(Tensor x, int dim, bool exclusive=False, bool reverse=False) -> Tensor");
   def_with_twin(m, "logcumsumexp(Tensor x, int dim) -> Tensor");
   def_with_twin(m, "logcumsumexp_backward(Tensor grad_out, Tensor x, Tensor y, int dim) -> Tensor");

@@ -93,7 +93,7 @@ static Tensor log_softmax_backward(const Tensor &grad_out, const Tensor &y, int6
   return backward("log_softmax_backward", grad_out, y, dim, true);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "softmax(Tensor x, int dim=-1) -> Tensor");
   def_with_twin(m, "softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
   def_with_twin(m, "log_softmax(Tensor x, int dim=-1) -> Tensor");

@@ -15,8 +15,8 @@ LIBRARY = Path(__file__).with_name("libextension_cpp.so")
 try:
     torch.ops.load_library(LIBRARY)
     # The operators must exist before these modules register fakes and gradients for them.
-    from extension_cpp import reference as reference
-    from extension_cpp.ops import kernel_template as kernel_template
+    from . import reference as reference
+    from .ops import kernel_template as kernel_template
 except (OSError, AttributeError, RuntimeError) as error:
     # torch wraps the linker's words; the last two are what it says of an operator that is not in the library.
     raise ImportError(

@@ -107,7 +107,7 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   return {grad_x, grad_weight};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "kernel_template(Tensor x, Tensor weight, float eps=1e-06) -> (Tensor, Tensor)");
   def_with_twin(m,
                 "kernel_template_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor rstd, "

@@ -63,7 +63,7 @@ static Tensor backward(const Tensor &grad_out, const Tensor &x) {
   return grad_x;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "kernel_template(Tensor x) -> Tensor");
   def_with_twin(m, "kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
 }

@@ -52,7 +52,7 @@ static Tensor backward(const Tensor &grad_out, double decay) {
   return scan("kernel_template_backward", "grad_out", grad_out, decay, true);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(extension_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
   def_with_twin(m, "kernel_template(Tensor x, float decay) -> Tensor");
   def_with_twin(m, "kernel_template_backward(Tensor grad_out, float decay) -> Tensor");
 }

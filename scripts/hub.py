@@ -1,0 +1,94 @@
+"""Lays out the package as Hugging Face's `kernels` loads it: build/<variant>/, from the same sources (docs/hub.md).
+
+    python -m scripts.hub       the variant for CPUs and, if nvcc is found, the one for CUDA
+
+USE_CUDA=0 leaves out the one for CUDA. The variables of build_library.py apply. A variant is a copy of the package
+whose operators have a namespace of their own, so that it can be loaded beside the installed package.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import build_library
+
+ROOT = build_library.ROOT
+PACKAGE = ROOT / "extension_cpp"
+NAME, VERSION = "extension-cpp", 1  # of the kernel repository; a version's layers keep their names and results
+# The command line is for the installed package.
+LEFT_OUT = ("__main__.py", "demo.py", "demo_table.py", "scaffold.py")
+NEWEST_GLIBC = "manylinux_2_28"  # what `kernels` asks of every binary
+
+
+def python_files() -> list[Path]:
+    return sorted(path for path in PACKAGE.glob("*.py") if path.name not in LEFT_OUT)
+
+
+def namespace_for(backend: str) -> str:
+    """A name that differs whenever the sources do: two versions of a kernel may meet in one process."""
+    digest = hashlib.sha256()
+    sources = [path for path in build_library.CSRC.rglob("*") if path.is_file()]
+    for path in (*python_files(), *sorted(sources), ROOT / "build_library.py"):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return f"_extension_cpp_{backend}_{digest.hexdigest()[:10]}"
+
+
+def backend() -> dict[str, object]:
+    """What the environment asks for, as metadata.json says it."""
+    nvcc = build_library.find_nvcc()
+    return {"type": "cuda", "archs": build_library.architectures(nvcc)} if nvcc else {"type": "cpu"}
+
+
+def variant_name() -> str:
+    nvcc = build_library.find_nvcc()
+    device = "cu" + build_library.cuda_version(nvcc).replace(".", "") if nvcc else "cpu"
+    abi = "".join(map(str, build_library.TORCH_MINIMUM))
+    return f"torch-stable-abi{abi}-{device}-{platform.machine()}-linux"
+
+
+def lay_out(build: Path, namespace: str | None = None) -> Path:
+    """Builds the variant that the environment asks for, and returns its folder in `build`."""
+    kind = backend()
+    namespace = namespace or namespace_for(str(kind["type"]))
+    folder = build / variant_name()
+    shutil.rmtree(folder, ignore_errors=True)
+    build_library.build(folder / build_library.LIBRARY, namespace)
+    for path in python_files():
+        shutil.copyfile(path, folder / path.name)
+    constant = folder / "_namespace.py"
+    text, count = re.subn(r'^NAMESPACE = ".*"$', f'NAMESPACE = "{namespace}"', constant.read_text(), flags=re.M)
+    if count != 1:
+        raise SystemExit("error: extension_cpp/_namespace.py does not assign NAMESPACE once.")
+    constant.write_text(text)
+    metadata = {"id": namespace, "name": NAME, "version": VERSION, "license": "BSD-3-Clause"}
+    metadata |= {"python-depends": [], "backend": kind}
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    return folder
+
+
+def faults(library: Path) -> list[str]:
+    """What `kernel-builder check-abi` would say of the library: symbols of newer systems, or of Python."""
+    from kernel_abi_check import ObjectFile
+
+    file = ObjectFile(str(library))
+    return [str(each) for each in (*file.check_manylinux(NEWEST_GLIBC), *file.check_python_abi("3.9"))]
+
+
+def main() -> None:
+    use_cuda = [] if build_library.find_nvcc() is None else ["1"]
+    for value in ("0", *use_cuda):
+        os.environ["USE_CUDA"] = value
+        folder = lay_out(ROOT / "build")
+        size = subprocess.run(["du", "-sh", str(folder)], capture_output=True, text=True, check=True).stdout.split()[0]
+        print(f"{folder.relative_to(ROOT)}: {size}")
+        for fault in faults(folder / build_library.LIBRARY):
+            print(f"  not for publishing, which needs {NEWEST_GLIBC} (GLIBC=2.28 make hub): {fault}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Models with the layers of a laid-out hub variant, beside the same models as transformers has them.
+
+    python -m tests.hub_models VARIANT      prints what test_hub.py looks at, as JSON
+
+A process of its own: transformers reads USE_HUB_KERNELS once, when it is imported.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "1"}
+
+import torch
+import transformers
+from kernels import (
+    LocalLayerRepository,
+    Mode,
+    get_local_kernel,
+    kernelize,
+    replace_kernel_forward_from_hub,
+    use_kernel_mapping,
+)
+from torch import nn
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+import extension_cpp
+
+COMMON = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+DECODER = COMMON | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "attn_implementation": "eager"}
+GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_implementation": "eager"}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", DECODER),
+    "qwen3": ("Qwen3", DECODER),
+    "gemma3": ("Gemma3Text", DECODER | {"sliding_window": 8}),
+    "gpt2": ("GPT2", GPT2),
+}
+# From the names that transformers' classes ask for to our layers. The second ones get their names below.
+LAYERS = {"RMSNorm": "RMSNorm", "SiLU": "SiLU", "GeLU": "GeLU", "GeluTanh": "GeluTanh", "NewGELU": "GeluTanh"}
+LAYERS |= {"rotary_pos_emb": "RotaryPosEmb"}
+LAYERS |= {name: name for name in ("LayerNorm", "GemmaRMSNorm", "SwiGLUMLP", "GeGLUMLP")}
+
+
+def name_layers() -> None:
+    """Gives a name to the classes that transformers gives none."""
+    for cls, name in (
+        (nn.LayerNorm, "LayerNorm"),
+        (gemma3.Gemma3RMSNorm, "GemmaRMSNorm"),
+        (gemma3.Gemma3MLP, "GeGLUMLP"),
+        (llama.LlamaMLP, "SwiGLUMLP"),
+        (qwen3.Qwen3MLP, "SwiGLUMLP"),
+    ):
+        replace_kernel_forward_from_hub(cls, name)
+
+
+def make(name: str, dtype: torch.dtype) -> nn.Module:
+    kind, options = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config" if kind != "Gemma3Text" else "Gemma3TextConfig")(**options)
+    model_class = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}.get(kind, f"{kind}ForCausalLM")
+    model = getattr(transformers, model_class)(config).to(dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # weights of norms that are all ones would hide what is done with them
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 61, (2, 17), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    result = model(input_ids=ids, labels=ids, use_cache=False)
+    result.loss.backward()
+    return result.logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def replaced(model: nn.Module, namespace: str) -> dict[str, int]:
+    """How many forwards come from our layers, by the layer's name."""
+    counted: dict[str, int] = {}
+    for module in model.modules():
+        for each in (module, *getattr(module, "_kernel_funcs", {}).values()):
+            function = getattr(vars(each).get("forward"), "__func__", None)
+            if function is not None and function.__module__.startswith(namespace):
+                name = function.__qualname__.split(".")[0]
+                counted[name] = counted.get(name, 0) + 1
+    return counted
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-30)).item()
+
+
+def with_layers(name: str, dtype: torch.dtype, variant: Path) -> nn.Module:
+    mapping = {asked: {"cpu": LocalLayerRepository(variant, layer_name=ours)} for asked, ours in LAYERS.items()}
+    model = make(name, dtype)
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        return kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu")
+
+
+def main() -> None:
+    variant = Path(sys.argv[1])
+    cases = [(name, dtype) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
+    # Before the first kernelize: it replaces a function such as apply_rotary_pos_emb for every model of the process.
+    stock = {case: step(make(*case)) for case in cases}
+    # The same numbers in float64: the parameters are rounded as the model's.
+    exact = {case: step(make(*case).double()) for case in cases}
+
+    kernel = get_local_kernel(variant)
+    name_layers()
+    x = torch.randn(3, 32)
+    found: dict[str, Any] = {
+        "namespaces": [kernel._namespace.NAMESPACE, extension_cpp._namespace.NAMESPACE],
+        "results": [package.rms_norm(x, (32,)).tolist() for package in (kernel, extension_cpp)],
+        "models": {},
+    }
+    for case in cases:
+        model = with_layers(*case, variant)
+        (logits, grads), (exact_logits, exact_grads) = step(model), exact[case]
+        result: dict[str, Any] = {"replaced": replaced(model, kernel.__name__)}
+        result["logits"] = [error(each, exact_logits) for each in (logits, stock[case][0])]
+        result["grads"] = [max(error(of[n], exact_grads[n]) for n in of) for of in (grads, stock[case][1])]
+        if case in (("llama", torch.float32), ("gpt2", torch.float32)):
+            model.compile(backend="aot_eager")
+            again, grads_again = step(model)
+            result["compiled"] = max(error(again, logits), *(error(grads_again[n], grads[n]) for n in grads))
+        found["models"][f"{case[0]} {case[1]}".replace("torch.", "")] = result
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The copy of the package for Hugging Face's `kernels`: its layout, both in one process, models with its layers."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from extension_cpp import info
+from scripts import hub
+
+for _module in ("kernels", "kernel_abi_check"):
+    if importlib.util.find_spec(_module) is None:
+        pytest.skip(f"{_module} is not installed", allow_module_level=True)
+
+ROOT = hub.ROOT
+NAMESPACE = "_extension_cpp_test"  # always the same one, so that ninja compiles the shims once
+DECODER_LAYERS = {"RotaryPosEmb": 2, "SwiGLUMLP": 2, "SiLU": 2}
+REPLACED = {
+    "llama": DECODER_LAYERS | {"RMSNorm": 5},
+    "qwen3": DECODER_LAYERS | {"RMSNorm": 9},  # q_norm and k_norm are RMSNorms, too
+    "gemma3": {"RotaryPosEmb": 2, "GemmaRMSNorm": 13, "GeGLUMLP": 2, "GeluTanh": 2},
+    "gpt2": {"LayerNorm": 5, "GeluTanh": 2},
+}
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def variant(tmp_path_factory) -> Path:
+    """A variant with the objects of the library that is tested: only the shims are compiled for another namespace."""
+    build = info.read_build()
+    assert build is not None
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GLIBC")}
+    environment |= {"USE_CUDA": "0" if build.cuda is None else "1", "DEBUG": str(int(build.debug))}
+    environment |= {"TORCH_CUDA_ARCH_LIST": ";".join(build.architectures)}
+    folder = tmp_path_factory.mktemp("hub") / "build"
+    code = "import sys, pathlib; from scripts import hub; print(hub.lay_out(pathlib.Path(sys.argv[1]), sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(folder), NAMESPACE]
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return Path(made.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def models(variant) -> dict:
+    """What tests/hub_models.py finds."""
+    command = [sys.executable, "-m", "tests.hub_models", str(variant)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
+    from kernels.variants import parse_variant
+
+    parsed = parse_variant(variant.name)
+    build = info.read_build()
+    assert build is not None
+    device = "cpu" if build.cuda is None else "cu" + build.cuda.replace(".", "")
+    assert (str(parsed.framework.version), parsed.arch.backend.variant_str) == ("2.10", device)
+    assert (parsed.arch.platform, parsed.arch.os) == (os.uname().machine, "linux")
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert metadata["id"] == NAMESPACE
+    assert metadata["backend"].get("archs", []) == list(build.architectures)
+
+
+def test_the_copy_names_the_package_nowhere(variant) -> None:
+    """Else it would call the operators of the installed package, or need it."""
+    for path in variant.glob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = re.search(r"^\s*(from|import) extension_cpp\b|ops\.extension_cpp\.\w+\(", line)
+            assert found is None, f"{path.name}:{number}: {line}"
+    assert not {path.name for path in variant.iterdir()} & set(hub.LEFT_OUT)
+
+
+def test_library_uses_no_symbol_of_python(variant) -> None:
+    assert [fault for fault in hub.faults(variant / "libextension_cpp.so") if "Manylinux" not in fault] == []
+
+
+def test_namespace_follows_the_sources(monkeypatch, tmp_path) -> None:
+    csrc = tmp_path / "extension_cpp" / "csrc"
+    csrc.mkdir(parents=True)
+    files = [tmp_path / "build_library.py", tmp_path / "extension_cpp" / "ops.py", csrc / "a.c"]
+    for path in files:
+        path.write_text("")
+    monkeypatch.setattr(hub, "ROOT", tmp_path)
+    monkeypatch.setattr(hub, "PACKAGE", tmp_path / "extension_cpp")
+    monkeypatch.setattr(hub.build_library, "CSRC", csrc)
+    names = [hub.namespace_for("cpu"), hub.namespace_for("cpu")]
+    for path in files:
+        path.write_text("x")
+        names.append(hub.namespace_for("cpu"))
+    assert all(re.fullmatch("_extension_cpp_cpu_[0-9a-f]{10}", name) for name in names)
+    assert len(set(names)) == 4
+
+
+def test_two_copies_in_one_process(models) -> None:
+    assert models["namespaces"] == [NAMESPACE, "extension_cpp"]
+    assert models["results"][0] == models["results"][1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", REPLACED)
+def test_models_with_the_layers(name, dtype, models) -> None:
+    found = models["models"][f"{name} {dtype}"]
+    assert found["replaced"] == REPLACED[name]
+    for part in ("logits", "grads"):
+        ours, stock = found[part]
+        assert 0 < ours <= 2 * stock + 4 * torch.finfo(getattr(torch, dtype)).eps, (part, ours, stock)
+    assert found.get("compiled", 0.0) <= 1e-6
