@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs lint format sanitize wheel hub clean FORCE
+.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs lint format sanitize wheel release hub clean FORCE
 
 ifneq ($(origin PYTHON),undefined)
 ifeq ($(strip $(PYTHON)),)
@@ -97,6 +97,10 @@ wheel: $(READY)  ## dist/*.whl: one file for every Python from 3.10 and torch fr
 	@rm -rf dist build/bdist.* build/lib.*
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@ls -l dist
+
+release: wheel  ## the sdist beside that wheel, both checked in clean environments of every Python here, and checksums
+	$(call need,rich)
+	@$(PYTHON) -m scripts.release $(ARGS)
 
 hub: $(READY)  ## build/torch-stable-abi*/: copies for Hugging Face's kernels, for CPUs and for CUDA if there is nvcc
 	$(call need,$(BUILD_NEEDS) kernel_abi_check)

@@ -10,6 +10,7 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # pip does not put this folder on the path
 import build_library
@@ -46,6 +47,14 @@ class StableWheel(bdist_wheel):
         return "py3", "none", f"manylinux_{major}_{minor}_{platform.machine()}"
 
 
+class TaggedVersion(egg_info):
+    """Sets the tag after setup.cfg is read: the one in a source distribution has an empty tag."""
+
+    def finalize_options(self) -> None:
+        self.tag_build = tag()
+        super().finalize_options()
+
+
 def tag() -> str:
     """The local version of a wheel, as torch's: a build for the CPU alone and one for CUDA are two files."""
     if "sdist" in sys.argv:
@@ -64,7 +73,6 @@ def readme() -> str:
 setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
-    options={"egg_info": {"tag_build": tag()}},
     ext_modules=[Extension("extension_cpp.libextension_cpp", sources=[])],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": StableWheel},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": StableWheel, "egg_info": TaggedVersion},
 )

@@ -446,9 +446,23 @@ def setup_options(command: str, **variables: str) -> dict:
     [("bdist_wheel", "0", "+cpu"), ("bdist_wheel", "1", "+cu130"), ("dist_info", "1", "+cu130"), ("sdist", "1", "")],
 )
 def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, tmp_path):
-    """The files of a CPU build and a CUDA build have two names; the source distribution is for both."""
+    """The files of a CPU build and a CUDA build have two names; the source distribution is for both.
+
+    A source distribution has a setup.cfg with an empty tag.
+    """
     nvcc = script(tmp_path / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.48'\n")
-    assert setup_options(command, USE_CUDA=use_cuda, NVCC=str(nvcc))["options"]["egg_info"]["tag_build"] == tag
+    for name in ("setup.py", "build_library.py", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
+    ask = "import sys, setuptools; sys.argv[:] = ['setup.py', sys.argv[1]]; __file__ = 'setup.py'; "
+    ask += "setuptools.setup = lambda **options: given.update(options); given = {}; exec(open('setup.py').read()); "
+    ask += "distribution = setuptools.Distribution({'name': 'n', 'version': '1'}); distribution.parse_config_files(); "
+    ask += "made = given['cmdclass']['egg_info'](distribution); distribution._set_command_options(made); "
+    ask += "made.ensure_finalized(); print(made.egg_version)"
+    variables = os.environ | {"USE_CUDA": use_cuda, "NVCC": str(nvcc)}
+    told = run(sys.executable, "-c", ask, command, cwd=tmp_path, env=variables)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout == f"1{tag}\n"
 
 
 def test_readme_on_a_package_index_has_no_link_into_the_repository():

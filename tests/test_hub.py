@@ -72,10 +72,13 @@ def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
 
 def test_the_copy_names_the_package_nowhere(variant) -> None:
     """Else it would call the operators of the installed package, or need it."""
+    imports, operators = r"^\s*(from|import) extension_cpp\b", r"torch\.ops\.extension_cpp(?!\.\*)"
+    registered = r"\bregister\w*\(\s*f?\"extension_cpp::"
     for path in variant.glob("*.py"):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            found = re.search(r"^\s*(from|import) extension_cpp\b|ops\.extension_cpp\.\w+\(", line)
-            assert found is None, f"{path.name}:{number}: {line}"
+        found = re.search(f"{imports}|{operators}|{registered}", path.read_text(), re.MULTILINE)
+        assert found is None, f"{path.name}: {found[0]}"
+    for path in hub.build_library.CSRC.rglob("*"):
+        assert path.is_dir() or not re.search(r"STABLE_TORCH_LIBRARY\w*\(extension_cpp\b", path.read_text()), path
     assert not {path.name for path in variant.iterdir()} & set(hub.LEFT_OUT)
 
 
