@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs lint format sanitize wheel release hub clean FORCE
+.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs lint format sanitize wheel release hub aarch64 clean FORCE
 
 ifneq ($(origin PYTHON),undefined)
 ifeq ($(strip $(PYTHON)),)
@@ -31,7 +31,7 @@ need = $(if $(READY),,@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=
   $(PYTHON) check_environment.py $(1))
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo '  PYTHON=/path/to/python uses that environment; ARGS="..." is handed on; build_library.py names the build variables'
 
 # The stamp comes last, so that a set-up that broke off is taken up again. A .venv whose python3 is gone is made anew.
@@ -91,6 +91,11 @@ sanitize: $(READY)  ## C tests under address and undefined sanitizers; on a GPU 
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m pytest tests/test_c.py $(ARGS)
 	@PYTHON=$(PYTHON) scripts/sanitize_gpu
+
+aarch64: $(READY)  ## the C tests compiled for aarch64 and run under qemu-user
+	$(call need,$(TEST_NEEDS))
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m pytest --slow tests/test_c.py -k aarch64 $(ARGS)
 
 wheel: $(READY)  ## dist/*.whl: one file for every Python from 3.10 and torch from 2.10, every GPU from 7.5
 	$(call need,$(BUILD_NEEDS) setuptools wheel)

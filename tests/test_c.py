@@ -12,6 +12,7 @@ import functools
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection
@@ -193,6 +194,40 @@ def test_same_bits_on_all_levels_with_fma(run, test):
     assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
     if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges", "loss_reduce"):
         assert v3 == bits(run("plain", "baseline", test, STEPS["plain"]))
+
+
+CROSS = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
+IN_AN_EMULATOR = [test for test in TESTS if test != "norm_ranges"]  # that one takes many minutes
+
+
+@pytest.fixture(scope="session")
+def aarch64_program(tmp_path_factory) -> Path:
+    """The plain program for aarch64, which has one instruction set, and that has fma."""
+    if missing := [tool for tool in CROSS if shutil.which(tool) is None]:
+        pytest.skip(f"no {missing[0]} (Debian: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", CROSS[0])
+        patch.setattr(sys.modules[__name__], "LEVELS", {"baseline": []})
+        patch.setattr(sys.modules[__name__], "library_objects", lambda: None)
+        return compile_program("plain", tmp_path_factory.mktemp("aarch64"), ["baseline"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", IN_AN_EMULATOR)
+def test_aarch64(run, aarch64_program, test):
+    """Right, and bit for bit what v3 computes, but for float64, where both call their C library."""
+    step = STEPS["sanitized"]
+    emulated = subprocess.run(
+        [CROSS[1], "-L", "/usr/aarch64-linux-gnu", str(aarch64_program), test, str(step)],
+        capture_output=True,
+        text=True,
+    )
+    assert emulated.returncode == 0, emulated.stdout + emulated.stderr
+    if "v3" in LEVELS:
+        ours, wanted = (bits(output) for output in (emulated.stdout, run("plain", "v3", test, step)))
+        assert [line for line in ours if " float64 " not in line] == [
+            line for line in wanted if " float64 " not in line
+        ]
 
 
 def test_norm_plan(tmp_path: Path) -> None:
