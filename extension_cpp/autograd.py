@@ -94,7 +94,7 @@ def is_recorded() -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() > 0:
         return TracingContext.try_get() is None
-    return torch._C._is_tracing() or symbolic_trace._is_fx_tracing_flag
+    return torch._C._is_tracing() or symbolic_trace.is_fx_symbolic_tracing()
 
 
 def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
