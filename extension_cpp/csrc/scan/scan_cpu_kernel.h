@@ -245,5 +245,3 @@ static void NAME(cumsum)(const cumsum_args *args, int64_t begin, int64_t end, in
 }
 
 #include "scan/scan_cpu_recurrence_kernel.h"
-
-#include "scan/scan_cpu_logcumsumexp_kernel.h" /* its backward is a recurrence */
