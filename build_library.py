@@ -39,7 +39,7 @@ TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
 
 # Level names are those of the x86-64 psABI; common/cpu_level.h says how one is picked at run time.
 X86_LEVELS = {
-    "baseline": [],
+    "baseline": ["-O2"],  # for processors of before 2013: a small library is worth more than their speed
     "v3": ["-mavx2", "-mfma", "-mf16c"],
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
@@ -293,8 +293,6 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     # With -z defs undefined symbols are errors of the link, not of the first import.
     link_command, stdcxx = linker(cxx)
     link = [*stdcxx, "-shared", "-Wl,-z,defs", "-Wl,--version-script=exports.map", *HARDENED_LINK]
-    if not debug:
-        link.append("-Wl,-s")  # without the symbols of a debugger: a tenth of the size
     link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
     if nvcc:
         shim += ["-DWITH_CUDA", "-DUSE_CUDA"]

@@ -1621,7 +1621,7 @@ def _linear_recurrence_autocast(device_type: str, args: tuple[Any, ...]) -> tupl
     return *(x if x is None else x.to(dtype) for x in tensors), dim, reverse
 
 
-register_autocast_rule("extension_cpp::linear_recurrence", _linear_recurrence_autocast)
+register_autocast_rule("linear_recurrence", _linear_recurrence_autocast)
 
 
 # ---- cross_entropy ----

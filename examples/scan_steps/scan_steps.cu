@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(THREADS)
 
 int64_t tiles_of(int64_t n) { return (n + TILE - 1) / TILE; }
 
-// CTAs take tiles in the order in which they begin, so that the CTAs of all earlier tiles run or have
-// ended. With blockIdx.x in place of a ticket, CTAs that wait could fill the GPU, and the one that
-// they wait for would never begin.
+// CTAs take tiles in the order in which they begin, so that the CTAs of all earlier tiles run or
+// have ended. With blockIdx.x in place of a ticket, CTAs that wait could fill the GPU, and the one
+// that they wait for would never begin.
 __device__ void take_ticket(unsigned long long *tickets, int64_t tiles, int64_t *row,
                             int64_t *tile) {
   __shared__ int64_t taken[2];
@@ -154,8 +154,8 @@ __device__ void say(uint64_t *word, Known known, float sum) {
 }
 
 // The sum of all tiles before `tile`. One warp looks at 32 tiles at a time, the nearest first, and
-// stops at the first that knows the sum through itself. Which one that is depends on the timing, and
-// with it the order of the additions.
+// stops at the first that knows the sum through itself. Which one that is depends on the timing,
+// and with it the order of the additions.
 __device__ float look_back(uint64_t *words, int64_t tile) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float sum = 0;

@@ -1,5 +1,5 @@
-// Owns the namespace, which the build names. Every op adds its own fragment; this file is not edited
-// for an op.
+// Owns the namespace, which the build names. Every op adds its own fragment; this file is not
+// edited for an op.
 #include <torch/csrc/stable/library.h>
 
 #include "common/cpu_level.h"

@@ -30,7 +30,8 @@ std::string to_string(Sizes sizes);          // "[2, 3]"
 std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
 std::string dtype_string(const Tensor &x);   // "float32"
 
-// x's element type. Fails unless it is one of the four that kernels support; `hint` ends the sentence.
+// x's element type. Fails unless it is one of the four that kernels support; `hint` ends the
+// sentence.
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const char *hint = "");
 
 // Fails unless x is on the device of `like`.

@@ -1,5 +1,5 @@
-// cumsum, logcumsumexp and linear_recurrence: schemas, checks, allocation and registration. scan.h has
-// the kernels' contract, scan_shim.h says how a tensor becomes (outer, length, inner).
+// cumsum, logcumsumexp and linear_recurrence: schemas, checks, allocation and registration. scan.h
+// has the kernels' contract, scan_shim.h says how a tensor becomes (outer, length, inner).
 #include "scan/scan.h"
 
 #include <algorithm>

@@ -35,10 +35,10 @@ ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; 
 #define ONE (ZERO + 1)
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Inside 4 neighbours, lanes move up by 1 or by 2. Of 8 neighbours, the second 4 get the last of the
- * first 4; of 16, the second 8 get the last of the first 8. Into the other lanes comes `in`, whose
- * lanes are equal.
- * UP_FROM(a, b): b's lanes move up by 1, and the last of a comes in. LAST(x): all get the last. */
+/* Inside 4 neighbours, lanes move up by 1 or by 2. Of 8 neighbours, the second 4 get the last of
+ * the first 4; of 16, the second 8 get the last of the first 8. Into the other lanes comes `in`,
+ * whose lanes are equal. UP_FROM(a, b): b's lanes move up by 1, and the last of a comes in.
+ * LAST(x): all get the last. */
 #if LANES == 16
 #define UP_1(x, in) SHUFFLE(x, in, 16, 0, 1, 2, 16, 4, 5, 6, 16, 8, 9, 10, 16, 12, 13, 14)
 #define UP_2(x, in) SHUFFLE(x, in, 16, 16, 0, 1, 16, 16, 4, 5, 16, 16, 8, 9, 16, 16, 12, 13)

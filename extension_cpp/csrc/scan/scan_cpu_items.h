@@ -1,4 +1,4 @@
-/* How scans go over work items, lines and parts of lines. scan.h says what an item and a part are. */
+/* How scans go over work items, lines and parts of lines. scan.h says what these are. */
 #ifndef EXTENSION_CPP_SCAN_CPU_ITEMS_H
 #define EXTENSION_CPP_SCAN_CPU_ITEMS_H
 

@@ -3,7 +3,7 @@
 
 /* ---- blocks with any stride ---- */
 
-/* The first n elements of a block, `rest` in the other lanes. A stride of -1 goes down in memory. */
+/* The first n elements of a block, `rest` in the other lanes. A stride of -1 goes down. */
 NOINLINE void NAME(load_each)(ACC *restrict v, const T *p, int64_t stride, int n, ACC rest) {
   if (stride == 1 && sizeof(T) == 4) { /* a masked load */
     for (int k = 0; k < BLOCK; ++k) v[k] = k < n ? (ACC)NAME(widen)(p[k]) : rest;
@@ -85,7 +85,7 @@ ALWAYS_INLINE scan_output NAME(output_part)(scan_output y, const scan_item_t *it
   return y;
 }
 
-/* Whether results should be streamed past the caches, for `moves` reads and writes of an element. */
+/* Whether to stream results past the caches, for `moves` reads and writes of an element. */
 ALWAYS_INLINE int NAME(streams)(const scan_shape *shape, int64_t moves) {
   return cpu_should_stream(moves * shape->outer * shape->length * shape->inner *
                            (int64_t)sizeof(T));

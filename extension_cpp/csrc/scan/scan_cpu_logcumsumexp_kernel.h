@@ -1,7 +1,7 @@
 /* logcumsumexp and its gradient; the end of scan_cpu_recurrence_kernel.h.
  * With the maximum m of the elements before x, and s the sum of their exp(. - m), x changes s to
- * s + exp(x - m), or to s exp(m - x) + 1 if x is the new maximum: a recurrence with one exp for each
- * element. A part begins without elements; what lies before it is added to each result. */
+ * s + exp(x - m), or to s exp(m - x) + 1 if x is the new maximum: a recurrence with one exp for
+ * each element. A part begins without elements; what lies before it is added to each result. */
 
 /* exp(x - y) for x <= y, also if rounding or equal infinities hide that. */
 ALWAYS_INLINE ACC NAME(exp_difference)(ACC x, ACC y) {

@@ -23,7 +23,7 @@ NOINLINE pair_sum_t NAME(recur_row)(scan_input a, scan_input b, scan_output h, i
   return sum;
 }
 
-/* One step of a block of columns. The state h, and what the steps do to any state, (sum_a, sum_b). */
+/* One step of a block of columns: the state h, and what steps do to any state, (sum_a, sum_b). */
 ALWAYS_INLINE void NAME(recur_step)(const ACC *v, ACC *w, ACC *restrict h, ACC *restrict sum_a,
                                     ACC *restrict sum_b, int has_sum) {
   if (has_sum) {

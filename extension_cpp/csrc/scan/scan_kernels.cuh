@@ -1,5 +1,5 @@
-// The two kernels of the scans on the GPU, for every op: steps that are neighbours in memory (rows),
-// and lines that are (columns).
+// The two kernels of the scans on the GPU, for every op: steps that are neighbours in memory
+// (rows), and lines that are (columns).
 //
 // A thread copies its vectors into shared memory, asynchronously, so that many bytes are in flight
 // and few registers are taken. It makes the Part of its steps, the CTA joins the Parts to the state
@@ -146,8 +146,8 @@ struct RowSteps {
   }
 };
 
-// Copies vector w of input i if it lies in 16 aligned bytes. Else gathers its elements, in the order
-// of the steps, in the other call: kept apart, the code of the gathers is there once.
+// Copies vector w of input i if it lies in 16 aligned bytes. Else gathers its elements, in the
+// order of the steps, in the other call: kept apart, the code of the gathers is there once.
 template <typename Op>
 __device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const RowSteps &at,
                                        bool gathers) {

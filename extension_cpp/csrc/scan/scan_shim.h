@@ -12,10 +12,10 @@ namespace extension_cpp {
 // `dim` as an index from 0. A 0-d tensor has the dimensions 0 and -1, as in PyTorch.
 int64_t check_dim(const char *op, const Tensor &x, int64_t dim);
 
-// The dimensions of a dense result, split at the scanned one by their strides: those outside of it in
-// memory become `outer`, those inside `inner`. An input is read with its own strides if one stride
-// can step through each of the two groups, also stride 0 where it is broadcast. Else a copy in the
-// result's layout is read, which lives as long as the view.
+// The dimensions of a dense result, split at the scanned one by their strides: those outside of it
+// in memory become `outer`, those inside `inner`. An input is read with its own strides if one
+// stride can step through each of the two groups, also stride 0 where it is broadcast. Else a copy
+// in the result's layout is read, which lives as long as the view.
 class ScanView {
  public:
   // `like` is dense and has elements; dim is an index from 0.
@@ -48,8 +48,8 @@ class ScanView {
   std::vector<Tensor> copies_;
 };
 
-// A kernel; on the CPU what computes the totals of parts if the lines are too few for the threads; on
-// CUDA what says how much state the kernel needs.
+// A kernel; on the CPU what computes the totals of parts if the lines are too few for the threads;
+// on CUDA what says how much state the kernel needs.
 template <typename Args>
 struct ScanKernels {
   Kernel<Args> kernel;

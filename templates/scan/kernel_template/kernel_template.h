@@ -1,5 +1,6 @@
 /* kernel_template:          y[r,k] = decay * y[r,k-1] + x[r,k]                    y[r,-1] = 0
- * kernel_template_backward: grad_x[r,k] = decay * grad_x[r,k+1] + grad_out[r,k]   the same, reversed
+ * kernel_template_backward: grad_x[r,k] = decay * grad_x[r,k+1] + grad_out[r,k]   the same,
+ * reversed
  *   x, y    (rows, steps)  contiguous, one type, no overlap
  *   decay   from 0 to 1
  *   reverse whether the scan goes from the last step to the first

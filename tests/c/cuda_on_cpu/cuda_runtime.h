@@ -1,9 +1,9 @@
 // CUDA C on the CPU, for tests of what kernels compute: a .cu file without <<<>>> that is compiled
-// by the C++ compiler with -I of this folder runs its kernels here, slowly. CTAs run side by side on
-// a few threads of the CPU. The threads of a CTA are coroutines, which take turns at barriers in a
-// random order, and now and then one warp falls behind as far as it can, so that a missing barrier
-// shows. A barrier that only some threads reach ends the program with a sentence. Only what the
-// tested kernels call is here.
+// by the C++ compiler with -I of this folder runs its kernels here, slowly. CTAs run side by side
+// on a few threads of the CPU. The threads of a CTA are coroutines, which take turns at barriers in
+// a random order, and now and then one warp falls behind as far as it can, so that a missing
+// barrier shows. A barrier that only some threads reach ends the program with a sentence. Only what
+// the tested kernels call is here.
 #pragma once
 
 #include <ucontext.h>
