@@ -1,4 +1,7 @@
-"""The copy of the package for Hugging Face's `kernels`: its layout, both in one process, models with its layers."""
+"""The copy of the package for Hugging Face's `kernels`: its layout, both in one process, models with its layers.
+
+Compiling the shims for another namespace takes more than a minute of processor time, so most of it is in the slow
+tier. The quick tier still sees the layers beside the models' own (test_layers.py)."""
 
 import importlib.util
 import json
@@ -56,6 +59,7 @@ def models(variant) -> dict:
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
     from kernels.variants import parse_variant
 
@@ -70,6 +74,7 @@ def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
     assert metadata["backend"].get("archs", []) == list(build.architectures)
 
 
+@pytest.mark.slow
 def test_the_copy_names_the_package_nowhere(variant) -> None:
     """Else it would call the operators of the installed package, or need it."""
     imports, operators = r"^\s*(from|import) extension_cpp\b", r"torch\.ops\.extension_cpp(?!\.\*)"
@@ -82,6 +87,7 @@ def test_the_copy_names_the_package_nowhere(variant) -> None:
     assert not {path.name for path in variant.iterdir()} & set(hub.LEFT_OUT)
 
 
+@pytest.mark.slow
 def test_library_uses_no_symbol_of_python(variant) -> None:
     assert [fault for fault in hub.faults(variant / "libextension_cpp.so") if "Manylinux" not in fault] == []
 
@@ -103,11 +109,13 @@ def test_namespace_follows_the_sources(monkeypatch, tmp_path) -> None:
     assert len(set(names)) == 4
 
 
+@pytest.mark.slow
 def test_two_copies_in_one_process(models) -> None:
     assert models["namespaces"] == [NAMESPACE, "extension_cpp"]
     assert models["results"][0] == models["results"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", REPLACED)
 def test_models_with_the_layers(name, dtype, models) -> None:
