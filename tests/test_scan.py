@@ -1,11 +1,14 @@
 """Scans: long lines that several threads share, strides that are read as they are, and what may reach what."""
 
 import itertools
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import build_library
 import extension_cpp
 from extension_cpp.nn import MinGRU
 from tests.checks import maker
@@ -157,3 +160,32 @@ def test_autocast_promotes(device: str) -> None:
     assert torch.equal(h, extension_cpp.linear_recurrence(a, b.float(), b[0].float()))
     with pytest.raises(RuntimeError, match="expected a to be bfloat16 like b, but got float32"):
         extension_cpp.linear_recurrence(a, b)
+
+
+PLANS = r"""
+#include <cstdio>
+#include <initializer_list>
+#include "scan/scan_plan.h"
+int main() {
+  for (int width : {2, 4, 8})
+    for (int vectors : {2, 4, 8, 16})
+      for (int64_t length : {1, 2, 5, 16, 17, 100, 255, 1000, 4096, 9001, 300000})
+        for (int64_t inner : {1, 2, 3, 40, 5000})
+          for (int64_t outer : {1, 3, 1000}) {
+            const scan_shape shape{outer, length, inner, DTYPE_FLOAT32, nullptr};
+            const scans::Plan plan = scans::pick(shape, width, vectors, vectors);
+            std::printf("%d %d %lld %d %d %d %d %lld %lld\n", width, vectors, (long long)length, plan.is_rows,
+                        plan.lanes, plan.segments, plan.vectors, (long long)plan.steps, (long long)plan.tiles);
+          }
+}
+"""
+
+
+def test_a_line_is_cut_by_its_length_alone_on_a_gpu(tmp_path: Path) -> None:
+    """So that its bits do not depend on the other lines: one plan for rows and one for columns of each length."""
+    source, program = tmp_path / "plans.cpp", tmp_path / "plans"
+    source.write_text(PLANS)
+    command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", f"-I{build_library.CSRC}"]
+    subprocess.run([*command, source, "-o", program], check=True)
+    lines = set(subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines())
+    assert len(lines) == 3 * 4 * 11 * 2

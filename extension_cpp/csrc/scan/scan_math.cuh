@@ -70,8 +70,7 @@ struct Linear {
 
 // part(in, is_first): the Part of one step. step(in, is_first, state, out): moves the state over
 // one step and gives the results there. in[i] is input i at the step + shift(i), 0 outside of the
-// line. ROW_VECTORS, COLUMN_VECTORS:
-// 16-byte vectors of each input that a thread holds.
+// line. ROW_VECTORS, COLUMN_VECTORS: the 16-byte vectors of each input that a thread has.
 
 template <typename Element>
 struct Cumsum {
