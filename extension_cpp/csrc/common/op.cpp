@@ -95,6 +95,15 @@ void check_shape(const char *op, const char *name, const Tensor &x, const char *
   }
 }
 
+int64_t check_dim(const char *op, const Tensor &x, int64_t dim) {
+  const int64_t dims = std::max<int64_t>(x.dim(), 1);
+  if (dim < -dims || dim >= dims) {
+    fail(op, "expected dim in [" + std::to_string(-dims) + ", " + std::to_string(dims - 1) +
+                 "], but got " + std::to_string(dim));
+  }
+  return dim < 0 ? dim + dims : dim;
+}
+
 void check_probability(const char *op, double p) {
   if (!(p >= 0 && p <= 1)) {
     std::ostringstream text;

@@ -49,6 +49,10 @@ void check_shape(const char *op, const char *name, const Tensor &x, const char *
 // x's element type. Fails unless bias is like x and has the size of x's last dimension.
 dtype_t check_bias(const char *op, const Tensor &x, const Tensor &bias);
 
+// `dim` as an index from 0. Fails unless x has it; a 0-d tensor has the dimensions 0 and -1, as in
+// PyTorch.
+int64_t check_dim(const char *op, const Tensor &x, int64_t dim);
+
 // Fails unless 0 <= p <= 1.
 void check_probability(const char *op, double p);
 

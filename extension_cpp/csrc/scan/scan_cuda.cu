@@ -1,8 +1,9 @@
-// The scans on the GPU: from the arguments of each op to a launch. scan_kernels.cuh has the two
-// kernels, scan_math.cuh what an op does at a step, scan_tile.cuh how tiles are joined, scan_plan.h
-// how a scan is divided into tiles.
+// The scans on the GPU: from the arguments of each op to a launch. scan_rows.cuh and
+// scan_columns.cuh have the two kernels, scan_math.cuh what an op does at a step, scan_tile.cuh how
+// tiles are joined, scan_plan.h how a scan is divided into tiles.
 #include "scan/scan.h"
-#include "scan/scan_kernels.cuh"
+#include "scan/scan_columns.cuh"
+#include "scan/scan_rows.cuh"
 
 namespace scans {
 

@@ -4,15 +4,6 @@
 
 namespace extension_cpp {
 
-int64_t check_dim(const char *op, const Tensor &x, int64_t dim) {
-  const int64_t dims = std::max<int64_t>(x.dim(), 1);
-  if (dim < -dims || dim >= dims) {
-    fail(op, "expected dim in [" + std::to_string(-dims) + ", " + std::to_string(dims - 1) +
-                 "], but got " + std::to_string(dim));
-  }
-  return dim < 0 ? dim + dims : dim;
-}
-
 ScanView::ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype)
     : sizes_(like.sizes().begin(), like.sizes().end()),
       strides_(like.strides().begin(), like.strides().end()),

@@ -9,9 +9,6 @@
 
 namespace extension_cpp {
 
-// `dim` as an index from 0. A 0-d tensor has the dimensions 0 and -1, as in PyTorch.
-int64_t check_dim(const char *op, const Tensor &x, int64_t dim);
-
 // The dimensions of a dense result, split at the scanned one by their strides: those outside of it
 // in memory become `outer`, those inside `inner`. An input is read with its own strides if one
 // stride can step through each of the two groups, also stride 0 where it is broadcast. Else a copy

@@ -13,16 +13,6 @@ struct Shape {
   int64_t outer, cols, inner;
 };
 
-// `dim` as an index from 0. A 0-d tensor has the dimensions 0 and -1, as in PyTorch.
-static int64_t check_dim(const char *op, const Tensor &x, int64_t dim) {
-  const int64_t dims = std::max<int64_t>(x.dim(), 1);
-  if (dim < -dims || dim >= dims) {
-    fail(op, "expected dim in [" + std::to_string(-dims) + ", " + std::to_string(dims - 1) +
-                 "], but got " + std::to_string(dim));
-  }
-  return dim < 0 ? dim + dims : dim;
-}
-
 // x is dense and has elements.
 static Shape shape_of(const Tensor &x, int64_t dim) {
   if (x.dim() == 0 || x.size(dim) == 1) return {x.numel(), 1, 1};

@@ -1,0 +1,235 @@
+// Scans on the GPU whose steps are neighbours in memory (inner = 1).
+#ifndef EXTENSION_CPP_SCAN_ROWS_CUH
+#define EXTENSION_CPP_SCAN_ROWS_CUH
+
+#include "scan/scan_memory.cuh"
+
+namespace scans {
+
+// A thread has a run of VECTORS neighbouring vectors. To copy them, the lanes of a warp take
+// neighbouring vectors, and vector number w of the warp goes to place w + w / VECTORS, so that runs
+// begin in different banks.
+template <typename Op>
+__device__ inline uint4 &row_vector(int i, int w) {
+  constexpr int WARP = 32 * (Op::ROW_VECTORS + 1);
+  return held[(i * WARPS + threadIdx.x / 32) * WARP + w + w / Op::ROW_VECTORS];
+}
+
+// The steps of vector number w of a warp.
+struct RowSteps {
+  int64_t row, step, count;  // count: steps from `step` on, 0 if there are none
+
+  template <typename Op>
+  __device__ RowSteps(const Params<Op> &p, int64_t first_row, int64_t first_step, int w) {
+    const int vector = threadIdx.x / 32 * (32 * Op::ROW_VECTORS) + w;  // of the CTA
+    row = first_row + (vector >> p.plan.row_shift);
+    step = first_step + (vector & (p.plan.row_vectors - 1)) * WIDTH<typename Op::T>;
+    count = row < p.outer && step < p.length ? p.length - step : 0;
+  }
+};
+
+// Copies vector w of input i if it lies in 16 aligned bytes. Else gathers its elements, in the
+// order of the steps, in the other call: kept apart, the code of the gathers is there once.
+template <typename Op>
+__device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const RowSteps &at,
+                                       bool gathers) {
+  using T = typename Op::T;
+  constexpr int N = WIDTH<T>;
+  const Operand &in = p.in[i];
+  const T *const from = element<T>(in.at, at.row, at.step, 0);
+  const bool is_whole = at.count >= N && in.is_vector;
+  if (!gathers) {
+    if (is_whole) copy_vector(row_vector<Op>(i, w), in.at.step > 0 ? from : from - (N - 1), true);
+  } else if (!is_whole) {
+    row_vector<Op>(i, w) = gather(from, in.at.step, at.count);
+  }
+}
+
+// Writes what `results` holds of vector w, in the order of the steps.
+template <typename Op>
+__device__ inline void put_row_vector(const Params<Op> &p, int o, int w, const RowSteps &at) {
+  using T = typename Op::T;
+  using A = typename Op::A;
+  constexpr int N = WIDTH<T>;
+  if (at.count == 0) return;
+  const Result &out = p.out[o];
+  T *const to = element<T>(out.at, at.row, at.step, 0);
+  A v[N];
+  unpack<T, N>(v, row_vector<Op>(o, w));
+  if (out.is_vector && at.count >= N) {
+    if (out.at.step < 0) reverse(v);
+    store<T, N>(out.at.step > 0 ? to : to - (N - 1), v);
+  } else {
+    scatter(to, out.at.step, at.count, v);
+  }
+}
+
+// Goes over the steps of a thread's run, which may have several short rows.
+template <typename Op>
+struct Run {
+  using T = typename Op::T;
+  using A = typename Op::A;
+  static constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
+  const Params<Op> &p;
+  const int64_t first_row, first_step;
+  const int first, vectors;  // the first vector of the warp; vectors of the run in a row
+  RowSteps at;               // of the first vector in the row
+  A edges[Op::INPUTS];  // of an input with a shift, the step before or after the run in the row
+
+  __device__ Run(const Params<Op> &p, int64_t first_row, int64_t first_step)
+      : p(p),
+        first_row(first_row),
+        first_step(first_step),
+        first(threadIdx.x % 32 * K),
+        vectors(min(K, p.plan.row_vectors)),
+        at(p, first_row, first_step, first) {
+    load_edges();
+  }
+
+  __device__ void load_edges() {
+#pragma unroll
+    for (int i = 0; i < Op::INPUTS; ++i) {
+      const int64_t step = at.step + (Op::shift(i) < 0 ? -1 : vectors * N);
+      edges[i] = 0;
+      if (Op::shift(i) == 0 || at.count == 0 || step < 0) continue;
+      edges[i] = to_acc(step < p.length ? *element<T>(p.in[i].at, at.row, step, 0)
+                                        : after_last(p, at.row, 0));
+    }
+  }
+
+  // Vector k of input i in the order of the steps; it is number `in_row` of the run in its row.
+  __device__ void get(A (&v)[N], int i, int k, int in_row) const {
+    unpack<T, N>(v, row_vector<Op>(i, first + k));
+    if (p.in[i].is_vector && p.in[i].at.step < 0 && at.count >= (in_row + 1) * N) reverse(v);
+  }
+
+  // The same with the shift of the input; `before` is its value before the vector.
+  __device__ void get_shifted(A (&v)[N], int i, int k, int in_row, A &before) const {
+    get(v, i, k, in_row);
+    if (Op::shift(i) < 0) {
+      const A last = v[N - 1];
+#pragma unroll
+      for (int j = N - 1; j > 0; --j) v[j] = v[j - 1];
+      v[0] = in_row == 0 ? edges[i] : before;
+      before = last;
+    } else if (Op::shift(i) > 0) {
+      A next[N] = {edges[i]};
+      if (in_row < vectors - 1) get(next, i, k + 1, in_row + 1);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        v[j] = at.count == in_row * N + j + 1 ? edges[i] : j < N - 1 ? v[j + 1] : next[0];
+      }
+    }
+  }
+
+  // begin_row() is called before the first vector in each row; step(inputs, is_first, is_last, j)
+  // for step j of a vector, with whether it is the first or the last of the row; and
+  // after_vector(k).
+  template <typename B, typename F, typename G>
+  __device__ void for_each_step(B &&begin_row, F &&f, G &&after_vector) {
+    A before[Op::INPUTS];
+#pragma unroll 1
+    for (int k = 0; k < K; ++k) {
+      const int in_row = k & (vectors - 1);
+      if (in_row == 0) {
+        if (vectors < K) {
+          at = RowSteps(p, first_row, first_step, first + k);
+          load_edges();
+        }
+        begin_row();
+      }
+      A v[Op::INPUTS][N];
+#pragma unroll
+      for (int i = 0; i < Op::INPUTS; ++i) get_shifted(v[i], i, k, in_row, before[i]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        A x[Op::INPUTS];
+#pragma unroll
+        for (int i = 0; i < Op::INPUTS; ++i) x[i] = v[i][j];
+        f(x, at.step == 0 && in_row + j == 0, at.count == in_row * N + j + 1, j);
+      }
+      after_vector(k);
+    }
+  }
+};
+
+template <typename Op>
+__global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ Params<Op> p) {
+  using T = typename Op::T;
+  using A = typename Op::A;
+  using Algebra = typename Op::Algebra;
+  using Part = typename Algebra::Part;
+  constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
+  __shared__ Table<Algebra, A, 2 * WARPS> table;
+  const Plan &plan = p.plan;
+  const int64_t tile = blockIdx.x % plan.tiles, first_step = tile * plan.steps;
+  const int64_t first_row = blockIdx.x / plan.tiles * plan.rows;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 4
+  for (int k = 0; k < K; ++k) {
+    const RowSteps at(p, first_row, first_step, k * 32 + lane);
+#pragma unroll
+    for (int i = 0; i < Op::INPUTS; ++i) copy_row_vector(p, i, k * 32 + lane, at, false);
+  }
+#pragma unroll 1
+  for (int k = 0; k < K; ++k) {
+    const RowSteps at(p, first_row, first_step, k * 32 + lane);
+    for (int i = 0; i < Op::INPUTS; ++i) copy_row_vector(p, i, k * 32 + lane, at, true);
+  }
+  Run<Op> run(p, first_row, first_step);
+  wait_for_copies();
+  __syncwarp();
+  Part all = Algebra::identity(), before = all;  // of the run; of the lanes before it in the row
+  if (plan.lanes > 1) {
+    bool is_begun = false;
+    run.for_each_step([] {},
+                      [&](const A(&x)[Op::INPUTS], bool is_first, bool, int) {
+                        const Part part = p.op.part(x, is_first);
+                        all = is_begun ? Algebra::join(all, part) : part;
+                        is_begun = true;
+                      },
+                      [](int) {});
+    before = lanes_before<Algebra>(all, plan.lanes);
+  }
+  A reached = Algebra::start();  // before the warp
+  if (plan.segments > 0) {
+    const int segment = warp % plan.segments, column = warp / plan.segments;
+    if (lane == 31) table.put(table.place(segment, plan.columns, column), all);
+    table.join_segments(plan);
+    table.template put_states<1>(p.state, p.layout, plan, first_row, tile,
+                                 [&](int c) { return start_state(p, first_row + c, 0); });
+    reached = table.state(segment, plan.columns, column);
+  }
+  A state, results[Op::OUTPUTS][N];
+  run.for_each_step(
+      [&] {
+        state = plan.segments > 0 ? reached : start_state(p, run.at.row, 0);
+        if (lane % plan.lanes > 0) state = Algebra::apply(before, state);
+      },
+      [&](const A(&x)[Op::INPUTS], bool is_first, bool is_last, int j) {
+        A out[Op::OUTPUTS];
+        p.op.step(x, is_first, state, out);
+#pragma unroll
+        for (int o = 0; o < Op::OUTPUTS; ++o) results[o][j] = out[o];
+        if (Op::OUTPUTS == 2 && p.grad_start.data != nullptr && is_last) {
+          put_grad_start(p, run.at.row, 0, state);
+        }
+      },
+      [&](int k) {  // in place of the inputs
+#pragma unroll
+        for (int o = 0; o < Op::OUTPUTS; ++o) {
+          row_vector<Op>(o, run.first + k) = pack<T, N>(results[o]);
+        }
+      });
+  __syncwarp();
+#pragma unroll 2
+  for (int k = 0; k < K; ++k) {
+    const RowSteps at(p, first_row, first_step, k * 32 + lane);
+#pragma unroll
+    for (int o = 0; o < Op::OUTPUTS; ++o) put_row_vector(p, o, k * 32 + lane, at);
+  }
+}
+
+}  // namespace scans
+
+#endif
