@@ -18,10 +18,11 @@ static void activation_backward_cpu_range(int64_t begin, int64_t end,
 }
 
 static void activation_double_backward_cpu_range(int64_t begin, int64_t end,
-                                                 const activation_double_backward_args *args){
-    DISPATCH_DTYPE(args->dtype, activation_double_backward, args, chunk_begin(begin, args->numel),
-                   chunk_begin(end, args->numel))}
+                                                 const activation_double_backward_args *args) {
+  DISPATCH_DTYPE(args->dtype, activation_double_backward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel))
+}
 
 CPU_ENTRY(activation_forward_cpu, activation_forward_args)
-    CPU_ENTRY(activation_backward_cpu, activation_backward_args)
-        CPU_ENTRY(activation_double_backward_cpu, activation_double_backward_args)
+CPU_ENTRY(activation_backward_cpu, activation_backward_args)
+CPU_ENTRY(activation_double_backward_cpu, activation_double_backward_args)

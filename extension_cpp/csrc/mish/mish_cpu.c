@@ -25,9 +25,11 @@ static void mish_backward_cpu_range(int64_t begin, int64_t end, const mish_backw
 }
 
 static void mish_double_backward_cpu_range(int64_t begin, int64_t end,
-                                           const mish_double_backward_args *args){
-    DISPATCH_DTYPE(args->dtype, mish_double_backward, args, chunk_begin(begin, args->numel),
-                   chunk_begin(end, args->numel))}
+                                           const mish_double_backward_args *args) {
+  DISPATCH_DTYPE(args->dtype, mish_double_backward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel))
+}
 
-CPU_ENTRY(mish_forward_cpu, mish_forward_args) CPU_ENTRY(mish_backward_cpu, mish_backward_args)
-    CPU_ENTRY(mish_double_backward_cpu, mish_double_backward_args)
+CPU_ENTRY(mish_forward_cpu, mish_forward_args)
+CPU_ENTRY(mish_backward_cpu, mish_backward_args)
+CPU_ENTRY(mish_double_backward_cpu, mish_double_backward_args)

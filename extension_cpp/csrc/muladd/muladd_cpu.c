@@ -14,9 +14,11 @@ static void muladd_forward_cpu_range(int64_t begin, int64_t end, const muladd_fo
                  chunk_begin(end, args->numel))
 }
 
-static void muladd_backward_cpu_range(int64_t begin, int64_t end, const muladd_backward_args *args){
-    DISPATCH_DTYPE(args->dtype, muladd_backward, args, chunk_begin(begin, args->numel),
-                   chunk_begin(end, args->numel))}
+static void muladd_backward_cpu_range(int64_t begin, int64_t end,
+                                      const muladd_backward_args *args) {
+  DISPATCH_DTYPE(args->dtype, muladd_backward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel))
+}
 
 CPU_ENTRY(muladd_forward_cpu, muladd_forward_args)
-    CPU_ENTRY(muladd_backward_cpu, muladd_backward_args)
+CPU_ENTRY(muladd_backward_cpu, muladd_backward_args)

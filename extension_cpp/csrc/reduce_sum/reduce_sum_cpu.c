@@ -40,7 +40,8 @@ ALWAYS_INLINE void store_sums(const reduce_sum_args *args, int64_t i, const doub
 #define KERNEL_BODY "reduce_sum/reduce_sum_cpu_kernel.h"
 #include "common/for_each_dtype.h"
 
-static void reduce_sum_cpu_range(int64_t begin, int64_t end, const reduce_sum_args *args){
-    DISPATCH_DTYPE(args->dtype, reduce_sum, args, begin, end)}
+static void reduce_sum_cpu_range(int64_t begin, int64_t end, const reduce_sum_args *args) {
+  DISPATCH_DTYPE(args->dtype, reduce_sum, args, begin, end)
+}
 
 CPU_ENTRY(reduce_sum_cpu, reduce_sum_args)

@@ -13,8 +13,10 @@ static void relu_forward_cpu_range(int64_t begin, int64_t end, const relu_forwar
                  chunk_begin(end, args->numel))
 }
 
-static void relu_backward_cpu_range(int64_t begin, int64_t end, const relu_backward_args *args){
-    DISPATCH_DTYPE(args->dtype, relu_backward, args, chunk_begin(begin, args->numel),
-                   chunk_begin(end, args->numel))}
+static void relu_backward_cpu_range(int64_t begin, int64_t end, const relu_backward_args *args) {
+  DISPATCH_DTYPE(args->dtype, relu_backward, args, chunk_begin(begin, args->numel),
+                 chunk_begin(end, args->numel))
+}
 
-CPU_ENTRY(relu_forward_cpu, relu_forward_args) CPU_ENTRY(relu_backward_cpu, relu_backward_args)
+CPU_ENTRY(relu_forward_cpu, relu_forward_args)
+CPU_ENTRY(relu_backward_cpu, relu_backward_args)

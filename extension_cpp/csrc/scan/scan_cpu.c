@@ -15,58 +15,18 @@
 #define KERNEL_BODY "scan/scan_cpu_kernel.h"
 #include "common/for_each_dtype.h"
 
-static void cumsum_cpu_range(int64_t begin, int64_t end, const cumsum_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, cumsum, args, begin, end, 0)
-}
+/* <op>_cpu, which writes the results, and <op>_totals_cpu, which only finds what a part adds. */
+#define SCAN_RANGE(name, args_type, kernel, only_total)                         \
+  static void name##_range(int64_t begin, int64_t end, const args_type *args) { \
+    DISPATCH_DTYPE(args->shape.dtype, kernel, args, begin, end, only_total)     \
+  }                                                                             \
+  CPU_ENTRY(name, args_type)
+#define SCAN_ENTRIES(op, kernel)             \
+  SCAN_RANGE(op##_cpu, op##_args, kernel, 0) \
+  SCAN_RANGE(op##_totals_cpu, op##_args, kernel, 1)
 
-static void cumsum_totals_cpu_range(int64_t begin, int64_t end, const cumsum_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, cumsum, args, begin, end, 1)
-}
-
-static void linear_recurrence_cpu_range(int64_t begin, int64_t end,
-                                        const linear_recurrence_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, recurrence, args, begin, end, 0)
-}
-
-static void linear_recurrence_totals_cpu_range(int64_t begin, int64_t end,
-                                               const linear_recurrence_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, recurrence, args, begin, end, 1)
-}
-
-static void linear_recurrence_backward_cpu_range(int64_t begin, int64_t end,
-                                                 const linear_recurrence_backward_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, recurrence_backward, args, begin, end, 0)
-}
-
-static void linear_recurrence_backward_totals_cpu_range(
-    int64_t begin, int64_t end, const linear_recurrence_backward_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, recurrence_backward, args, begin, end, 1)
-}
-
-static void logcumsumexp_cpu_range(int64_t begin, int64_t end, const logcumsumexp_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, logcumsumexp, args, begin, end, 0)
-}
-
-static void logcumsumexp_totals_cpu_range(int64_t begin, int64_t end,
-                                          const logcumsumexp_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, logcumsumexp, args, begin, end, 1)
-}
-
-static void logcumsumexp_backward_cpu_range(int64_t begin, int64_t end,
-                                            const logcumsumexp_backward_args *args) {
-  DISPATCH_DTYPE(args->shape.dtype, logcumsumexp_backward, args, begin, end, 0)
-}
-
-static void logcumsumexp_backward_totals_cpu_range(int64_t begin, int64_t end,
-                                                   const logcumsumexp_backward_args *args){
-    DISPATCH_DTYPE(args->shape.dtype, logcumsumexp_backward, args, begin, end, 1)}
-
-CPU_ENTRY(cumsum_cpu, cumsum_args) CPU_ENTRY(cumsum_totals_cpu, cumsum_args)
-    CPU_ENTRY(linear_recurrence_cpu, linear_recurrence_args) CPU_ENTRY(linear_recurrence_totals_cpu,
-                                                                       linear_recurrence_args)
-        CPU_ENTRY(linear_recurrence_backward_cpu, linear_recurrence_backward_args)
-            CPU_ENTRY(linear_recurrence_backward_totals_cpu, linear_recurrence_backward_args)
-                CPU_ENTRY(logcumsumexp_cpu, logcumsumexp_args)
-                    CPU_ENTRY(logcumsumexp_totals_cpu, logcumsumexp_args)
-                        CPU_ENTRY(logcumsumexp_backward_cpu, logcumsumexp_backward_args)
-                            CPU_ENTRY(logcumsumexp_backward_totals_cpu, logcumsumexp_backward_args)
+SCAN_ENTRIES(cumsum, cumsum)
+SCAN_ENTRIES(logcumsumexp, logcumsumexp)
+SCAN_ENTRIES(logcumsumexp_backward, logcumsumexp_backward)
+SCAN_ENTRIES(linear_recurrence, recurrence)
+SCAN_ENTRIES(linear_recurrence_backward, recurrence_backward)

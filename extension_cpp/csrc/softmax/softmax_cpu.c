@@ -35,8 +35,9 @@ static void softmax_forward_cpu_range(int64_t begin, int64_t end,
 }
 
 static void softmax_backward_cpu_range(int64_t begin, int64_t end,
-                                       const softmax_backward_args *args){
-    DISPATCH_DTYPE(args->dtype, softmax_backward, args, begin, end)}
+                                       const softmax_backward_args *args) {
+  DISPATCH_DTYPE(args->dtype, softmax_backward, args, begin, end)
+}
 
 CPU_ENTRY(softmax_forward_cpu, softmax_forward_args)
-    CPU_ENTRY(softmax_backward_cpu, softmax_backward_args)
+CPU_ENTRY(softmax_backward_cpu, softmax_backward_args)
