@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant
       sum[j] = k == 0 ? part : Algebra::join(sum[j], part);
     });
   }
-  A state[N];
+  typename Algebra::State state[N];
   if (plan.segments > 1) {
 #pragma unroll
     for (int j = 0; j < N; ++j) table.put(table.place(segment, plan.columns, column + j), sum[j]);

@@ -24,8 +24,9 @@ static Plan plan_of(const scan_shape &shape) {
 
 template <typename Op>
 static StateLayout layout_of(const scan_shape &shape) {
-  constexpr int PIECES = sizeof(typename Op::A) / 4;
-  return state_layout(plan_of<Op>(shape), shape.outer, Op::Algebra::WORDS * PIECES, PIECES);
+  using Algebra = typename Op::Algebra;
+  return state_layout(plan_of<Op>(shape), shape.outer, sizeof(typename Algebra::Part) / 4,
+                      sizeof(typename Algebra::State) / 4);
 }
 
 // Fills in what all ops share and launches the kernel.

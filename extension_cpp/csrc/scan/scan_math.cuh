@@ -1,7 +1,7 @@
 // The algebra of the scans on the GPU, and what each op reads and writes at a step.
 //
-// A Part summarises consecutive steps; join(before, after) summarises both. A state is what a line
-// has reached; apply(part, state) is the state after the steps of the part.
+// A Part summarises consecutive steps; join(before, after) summarises both. A State is what a line
+// has reached; apply(part, state) is the State after the steps of the Part.
 #ifndef EXTENSION_CPP_SCAN_MATH_CUH
 #define EXTENSION_CPP_SCAN_MATH_CUH
 
@@ -11,58 +11,61 @@
 
 namespace scans {
 
-template <typename A, int WORDS>
+template <typename A, int COUNT>
 struct Words {
-  A v[WORDS];
+  static constexpr int WORDS = COUNT;
+  A v[COUNT];
 };
 
 // ---- algebras ----
 
 template <typename A>
 struct Sum {
-  static constexpr int WORDS = 1;
   using Part = Words<A, 1>;
-  static __device__ A start() { return 0; }
+  using State = Part;
+  static __device__ State start() { return {{0}}; }
   static __device__ Part identity() { return {{0}}; }
   static __device__ Part join(Part before, Part after) { return {{before.v[0] + after.v[0]}}; }
-  static __device__ A apply(Part part, A state) { return state + part.v[0]; }
+  static __device__ State apply(Part part, State state) { return join(state, part); }
 };
 
-// log(exp(a) + exp(b)). Equal arguments, infinities too, have the distance 0.
-__device__ inline float log_add_exp(float a, float b) {
-  const float most = a > b ? a : b;
-  return most + log1pf(expf(a == b ? 0.0f : -fabsf(a - b)));
-}
-__device__ inline double log_add_exp(double a, double b) {
-  const double most = a > b ? a : b;
-  return most + log1p(exp(a == b ? 0.0 : -fabs(a - b)));
+// exp(a - b) where a <= b but for rounding. Equal infinities give 1.
+template <typename A>
+__device__ inline A exp_difference(A a, A b) {
+  return a >= b ? A(1) : exp(a - b);
 }
 
+// A Part of numbers x_k is {m, s}: m is the largest x_k, s the sum of exp(x_k - m). Their logarithm
+// m + log(s) would round at each join. NaN is in s alone.
 template <typename A>
 struct LogSum {
-  static constexpr int WORDS = 1;
-  using Part = Words<A, 1>;
-  static __device__ A start() { return -INFINITY; }
-  static __device__ Part identity() { return {{-INFINITY}}; }
+  using Part = Words<A, 2>;
+  using State = Part;
+  static __device__ State start() { return {{-INFINITY, 0}}; }
+  static __device__ Part identity() { return {{-INFINITY, 0}}; }
+  static __device__ Part of(A x) { return x == x ? Part{{x, 1}} : Part{{-INFINITY, x}}; }
   static __device__ Part join(Part before, Part after) {
-    return {{log_add_exp(before.v[0], after.v[0])}};
+    const bool is_above = after.v[0] > before.v[0];
+    const Part high = is_above ? after : before, low = is_above ? before : after;
+    return {{high.v[0], fma(low.v[1], exp_difference(low.v[0], high.v[0]), high.v[1])}};
   }
-  static __device__ A apply(Part part, A state) { return log_add_exp(state, part.v[0]); }
+  static __device__ State apply(Part part, State state) { return join(state, part); }
 };
 
 // state = decay * state + value; a Part is {decay, value}.
 template <typename A>
 struct Linear {
-  static constexpr int WORDS = 2;
   using Part = Words<A, 2>;
-  static __device__ A start() { return 0; }
+  using State = Words<A, 1>;
+  static __device__ State start() { return {{0}}; }
   static __device__ Part identity() { return {{1, 0}}; }
   static __device__ Part join(Part before, Part after) {
     return {{before.v[0] * after.v[0], fma(after.v[0], before.v[1], after.v[1])}};
   }
   // The decay of many steps may overflow. It must not make a state of 0 NaN.
-  static __device__ A apply(Part part, A state) {
-    return state == 0 && part.v[0] == part.v[0] ? part.v[1] : fma(part.v[0], state, part.v[1]);
+  static __device__ State apply(Part part, State state) {
+    const A x = state.v[0];
+    return {{x == 0 && part.v[0] == part.v[0] ? part.v[1] : fma(part.v[0], x, part.v[1])}};
   }
 };
 
@@ -81,10 +84,10 @@ struct Cumsum {
   static __device__ constexpr int shift(int) { return 0; }
   bool exclusive;
   __device__ Words<A, 1> part(const A (&in)[1], bool) const { return {{in[0]}}; }
-  __device__ void step(const A (&in)[1], bool, A &state, A (&out)[1]) const {
-    out[0] = state;
-    state += in[0];
-    if (!exclusive) out[0] = state;
+  __device__ void step(const A (&in)[1], bool, Words<A, 1> &state, A (&out)[1]) const {
+    out[0] = state.v[0];
+    state.v[0] += in[0];
+    if (!exclusive) out[0] = state.v[0];
   }
 };
 
@@ -95,17 +98,12 @@ struct Logcumsumexp {
   using Algebra = LogSum<A>;
   static constexpr int INPUTS = 1, OUTPUTS = 1, ROW_VECTORS = 4, COLUMN_VECTORS = 8;
   static __device__ constexpr int shift(int) { return 0; }
-  __device__ Words<A, 1> part(const A (&in)[1], bool) const { return {{in[0]}}; }
-  __device__ void step(const A (&in)[1], bool, A &state, A (&out)[1]) const {
-    out[0] = state = log_add_exp(state, in[0]);
+  __device__ Words<A, 2> part(const A (&in)[1], bool) const { return Algebra::of(in[0]); }
+  __device__ void step(const A (&in)[1], bool, Words<A, 2> &state, A (&out)[1]) const {
+    state = Algebra::join(state, Algebra::of(in[0]));
+    out[0] = state.v[0] + log(state.v[1]);
   }
 };
-
-// exp(a - b) where a <= b but for rounding. Equal infinities give 1.
-template <typename A>
-__device__ inline A exp_difference(A a, A b) {
-  return a >= b ? A(1) : exp(a - b);
-}
 
 // Inputs: grad_out, x, y, and y of the step before.
 template <typename Element>
@@ -121,9 +119,9 @@ struct LogcumsumexpBackward {
   __device__ Words<A, 2> part(const A (&in)[4], bool is_first) const {
     return {{decay(in, is_first), in[0]}};
   }
-  __device__ void step(const A (&in)[4], bool is_first, A &state, A (&out)[1]) const {
-    state = fma(decay(in, is_first), state, in[0]);
-    out[0] = exp_difference(in[1], in[2]) * state;
+  __device__ void step(const A (&in)[4], bool is_first, Words<A, 1> &state, A (&out)[1]) const {
+    state.v[0] = fma(decay(in, is_first), state.v[0], in[0]);
+    out[0] = exp_difference(in[1], in[2]) * state.v[0];
   }
 };
 
@@ -136,8 +134,8 @@ struct Recurrence {
   static constexpr int INPUTS = 2, OUTPUTS = 1, ROW_VECTORS = 8, COLUMN_VECTORS = 8;
   static __device__ constexpr int shift(int) { return 0; }
   __device__ Words<A, 2> part(const A (&in)[2], bool) const { return {{in[0], in[1]}}; }
-  __device__ void step(const A (&in)[2], bool, A &state, A (&out)[1]) const {
-    out[0] = state = fma(in[0], state, in[1]);
+  __device__ void step(const A (&in)[2], bool, Words<A, 1> &state, A (&out)[1]) const {
+    out[0] = state.v[0] = fma(in[0], state.v[0], in[1]);
   }
 };
 
@@ -150,9 +148,9 @@ struct RecurrenceBackward {
   static constexpr int INPUTS = 3, OUTPUTS = 2, ROW_VECTORS = 4, COLUMN_VECTORS = 8;
   static __device__ constexpr int shift(int i) { return i == 1 ? -1 : i == 2 ? 1 : 0; }
   __device__ Words<A, 2> part(const A (&in)[3], bool) const { return {{in[1], in[0]}}; }
-  __device__ void step(const A (&in)[3], bool, A &state, A (&out)[2]) const {
-    out[1] = state = fma(in[1], state, in[0]);
-    out[0] = state * in[2];
+  __device__ void step(const A (&in)[3], bool, Words<A, 1> &state, A (&out)[2]) const {
+    out[1] = state.v[0] = fma(in[1], state.v[0], in[0]);
+    out[0] = out[1] * in[2];
   }
 };
 

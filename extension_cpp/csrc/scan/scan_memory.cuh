@@ -1,9 +1,9 @@
-// What the two kernels of the scans share on the GPU: their parameters, and how they read and write.
+// What the two kernels of the scans share on the GPU: parameters, and how they read and write.
 //
 // The kernels serve every op: scan_rows.cuh where steps are neighbours in memory, scan_columns.cuh
 // where lines are. A thread copies its vectors into shared memory, asynchronously, so that many
-// bytes are in flight and few registers are taken. It makes the Part of its steps, the CTA joins the
-// Parts to the state before each thread's steps, and the thread goes over its steps again and
+// bytes are in flight and few registers are taken. It makes the Part of its steps, the CTA joins
+// the Parts to the State before each thread's steps, and the thread goes over its steps again and
 // writes. So every element is read once and written once.
 #ifndef EXTENSION_CPP_SCAN_MEMORY_CUH
 #define EXTENSION_CPP_SCAN_MEMORY_CUH
@@ -102,9 +102,10 @@ __device__ inline void reverse(A (&v)[N]) {
 }
 
 template <typename Op>
-__device__ inline typename Op::A start_state(const Params<Op> &p, int64_t outer, int64_t i) {
+__device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, int64_t outer,
+                                                          int64_t i) {
   if (p.start.data == nullptr || outer >= p.outer || i >= p.inner) return Op::Algebra::start();
-  return to_acc(*element<typename Op::T>(p.start, outer, 0, i));
+  return {{to_acc(*element<typename Op::T>(p.start, outer, 0, i))}};
 }
 
 template <typename Op>
@@ -116,10 +117,10 @@ __device__ inline typename Op::T after_last(const Params<Op> &p, int64_t outer, 
 // Writes the gradient of the state before a line, which follows from the last step's.
 template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, int64_t outer, int64_t i,
-                                      typename Op::A state) {
+                                      typename Op::Algebra::State state) {
   using T = typename Op::T;
   const auto decay = to_acc(*element<T>(p.decay, outer, p.length - 1, i));
-  *element<T>(p.grad_start, outer, 0, i) = from_acc<T>(decay * state);
+  *element<T>(p.grad_start, outer, 0, i) = from_acc<T>(decay * state.v[0]);
 }
 
 }  // namespace scans

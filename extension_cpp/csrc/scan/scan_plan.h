@@ -59,8 +59,8 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
       plan.columns = plan.rows;
     }
   } else {
-    // More threads side by side where a line is short, as long as it fits in one tile. The number of
-    // lines does not count: it would change the order in which a line's segments are joined.
+    // More threads side by side where a line is short, as long as it fits in one tile. The number
+    // of lines does not count: it would change the order in which a line's segments are joined.
     plan.lanes = MIN_LANES;
     while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors >= shape.length) {
       plan.lanes *= 2;

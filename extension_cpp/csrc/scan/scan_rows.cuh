@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ 
                       [](int) {});
     before = lanes_before<Algebra>(all, plan.lanes);
   }
-  A reached = Algebra::start();  // before the warp
+  auto reached = Algebra::start();  // before the warp
   if (plan.segments > 0) {
     const int segment = warp % plan.segments, column = warp / plan.segments;
     if (lane == 31) table.put(table.place(segment, plan.columns, column), all);
@@ -200,7 +200,8 @@ __global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ 
                                  [&](int c) { return start_state(p, first_row + c, 0); });
     reached = table.state(segment, plan.columns, column);
   }
-  A state, results[Op::OUTPUTS][N];
+  auto state = reached;
+  A results[Op::OUTPUTS][N];
   run.for_each_step(
       [&] {
         state = plan.segments > 0 ? reached : start_state(p, run.at.row, 0);

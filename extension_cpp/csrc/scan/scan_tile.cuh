@@ -30,21 +30,20 @@ __device__ inline uint64_t look(const uint64_t *word) {
   return value;
 }
 
-// Values of one line (columns: of a strip of lines) that were published, WORDS numbers each, as
-// words (index / FAN, piece, columns, index % FAN).
-template <typename A, int WORDS>
+// Values of one line (columns: of a strip of lines) that were published, Parts or States, as words
+// (index / FAN, piece, columns, index % FAN).
+template <typename Value>
 struct Published {
-  using Part = Words<A, WORDS>;
-  static constexpr int PIECES = sizeof(Part) / 4;
+  static constexpr int PIECES = sizeof(Value) / 4;
   uint64_t *words;
   int columns;
 
   __device__ uint64_t *at(int64_t index, int piece, int column) const {
     return words + ((index / FAN * PIECES + piece) * columns + column) * FAN + index % FAN;
   }
-  __device__ void put(int64_t index, int column, Part part) const {
+  __device__ void put(int64_t index, int column, Value value) const {
     uint32_t pieces[PIECES];
-    memcpy(pieces, &part, sizeof part);
+    memcpy(pieces, &value, sizeof value);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) publish(at(index, i, column), pieces[i]);
   }
@@ -55,8 +54,8 @@ struct Published {
     for (int i = 0; i < PIECES; ++i) found[i] = is_wanted ? look(at(index, i, column)) : 0;
   }
   // The value, once it is there; `other` if it is not wanted.
-  __device__ Part wait(uint64_t (&found)[PIECES], int64_t index, int column, bool is_wanted,
-                       Part other) const {
+  __device__ Value wait(uint64_t (&found)[PIECES], int64_t index, int column, bool is_wanted,
+                        Value other) const {
     if (!is_wanted) return other;
     uint32_t pieces[PIECES];
 #pragma unroll
@@ -106,13 +105,13 @@ __device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &al
 
 // Replaces the states before a line (start) by those before tile number `tile`, from the tile's
 // Parts `own`. A warp calls it for the columns `first` + r * WARPS.
-template <typename Algebra, int COLUMNS, typename A>
+template <typename Algebra, int COLUMNS>
 __device__ inline void look_back(char *state, const StateLayout &layout, const Plan &plan,
                                  int64_t line, int64_t tile, int first,
-                                 const Words<A, Algebra::WORDS> (&own)[COLUMNS],
-                                 A (&start)[COLUMNS]) {
-  using Parts = Published<A, Algebra::WORDS>;
-  using States = Published<A, 1>;
+                                 const typename Algebra::Part (&own)[COLUMNS],
+                                 typename Algebra::State (&start)[COLUMNS]) {
+  using Parts = Published<typename Algebra::Part>;
+  using States = Published<typename Algebra::State>;
   const int64_t fan = line * plan.columns * FAN;
   const auto words = [&](int64_t offset, int64_t per_column) {
     return reinterpret_cast<uint64_t *>(state + offset) + fan * per_column;
@@ -152,36 +151,39 @@ __device__ inline void look_back(char *state, const StateLayout &layout, const P
         groups.wait(in_groups[r], block * FAN + lane, c, lane < in_block, Algebra::identity());
     lanes_before<Algebra>(of_groups, 32);
     of_groups = of_lane(of_groups, 31);
-    start[r] = blocks.wait(in_blocks[r], block - 1, c, block > 0, {{start[r]}}).v[0];
+    start[r] = blocks.wait(in_blocks[r], block - 1, c, block > 0, start[r]);
     if (in_block > 0) start[r] = Algebra::apply(of_groups, start[r]);
     if (in_group > 0) start[r] = Algebra::apply(of_tiles, start[r]);
-    if (lane == 0 && ends_block) blocks.put(block, c, {{Algebra::apply(own[r], start[r])}});
+    if (lane == 0 && ends_block) blocks.put(block, c, Algebra::apply(own[r], start[r]));
   }
 }
 
 // ---- the segments of a tile ----
 
 // The Parts of a tile's segments, and then the joins of those before each segment; for the first
-// segment, which has none before it, the state before the tile. (segments, columns), with a gap
+// segment, which has none before it, the State before the tile. (segments, columns), with a gap
 // between segments so that the segments of a column lie in different banks.
 template <typename Algebra, typename A, int SIZE>
 struct Table {
   using Part = typename Algebra::Part;
-  A parts[Algebra::WORDS][SIZE];
+  using State = typename Algebra::State;
+  A parts[Part::WORDS][SIZE];
 
   static __device__ int place(int segment, int columns, int c) {
     return segment * (columns + 1) + c;
   }
 
-  __device__ void put(int at, Part part) {
+  template <typename Value>
+  __device__ void put(int at, Value value) {
 #pragma unroll
-    for (int w = 0; w < Algebra::WORDS; ++w) parts[w][at] = part.v[w];
+    for (int w = 0; w < Value::WORDS; ++w) parts[w][at] = value.v[w];
   }
-  __device__ Part get(int at) const {
-    Part part;
+  template <typename Value = Part>
+  __device__ Value get(int at) const {
+    Value value;
 #pragma unroll
-    for (int w = 0; w < Algebra::WORDS; ++w) part.v[w] = parts[w][at];
-    return part;
+    for (int w = 0; w < Value::WORDS; ++w) value.v[w] = parts[w][at];
+    return value;
   }
 
   // Joins the segments of all columns. All threads call it, after they have put their Parts. A
@@ -216,10 +218,10 @@ struct Table {
   __device__ void put_states(char *state, const StateLayout &layout, const Plan &plan, int64_t line,
                              int64_t tile, F &&start) {
     if (plan.tiles == 1) {
-      for (int c = threadIdx.x; c < plan.columns; c += THREADS) parts[0][c] = start(c);
+      for (int c = threadIdx.x; c < plan.columns; c += THREADS) put(c, start(c));
     } else if (const int warp = threadIdx.x / 32; warp < plan.columns) {
       Part own[COLUMNS];
-      A states[COLUMNS];
+      State states[COLUMNS];
 #pragma unroll
       for (int r = 0; r < COLUMNS; ++r) {
         own[r] = get(warp + r * WARPS);
@@ -228,14 +230,14 @@ struct Table {
       __syncwarp();  // all lanes have read before one writes
       look_back<Algebra>(state, layout, plan, line, tile, warp, own, states);
 #pragma unroll
-      for (int r = 0; r < COLUMNS; ++r) parts[0][warp + r * WARPS] = states[r];
+      for (int r = 0; r < COLUMNS; ++r) put(warp + r * WARPS, states[r]);
     }
     __syncthreads();
   }
 
-  // The state before a segment.
-  __device__ A state(int segment, int columns, int c) const {
-    const A before = parts[0][c];
+  // The State before a segment.
+  __device__ State state(int segment, int columns, int c) const {
+    const auto before = get<State>(c);
     return segment == 0 ? before : Algebra::apply(get(place(segment, columns, c)), before);
   }
 };

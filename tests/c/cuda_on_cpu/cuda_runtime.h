@@ -206,7 +206,8 @@ T atomicAdd(T *place, T value) {
 
 // ---- the host's side ----
 
-enum cudaError_t { cudaSuccess };
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration = 9 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 using cudaStream_t = void *;
 
 struct cudaLaunchConfig_t {
@@ -215,6 +216,13 @@ struct cudaLaunchConfig_t {
 };
 
 inline const char *cudaGetErrorString(cudaError_t) { return "none"; }
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
 
 inline cudaError_t cudaMemsetAsync(void *data, int byte, size_t size, cudaStream_t) {
   std::memset(data, byte, size);

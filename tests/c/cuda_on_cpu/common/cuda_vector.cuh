@@ -1,0 +1,79 @@
+// csrc/common/cuda_vector.cuh for the CPU: see cuda_runtime.h. There is no float16.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <type_traits>
+
+#include "common/dtype.h"
+
+using std::max;
+using std::min;
+
+#define __grid_constant__
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+struct __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float x) {  // to nearest, ties to even
+    const unsigned all = __float_as_uint(x);
+    bits = static_cast<uint16_t>(x == x ? (all + 0x7fff + (all >> 16 & 1)) >> 16 : 0x7fff);
+  }
+};
+
+template <typename T>
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+inline double to_acc(double x) { return x; }
+inline float to_acc(float x) { return x; }
+inline float to_acc(__nv_bfloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+
+template <typename T>
+T from_acc(acc_t<T> x) {
+  return T(x);
+}
+
+template <typename T, int N>
+void unpack(acc_t<T> (&x)[N], const uint4 &bits) {
+  T v[N];
+  std::memcpy(v, &bits, sizeof v);
+  for (int k = 0; k < N; ++k) x[k] = to_acc(v[k]);
+}
+
+template <typename T, int N>
+uint4 pack(const acc_t<T> (&x)[N]) {
+  T v[N];
+  for (int k = 0; k < N; ++k) v[k] = from_acc<T>(x[k]);
+  uint4 bits;
+  std::memcpy(&bits, v, sizeof bits);
+  return bits;
+}
+
+// A vector at an address that is no multiple of its size ends the program, as on a GPU.
+inline void check_vector(const void *place) {
+  if (reinterpret_cast<uintptr_t>(place) % 16 != 0) on_cpu::fail("a vector is not aligned");
+}
+
+template <typename T, int N>
+void store(T *place, const acc_t<T> (&x)[N]) {
+  check_vector(place);
+  const uint4 bits = pack<T, N>(x);
+  std::memcpy(place, &bits, sizeof bits);
+}
+
+template <typename F>
+cudaError_t with_dtype(dtype_t dtype, F &&f) {
+  switch (dtype) {
+    case DTYPE_FLOAT64: return f(double{});
+    case DTYPE_FLOAT32: return f(float{});
+    case DTYPE_BFLOAT16: return f(__nv_bfloat16(0.0f));
+    default: return cudaErrorInvalidValue;
+  }
+}

@@ -1,0 +1,248 @@
+"""The CUDA kernels of csrc/scan, compiled for the CPU (tests/c/cuda_on_cpu) and judged as the battery judges an op.
+
+So they are tested without a GPU, by threads that take turns in a random order. There are fewer threads and tiles in a
+group, so that lines of some thousand steps have all levels of the tree.
+"""
+
+import ctypes
+import dataclasses
+import itertools
+import math
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import build_library
+from tests.checks import check, leaves, maker
+from tests.opspec import OpSpec, all_specs
+
+ON_CPU = Path(build_library.__file__).parent / "tests" / "c" / "cuda_on_cpu"
+# What the C++ compiler does not know, and the sizes.
+CHANGES = {
+    "scan_memory.cuh": {"extern __shared__ uint4 held[];": "static thread_local uint4 held[8192];"},
+    "scan_tile.cuh": {
+        """asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(uint64_t{1} << 32 | piece)
+               : "memory");""": "__atomic_store_n(word, uint64_t{1} << 32 | piece, __ATOMIC_RELAXED);",
+        """asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");""": (
+            "on_cpu::wait();\n  value = __atomic_load_n(word, __ATOMIC_RELAXED);"
+        ),
+    },
+    "scan_cuda.cu": {
+        "kernel<<<ctas, THREADS, bytes, on>>>(p);": (
+            "const cudaLaunchConfig_t config{dim3(ctas), dim3(THREADS), on};\n"
+            "  error = cudaLaunchKernelEx(&config, kernel, p);\n  if (error != cudaSuccess) return error;"
+        )
+    },
+    "scan_plan.h": {"THREADS = 256": "THREADS = 64", "FAN = 32": "FAN = 4"},
+}
+DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}  # of common/dtype.h
+
+
+class Operand(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("outer", "step", "inner"))]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("outer", "length", "inner")),
+        ("dtype", ctypes.c_int),
+        ("state", ctypes.c_void_p),
+    ]
+
+
+def arguments(operands: int, exclusive: bool = False) -> type[ctypes.Structure]:
+    """The struct of an op in scan.h: the shape, the inputs, the outputs and, of cumsum, whether it is exclusive."""
+    fields: list[Any] = [("shape", Shape), *((f"operand{i}", Operand) for i in range(operands))]
+
+    class Arguments(ctypes.Structure):
+        _fields_ = [*fields, ("exclusive", ctypes.c_int)] if exclusive else fields
+
+    return Arguments
+
+
+class Kernels:
+    """Lines of a tensor along dim; each method returns what the op does."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    @staticmethod
+    def lines(x: Tensor, dim: int) -> Tensor:
+        """(outer, length, inner), without a copy where the strides allow it."""
+        dim %= x.dim()
+        return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
+
+    def run(self, op: str, dim: int, reverse: bool, tensors: list[Tensor | None], *exclusive: int) -> None:
+        """`tensors`: as in the op's struct; h0 and its gradient lack the dimension dim."""
+        first = tensors[0]
+        assert first is not None
+        lines = self.lines(first, dim)
+        outer, length, inner = lines.shape
+        alive, operands = [], []
+        for x in tensors:
+            if x is None:
+                operands.append(Operand(None, 0, 0, 0))
+                continue
+            has_steps = x.dim() == first.dim()
+            alive.append(self.lines(x, dim) if has_steps else x.reshape(outer, 1, inner))
+            (stride, step, next_line), start = alive[-1].stride(), alive[-1].data_ptr()
+            if has_steps and reverse:
+                start, step = start + step * (length - 1) * x.element_size(), -step
+            operands.append(Operand(start, stride, step, next_line))
+        args = arguments(len(operands), bool(exclusive))()
+        args.shape = Shape(outer, length, inner, DTYPES[first.dtype], None)
+        for i, operand in enumerate(operands):
+            setattr(args, f"operand{i}", operand)
+        if exclusive:
+            args.exclusive = exclusive[0]
+        bytes_of = getattr(self.library, f"{op}_state_bytes_cuda")
+        bytes_of.restype = ctypes.c_int64
+        size = bytes_of(ctypes.byref(args))
+        state = torch.ones(size + 8, dtype=torch.uint8)  # the launcher clears it, and no more
+        args.shape.state = state.data_ptr()
+        assert getattr(self.library, f"{op}_cuda")(ctypes.byref(args), None) == 0
+        assert (state[size:] == 1).all(), "written behind the state"
+
+
+def poisoned(like: Tensor) -> Tensor:
+    return torch.full(like.shape, math.nan, dtype=like.dtype)
+
+
+def functions(kernels: Kernels) -> dict[str, Callable[..., Tensor]]:
+    """The ops with their gradients, of one or more dimensions and with elements."""
+
+    class Cumsum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, dim: int, exclusive: bool, reverse: bool) -> Tensor:
+            ctx.options = dim, exclusive, not reverse
+            y = poisoned(x)
+            kernels.run("cumsum", dim, reverse, [x, y], exclusive)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+            return Cumsum.apply(grad_y, *ctx.options), None, None, None
+
+    class Logcumsumexp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+            y, ctx.dim = poisoned(x), dim
+            kernels.run("logcumsumexp", dim, False, [x, y])
+            ctx.save_for_backward(x, y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            x, y = ctx.saved_tensors
+            grad_x = poisoned(x)
+            kernels.run("logcumsumexp_backward", ctx.dim, True, [grad_y, x, y, grad_x])
+            return grad_x, None
+
+    class Recurrence(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor, h0: Tensor | None, dim: int, reverse: bool) -> Tensor:
+            h, ctx.options = poisoned(b), (dim, reverse)
+            kernels.run("linear_recurrence", dim, reverse, [a.expand(b.shape), b, h0, h])
+            ctx.save_for_backward(a, h, h0)
+            return h
+
+        @staticmethod
+        def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+            (a, h, h0), (dim, reverse) = ctx.saved_tensors, ctx.options
+            grad_a, grad_b = poisoned(h), poisoned(h)
+            grad_h0 = None if h0 is None else poisoned(h0)
+            tensors = [grad_h, a.expand(h.shape), h, h0, grad_a, grad_b, grad_h0]
+            kernels.run("linear_recurrence_backward", dim, not reverse, tensors)
+            return grad_a.sum_to_size(a.shape), grad_b, grad_h0, None, None
+
+    return {
+        "cumsum": lambda x, dim, *, exclusive=False, reverse=False: Cumsum.apply(x, dim, exclusive, reverse),
+        "logcumsumexp": lambda x, dim: Logcumsumexp.apply(x, dim),
+        "linear_recurrence": lambda a, b, h0=None, *, dim=-2, reverse=False: Recurrence.apply(a, b, h0, dim, reverse),
+    }
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    folder = tmp_path_factory.mktemp("scan")
+    (folder / "scan").mkdir()
+    for source in (build_library.CSRC / "scan").glob("*"):
+        text = source.read_text()
+        for old, new in CHANGES.get(source.name, {}).items():
+            assert text.count(old) == 1, f"{source.name}: {old}"
+            text = text.replace(old, new)
+        (folder / "scan" / source.name).write_text(text)
+    command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-O1", "-Wno-unknown-pragmas", "-shared"]
+    command += ["-fPIC", "-pthread", f"-I{folder}", f"-I{ON_CPU}", f"-I{build_library.CSRC}"]
+    subprocess.run([*command, "-x", "c++", folder / "scan/scan_cuda.cu", "-o", folder / "libscan.so"], check=True)
+    return Kernels(folder / "libscan.so")
+
+
+@pytest.fixture(scope="module", params=["cumsum", "logcumsumexp", "linear_recurrence"])
+def spec(request: pytest.FixtureRequest, kernels: Kernels) -> OpSpec:
+    (found,) = (spec for spec in all_specs() if spec.name == request.param)
+    return dataclasses.replace(found, function=functions(kernels)[request.param])
+
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+# Rows of part of a warp, of warps, of tiles; columns of a tile and of many; widths that vectors do not divide.
+SHAPES = [(1,), (3, 1), (70, 5), (3, 32), (2, 33), (1, 1000), (5, 3, 7), (2, 40, 8), (1, 900, 3), (600, 33), (2, 1024)]
+
+
+@every_dtype
+def test_right(spec: OpSpec, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        for sample in spec.sample_inputs(maker("cpu", dtype, seed=len(shape)), shape):
+            check(spec, sample)
+
+
+@every_dtype
+def test_vectors_at_any_address(spec: OpSpec, dtype: torch.dtype) -> None:
+    """Rows with a gap of three elements."""
+    for shape in [(5, 33), (9, 64), (3, 40, 16)]:
+        for sample in spec.sample_inputs(maker("cpu", dtype, layout="padded"), shape):
+            check(spec, sample, "padded", "padded rows")
+
+
+@every_dtype
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_nan_and_inf(spec: OpSpec, dtype: torch.dtype, value: float) -> None:
+    for sample in spec.sample_inputs(maker("cpu", dtype), (2, 67)):
+        for x in leaves(sample):
+            for index in range(0, x.numel(), 29):
+                keep = x.detach().clone()
+                x.detach().view(-1)[index] = value
+                check(spec, sample, what=f"{value} at {index}", limits=value == value)
+                x.detach().copy_(keep)
+
+
+@every_dtype
+@pytest.mark.parametrize("mean, spread", [(4e4, 1.0), (0.0, 1e30), (0.0, 1e-39), (-90.0, 5.0), (0.0, 30.0)])
+def test_hostile_numbers(spec: OpSpec, dtype: torch.dtype, mean: float, spread: float) -> None:
+    for sample in spec.sample_inputs(maker("cpu", dtype, mean=mean, spread=spread), (3, 1025)):
+        check(spec, sample, what=f"mean {mean}, spread {spread}", limits=True)
+
+
+@pytest.mark.parametrize("shape, dim", [((2, 120_001), 1), ((1, 5_000, 2), 1)])
+def test_all_levels_of_the_tree(kernels: Kernels, shape: tuple[int, ...], dim: int) -> None:
+    """More than FAN * FAN tiles: exact sums of small whole numbers, and of others the same bits in every run and beside
+    other lines."""
+    cumsum, recurrence = (functions(kernels)[name] for name in ("cumsum", "linear_recurrence"))
+    whole = torch.randint(-3, 4, shape).float()
+    for exclusive, reverse in itertools.product((False, True), repeat=2):
+        x = whole.flip(dim) if reverse else whole
+        exact = x.cumsum(dim) - (x if exclusive else 0)
+        ours = cumsum(whole, dim, exclusive=exclusive, reverse=reverse)
+        assert torch.equal(ours.flip(dim) if reverse else ours, exact)
+    a, b = torch.rand(shape), torch.randn(shape)
+    first = (cumsum(b, dim), recurrence(a, b, dim=dim))
+    second = (cumsum(b, dim), recurrence(a, b, dim=dim))
+    assert all(map(torch.equal, first, second))
+    some = (slice(None), slice(None)) if dim == 1 and len(shape) == 3 else (slice(1),)
+    alone = (cumsum(b[some].clone(), dim), recurrence(a[some].clone(), b[some].clone(), dim=dim))
+    assert all(torch.equal(ours[some], line) for ours, line in zip(first, alone, strict=True))
