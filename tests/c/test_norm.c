@@ -459,10 +459,10 @@ static void check_long_row(void) {
 }
 
 void test_norm_ranges(uint32_t step) {
-  static const int64_t shapes[][2] = {{4000, 33}, {150, 1024}, {70, 5001}, {3, 40001}};
-  (void)step;
+  static const int64_t shapes[][2] = {{150, 1024}, {4000, 33}, {70, 5001}, {3, 40001}};
+  const int sanitized = step > 1000; /* slow, and not there for the last digit */
   for (int kind = 0; kind < 2 * DTYPES; ++kind) {
-    for (int s = 0; s < 4; ++s) {
+    for (int s = 0; s < (sanitized ? 1 : 4); ++s) {
       norm_case c = new_case(shapes[s][0], shapes[s][1], (dtype_t)(kind / 2), kind % 2, s);
       set_wants(&c);
       const uint64_t hash = check_ranges(&c);
@@ -478,6 +478,7 @@ void test_norm_ranges(uint32_t step) {
       free_case(&c);
     }
   }
+  if (sanitized) return;
   check_long_columns();
   check_long_row();
 }

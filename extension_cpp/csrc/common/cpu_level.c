@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "common/cpu_level.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -37,16 +38,30 @@ static cpu_level_t detect(void) {
 #endif
 }
 
+/* Of the cores that share a cache; 0 if Linux does not tell. sysconf adds up those of all cores of
+ * an AMD processor, 256 MiB where a core has 32. */
+static int64_t shared_cache(void) {
+  char text[32] = "";
+  FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r");
+  if (file == NULL) return 0;
+  if (fgets(text, sizeof text, file) == NULL) text[0] = 0;
+  fclose(file);
+  int64_t kib = 0; /* the text is a number of KiB and a K */
+  for (const char *c = text; *c >= '0' && *c <= '9'; ++c) kib = 10 * kib + (*c - '0');
+  return kib << 10;
+}
+
 __attribute__((constructor)) static void choose(void) {
   chosen_level = detect();
   const char *asked = getenv("EXTENSION_CPP_CPU_LEVEL");
   for (cpu_level_t level = CPU_BASELINE; asked && level < chosen_level; ++level) {
     if (strcmp(asked, cpu_level_name(level)) == 0) chosen_level = level;
   }
+  int64_t size = shared_cache();
 #ifdef _SC_LEVEL3_CACHE_SIZE
-  const long size = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (size > 0) last_level_cache = size;
+  if (size == 0) size = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
+  if (size > 0) last_level_cache = size;
 }
 
 cpu_level_t cpu_level(void) { return chosen_level; }

@@ -24,7 +24,7 @@ cpu_level_t cpu_level(void);
 const char *cpu_level_name(cpu_level_t level);
 
 /* Whether a kernel that touches this many bytes should stream its stores past the caches. Only if
- * they clearly exceed the last-level cache: else the next reader of the output would miss. */
+ * they exceed the last-level cache of a core: else the next reader of the output would miss. */
 int cpu_should_stream(int64_t bytes);
 
 #ifdef __cplusplus
