@@ -209,11 +209,6 @@ def quote(*flags: list[str]) -> str:
     return shlex.join(itertools.chain(*flags)).replace("$", "$$")
 
 
-def escape(path: Path) -> str:
-    """A path as the build lines of a ninja file hold it; ninja_syntax leaves a $ as it is."""
-    return re.sub(r"([$ :])", r"$\1", str(path))
-
-
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
     """nvcc with its flags, and what the link needs of its toolkit."""
     # nvcc wants the compiler itself, not the cache in front of it.
@@ -270,11 +265,6 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
 
     torch = torch_folder()
     cc, cxx, nvcc = compiler("CC", "cc", "gcc"), compiler("CXX", "c++", "g++"), find_nvcc()
-    if nvcc and "$" in str(CSRC):
-        raise BuildError(
-            f"nvcc takes what follows the $ in {CSRC} for a variable: build in a folder without one, or set "
-            "USE_CUDA=0 to build for the CPU only."
-        )
     debug = os.environ.get("DEBUG", "0") == "1"
     optimise = ["-O0", "-g"] if debug else ["-O3"]
     levels = X86_LEVELS if platform.machine() == "x86_64" and not debug else {"baseline": []}
@@ -282,10 +272,12 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
+    # Relative to the build folder, so that a tree that is moved or copied keeps its objects.
+    csrc = Path(os.path.relpath(CSRC, folder.resolve()))
+    include = [f"-I{csrc}"]
     # __FILE__ is part of some messages, and shall not tell where the library was built: two builds in different folders
     # give the same bytes. gcc follows links to headers.
-    include = [f"-I{CSRC}"]
-    here = [f"-fmacro-prefix-map={folder}/=" for folder in (CSRC, torch / "include", (torch / "include").resolve())]
+    here = [f"-fmacro-prefix-map={path}/=" for path in (csrc, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
     write_if_new(folder / "exports.map", EXPORTS)
@@ -320,7 +312,8 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
 
         def add(rule: str, source: Path, flags: list[str], prefix: str = "") -> None:
             objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
-            file.write(f"build {objects[-1]}: {rule} {escape(source)}\n  flags = {quote(flags)}\n")
+            path = csrc / source.relative_to(CSRC)
+            file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
         for source in sorted(CSRC.rglob("*.c")):
             # Only kernels differ by level; what lies in common/ is built once.
