@@ -122,11 +122,10 @@ def test_models(name: str, dtype: str, device: str) -> None:
     assert repr(model) == repr(stock)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "gemma" else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_models_compiled(name: str, device: str) -> None:
-    """By Inductor; test_convert_models.py has more models without it."""
+    """By Inductor. Of the quick tier test_convert_loss.py has one model, test_convert_models.py more without it."""
     stock = make(name, torch.float32, device)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     convert(stock)

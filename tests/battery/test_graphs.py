@@ -151,7 +151,7 @@ ANY_STRIDES = st.builds(
 
 
 @every_op
-@settings(deadline=None, derandomize=True, max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), first=ANY_STRIDES, second=ANY_STRIDES)
 def test_fake_has_the_real_strides_of_any_layout(
     spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides

@@ -19,7 +19,7 @@ from tests.opspec import OpSpec
 
 SHAPES = [
     *itertools.product((0, 1, 33), (1, 31, 32, 33, 1023, 1025, 3584)),
-    *[(65536, width) for width in (1, 7, 33)],
+    *[(65536, width) for width in (1, 7)],
     *[
         (),
         (0,),
@@ -40,7 +40,7 @@ SHAPES = [
 @every_op
 @every_dtype
 def test_right_for_every_shape(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    for shape in SHAPES:
+    for shape in [*SHAPES, (65536 if device == "cuda" else 4099, 33)]:
         for sample in spec.sample_inputs(maker(device, dtype, seed=10 + len(shape)), shape):
             check(spec, sample)
 
@@ -130,11 +130,12 @@ def test_rows_with_gaps(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_nan_and_inf_at_each_position(spec: OpSpec, dtype: torch.dtype, value: float, device: str) -> None:
     """Where the reference lets it go, and nowhere else. 67 columns are two blocks and a tail on the CPU, vectors and a
     tail on the GPU. An infinite input may leave the op finite where the reference's formula gives inf * 0 (the limit
-    is right).
+    is right). NaN in float32 goes to every position, the others to some.
     """
     for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (2, 67))):
         for x in leaves(sample):
-            for index in range(0, x.numel(), 1 if dtype is torch.float32 and number == 0 else 13):
+            everywhere = dtype is torch.float32 and number == 0 and value != value
+            for index in range(0, x.numel(), 1 if everywhere else 23):
                 keep = x.detach().clone()
                 x.detach().view(-1)[index] = value
                 check(spec, sample, what=f"{value} at {index}", limits=value == value)
@@ -149,7 +150,7 @@ def test_nan_and_inf_at_each_position(spec: OpSpec, dtype: torch.dtype, value: f
 def test_hostile_numbers(spec: OpSpec, dtype: torch.dtype, device: str, mean: float, spread: float) -> None:
     """Values far from 1: overflow, denormals, and both ends of exp."""
     for width in (1025, 1024):
-        for sample in spec.sample_inputs(maker(device, dtype, mean=mean, spread=spread), (33, width)):
+        for sample in spec.sample_inputs(maker(device, dtype, mean=mean, spread=spread), (9, width)):
             check(spec, sample, what=f"{width} columns, mean {mean}, spread {spread}", limits=True)
 
 
