@@ -24,7 +24,8 @@ static void test_level(uint32_t step) {
   printf("%s\n", cpu_level_name(cpu_level()));
 }
 
-/* Whether the library would stream the results of a kernel that touches so many KiB, and one byte. */
+/* Whether the library would stream the results of a kernel that touches so many KiB, and one byte
+ * more. */
 static void test_streams(uint32_t kib) {
   const int64_t bytes = (int64_t)kib << 10;
   printf("%d %d\n", real_cpu_should_stream(bytes), real_cpu_should_stream(bytes + 1));

@@ -42,12 +42,18 @@ def reduction(sample):
 
 
 def terms(sample):
-    """Backward reads the rounded result y, as torch does, so that exp(x - y) is wrong by a factor of exp(eps * y), and
-    for numbers far from 0 as wrong as the number of terms. Divided by what the battery multiplies with."""
+    """Backward reads the rounded result y, as torch does, so that exp(x_k - y_j) is wrong by a factor of exp(eps * y),
+    and for numbers far from 0 by as much as the number of terms. A gradient is a sum of them over j, for some x_k a
+    large one. Divided by what the battery multiplies with."""
     x, eps = sample.args[0].detach().double(), torch.finfo(sample.args[0].dtype).eps
-    size = torch.where(x.abs() < torch.inf, x.abs(), 0).max().item() if x.numel() else 0.0
-    off = min(math.expm1(min(size * eps, 100.0)), reduction(sample))
-    return 2 * off / (4 * eps * max(reduction(sample), 1) ** 0.5)
+    if x.numel() == 0:
+        return 0.0
+    size = torch.where(x.abs() < torch.inf, x.abs(), 0).max().item()
+    dim, most = sample.args[1], max(reduction(sample), 1)
+    later = -torch.logcumsumexp(x, dim).flip(dim)
+    sums = torch.exp(x + torch.logcumsumexp(later, dim).flip(dim)) if x.dim() else torch.ones(())
+    off = math.expm1(min(size * eps, 100.0)) * sums.nan_to_num(1.0).max().item()
+    return 2 * min(off, most) / (4 * eps * most**0.5)
 
 
 SPEC = OpSpec(
