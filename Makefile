@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs lint format sanitize wheel release hub aarch64 clean FORCE
+.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs site lint format sanitize wheel release hub aarch64 clean FORCE
 
 ifneq ($(origin PYTHON),undefined)
 ifeq ($(strip $(PYTHON)),)
@@ -86,6 +86,10 @@ docs: $(READY)  ## build, then write docs/ops.md and the README's tables from do
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m scripts.document_ops
 
+site: $(READY)  ## site/: the documents and an API reference as a site (mkdocs), with all links checked
+	$(call need,mkdocs material mkdocstrings_handlers)
+	@$(PYTHON) -m mkdocs build $(ARGS)
+
 sanitize: $(READY)  ## C tests under address and undefined sanitizers; on a GPU the tests under compute-sanitizer
 	$(call need,$(TEST_NEEDS))
 	@$(PYTHON) build_library.py
@@ -134,5 +138,5 @@ format: $(READY)  ## lay out the code as lint wants it
 	@$(C_SOURCES) | xargs $(CLANG_FORMAT) -i
 
 clean:  ## remove what was built; .venv and .matrix stay
-	rm -rf build dist out *.egg-info extension_cpp/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist out site *.egg-info extension_cpp/*.so .pytest_cache .mypy_cache .ruff_cache
 	find . -name .venv -prune -o -name .matrix -prune -o -name __pycache__ -type d -print | xargs rm -rf

@@ -15,6 +15,8 @@ PYTHON_MINIMUM = (3, 10)
 # pip's name where it differs from the module's
 PACKAGES = {"clang_format": "clang-format", "pre_commit": "pre-commit", "xdist": "pytest-xdist"}
 PACKAGES["kernel_abi_check"] = "kernel-abi-check"
+PACKAGES["material"] = "mkdocs-material"
+PACKAGES["mkdocstrings_handlers"] = "mkdocstrings-python"
 # Headers are a package of their own on many systems, so a compiler that answers --version may still compile nothing.
 PROBES = {
     "CC": ("cc", "gcc", "c", "-std=c17", "#include <math.h>\n#include <stdint.h>\nint64_t f(void) { return 1; }\n"),

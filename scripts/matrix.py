@@ -36,6 +36,9 @@ TOOLS_NOT_NEEDED = (
     "ipykernel",
     "kernels",
     "kernel-abi-check",
+    "mkdocs",
+    "mkdocs-material",
+    "mkdocstrings-python",
 )
 # The others use the package as installed.
 OF_THE_CHECKOUT = (
@@ -50,6 +53,7 @@ OF_THE_CHECKOUT = (
     "profile",
     "sass_diff",
     "scaffold",
+    "site",
     "train_text",
     "troubleshooting",
 )

@@ -40,7 +40,7 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in ("docs", "examples", "benchmarks")))
     for path in ROOT.glob(pattern)
 )
-FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build", "dist", "out"}
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build", "dist", "out", "site"}
 LANGUAGES = {"python", "python no-run", "pycon", "sh", "bash", "diff", "c", "cpp", "text"}
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -215,7 +215,7 @@ def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
     pip and the compilation stand still: what they would bring is there already.
     """
     checkout = tmp_path / "a checkout"
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "tests", "benchmarks")
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "out", "site", "__pycache__", "tests", "benchmarks")
     shutil.copytree(ROOT, checkout, ignore=ignored)
     script = (checkout / "build_library.py").read_text().replace('build(ROOT / "extension_cpp" / LIBRARY)', "pass")
     (checkout / "build_library.py").write_text(script)

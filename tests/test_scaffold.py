@@ -27,7 +27,7 @@ from tests.test_c import build_folder
 ROOT = Path(build_library.__file__).parent
 LONG = "a2345678901234567890123_6789"  # as long as a name may be
 NOT_COPIED = [".git", ".venv", ".matrix", ".*_cache", ".hypothesis", "__pycache__"]
-NOT_COPIED += ["build", "dist", "out", "*.so", "*.egg-info"]
+NOT_COPIED += ["build", "dist", "out", "site", "*.so", "*.egg-info"]
 TRACES = re.compile(r"(kernel|ops|test|spec|reference|docs)_template", re.IGNORECASE)
 
 

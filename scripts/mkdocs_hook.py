@@ -1,0 +1,129 @@
+"""mkdocs' hook (mkdocs.yml, `make site`): the documents as a site, under their paths here, so that their links hold.
+
+The pages are the documents of the root and of docs/, and what they link to: a source file becomes a page with its text.
+The navigation is the table of docs/SUMMARY.md. Docstrings come from mkdocstrings. They replace what `make docs` has
+written into docs/ops.md for a code host; its schemas stay.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pygments.lexers import find_lexer_class_for_filename
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME, SUMMARY, DECISIONS = "README.md", "docs/SUMMARY.md", "docs/decisions/README.md"
+OPERATORS, MODULES, REFERENCE = "docs/ops.md", "docs/nn.md", "docs/reference.md"
+COPIED = {".css", ".csv", ".ipynb", ".json", ".svg", ".txt"}
+
+
+class Source(File):
+    """A file that is no document, on a page."""
+
+    def is_documentation_page(self) -> bool:
+        return True
+
+
+def links(document: str, text: str) -> Iterator[str]:
+    """The files of the repository that a document's text links to."""
+    for target in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", re.sub(r"(?ms)^```.*?^```$", "", text)):
+        path = (ROOT / document).parent.joinpath(target).resolve()
+        if path.is_file():  # mkdocs reports the others
+            yield str(path.relative_to(ROOT))
+
+
+def sources() -> list[str]:
+    """The documents and, in turn, what they link to."""
+    patterns = ("*.md", "docs/**/*.md", "docs/*.css")
+    found = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+    for name in found:  # which grows
+        if name.endswith(".md"):
+            found += [target for target in dict.fromkeys(links(name, (ROOT / name).read_text())) if target not in found]
+    return found
+
+
+def navigation() -> list[Any]:
+    """The table of docs/SUMMARY.md; the API reference and the decisions are sections of their own."""
+    rows = re.findall(r"^\| \[.*", (ROOT / SUMMARY).read_text(), re.MULTILINE)
+    listed = [name for name in links(SUMMARY, "\n".join(rows)) if name not in (OPERATORS, DECISIONS)]
+    records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / DECISIONS).parent.glob("[0-9]*.md"))
+    return [
+        {"Home": HOME},
+        {"API reference": [OPERATORS, MODULES, REFERENCE]},
+        {"Documents": [SUMMARY, *listed]},
+        {"Decisions": [DECISIONS, *records]},
+    ]
+
+
+def operators(text: str) -> str:
+    """docs/ops.md with mkdocstrings' text of each docstring. The anchors of the headings stay."""
+
+    def section(match: re.Match[str]) -> str:
+        name, schemas = match[1], re.search(r"(?ms)^```text\nextension_cpp::.*?^```\n", match[0])
+        if schemas is None:
+            target = "(nn.md)" if name == "Modules" else f"[extension_cpp.nn.{name}]"
+            return f"## {name}\n\n[On the page of the modules]{target}.\n\n"
+        return f'<a id="{name}"></a>\n\n::: extension_cpp.{name}\n\n{schemas[0]}\n'
+
+    return re.sub(r"(?ms)^## (\w+)\n.*?(?=^## |\Z)", section, text)
+
+
+def modules(text: str) -> str:
+    """docs/ops.md's table of modules, which has the arguments that they inherit from torch.nn, with links."""
+    table = text.partition("## Modules\n\n")[2].partition("## ")[0]
+    return re.sub(r"(?m)^\| (`(\w+)\(.*?\)`) \|", r"| [\1][extension_cpp.nn.\2] |", table)
+
+
+def generated() -> dict[str, str]:
+    """The pages that only the site has."""
+    root = "\n    options: {show_root_heading: false, show_root_toc_entry: false"
+    code = "show_if_no_docstring: true, show_signature: false, separate_signature: false, show_source: true"
+    table = modules((ROOT / OPERATORS).read_text())
+    return {
+        MODULES: f"# Modules\n\n{table}\n::: extension_cpp.nn{root}}}\n",
+        REFERENCE: f"# In plain PyTorch\n\n::: extension_cpp.reference{root}, {code}}}\n",
+    }
+
+
+# mkdocs calls these by their names.
+
+
+def on_config(config: MkDocsConfig) -> None:
+    config.nav = navigation()
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    for file in list(files):
+        if file.src_dir == config.docs_dir:  # with paths that begin there, and not at the root
+            files.remove(file)
+    for name in sources():
+        if Path(name).suffix in {".md", *COPIED}:
+            files.append(File(name, str(ROOT), config.site_dir, True))
+        else:
+            files.append(Source(name, str(ROOT), config.site_dir, True, dest_uri=f"{name}/index.html"))
+    for name, text in generated().items():
+        files.append(File.generated(config, name, content=text))
+
+
+def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
+    if not isinstance(page.file, Source):
+        return None
+    lexer = find_lexer_class_for_filename(page.file.src_uri)
+    language = lexer.aliases[0] if lexer else "text"
+    return f"# {page.file.src_uri}\n\n~~~~~{language}\n{page.file.content_string}\n~~~~~\n"
+
+
+def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri == OPERATORS:
+        text = operators(text)
+    text = re.sub(r"(?m)^(```\w+) no-run$", r"\1", text)  # what a block is: tests/test_docs.py
+    return re.sub(r"(?m)^(```\w+) (\S+/\S+)$", r'\1 title="\2"', text)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """In a docstring "::" comes before a block. The page of reference.py shows its code without a click."""
+    return html.replace("::</p>", ":</p>").replace('<details class="mkdocstrings-source"', "<details open")
