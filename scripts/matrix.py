@@ -39,6 +39,7 @@ TOOLS_NOT_NEEDED = (
     "mkdocs",
     "mkdocs-material",
     "mkdocstrings-python",
+    "pymdown-extensions",
 )
 # The others use the package as installed.
 OF_THE_CHECKOUT = (
