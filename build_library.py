@@ -209,6 +209,11 @@ def quote(*flags: list[str]) -> str:
     return shlex.join(itertools.chain(*flags)).replace("$", "$$")
 
 
+def escape(path: Path) -> str:
+    """A path as the build lines of a ninja file hold it; ninja_syntax leaves a $ as it is."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
     """nvcc with its flags, and what the link needs of its toolkit."""
     # nvcc wants the compiler itself, not the cache in front of it.
@@ -312,7 +317,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
 
         def add(rule: str, source: Path, flags: list[str], prefix: str = "") -> None:
             objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
-            path = csrc / source.relative_to(CSRC)
+            path = escape(csrc / source.relative_to(CSRC))
             file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
         for source in sorted(CSRC.rglob("*.c")):

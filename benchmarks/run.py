@@ -202,7 +202,7 @@ class Judge:
             largest_error(b, c, is_finite(c, b.dtype))
             for (_, b), (_, c) in zip(self.eager.tensors(), self.exact.tensors(), strict=True)
         ]
-        self.reduction, self.least_scale = case.spec.reduction(self.sample), case.spec.terms(self.sample)
+        self.reduction, self.least_scales = case.spec.reduction(self.sample), case.spec.least_scales(self.sample)
 
     def _result(self, function: Callable[..., Any], sample: Sample) -> Result:
         if not self.case.backward:
@@ -220,7 +220,7 @@ class Judge:
         got = self._result(function, self.sample)
         bounds = self.eager, self.eager_errors, self.exact, self.reduction
         try:
-            assert_right(got, *bounds, what="wrong", limits=False, least_scale=self.least_scale)
+            assert_right(got, *bounds, what="wrong", limits=False, least_scales=self.least_scales)
         except AssertionError as error:
             return str(error)
         return None

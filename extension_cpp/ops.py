@@ -1443,9 +1443,9 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     Differentiable, to any order; the gradient is a cumsum in the other direction, and nothing is saved. Terms are added
     in float32 or better (float64: float64) along a fixed tree, so that every run gives the same bits, and each result
     is rounded once. NaN and infinities reach only the sums that they belong to. Batch-invariant: the sums have the same
-    bits beside any other rows. Strides are read as they are, unless no single stride steps through the dimensions on
-    one side of ``dim``; then ``x`` is copied. Autocast casts half inputs to float32 on CUDA, as for torch.cumsum.
-    Source: torch.cumsum.
+    bits beside any other lines (a single column is a row). Strides are read as they are, unless no single stride steps
+    through the dimensions on one side of ``dim``; then ``x`` is copied. Autocast casts half inputs to float32 on CUDA,
+    as for torch.cumsum. Source: torch.cumsum.
     """
     return _ops.cumsum(input, dim, exclusive, reverse)
 
@@ -1558,10 +1558,10 @@ def linear_recurrence(
     backward saves ``a``, ``h0`` and the result. The state is float32 (float64: float64) and each result is rounded
     once. Steps are composed in a tree of fixed shape, so that they run in parallel and every run gives the same bits.
     If the product of neighbouring factors overflows, a state may be infinite or NaN where a loop's is not. NaN and
-    infinities reach later steps only. Batch-invariant: a line's states have the same bits beside any other lines.
-    Strides are read as they are, unless no single stride steps through the dimensions on one side of ``dim``; then that
-    tensor is copied. Autocast promotes the tensors to the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums
-    and Their Applications; Martin and Cundy 2018, arXiv:1709.04057.
+    infinities reach later steps only. Batch-invariant, as cumsum is. Strides are read as they are, unless no single
+    stride steps through the dimensions on one side of ``dim``; then that tensor is copied. Autocast promotes the
+    tensors to the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy
+    2018, arXiv:1709.04057.
     """
     return _ops.linear_recurrence(a, b, h0, dim, reverse)
 

@@ -67,7 +67,7 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
 
 
 # Float64 tensors by a generator's seed and the shapes of all that it drew, and its state then: every op and dtype asks
-# for the same ones. Nobody writes into them. The largest kept is the largest of test_right_for_every_shape.
+# for the same ones. Nobody writes into them. The largest kept is the largest of test_right_for_every_shape on the CPU.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_DRAWN, MOST_ELEMENTS = 1024, 65536 * 7
 
@@ -203,12 +203,13 @@ def largest_error(x: Tensor, exact: Tensor, where: Tensor | None) -> float:
 
 @dataclass
 class Expected:
-    """Of a sample: eager PyTorch's result with its errors, the exact one, and at least what max|exact| counts as."""
+    """Of a sample: eager PyTorch's result with its errors, the exact one, and at least what max|exact| counts as, in
+    the outputs and in the gradients."""
 
     eager: Result
     eager_errors: list[float]
     exact: Result
-    least_scale: float
+    least_scales: tuple[float, float]
 
 
 def assert_right(
@@ -219,7 +220,7 @@ def assert_right(
     reduction: int,
     what: str,
     limits: bool,
-    least_scale: float,
+    least_scales: tuple[float, float],
     nan_for_inf: bool = False,
 ) -> None:
     """Every tensor: error <= max(2 x eager's error, 4 eps max|exact| sqrt(reduction)); NaN and inf where exact has
@@ -239,7 +240,7 @@ def assert_right(
         if a.dtype == b.dtype and not largest(b) < math.inf:  # where eager overflows, its error is no yardstick
             finite = (b.abs() < math.inf) & (finite if finite is not None else True)
         eps, smallest = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).smallest_normal
-        scale = max(largest(c, finite), least_scale)
+        scale = max(largest(c, finite), least_scales[name.startswith("gradient")])
         bound = max(2 * eager_error, 4 * eps * scale * math.sqrt(max(reduction, 1)), smallest * eps)
         error = largest(a.double() - c, finite)
         assert error <= bound, f"{where}: error {error:.3g} over the bound {bound:.3g} (eager {eager_error:.3g})"
@@ -264,7 +265,8 @@ def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Exp
     In float64 the reference is eager PyTorch, and rounds as much as the op. Its error is taken to be that of eager
     float32 on the same inputs, less the factor between the two types' eps, and counts on top of the twice that the op
     is allowed (1.5 x 2); and max|exact| is at least the largest input's size, for the reference's error is relative to
-    the terms, not to a sum of them that happens to cancel. In every dtype max|exact| is at least spec.terms.
+    the terms, not to a sum of them that happens to cancel. In every dtype max|exact| is at least spec.terms, of a
+    gradient spec.gradient_terms, too.
     """
     dtype, grad_out = sample.args[0].dtype, random_grad(grad_layout)
     exact = run(spec.reference, convert(sample, torch.float64), grad_out)
@@ -277,14 +279,15 @@ def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Exp
         factor = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     else:
         eager, eager_exact, factor = run(spec.reference, sample, grad_out), exact, 1.0
-    least_scale = spec.terms(sample)
+    least_scales = spec.least_scales(sample)
     if dtype is torch.float64:
-        least_scale = max([least_scale, *(largest(x.detach().nan_to_num(0.0, 0.0, 0.0)) for x in leaves(sample))])
+        size = max((largest(x.detach().nan_to_num(0.0, 0.0, 0.0)) for x in leaves(sample)), default=0.0)
+        least_scales = max(size, least_scales[0]), max(size, least_scales[1])
     errors = [
         factor * largest_error(b, c, is_finite(c, b.dtype))
         for (_, b), (_, c) in zip(eager.tensors(), eager_exact.tensors(), strict=True)
     ]
-    return Expected(eager, errors, exact, least_scale)
+    return Expected(eager, errors, exact, least_scales)
 
 
 def check(
@@ -308,7 +311,7 @@ def check(
         spec.reduction(sample),
         f"{spec.name}{shapes} {dtype} {what}",
         limits,
-        expected.least_scale,
+        expected.least_scales,
         spec.infinities_may_be_nan,
     )
     return ours

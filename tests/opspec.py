@@ -68,6 +68,8 @@ class OpSpec:
     positional: bool = False  # what an element becomes depends on where it lies
     # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0
+    # The same for the gradients alone.
+    gradient_terms: Callable[[Sample], float] = lambda sample: 0.0
     # Where the reference's loop gives an infinity, the products of a tree may give inf * 0 or inf - inf.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
@@ -79,6 +81,11 @@ class OpSpec:
 
     def __str__(self) -> str:
         return self.name
+
+    def least_scales(self, sample: Sample) -> tuple[float, float]:
+        """At least what max|exact| counts as, of the outputs and of the gradients."""
+        least = self.terms(sample)
+        return least, max(least, self.gradient_terms(sample))
 
 
 def timed_specs() -> list[OpSpec]:

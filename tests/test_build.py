@@ -391,6 +391,15 @@ def test_a_copied_tree_keeps_its_objects(small_tree, tmp_path):
     assert steps(tmp_path / "copy" / "build" / "release-cpu") == []
 
 
+def test_build_folder_outside_of_the_tree(small_tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("USE_CUDA", "0")
+    monkeypatch.setattr(build_library, "CSRC", small_tree / "extension_cpp" / "csrc")
+    build_library.write_ninja(tmp_path)
+    target = "baseline/muladd/muladd_cpu.c.o"
+    built = run(sys.executable, "-m", "ninja", "-C", tmp_path, target)
+    assert built.returncode == 0 and (tmp_path / target).exists(), built.stdout
+
+
 def test_header_change_rebuilds_c_and_cpp(small_tree):
     folder = small_tree / "build" / "release-cpu"
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder)]

@@ -22,7 +22,7 @@ from extension_cpp import __main__ as command
 from extension_cpp import scaffold
 from extension_cpp.info import read_build
 from scripts import document_ops
-from tests.test_c import build_folder
+from tests.test_c import library_objects
 
 ROOT = Path(build_library.__file__).parent
 LONG = "a2345678901234567890123_6789"  # as long as a name may be
@@ -440,14 +440,12 @@ def environment(device: str) -> dict[str, str]:
 def with_objects(tree: Path) -> dict[str, str]:
     """Brings the objects of this tree's build into its copy, so that only what is new is compiled there; returns the
     environment of that build."""
-    build = read_build()
-    assert build is not None
-    architectures = (
-        {"TORCH_CUDA_ARCH_LIST": ";".join(build.architectures)} if build.architectures else {"USE_CUDA": "0"}
-    )
-    if folder := build_folder():
-        shutil.copytree(folder, tree / "build" / folder.name)
-    return environment("cpu") | {"USE_CUDA": ""} | architectures | {"DEBUG": str(int(build.debug))}
+    build, folder = read_build(), library_objects()
+    if build is None or folder is None:  # this library was built elsewhere, or before its sources changed
+        return environment("cpu") | {"DEBUG": "1"}
+    shutil.copytree(folder, tree / "build" / folder.name)
+    architectures = ";".join(build.architectures)
+    return environment("cpu") | {"USE_CUDA": str(int(architectures != "")), "TORCH_CUDA_ARCH_LIST": architectures}
 
 
 def test_library_that_is_older_than_its_sources(tree):
@@ -463,7 +461,7 @@ def test_library_that_is_older_than_its_sources(tree):
 
 
 # Of the battery, what looks at Python code that all templates have alike, or compiles graphs to C++.
-REPEATED = "leak or captured or inductor or torch_func or eight_python_threads"
+REPEATED = "captured or inductor or torch_func"
 
 
 def selected(words: str, config: pytest.Config) -> str:
@@ -477,8 +475,7 @@ def test_new_ops_compile_and_pass(tree, pytestconfig):
     run(sys.executable, "-m", "extension_cpp", "new", "kernel_template", cwd=tree)
     run(sys.executable, "-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
     run(sys.executable, "-m", "extension_cpp", "new", "kernel_template_scan", "--kind", "scan", cwd=tree)
-    built = run(sys.executable, "build_library.py", cwd=tree, env=same_build).stdout
-    assert "muladd" not in built or build_folder() is None  # which was compiled
+    run(sys.executable, "build_library.py", cwd=tree, env=same_build)
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
     words = selected("kernel_template or operators_are_documented or readme_names", pytestconfig)
     done = run(*test, "tests", "-k", words, cwd=tree)

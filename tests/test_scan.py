@@ -45,6 +45,33 @@ def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device
         assert (results[0].double() - exact).abs().max().item() <= bound
 
 
+@every_dtype
+def test_a_line_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype, device: str) -> None:
+    x = randn((2003, 40), dtype, device)
+    a = x.sigmoid()
+    for scan in (
+        lambda lines: extension_cpp.cumsum(x[:, lines], 0),
+        lambda lines: extension_cpp.logcumsumexp(x[:, lines], 0),
+        lambda lines: extension_cpp.linear_recurrence(a[:, lines], x[:, lines], dim=0),
+    ):
+        every = scan(slice(40))
+        for count in (2, 8, 9, 33):
+            assert torch.equal(scan(slice(count)), every[:, :count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape, dim", [((64,), 0), ((3, 64), 1), ((64, 40), 0)])
+def test_logcumsumexp_keeps_small_terms_beside_0(
+    shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """log(1 + 63 exp(-17)): the result is smaller than the rounding of its sum. 64 terms are rounded twice each."""
+    x = torch.full(shape, -17.0, dtype=dtype, device=device)
+    x.select(dim, 0).zero_()
+    exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
+    y = extension_cpp.logcumsumexp(x, dim).narrow(dim, 1, 63).double()
+    torch.testing.assert_close(y, exact, rtol=128 * torch.finfo(dtype).eps, atol=0)
+
+
 def loop(
     a: Tensor, b: Tensor, h0: Tensor | None, grad_h: Tensor, dim: int, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -38,8 +38,8 @@ static cpu_level_t detect(void) {
 #endif
 }
 
-/* Of the cores that share a cache; 0 if Linux does not tell. sysconf adds up those of all cores of
- * an AMD processor, 256 MiB where a core has 32. */
+/* The bytes of the last-level cache that CPU 0 shares with its group of cores; 0 if unknown.
+ * sysconf adds up the caches of all groups of an AMD processor, 256 MiB where a group has 32. */
 static int64_t shared_cache(void) {
   char text[32] = "";
   FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r");

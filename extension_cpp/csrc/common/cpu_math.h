@@ -134,6 +134,14 @@ ALWAYS_INLINE float log_float(float x) {
 ALWAYS_INLINE double log_double(double x) { return log(x); }
 #define LOG(x) _Generic((x), float : log_float, double : log_double)(x)
 
+/* log(1 + x) for x >= 0; what 1 + x loses by rounding is added. */
+ALWAYS_INLINE float log1p_float(float x) {
+  const float y = 1 + x;
+  return log_float(y) + (x - (y - 1)) / y;
+}
+ALWAYS_INLINE double log1p_double(double x) { return log1p(x); }
+#define LOG1P(x) _Generic((x), float : log1p_float, double : log1p_double)(x)
+
 /* tanh: an odd polynomial near 0 (Sollya's fpminimax, relative error), beyond 0.65 by exp. */
 ALWAYS_INLINE float tanh_float(float x) {
   const float square = x * x, size = x < 0 ? -x : x;

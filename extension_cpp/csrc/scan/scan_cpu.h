@@ -295,18 +295,21 @@ ALWAYS_INLINE double max_block_float64(const double *v, double *before, double s
   return start;
 }
 
-/* ---- sums of exponentials: a maximum, and the sum of exp(x - maximum) ---- */
+/* ---- sums of exponentials: a maximum, and the sum of exp(x - maximum) of the other x ---- */
 
 typedef struct {
   double max, sum;
 } exp_sum_t;
 
+/* Of no x: with the maximum's 1 the sum is 0. */
+static const exp_sum_t NO_EXP_SUM = {-INFINITY, -1};
+
 /* Equal maxima may be infinite. */
 ALWAYS_INLINE exp_sum_t add_exp_sums(exp_sum_t first, exp_sum_t second) {
-  const double max = first.max > second.max ? first.max : second.max;
-  const double a = first.max == max ? 1 : exp(first.max - max);
-  const double b = second.max == max ? 1 : exp(second.max - max);
-  return (exp_sum_t){max, first.sum * a + second.sum * b};
+  const exp_sum_t high = first.max > second.max ? first : second;
+  const exp_sum_t low = first.max > second.max ? second : first;
+  const double e = low.max == high.max ? 1 : exp(low.max - high.max);
+  return (exp_sum_t){high.max, high.sum + (low.sum * e + e)};
 }
 
 #endif

@@ -1,7 +1,9 @@
 /* logcumsumexp and its gradient; the end of scan_cpu_recurrence_kernel.h.
- * With the maximum m of the elements before x, and s the sum of their exp(. - m), x changes s to
- * s + exp(x - m), or to s exp(m - x) + 1 if x is the new maximum: a recurrence with one exp for
- * each element. A part begins without elements; what lies before it is added to each result. */
+ * With the maximum m of the elements before x, and s the sum of exp(. - m) of the others, x changes
+ * s to s + exp(x - m), or to (s + 1) exp(m - x) if x is the new maximum: a recurrence with one exp
+ * for each element. s leaves out the maximum's own 1, which would hide small terms where m is near
+ * 0. A part begins without elements, at m = -inf and s = -1; what lies before it is added to each
+ * result. */
 
 /* exp(x - y) for x <= y, also if rounding or equal infinities hide that. */
 ALWAYS_INLINE ACC NAME(exp_difference)(ACC x, ACC y) {
@@ -21,7 +23,7 @@ ALWAYS_INLINE void NAME(sum_block)(const ACC *v, ACC *m, ACC *s, exp_sum_t *stat
     const ACC high = above ? v[k] : m[k], low = above ? m[k] : v[k];
     const ACC e = NAME(exp_difference)(low, high);
     a[k] = above ? e : 1;
-    s[k] = above ? 1 : e;
+    s[k] = e;
     m[k] = high;
   }
   const pair_sum_t sum = NAME(recur_block)(a, s, state->sum);
@@ -32,21 +34,21 @@ ALWAYS_INLINE void NAME(sum_block)(const ACC *v, ACC *m, ACC *s, exp_sum_t *stat
 ALWAYS_INLINE void NAME(log_block)(ACC *v, const ACC *m, const ACC *s, const ACC *max_before,
                                    const ACC *sum_before, int is_first) {
   if (is_first) {
-    for (int k = 0; k < BLOCK; ++k) v[k] = m[k] + LOG(s[k]);
+    for (int k = 0; k < BLOCK; ++k) v[k] = m[k] + LOG1P(s[k]);
     return;
   }
   for (int k = 0; k < BLOCK; ++k) {
     const int above = m[k] > max_before[k];
     const ACC high = above ? m[k] : max_before[k], low = above ? max_before[k] : m[k];
     const ACC e = NAME(exp_difference)(low, high);
-    const ACC sum = above ? FMA(sum_before[k], e, s[k]) : FMA(s[k], e, sum_before[k]);
-    v[k] = high + LOG(sum);
+    const ACC sum = above ? FMA(sum_before[k], e, s[k] + e) : FMA(s[k], e, sum_before[k] + e);
+    v[k] = high + LOG1P(sum);
   }
 }
 
 NOINLINE exp_sum_t NAME(logcumsumexp_row)(scan_input x, scan_output y, int64_t n, exp_sum_t start,
                                           int only_total, int stream) {
-  exp_sum_t state = {-INFINITY, 0};
+  exp_sum_t state = NO_EXP_SUM;
   ACC max_before[BLOCK], sum_before[BLOCK];
   for (int k = 0; k < BLOCK; ++k) max_before[k] = (ACC)start.max;
   for (int k = 0; k < BLOCK; ++k) sum_before[k] = (ACC)start.sum;
@@ -56,7 +58,7 @@ NOINLINE exp_sum_t NAME(logcumsumexp_row)(scan_input x, scan_output y, int64_t n
     NAME(load_stride)(v, (const T *)x.data + i * x.step, x.step, count, -(ACC)INFINITY);
     NAME(sum_block)(v, m, s, &state);
     if (only_total) continue;
-    NAME(log_block)(v, m, s, max_before, sum_before, start.sum == 0);
+    NAME(log_block)(v, m, s, max_before, sum_before, start.sum < 0);
     NAME(store_stride)((T *)y.data + i * y.step, y.step, v, count, stream);
   }
   return state;
@@ -82,7 +84,7 @@ NOINLINE void NAME(logcumsumexp_columns)(scan_input x, scan_output y, const scan
         const int above = v[k] > m[k];
         const ACC high = above ? v[k] : m[k], low = above ? m[k] : v[k];
         const ACC e = NAME(exp_difference)(low, high);
-        s[k] = above ? FMA(s[k], e, (ACC)1) : s[k] + e;
+        s[k] = above ? FMA(s[k], e, e) : s[k] + e;
         m[k] = high;
       }
       if (only_total) continue;
@@ -96,8 +98,8 @@ static void NAME(logcumsumexp_start)(const void *logcumsumexp, const scan_item_t
                                      scan_state_t *state) {
   (void)logcumsumexp;
   for (int k = 0; k < item->lanes; ++k) {
-    state->a[k] = -INFINITY;
-    state->b[k] = 0;
+    state->a[k] = NO_EXP_SUM.max;
+    state->b[k] = NO_EXP_SUM.sum;
   }
 }
 
@@ -117,8 +119,8 @@ static void NAME(logcumsumexp_part)(const void *logcumsumexp, const scan_item_t 
   } else {
     NAME(exp_columns_t) columns;
     for (int k = 0; k < item->lanes; ++k) {
-      columns.max[k] = -(ACC)INFINITY;
-      columns.sum[k] = 0;
+      columns.max[k] = (ACC)NO_EXP_SUM.max;
+      columns.sum[k] = (ACC)NO_EXP_SUM.sum;
       columns.max_before[k] = (ACC)state->a[k];
       columns.sum_before[k] = (ACC)state->b[k];
     }

@@ -35,19 +35,22 @@ __device__ inline A exp_difference(A a, A b) {
   return a >= b ? A(1) : exp(a - b);
 }
 
-// A Part of numbers x_k is {m, s}: m is the largest x_k, s the sum of exp(x_k - m). Their logarithm
-// m + log(s) would round at each join. NaN is in s alone.
+// A Part of numbers x_k is {m, s}: m is the largest x_k, s the sum of exp(x_k - m) of the others. A
+// logarithm m + log(1 + s) in place of the pair would round at each join, and the largest one's 1
+// in s would hide small terms where m is near 0. Without numbers s is -1. If a number is NaN, s is
+// NaN, and m ignores it.
 template <typename A>
 struct LogSum {
   using Part = Words<A, 2>;
   using State = Part;
-  static __device__ State start() { return {{-INFINITY, 0}}; }
-  static __device__ Part identity() { return {{-INFINITY, 0}}; }
-  static __device__ Part of(A x) { return x == x ? Part{{x, 1}} : Part{{-INFINITY, x}}; }
+  static __device__ State start() { return {{-INFINITY, -1}}; }
+  static __device__ Part identity() { return {{-INFINITY, -1}}; }
+  static __device__ Part of(A x) { return x == x ? Part{{x, 0}} : Part{{-INFINITY, x}}; }
   static __device__ Part join(Part before, Part after) {
     const bool is_above = after.v[0] > before.v[0];
     const Part high = is_above ? after : before, low = is_above ? before : after;
-    return {{high.v[0], fma(low.v[1], exp_difference(low.v[0], high.v[0]), high.v[1])}};
+    const A e = exp_difference(low.v[0], high.v[0]);
+    return {{high.v[0], fma(low.v[1], e, high.v[1] + e)}};
   }
   static __device__ State apply(Part part, State state) { return join(state, part); }
 };
@@ -84,7 +87,7 @@ struct Cumsum {
   static __device__ constexpr int shift(int) { return 0; }
   bool exclusive;
   __device__ Words<A, 1> part(const A (&in)[1], bool) const { return {{in[0]}}; }
-  __device__ void step(const A (&in)[1], bool, Words<A, 1> &state, A (&out)[1]) const {
+  __device__ void step(const A (&in)[1], bool, typename Algebra::State &state, A (&out)[1]) const {
     out[0] = state.v[0];
     state.v[0] += in[0];
     if (!exclusive) out[0] = state.v[0];
@@ -99,9 +102,9 @@ struct Logcumsumexp {
   static constexpr int INPUTS = 1, OUTPUTS = 1, ROW_VECTORS = 4, COLUMN_VECTORS = 8;
   static __device__ constexpr int shift(int) { return 0; }
   __device__ Words<A, 2> part(const A (&in)[1], bool) const { return Algebra::of(in[0]); }
-  __device__ void step(const A (&in)[1], bool, Words<A, 2> &state, A (&out)[1]) const {
+  __device__ void step(const A (&in)[1], bool, typename Algebra::State &state, A (&out)[1]) const {
     state = Algebra::join(state, Algebra::of(in[0]));
-    out[0] = state.v[0] + log(state.v[1]);
+    out[0] = state.v[0] + log1p(state.v[1]);
   }
 };
 
@@ -119,7 +122,8 @@ struct LogcumsumexpBackward {
   __device__ Words<A, 2> part(const A (&in)[4], bool is_first) const {
     return {{decay(in, is_first), in[0]}};
   }
-  __device__ void step(const A (&in)[4], bool is_first, Words<A, 1> &state, A (&out)[1]) const {
+  __device__ void step(const A (&in)[4], bool is_first, typename Algebra::State &state,
+                       A (&out)[1]) const {
     state.v[0] = fma(decay(in, is_first), state.v[0], in[0]);
     out[0] = exp_difference(in[1], in[2]) * state.v[0];
   }
@@ -134,7 +138,7 @@ struct Recurrence {
   static constexpr int INPUTS = 2, OUTPUTS = 1, ROW_VECTORS = 8, COLUMN_VECTORS = 8;
   static __device__ constexpr int shift(int) { return 0; }
   __device__ Words<A, 2> part(const A (&in)[2], bool) const { return {{in[0], in[1]}}; }
-  __device__ void step(const A (&in)[2], bool, Words<A, 1> &state, A (&out)[1]) const {
+  __device__ void step(const A (&in)[2], bool, typename Algebra::State &state, A (&out)[1]) const {
     out[0] = state.v[0] = fma(in[0], state.v[0], in[1]);
   }
 };
@@ -148,7 +152,7 @@ struct RecurrenceBackward {
   static constexpr int INPUTS = 3, OUTPUTS = 2, ROW_VECTORS = 4, COLUMN_VECTORS = 8;
   static __device__ constexpr int shift(int i) { return i == 1 ? -1 : i == 2 ? 1 : 0; }
   __device__ Words<A, 2> part(const A (&in)[3], bool) const { return {{in[1], in[0]}}; }
-  __device__ void step(const A (&in)[3], bool, Words<A, 1> &state, A (&out)[2]) const {
+  __device__ void step(const A (&in)[3], bool, typename Algebra::State &state, A (&out)[2]) const {
     out[1] = state.v[0] = fma(in[1], state.v[0], in[0]);
     out[0] = out[1] * in[2];
   }

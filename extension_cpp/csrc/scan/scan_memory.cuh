@@ -104,8 +104,11 @@ __device__ inline void reverse(A (&v)[N]) {
 template <typename Op>
 __device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, int64_t outer,
                                                           int64_t i) {
-  if (p.start.data == nullptr || outer >= p.outer || i >= p.inner) return Op::Algebra::start();
-  return {{to_acc(*element<typename Op::T>(p.start, outer, 0, i))}};
+  if constexpr (Op::Algebra::State::WORDS == 1) {
+    if (p.start.data != nullptr && outer < p.outer && i < p.inner)
+      return {{to_acc(*element<typename Op::T>(p.start, outer, 0, i))}};
+  }
+  return Op::Algebra::start();
 }
 
 template <typename Op>

@@ -8,6 +8,10 @@
 
 #include "common/dtype.h"
 
+// In float for a float: of ::exp there is only that of a double.
+using std::exp;
+using std::fma;
+using std::log1p;
 using std::max;
 using std::min;
 
