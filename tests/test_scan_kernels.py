@@ -115,6 +115,7 @@ def poisoned(like: Tensor) -> Tensor:
 
 def functions(kernels: Kernels) -> dict[str, Callable[..., Tensor]]:
     """The ops with their gradients, of one or more dimensions and with elements."""
+    # mypy wants *args in backward, as PyTorch's base class has it: hence the marks below.
 
     class Cumsum(torch.autograd.Function):
         @staticmethod

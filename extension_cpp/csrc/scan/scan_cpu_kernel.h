@@ -140,8 +140,7 @@ NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_ste
   return NAME(cumsum_steps)(x, x_step, y, y_step, n, start, 0, 0);
 }
 
-/* The sums of columns. For half types float: over the 2^14 steps of a part it errs less than the
- * rounding of the results. */
+/* The sums of columns: double, and for half types float, which scan.h promises at least. */
 typedef __typeof__(_Generic((T){0}, uint16_t : 0.0f, default : 0.0)) NAME(sum_t);
 
 /* `steps` steps of a block of columns: the sums stay in registers from step to step. */
