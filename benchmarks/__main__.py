@@ -1,6 +1,7 @@
 """python -m benchmarks: times the ops (run.py); host: what a call costs; compare, plot, report: look at results.
 
 linear_loss: linear_cross_entropy beside its matrix products. norm_plans: the shapes of the norms' GPU kernels.
+processes: the training step of an example on one process and on several.
 """
 
 import importlib
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from extension_cpp.__main__ import run_command
 
-COMMANDS = ("compare", "host", "linear_loss", "norm_plans", "plot", "report")
+COMMANDS = ("compare", "host", "linear_loss", "norm_plans", "plot", "processes", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,9 @@ A peer is called as the op is: the same arguments, the same meaning. What each n
 * Liger's gates write the gradients over gate and up in their backward pass: the same traffic, but the inputs are lost.
   Its geglu is the approximation by tanh.
 * Liger's cross-entropy writes the gradient over the logits in its forward pass, and so is left out.
+* accelerated-scan scans along the last dimension, of a length that is a power of two; importing it compiles it.
+* PyTorch's associative_scan is no public function yet. Its kernel is made by torch.compile, and the gradients are those
+  of examples/recurrent_text.py, two more kernels: its own backward needs the square of the length in memory.
 * Liger's rotary embedding works in place where q and k lie with the heads of a token side by side, as they do here. So
   it rotates its inputs on and on, and reads and writes what the others do.
 """
@@ -24,6 +27,8 @@ LIBRARIES = {
     "liger": ("liger_kernel.ops", "liger_kernel"),
     "quack": ("quack", "quack-kernels"),
     "apex": ("apex.normalization.fused_layer_norm", "apex"),
+    "accelerated_scan": ("accelerated_scan.warp", "accelerated-scan"),
+    "associative_scan": ("torch._higher_order_ops.associative_scan", "torch"),
 }
 
 
@@ -109,6 +114,21 @@ def _liger_geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return LigerGELUMulFunction.apply(gate, up)
 
 
+def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    from accelerated_scan.warp import scan
+
+    states: Tensor = scan(a[None], b[None])[0]
+    return states
+
+
+def _associative_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    from examples.recurrent_text import AssociativeScan
+
+    extra = 0 if dim == 0 else -1  # it scans the middle one of three dimensions
+    states: Tensor = AssociativeScan.apply(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
+    return states
+
+
 def _eps(eps: float | None) -> float:
     """rms_norm's default for float32 and the half types."""
     return torch.finfo(torch.float32).eps if eps is None else eps
@@ -122,6 +142,8 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "geglu_tanh": {"liger": _liger_geglu},
     "cross_entropy": {"quack": _quack_cross_entropy},
     "rotary_embedding": {"liger": _liger_rotary_embedding},
+    "linear_recurrence": {"accelerated_scan": _accelerated_scan, "associative_scan": _associative_scan},
+    "linear_recurrence_columns": {"associative_scan": _associative_scan},
     "add_rms_norm_p0": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
 }
 

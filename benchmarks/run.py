@@ -85,7 +85,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks",
         description=(__doc__ or "").split("\n\n")[0],
         epilog="python -m benchmarks compare, plot and report look at the results; host times what a call costs, "
-        "norm_plans the shapes of the norms' GPU kernels, python -m benchmarks.models whole models. Each has a --help.",
+        "norm_plans the shapes of the norms' GPU kernels, processes several GPUs, python -m benchmarks.models whole "
+        "models. Each has a --help.",
     )
     names = [spec.name for spec in timed_specs()]
     steps = ["forward", "backward"]

@@ -79,7 +79,7 @@ def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]]) -> Tensor
         x, state = _DRAWN[key]
         generator.set_state(state)
         return x
-    x = torch.randn(shapes[-1], generator=generator, dtype=torch.float64)
+    x = torch.randn(shapes[-1], generator=generator, dtype=torch.float64, device="cpu")
     if x.numel() <= MOST_ELEMENTS:
         _DRAWN[key] = x, generator.get_state()
     if len(_DRAWN) > MOST_DRAWN:
@@ -167,7 +167,7 @@ def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor
 @functools.lru_cache(maxsize=8)
 def _eighths(shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(99)
-    return torch.randint(-16, 17, shape, generator=generator).double() / 8
+    return torch.randint(-16, 17, shape, generator=generator, device="cpu").double() / 8
 
 
 def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tensor]:

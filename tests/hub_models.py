@@ -1,6 +1,6 @@
 """Models with the layers of a laid-out hub variant, beside the same models as transformers has them.
 
-    python -m tests.hub_models VARIANT      prints what test_hub.py looks at, as JSON
+    python -m tests.hub_models VARIANT DEVICE      prints what test_hub.py looks at, as JSON
 
 A process of its own: transformers reads USE_HUB_KERNELS once, when it is imported.
 """
@@ -59,7 +59,7 @@ def name_layers() -> None:
         replace_kernel_forward_from_hub(cls, name)
 
 
-def make(name: str, dtype: torch.dtype) -> nn.Module:
+def make(name: str, dtype: torch.dtype, device: str) -> nn.Module:
     kind, options = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config" if kind != "Gemma3Text" else "Gemma3TextConfig")(**options)
@@ -68,11 +68,11 @@ def make(name: str, dtype: torch.dtype) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():  # weights of norms that are all ones would hide what is done with them
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return model.to(device)
 
 
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    ids = torch.randint(3, 61, (2, 17), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 61, (2, 17), generator=torch.Generator().manual_seed(1)).to(model.device)
     model.zero_grad()
     result = model(input_ids=ids, labels=ids, use_cache=False)
     result.loss.backward()
@@ -95,16 +95,16 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-30)).item()
 
 
-def with_layers(name: str, dtype: torch.dtype, variant: Path) -> nn.Module:
-    mapping = {asked: {"cpu": LocalLayerRepository(variant, layer_name=ours)} for asked, ours in LAYERS.items()}
-    model = make(name, dtype)
+def with_layers(name: str, dtype: torch.dtype, device: str, variant: Path) -> nn.Module:
+    mapping = {asked: {device: LocalLayerRepository(variant, layer_name=ours)} for asked, ours in LAYERS.items()}
+    model = make(name, dtype, device)
     with use_kernel_mapping(mapping, inherit_mapping=False):
-        return kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu")
+        return kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=device)
 
 
 def main() -> None:
-    variant = Path(sys.argv[1])
-    cases = [(name, dtype) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
+    variant, device = Path(sys.argv[1]), sys.argv[2]
+    cases = [(name, dtype, device) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
     # Before the first kernelize: it replaces a function such as apply_rotary_pos_emb for every model of the process.
     stock = {case: step(make(*case)) for case in cases}
     # The same numbers in float64: the parameters are rounded as the model's.
@@ -112,7 +112,7 @@ def main() -> None:
 
     kernel = get_local_kernel(variant)
     name_layers()
-    x = torch.randn(3, 32)
+    x = torch.randn(3, 32, device=device)
     found: dict[str, Any] = {
         "namespaces": [kernel._namespace.NAMESPACE, extension_cpp._namespace.NAMESPACE],
         "results": [package.rms_norm(x, (32,)).tolist() for package in (kernel, extension_cpp)],
@@ -124,7 +124,7 @@ def main() -> None:
         result: dict[str, Any] = {"replaced": replaced(model, kernel.__name__)}
         result["logits"] = [error(each, exact_logits) for each in (logits, stock[case][0])]
         result["grads"] = [max(error(of[n], exact_grads[n]) for n in of) for of in (grads, stock[case][1])]
-        if case in (("llama", torch.float32), ("gpt2", torch.float32)):
+        if case[:2] in (("llama", torch.float32), ("gpt2", torch.float32)):
             model.compile(backend="aot_eager")
             again, grads_again = step(model)
             result["compiled"] = max(error(again, logits), *(error(grads_again[n], grads[n]) for n in grads))

@@ -3,6 +3,7 @@
 Compiling the shims for another namespace takes more than a minute of processor time, so most of it is in the slow
 tier. The quick tier still sees the layers beside the models' own (test_layers.py)."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -49,10 +50,10 @@ def variant(tmp_path_factory) -> Path:
     return Path(made.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def models(variant) -> dict:
+@functools.cache
+def models(variant: Path, device: str) -> dict:
     """What tests/hub_models.py finds."""
-    command = [sys.executable, "-m", "tests.hub_models", str(variant)]
+    command = [sys.executable, "-m", "tests.hub_models", str(variant), device]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -110,16 +111,17 @@ def test_namespace_follows_the_sources(monkeypatch, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_two_copies_in_one_process(models) -> None:
-    assert models["namespaces"] == [NAMESPACE, "extension_cpp"]
-    assert models["results"][0] == models["results"][1]
+def test_two_copies_in_one_process(variant, device) -> None:
+    found = models(variant, device)
+    assert found["namespaces"] == [NAMESPACE, "extension_cpp"]
+    assert found["results"][0] == found["results"][1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", REPLACED)
-def test_models_with_the_layers(name, dtype, models) -> None:
-    found = models["models"][f"{name} {dtype}"]
+def test_models_with_the_layers(name, dtype, variant, device) -> None:
+    found = models(variant, device)["models"][f"{name} {dtype}"]
     assert found["replaced"] == REPLACED[name]
     for part in ("logits", "grads"):
         ours, stock = found[part]

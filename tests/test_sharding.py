@@ -1,10 +1,12 @@
-"""DTensors, FSDP2, tensor and sequence parallel, and DistributedDataParallel, on processes with gloo on the CPU.
+"""DTensors, FSDP2, tensor and sequence parallel, and DistributedDataParallel, on processes with gloo on the CPU, and
+with NCCL where each process has a GPU.
 
 The processes are started once and run every check; a test looks up what they said of its check.
 """
 
 import contextlib
 import datetime
+import functools
 import importlib
 import math
 import multiprocessing
@@ -29,6 +31,7 @@ from extension_cpp.nn import convert
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
+DEVICE = "cpu"  # of this process, which of_two and of_four start
 SHAPE = (4, 6, 8)
 POINTWISE = ("muladd", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "scale_bias_relu", "bias_gelu")
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -143,7 +146,7 @@ def letters(x: Any) -> str:
 
 def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
     """The spec's, and the fused norms' without dropout, with weights."""
-    make = maker("cpu", dtype)
+    make = maker(DEVICE, dtype)
     # The factors of a recurrence may be fewer; their gradient is a reduce_sum.
     yield from (sample for sample in spec.sample_inputs(make, SHAPE) if sample.args[0].shape == SHAPE)
     x, w = make(SHAPE), SHAPE[-1:]
@@ -261,7 +264,7 @@ def check_rotary_of_batches(mesh: Any) -> None:
     """Positions of each sequence, or of all; sequences, heads and tokens that two processes share unevenly."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    make = maker("cpu", torch.float32)
+    make = maker(DEVICE, torch.float32)
     q, k = make((3, 5, 7, 8)), make((3, 3, 7, 8))
     for cos_shape in ((3, 7, 8), (1, 7, 6), (7, 8)):
         cos, sin = make(cos_shape).detach(), make(cos_shape).detach()
@@ -303,7 +306,7 @@ CLASSES = 7
 
 
 def class_options(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return options | ({"weight": maker("cpu", dtype)((CLASSES,)).detach().abs() + 0.5} if "weight" in options else {})
+    return options | ({"weight": maker(DEVICE, dtype)((CLASSES,)).detach().abs() + 0.5} if "weight" in options else {})
 
 
 def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: list[Tensor], what: str) -> list[Any]:
@@ -326,7 +329,7 @@ def check_classes_in_several_processes(mesh: Any) -> None:
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             for number, options in enumerate(OPTIONS):
                 what, options = f"{shape} {dtype} {options}", class_options(options, dtype)
-                logits = maker("cpu", dtype)(shape)
+                logits = maker(DEVICE, dtype)(shape)
                 exact = extension_cpp.cross_entropy(logits, target, **options)
                 x = distribute_tensor(logits.detach(), mesh, [Shard(dim)]).requires_grad_()
                 given = target
@@ -386,7 +389,7 @@ def check_hostile_logits_over_classes(mesh: Any) -> None:
     """Large ones, masked ones, a process whose classes are all masked, and a NaN that each process learns of."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    logits = maker("cpu", torch.float32)((8, 8)).detach()
+    logits = maker(DEVICE, torch.float32)((8, 8)).detach()
     target = torch.tensor([0, 7, 3, 4, 5, 2, 1, 6])
     logits[0] = torch.tensor([1e4, -1e4] * 4)
     logits[1, :7] = -torch.inf
@@ -452,7 +455,7 @@ def check_linear_over_classes(mesh: Any) -> None:
     from torch.distributed.tensor.debug import CommDebugMode
 
     for dtype in (torch.float32, torch.bfloat16):
-        make = maker("cpu", dtype)
+        make = maker(DEVICE, dtype)
         for number, options in enumerate(OPTIONS):
             what, options = f"{dtype} {options}", class_options(options, dtype)
             shape, bias = ((4, 6, 8), True) if number % 2 else ((5, 8), False)
@@ -492,7 +495,7 @@ def check_dropout_drops_the_same(mesh: Any) -> None:
     """Seeded alike, the processes drop what one process drops; seeded otherwise, they agree all the same."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    whole = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    whole = torch.randn(4, 8, generator=torch.Generator(DEVICE).manual_seed(1))
     x = distribute_tensor(whole, mesh, [Shard(0)])
     torch.manual_seed(5)
     expected = extension_cpp.dropout(whole, 0.5)
@@ -545,7 +548,7 @@ def llama() -> torch.nn.Module:
 
 
 def tokens(count: int = 4) -> Tensor:
-    return torch.randint(64, (count, 12), generator=torch.Generator().manual_seed(3))
+    return torch.randint(64, (count, 12), generator=torch.Generator(DEVICE).manual_seed(3))
 
 
 def loss_and_gradients(model: torch.nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -702,9 +705,9 @@ def check_two_dimensions(mesh: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    square = init_device_mesh("cpu", (2, 2))
-    whole = torch.randn(4, 6, 8, requires_grad=True, generator=torch.Generator().manual_seed(1))
-    weight = torch.randn(8, requires_grad=True, generator=torch.Generator().manual_seed(2))
+    square = init_device_mesh(DEVICE, (2, 2))
+    whole = torch.randn(4, 6, 8, requires_grad=True, generator=torch.Generator(DEVICE).manual_seed(1))
+    weight = torch.randn(8, requires_grad=True, generator=torch.Generator(DEVICE).manual_seed(2))
     x = distribute_tensor(whole.detach(), square, [Shard(0), Shard(1)]).requires_grad_()
     w = distribute_tensor(weight.detach(), square, [Replicate(), Replicate()]).requires_grad_()
     y = extension_cpp.rms_norm(x, (8,), w)
@@ -777,7 +780,7 @@ def check_training(mesh: Any) -> None:
     from tests.test_train_text import SIZES
 
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
-    settings = train_text.Settings("cpu", 12, text.digest, **SIZES)
+    settings = train_text.Settings(DEVICE, 12, text.digest, **SIZES)
 
     def train(parallel: str | None, steps: int, start: Path | None = None) -> Any:
         training = train_text.Training("ours", text, settings, compiled=False, parallel=parallel)
@@ -821,8 +824,8 @@ def check_rows_and_classes(mesh: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    square = init_device_mesh("cpu", (2, 2))
-    logits, target = maker("cpu", torch.float32)((5, CLASSES)), torch.tensor([0, 6, 3, 4, 5])
+    square = init_device_mesh(DEVICE, (2, 2))
+    logits, target = maker(DEVICE, torch.float32)((5, CLASSES)), torch.tensor([0, 6, 3, 4, 5])
     x = distribute_tensor(logits.detach(), square, [Shard(0), Shard(1)]).requires_grad_()
     t = whole_to(square, target)
     for options, expected in (({}, "RR"), ({"reduction": "sum"}, "P(sum)R"), ({"reduction": "none"}, "S(0)R")):
@@ -831,7 +834,7 @@ def check_rows_and_classes(mesh: Any) -> None:
         assert letters(ours) == expected, options
         (grad,) = assert_same_loss(ours, [x], exact, [logits], str(options))
         assert letters(grad) == "S(0)S(1)"
-    linear, features = maker("cpu", torch.float32)((CLASSES, 8)), maker("cpu", torch.float32)((5, 8))
+    linear, features = maker(DEVICE, torch.float32)((CLASSES, 8)), maker(DEVICE, torch.float32)((5, 8))
     parts = [distribute_tensor(features.detach(), square, [Shard(0), Replicate()]).requires_grad_()]
     parts += [distribute_tensor(linear.detach(), square, [Replicate(), Shard(0)]).requires_grad_()]
     exact = extension_cpp.linear_cross_entropy(features, linear, target)
@@ -859,18 +862,24 @@ def checks(processes: int) -> dict[str, Callable[[Any], None]]:
 # ---- the processes ----
 
 
-def process(rank: int, processes: int, folder: str) -> None:
+def process(rank: int, processes: int, folder: str, device: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
+    global DEVICE
+    DEVICE = device
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_default_device(device)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=processes,
         timeout=datetime.timedelta(seconds=30),
     )
-    mesh = init_device_mesh("cpu", (processes,))
+    mesh = init_device_mesh(device, (processes,))
     for name, check in checks(processes).items():
         torch.manual_seed(0)
         try:
@@ -887,33 +896,35 @@ PRELOAD = ["tests.test_sharding", "torch.distributed.tensor.parallel", "torch.di
 PRELOAD += ["transformers.models.llama.modeling_llama"]
 
 
-def said_by(processes: int, folder: Path) -> dict[str, list[str]]:
+@functools.cache
+def said_by(processes: int, device: str) -> dict[str, list[str]]:
     """What each process said of each check: nothing where it holds."""
     multiprocessing.set_forkserver_preload(PRELOAD)
-    torch.multiprocessing.start_processes(process, (processes, str(folder)), processes, start_method="forkserver")
-    return {name: [(folder / f"{name}.{rank}").read_text() for rank in range(processes)] for name in checks(processes)}
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            start = torch.multiprocessing.start_processes
+            start(process, (processes, name, device), processes, start_method="forkserver")
+        except Exception:  # a process that crashed, say: once for all tests
+            return {check: [traceback.format_exc()] for check in checks(processes)}
+        said = [[Path(name, f"{check}.{rank}").read_text() for rank in range(processes)] for check in checks(processes)]
+    return dict(zip(checks(processes), said, strict=True))
 
 
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return said_by(2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def of_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return said_by(4, tmp_path_factory.mktemp("four"))
+def assert_nothing_said(processes: int, device: str, name: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < processes:
+        pytest.skip(f"{processes} processes with a GPU each, and there are {torch.cuda.device_count()}")
+    for rank, said in enumerate(said_by(processes, device)[name]):
+        assert not said, f"process {rank}:\n{said}"
 
 
 @pytest.mark.parametrize("name", checks(2))
-def test_two_processes(name: str, of_two: dict[str, list[str]]) -> None:
-    for rank, said in enumerate(of_two[name]):
-        assert not said, f"process {rank}:\n{said}"
+def test_two_processes(name: str, device: str) -> None:
+    assert_nothing_said(2, device, name)
 
 
 @pytest.mark.parametrize("name", checks(4))
-def test_four_processes(name: str, of_four: dict[str, list[str]]) -> None:
-    for rank, said in enumerate(of_four[name]):
-        assert not said, f"process {rank}:\n{said}"
+def test_four_processes(name: str, device: str) -> None:
+    assert_nothing_said(4, device, name)
 
 
 # ---- when the rules are registered ----
