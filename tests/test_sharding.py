@@ -438,6 +438,8 @@ def check_errors_over_classes(mesh: Any) -> None:
         (t, {"weight": torch.ones(4)}, r"weight of shape \[8\], a number for each class, but got \[4\]"),
         (t, {"weight": torch.ones(8, requires_grad=True)}, "weight not to require grad"),
     ):
+        if message.startswith(r"target in \[") and DEVICE == "cuda":
+            continue  # check_targets_that_no_process_has
         with pytest.raises(RuntimeError, match=f"{op} {message}"):
             extension_cpp.cross_entropy(x, target, **options)
     y = x.detach().requires_grad_()
@@ -885,7 +887,10 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
         try:
             check(mesh)
             said = ""
-        except Exception:  # the same in every process, or the next collective operation ends in a timeout
+        except (
+            Exception,
+            pytest.fail.Exception,
+        ):  # the same in every process, or the next collective operation ends in a timeout
             said = traceback.format_exc()
         Path(folder, f"{name}.{rank}").write_text(said)
     torch.distributed.destroy_process_group()

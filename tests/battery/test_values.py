@@ -196,9 +196,7 @@ def differences(spec: OpSpec, sample: Sample, rows: int, count: int) -> list[str
             grads = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for (y, g), x in zip(ends, inputs, strict=True)]
             pairs.append((f"gradient {number}", *grads))
     return [
-        name
-        for name, many, few in pairs
-        if not torch.equal(many[-count:] if many.shape[:1] == (rows,) else many, few)
+        name for name, many, few in pairs if not torch.equal(many[-count:] if many.shape[:1] == (rows,) else many, few)
     ]
 
 
