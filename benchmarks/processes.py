@@ -24,27 +24,18 @@ from benchmarks.timing import check_options
 from examples import train_text
 from extension_cpp.__main__ import Parser, positive
 
-# 196608 bytes a step: the exchange of gradients and the optimizer's work do not depend on how many there are.
-LARGE = {
-    "width": 2048,
-    "layers": 16,
-    "heads": 16,
-    "context": 1024,
-    "batch": 16,
-    "accumulate": 12,
-    "learning_rate": 1e-4,
-}
+LARGE = {"width": 2048, "layers": 16, "heads": 16, "context": 1024, "batch": 16, "accumulate": 4, "learning_rate": 1e-4}
 SIZES: dict[str, dict[str, Any]] = {"cuda": LARGE, "cpu": train_text.SMALL}
-WARM_UP = 2
+WARM_UP = 3
 OPS = ("ours", "torch")
 
 
-def times(device: str, parallel: str | None, rounds: int) -> dict[str, Any]:
+def times(device: str, parallel: str | None, rounds: int, which: Sequence[str]) -> dict[str, Any]:
     """Seconds of steps and the last loss, by --ops."""
     text = train_text.Text.of(train_text.read_text(None), SIZES[device]["context"])
     settings = train_text.Settings(device, WARM_UP + rounds, text.digest, **SIZES[device])
     found = {}
-    for ops in OPS:  # one after the other: two models of this size do not fit on a GPU
+    for ops in which:  # one after the other: two models of this size do not fit on a GPU
         training = train_text.Training(ops, text, settings, compiled=True, parallel=parallel)
         for _ in range(WARM_UP + rounds):
             training.step()
@@ -56,22 +47,24 @@ def times(device: str, parallel: str | None, rounds: int) -> dict[str, Any]:
     return found
 
 
-def process(rank: int, processes: int, device: str, parallel: str | None, rounds: int, folder: str) -> None:
+def process(
+    rank: int, processes: int, device: str, parallel: str | None, rounds: int, which: Sequence[str], folder: str
+) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     if parallel:
         store = f"file://{folder}/rendezvous"
         distributed.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)
-    found = times(device, parallel, rounds)
+    found = times(device, parallel, rounds, which)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     if parallel:
         distributed.destroy_process_group()
 
 
-def run(processes: int, device: str, parallel: str | None, rounds: int) -> dict[str, Any]:
+def run(processes: int, device: str, parallel: str | None, rounds: int, which: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (processes, device, parallel, rounds, folder)
+        arguments = (processes, device, parallel, rounds, which, folder)
         torch.multiprocessing.start_processes(process, arguments, processes, start_method="spawn")
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
     return found
@@ -81,6 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m benchmarks processes", description=__doc__.replace("\n", " "))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=positive, default=2, help="beside one (default: %(default)s)")
+    parser.add_argument("--ops", choices=OPS, nargs="+", default=OPS, help="whose functions (default: both)")
     kinds = ["ddp", "fsdp"]
     parser.add_argument("--parallel", choices=kinds, nargs="+", default=kinds, help="(default: both)")
     parser.add_argument("--rounds", type=positive, default=9, help="timed steps of each (default: %(default)s)")
@@ -99,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table("", "processes", "ops", "ms a step", "least, most", "x one process", title="train_text, compiled")
     alone: dict[str, float] = {}
     for parallel, processes in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
-        figures = run(processes, options.device, parallel, options.rounds)
+        figures = run(processes, options.device, parallel, options.rounds, options.ops)
         found["figures"][f"{parallel or 'alone'} {processes}"] = figures
         path.write_text(json.dumps(found, indent=1))  # what is there, if the next one fails
         for ops, figure in figures.items():

@@ -1,6 +1,7 @@
 """The markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ def table(path: Path) -> str:
         return _models(json.loads(path.read_text()))
     if path.stem.startswith("linear-loss-"):
         return _linear_loss(json.loads(path.read_text()))
+    if path.stem.startswith("processes-"):
+        return _processes(json.loads(path.read_text()))
     if path.stem.startswith("scan-steps-"):
         return scan_steps(json.loads(path.read_text()))
     found = results.read(path)
@@ -86,6 +89,20 @@ def _linear_loss(found: dict[str, Any]) -> str:
         time = figure["seconds"]["median"]
         cells = [name, f"{1e3 * time:.1f}", f"{time / products:.2f}", f"{figure['extra_bytes'] / 1e9:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _processes(found: dict[str, Any]) -> str:
+    """Milliseconds, and the speed-up over one process."""
+    medians = {
+        place: {ops: statistics.median(figure["seconds"]) for ops, figure in figures.items()}
+        for place, figures in found["figures"].items()
+    }
+    alone = next(iter(medians.values()))
+    lines = [f"| | {' | '.join(f'{ops}, ms | speed-up' for ops in alone)} |", "|" + "---|" * (1 + 2 * len(alone))]
+    for place, times in medians.items():
+        cells = [f"{1e3 * time:.0f} | {alone[ops] / time:.2f}" for ops, time in times.items()]
+        lines.append(f"| {place} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

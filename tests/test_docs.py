@@ -71,7 +71,7 @@ def anchors(document: Path) -> set[str]:
     "results", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem
 )
 def test_performance_tables_are_those_of_the_results(results: Path) -> None:
-    documents = [*(ROOT / "docs").glob("performance*.md"), ROOT / "docs" / "scan.md"]
+    documents = [*(ROOT / "docs").glob("performance*.md"), ROOT / "docs" / "scan.md", ROOT / "docs" / "distributed.md"]
     text = "".join(path.read_text() for path in documents)
     assert table(results) in text, f"python -m benchmarks.table {results}"
 
