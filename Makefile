@@ -24,7 +24,7 @@ endif
 
 BUILD_NEEDS := ninja
 TEST_NEEDS := $(BUILD_NEEDS) pytest xdist hypothesis numpy setuptools transformers rich matplotlib nbclient ipykernel
-C_SOURCES = find extension_cpp templates tests examples -name .venv -prune -o \
+C_SOURCES = find extension_cpp templates tests examples benchmarks -name .venv -prune -o \
   -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
 CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format
 need = $(if $(READY),,@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON) was not found." >&2; exit 1; }; \

@@ -59,7 +59,7 @@ def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor
 def ways(device: str) -> dict[str, Callable[..., None]]:
     found: dict[str, Callable[..., Tensor]] = {"ours": extension_cpp.linear_cross_entropy, "eager": eager}
     found |= {"eager, float32": eager_float32, "compile": torch.compile(eager)}
-    if device == "cuda" and peers.versions()["liger"]:
+    if device == "cuda" and peers.versions("cuda")["liger"]:
         found["liger"] = liger
     return {"products": products} | {name: functools.partial(train, loss) for name, loss in found.items()}
 
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spread = f"{1e3 * time.low:.2f} to {1e3 * time.high:.2f}"
         table.add_row(name, f"{1e3 * time.median:.2f}", spread, f"{ratio:.3f}", memory)
     about = machine(options.device) | {"rounds": options.rounds, "commit": commit()}
-    about |= {"versions": versions() | {"liger": peers.versions()["liger"]}}
+    about |= {"versions": versions() | {"liger": peers.versions("cuda")["liger"]}}
     path = options.json or Path("out") / f"linear-loss-{options.device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}

@@ -1,4 +1,5 @@
-"""Other libraries' kernels for the same work, on the GPU, where they are installed; none of them is needed.
+"""Other libraries' kernels for the same work, on the GPU, where they are installed; none of them is needed. On the CPU
+a loop in C (c_loop.py).
 
 A peer is called as the op is: the same arguments, the same meaning. What each needs told:
 * Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Name: the module to import and the distribution that says its version.
+from benchmarks import c_loop
+
+# Of the GPU. Name: the module to import and the distribution that says its version.
 LIBRARIES = {
     "liger": ("liger_kernel.ops", "liger_kernel"),
     "quack": ("quack", "quack-kernels"),
@@ -142,14 +145,20 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "geglu_tanh": {"liger": _liger_geglu},
     "cross_entropy": {"quack": _quack_cross_entropy},
     "rotary_embedding": {"liger": _liger_rotary_embedding},
-    "linear_recurrence": {"accelerated_scan": _accelerated_scan, "associative_scan": _associative_scan},
-    "linear_recurrence_columns": {"associative_scan": _associative_scan},
+    "linear_recurrence": {
+        "accelerated_scan": _accelerated_scan,
+        "associative_scan": _associative_scan,
+        "c_loop": c_loop.recurrence,
+    },
+    "linear_recurrence_columns": {"associative_scan": _associative_scan, "c_loop": c_loop.recurrence},
     "add_rms_norm_p0": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
 }
 
 
-def versions() -> dict[str, str | None]:
+def versions(device: str) -> dict[str, str | None]:
     """Of each library that can be imported here; None: absent."""
+    if device == "cpu":
+        return {"c_loop": "-O3"}
     found: dict[str, str | None] = {}
     for name, (module, distribution) in LIBRARIES.items():
         try:

@@ -350,7 +350,7 @@ def microseconds(row: results.Row, name: str) -> str:
 
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The machine and the settings; the peers that are here."""
-    libraries = peers.versions() if options.device == "cuda" else {}
+    libraries = peers.versions(options.device)
     about = results.machine(options.device) | {"threads": max(options.threads), "mib": options.mib}
     about |= {"plain_malloc": options.plain_malloc, "rounds": options.rounds, "seed": options.seed}
     about |= {"commit": results.commit(), "versions": results.versions() | libraries}
