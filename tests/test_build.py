@@ -434,6 +434,17 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
         assert (folder / target).read_bytes() == first  # nvcc's object has the number of its process in it
 
 
+def test_gpu_code_is_compiled_without_special_functions():
+    """Each `.cu` would take half a second more, for functions that no kernel calls (libstdc++'s part of <cmath>)."""
+    nvcc = build_library.find_nvcc()
+    if nvcc is None:
+        pytest.skip("there is no nvcc")
+    command, _ = build_library.nvcc_command(nvcc, build_library.compiler("CXX", "c++", "g++"), False, ["9.0"])
+    seen = run(*command, "-E", f"-I{build_library.CSRC}", build_library.CSRC / "common" / "cuda_error.cu")
+    assert seen.returncode == 0 and "cuda_error_string" in seen.stdout, seen.stderr
+    assert "riemann_zeta" not in seen.stdout
+
+
 def test_small_library_loads_and_runs(small_tree):
     call = f"import torch; torch.ops.load_library(r'{small_tree / 'extension_cpp' / build_library.LIBRARY}'); "
     call += "print(torch.ops.extension_cpp.muladd(torch.ones(3), torch.ones(3), 2.0).tolist())"

@@ -214,33 +214,51 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-template <int N, typename T>
-int phase(const T *p) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % N);
+// The elements of `size` bytes between p and the address before it that is a multiple of `width`.
+inline int phase_of(const void *p, int size, int width) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(p) / size % width);
 }
 
-template <typename T, int N, typename F>
-cudaError_t backward(Problem<T, F> p, T *grad_bias, cudaStream_t stream) {
-  p.phase = phase<N>(p.x);
-  if constexpr (N > 1) {
-    const bool same_phase =
-        phase<N>(p.grad_out) == p.phase && (p.grad_x == nullptr || phase<N>(p.grad_x) == p.phase);
-    if (!same_phase || p.cols < N) return backward<T, N / 2>(p, grad_bias, stream);
+// The widest vectors that a row is as wide as and for which all tensors have one phase.
+inline int widest(const void *x, const void *grad_out, const void *grad_x, int size, int64_t cols) {
+  int width = 16 / size;
+  const auto has_phase_of_x = [&](const void *p) {
+    return p == nullptr || phase_of(p, size, width) == phase_of(x, size, width);
+  };
+  while (width > 1 && !(has_phase_of_x(grad_out) && has_phase_of_x(grad_x) && cols >= width)) {
+    width /= 2;
   }
-  const Geometry g = geometry(p.rows, p.cols, N, p.phase);
+  return width;
+}
+
+// The kernel for vectors of `width` elements, N at most.
+template <typename T, int N, typename F>
+auto kernel_of(int width) -> void (*)(Problem<T, F>) {
+  if constexpr (N > 1) {
+    if (width < N) return kernel_of<T, N / 2, F>(width);
+  }
+  return backward_kernel<T, N, F>;
+}
+
+template <typename T, typename F>
+cudaError_t backward(Problem<T, F> p, T *grad_bias, cudaStream_t stream) {
+  const int width = widest(p.x, p.grad_out, p.grad_x, sizeof(T), p.cols);
+  p.phase = phase_of(p.x, sizeof(T), width);
+  const Geometry g = geometry(p.rows, p.cols, width, p.phase);
   p.tiles = g.tiles;
   p.halo = g.halo;
   if (g.row_blocks > 0) {
     p.share = ceil_div(p.rows, g.row_blocks);
-    const dim3 threads(g.threads_x, g.threads_y);
-    backward_kernel<T, N><<<static_cast<unsigned>(g.tiles * g.row_blocks), threads, 0, stream>>>(p);
+    const auto ctas = static_cast<unsigned>(g.tiles * g.row_blocks);
+    const auto kernel = kernel_of<T, 16 / sizeof(T), F>(width);
+    kernel<<<ctas, dim3(g.threads_x, g.threads_y), 0, stream>>>(p);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
   if (grad_bias == nullptr) return cudaSuccess;
   const unsigned blocks = static_cast<unsigned>(ceil_div(p.cols, 32));
-  grad_bias_kernel<T><<<blocks, dim3(32, 8), 0, stream>>>(p.partial, grad_bias, g.row_blocks,
-                                                          p.cols, g.tiles, g.threads_x * N, g.halo);
+  grad_bias_kernel<T><<<blocks, dim3(32, 8), 0, stream>>>(
+      p.partial, grad_bias, g.row_blocks, p.cols, g.tiles, g.threads_x * width, g.halo);
   return cudaGetLastError();
 }
 
@@ -259,8 +277,7 @@ cudaError_t launch(const void *x, const void *bias, const void *grad_out, void *
   p.f = f;
   p.rows = rows;
   p.cols = cols;
-  return backward<T, 16 / sizeof(T)>(p, static_cast<T *>(grad_bias),
-                                     static_cast<cudaStream_t>(stream));
+  return backward(p, static_cast<T *>(grad_bias), static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace column_sums

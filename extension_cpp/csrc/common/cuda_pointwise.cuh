@@ -29,6 +29,7 @@ struct Tensors {
 struct NoRow {
   static constexpr int OPERANDS = 0;
   static __device__ int64_t place(int64_t i, int) { return i; }
+  static uint64_t ends() { return 0; }
 };
 
 // The last operand of f is p[i % cols]. `whole`: the columns of every vector are one aligned vector
@@ -41,6 +42,7 @@ struct Row {
   bool whole;
   bool aligned;
   static __device__ int64_t place(int64_t i, int) { return i; }
+  static uint64_t ends() { return 0; }
 };
 
 // No row operand. The inputs have rows of `cols` elements with gaps between them. There are fewer
@@ -53,9 +55,9 @@ struct RowStrides {
   __device__ int64_t place(int64_t i, int j) const {
     return i + static_cast<int64_t>(static_cast<uint32_t>(i) / cols) * gap[j];
   }
-  bool allows(int n) const {
-    bool all = cols % n == 0;
-    for (int j = 0; j < IN; ++j) all = all && gap[j] % n == 0;
+  uint64_t ends() const {
+    uint64_t all = cols;
+    for (int j = 0; j < IN; ++j) all |= static_cast<uint64_t>(gap[j]);
     return all;
   }
 };
@@ -151,33 +153,52 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
   }
 }
 
-template <typename T, int N, int IN, int OUT, typename R, typename F>
-cudaError_t launch_vectors(Tensors<T, IN, OUT> t, R row, F f, cudaStream_t stream) {
-  const auto phase = [](const void *p) { return reinterpret_cast<uintptr_t>(p) % (sizeof(T) * N); };
-  bool same_phase = true;
-  for (int j = 0; j < IN; ++j) same_phase = same_phase && phase(t.in[j]) == phase(t.out[0]);
-  for (int j = 0; j < OUT; ++j) same_phase = same_phase && phase(t.out[j]) == phase(t.out[0]);
-  if constexpr (has_gaps<R> && N > 1) {
-    if (!same_phase || phase(t.out[0]) != 0 || !row.allows(N)) {
-      return launch_vectors<T, (N > 4 ? N / 4 : 1)>(t, row, f, stream);  // fewer kernels
+// ---- the host's side: what does not depend on types is compiled once, not once per kernel ----
+
+// How the elements are divided: `head` elements, then vectors of `width`, in `ctas` CTAs.
+struct Division {
+  int width, head;
+  unsigned ctas;
+};
+
+// Without gaps between rows there is a kernel for each power of two, with gaps for fewer.
+constexpr int narrower(int width, bool has_gaps) {
+  return !has_gaps ? width / 2 : width > 4 ? width / 4 : 1;
+}
+
+// The widest vectors that the operands, of elements of `size` bytes, allow: all begin equally far
+// behind an aligned address. With gaps, this address is aligned, and no vector straddles the end of
+// a row: `row_ends` is the bitwise or of all distances between rows.
+inline Division divide(const void *const *operands, int count, int size, int64_t numel,
+                       bool has_gaps, uint64_t row_ends) {
+  Division d{16 / size, 0, 1};
+  const auto phase = [&](const void *p) {
+    return reinterpret_cast<uintptr_t>(p) & static_cast<unsigned>(size * d.width - 1);
+  };
+  const auto is_allowed = [&] {
+    for (int j = 1; j < count; ++j) {
+      if (phase(operands[j]) != phase(operands[0])) return false;
     }
-  } else if constexpr (N > 1) {
-    if (!same_phase) return launch_vectors<T, N / 2>(t, row, f, stream);
+    return !has_gaps || (phase(operands[0]) == 0 && row_ends % d.width == 0);
+  };
+  while (d.width > 1 && !is_allowed()) d.width = narrower(d.width, has_gaps);
+  const int64_t head = (d.width - static_cast<int64_t>(phase(operands[0])) / size) % d.width;
+  d.head = static_cast<int>(head < numel ? head : numel);
+  const int64_t ctas = ceil_div((numel - d.head) / d.width, THREADS * VECTORS);
+  if (ctas > 1) d.ctas = static_cast<unsigned>(ctas);
+  return d;
+}
+
+template <typename T, int IN, int OUT, typename R, typename F>
+using Kernel = void (*)(Tensors<T, IN, OUT>, R, F);
+
+// The kernel for vectors of `width` elements, N at most.
+template <typename Index, int N, typename T, int IN, int OUT, typename R, typename F>
+Kernel<T, IN, OUT, R, F> kernel_of(int width) {
+  if constexpr (N > 1) {
+    if (width < N) return kernel_of<Index, narrower(N, has_gaps<R>), T, IN, OUT, R, F>(width);
   }
-  const int64_t head = (N - static_cast<int64_t>(phase(t.out[0]) / sizeof(T))) % N;
-  t.head = static_cast<int>(head < t.numel ? head : t.numel);
-  const int64_t blocks = ceil_div((t.numel - t.head) / N, THREADS * VECTORS);
-  const unsigned grid = static_cast<unsigned>(blocks > 0 ? blocks : 1);
-  if constexpr (R::OPERANDS == 1) {
-    row.aligned = phase(row.p) == 0;
-    row.whole = row.aligned && row.cols % N == 0 && head == 0;
-    if (t.numel >= INT64_C(1) << 32) {
-      kernel<uint64_t, T, N><<<grid, THREADS, 0, stream>>>(t, row, f);
-      return cudaGetLastError();
-    }
-  }
-  kernel<uint32_t, T, N><<<grid, THREADS, 0, stream>>>(t, row, f);
-  return cudaGetLastError();
+  return kernel<Index, T, N, IN, OUT, R, F>;
 }
 
 // launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream). With a row operand, Row<T>{pointer,
@@ -185,11 +206,22 @@ cudaError_t launch_vectors(Tensors<T, IN, OUT> t, R row, F f, cudaStream_t strea
 template <typename T, int IN, int OUT, typename F, typename R = NoRow>
 cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
                    void *stream, R row = {}) {
-  Tensors<T, IN, OUT> tensors;
-  for (int j = 0; j < IN; ++j) tensors.in[j] = static_cast<const T *>(in[j]);
-  for (int j = 0; j < OUT; ++j) tensors.out[j] = static_cast<T *>(out[j]);
-  tensors.numel = numel;
-  return launch_vectors<T, 16 / sizeof(T)>(tensors, row, f, static_cast<cudaStream_t>(stream));
+  constexpr int N = 16 / sizeof(T);
+  Tensors<T, IN, OUT> t;
+  const void *operands[IN + OUT];
+  for (int j = 0; j < OUT; ++j) operands[j] = t.out[j] = static_cast<T *>(out[j]);
+  for (int j = 0; j < IN; ++j) operands[OUT + j] = t.in[j] = static_cast<const T *>(in[j]);
+  const Division d = divide(operands, IN + OUT, sizeof(T), numel, has_gaps<R>, row.ends());
+  t.numel = numel;
+  t.head = d.head;
+  auto kernel = kernel_of<uint32_t, N, T, IN, OUT, R, F>(d.width);
+  if constexpr (R::OPERANDS == 1) {
+    row.aligned = reinterpret_cast<uintptr_t>(row.p) % (sizeof(T) * d.width) == 0;
+    row.whole = row.aligned && row.cols % d.width == 0 && d.head == 0;
+    if (numel >= INT64_C(1) << 32) kernel = kernel_of<uint64_t, N, T, IN, OUT, R, F>(d.width);
+  }
+  kernel<<<d.ctas, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(t, row, f);
+  return cudaGetLastError();
 }
 
 // launch<T, IN, OUT> for inputs of `rows` rows: in[j] + r * strides[j] is row r. The outputs are

@@ -172,7 +172,7 @@ cudaError_t gradient_rows(const loss_forward_args &args, const norms::Plan &plan
     return norms::with_variant<2, 3, 4, 8>(plan, [&](auto vectors, auto aligned) {
       constexpr auto kernel =
           loss_gradient_rows<T, decltype(vectors)::value, decltype(aligned)::value>;
-      return norms::launch<kernel>(p, plan, stream);
+      return norms::launch(kernel, p, plan, stream);
     });
   });
 }

@@ -171,15 +171,15 @@ cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStrea
     using Norm = decltype(norm);
     using FormOf = decltype(form);
     if (plan.kernel == Kernel::SPLIT) {
-      return launch<split_kernel<T, Norm, FormOf, 2>>(p, plan, stream);
+      return launch(split_kernel<T, Norm, FormOf, 2>, p, plan, stream);
     }
     constexpr int K = PERSISTENT_ELEMENTS / VECTOR<T>;
     return with_variant<K>(plan, [&](auto, auto aligned) {
       constexpr bool ALIGNED = decltype(aligned)::value;
       if (plan.kernel == Kernel::PIPELINE) {
-        return launch<pipeline_kernel<T, Norm, FormOf, K, ALIGNED>>(p, plan, stream);
+        return launch(pipeline_kernel<T, Norm, FormOf, K, ALIGNED>, p, plan, stream);
       }
-      return launch<persistent_kernel<T, Norm, FormOf, K, ALIGNED>>(p, plan, stream);
+      return launch(persistent_kernel<T, Norm, FormOf, K, ALIGNED>, p, plan, stream);
     });
   });
 }

@@ -158,7 +158,7 @@ cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_
     const auto run = [&](auto vectors, auto aligned) {
       constexpr auto kernel = row_kernel<T, decltype(norm), decltype(form),
                                          decltype(vectors)::value, decltype(aligned)::value>;
-      return launch<kernel>(p, plan, stream);
+      return launch(kernel, p, plan, stream);
     };
     if constexpr (!decltype(form)::HAS_RESIDUAL) {
       if (plan.vectors == 8) return with_variant<8>(plan, run);

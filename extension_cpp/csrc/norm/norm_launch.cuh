@@ -65,8 +65,8 @@ cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
   return is_layer_norm ? f(LayerNorm{}, Plain{}) : f(RmsNorm{}, Plain{});
 }
 
-template <auto KERNEL, typename Params>
-cudaError_t launch(const Params &params, const Plan &plan, cudaStream_t stream) {
+// Not a template, so that the host's compiler sees it once and not once for each kernel.
+inline cudaError_t launch(const void *kernel, void *params, const Plan &plan, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.ctas));
   config.blockDim = dim3(plan.threads, plan.rows_per_cta);
@@ -76,7 +76,7 @@ cudaError_t launch(const Params &params, const Plan &plan, cudaStream_t stream) 
   config.attrs = &attribute;
   cudaError_t error = cudaSuccess;
   if (plan.shared_bytes > 0) {
-    error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  plan.shared_bytes);
   }
   if (error == cudaSuccess && plan.cluster > 1) {
@@ -84,10 +84,16 @@ cudaError_t launch(const Params &params, const Plan &plan, cudaStream_t stream) 
     attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
     config.numAttrs = 1;
     if (plan.cluster > 8) {
-      error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     }
   }
-  return error == cudaSuccess ? cudaLaunchKernelEx(&config, KERNEL, params) : error;
+  return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, &params) : error;
+}
+
+// A kernel's parameters are one struct.
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), Params &params, const Plan &plan, cudaStream_t stream) {
+  return launch(reinterpret_cast<const void *>(kernel), &params, plan, stream);
 }
 
 }  // namespace norms

@@ -77,7 +77,7 @@ template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {
   T v[WIDTH<T>];
 #pragma unroll
-  for (int j = 0; j < WIDTH<T>; ++j) v[j] = j < count ? p[j * stride] : T(0.0f);
+  for (int j = 0; j < WIDTH<T>; ++j) v[j] = j < count ? p[j * stride] : from_acc<T>(0);
   uint4 bits;
   memcpy(&bits, v, sizeof bits);
   return bits;
@@ -114,7 +114,7 @@ __device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, i
 template <typename Op>
 __device__ inline typename Op::T after_last(const Params<Op> &p, int64_t outer, int64_t i) {
   using T = typename Op::T;
-  return p.after.data == nullptr ? T(0.0f) : *element<T>(p.after, outer, 0, i);
+  return p.after.data == nullptr ? from_acc<T>(0) : *element<T>(p.after, outer, 0, i);
 }
 
 // Writes the gradient of the state before a line, which follows from the last step's.

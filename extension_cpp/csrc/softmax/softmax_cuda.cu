@@ -228,10 +228,10 @@ cudaError_t launch_rows(RowParams<T> &p, const norms::Plan &plan, int64_t rows, 
     constexpr bool ALIGNED = decltype(aligned)::value;
     if constexpr (K < 8) {
       if (p.grad_out != nullptr) {
-        return norms::launch<softmax_backward_rows<T, K, ALIGNED>>(p, plan, stream);
+        return norms::launch(softmax_backward_rows<T, K, ALIGNED>, p, plan, stream);
       }
     }
-    return norms::launch<softmax_rows<T, K, ALIGNED>>(p, plan, stream);
+    return norms::launch(softmax_rows<T, K, ALIGNED>, p, plan, stream);
   };
   return norms::with_variant<2, 3, 4, 8>(plan, run);
 }
