@@ -1488,9 +1488,10 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
 
     Differentiable once. Backward saves ``x`` and the result. It adds gradients with factors that are at most 1; torch's
-    takes logarithms of the gradients, of the negative ones apart, and exponentials of their sums. The gradient is as
-    exact as the result that is saved: with half inputs far from 0 it has few digits, as torch's. NaN reaches later
-    results only. Strides and batch invariance are as for cumsum. Source: torch.logcumsumexp.
+    takes logarithms of the gradients, of the negative ones apart, and exponentials of their sums. The gradient is no
+    more exact than the result that is saved: with half inputs far from 0 it has few digits, as torch's. The factors of
+    many steps are multiplied, so that in float32 it loses digits beyond some thousand steps, which torch's keeps. NaN
+    reaches later results only. Strides and batch invariance are as for cumsum. Source: torch.logcumsumexp.
     """
     return _ops.logcumsumexp(input, dim)
 
