@@ -14,7 +14,7 @@ from rich.console import Console
 
 import extension_cpp
 from benchmarks import __main__ as command
-from benchmarks import compare, host, norm_plans, peers, plot, report, results, run
+from benchmarks import c_loop, compare, host, norm_plans, peers, plot, processes, report, results, run
 from benchmarks.table import table
 from benchmarks.timing import Time
 from tests.checks import as_tuple
@@ -442,3 +442,40 @@ def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit):
         command.main(["norm_plans"])
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The figures of each number of processes, and the speed-up. The processes themselves: test_sharding.py."""
+    sizes = {"width": 32, "layers": 1, "heads": 2, "context": 32, "batch": 4, "accumulate": 1, "learning_rate": 2e-3}
+    monkeypatch.setitem(processes.SIZES, "cpu", sizes)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    asked = []
+
+    def start(function, arguments, count, start_method) -> None:
+        asked.append((count, *arguments[1:3]))
+        if arguments[2] is None:
+            return function(0, *arguments)
+        figures = {ops: {"seconds": [0.001] * 9, "losses": [1.0]} for ops in processes.OPS}
+        Path(arguments[-1], "found.json").write_text(json.dumps(figures))
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
+    path = tmp_path / "processes-cpu.json"
+    processes.main(["--device", "cpu", "--rounds", "9", "--json", str(path)])
+    assert asked == [(1, "cpu", None), (2, "cpu", "ddp"), (2, "cpu", "fsdp")]
+    found = json.loads(path.read_text())["figures"]
+    for figure in found["alone 1"].values():
+        assert len(figure["seconds"]) == 9 and figure["losses"][-1] < figure["losses"][0]
+    assert table(path).count("| 1.00 |") == 2 and "ddp 2 | 1 |" in table(path)
+    assert "x one process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", c_loop.NAMES)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_the_loop_in_c_is_a_recurrence(dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.rand(2, 70, 130, generator=generator).to(dtype)
+    with torch.no_grad():
+        exact = extension_cpp.reference.linear_recurrence(a.double(), b.double(), dim=dim)
+        error = (c_loop.recurrence(a, b, dim) - exact).abs().max()
+    # Each step rounds a product and a sum, which later factors reduce; the state is a float, rounded once.
+    assert error <= (torch.finfo(dtype).eps / 2 + 2 * 130 * torch.finfo(torch.float32).eps) * exact.abs().max()
