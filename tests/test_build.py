@@ -194,6 +194,7 @@ def test_missing_compiler(variable, monkeypatch):
 def test_gcc_flags_are_for_gcc(tmp_path):
     clang = script(tmp_path / "clang", "echo '#define __clang__ 1'\n")
     assert not set(build_library.GCC_FLAGS) & set(build_library.c_flags([str(clang)]))
+    assert build_library.c_optimise([str(clang)]) == ["-O3"]
     gcc = script(tmp_path / "gcc", "echo '#define __GNUC__ 12'\n")
     assert set(build_library.GCC_FLAGS) < set(build_library.c_flags([str(gcc)]))
 
@@ -301,7 +302,7 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
     text = (tmp_path / "build.ninja").read_text()
     for rule in ("c", "cxx"):
         command = re.search(rf"^rule {rule}\n  command = (.*)", text, re.MULTILINE)[1]
-        assert ("-O0 -g" in command) is (debug == "1") and ("-O3" in command) is (debug == "0")
+        assert ("-O0 -g" in command) is (debug == "1") and ("-O2" in command) is (debug == "0")
     assert f"debug={debug}" in text
     levels = [*build_library.X86_LEVELS] if build_library.platform.machine() == "x86_64" else ["baseline"]
     assert f"cpu={','.join(levels if debug == '0' else levels[:1])} " in text

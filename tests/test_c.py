@@ -26,9 +26,10 @@ import build_library
 SOURCES = Path(__file__).parent / "c"
 LEVELS = build_library.X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
 # Behind the flags of sanitizers, it takes them back.
-PLAIN = ["-O3", "-fno-sanitize=all"]
+OPTIMISED = ["-O2", *build_library.c_optimise(build_library.compiler("CC", "cc", "gcc"))]
+PLAIN = [*OPTIMISED, "-fno-sanitize=all"]
 BUILDS = {
-    "plain": ["-O3"],
+    "plain": OPTIMISED,
     # -Og keeps the source's loads and stores, and compiles in less time than -O1. null and object-size look for
     # accesses that address sees as well: at 0, and beyond an array. alignment and pointer-overflow would find nothing
     # that is wrong on a machine: vectors are loaded as unaligned ones. The four take half of the time to compile.

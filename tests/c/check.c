@@ -183,6 +183,15 @@ void buffer_check(const buffer_t *buffer, const void *expected, const char *what
         "%s: not the bytes that it held before", what);
 }
 
+void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *expected,
+                           const char *what) {
+  const int64_t n = (int64_t)(buffer->bytes / formats[dtype].size);
+  buffer_check(buffer, NULL, what);
+  CHECK(
+      !expected || hash_elements(0, dtype, buffer->data, n) == hash_elements(0, dtype, expected, n),
+      "%s: not the elements that it held before", what);
+}
+
 void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end,
                        const char *what) {
   const unsigned char *bytes = expected;

@@ -127,6 +127,9 @@ buffer_t buffer_copy(const void *data, size_t bytes, size_t offset);
 /* Fails, naming `what`, unless the guards hold their pattern and the data equals `expected` (if
  * that is not NULL). */
 void buffer_check(const buffer_t *buffer, const void *expected, const char *what);
+/* The same for elements of a type: any NaN equals any other, whose sign is the compiler's choice. */
+void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *expected,
+                           const char *what);
 /* Fails unless bytes [begin, end) equal those of `expected` and all others still hold the
  * pattern. */
 void buffer_check_part(const buffer_t *buffer, const void *expected, size_t begin, size_t end,

@@ -284,8 +284,10 @@ static uint64_t run_case(const loss_case *c) {
     should_stream = way == 1;
     forward(c, 0, items, logits.data, to, way == 2 ? NULL : to[FORWARD_GRAD].data);
     backward(c, 0, items, logits.data, to, to[BACKWARD_GRAD].data);
-    for (int k = 0; k < OUTPUTS; ++k)
-      buffer_check(&to[k], way == 2 && k == FORWARD_GRAD ? NULL : out[0][k].data, output_names[k]);
+    for (int k = 0; k < OUTPUTS; ++k) {
+      const void *expected = way == 2 && k == FORWARD_GRAD ? NULL : out[0][k].data;
+      buffer_check_elements(&to[k], dtype_of(c, k), expected, output_names[k]);
+    }
   }
   should_stream = 0;
   check_outputs(c, out[0]);
@@ -294,7 +296,7 @@ static uint64_t run_case(const loss_case *c) {
     buffer_t in_place = buffer_copy(c->logits, bytes, offset);
     forward(c, 0, items, in_place.data, out[2], in_place.data);
     for (int k = LOSS; k <= LSE; ++k) buffer_check(&out[2][k], out[0][k].data, output_names[k]);
-    buffer_check(&in_place, out[0][FORWARD_GRAD].data, "gradient in place");
+    buffer_check_elements(&in_place, c->dtype, out[0][FORWARD_GRAD].data, "gradient in place");
     buffer_free(&in_place);
   }
   uint64_t hash = 0;

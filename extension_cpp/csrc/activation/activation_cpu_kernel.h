@@ -14,7 +14,7 @@ ALWAYS_INLINE void NAME(forward)(activation_t kind, const activation_forward_arg
                                  int64_t begin, int64_t end) {
   const int stream = cpu_should_stream(2 * args->numel * (int64_t)sizeof(T));
 #define BLOCK_OF_KIND(args, i, n, stream) NAME(forward_block)(kind, args, i, n, stream)
-  FOR_BLOCKS(BLOCK_OF_KIND, args, begin, end, (T *)args->y + begin, stream);
+  FOR_LONG_BLOCKS(BLOCK_OF_KIND, args, begin, end, (T *)args->y + begin, stream);
 #undef BLOCK_OF_KIND
 }
 
@@ -35,7 +35,7 @@ ALWAYS_INLINE void NAME(backward)(activation_t kind, const activation_backward_a
                                   int64_t begin, int64_t end) {
   const int stream = cpu_should_stream(3 * args->numel * (int64_t)sizeof(T));
 #define BLOCK_OF_KIND(args, i, n, stream) NAME(backward_block)(kind, args, i, n, stream)
-  FOR_BLOCKS(BLOCK_OF_KIND, args, begin, end, (T *)args->grad_x + begin, stream);
+  FOR_LONG_BLOCKS(BLOCK_OF_KIND, args, begin, end, (T *)args->grad_x + begin, stream);
 #undef BLOCK_OF_KIND
 }
 
@@ -60,7 +60,7 @@ ALWAYS_INLINE void NAME(double_backward)(activation_t kind,
                                          int64_t end) {
   const int stream = cpu_should_stream(4 * args->numel * (int64_t)sizeof(T));
 #define BLOCK_OF_KIND(args, i, n, stream) NAME(double_backward_block)(kind, args, i, n, stream)
-  FOR_BLOCKS(BLOCK_OF_KIND, args, begin, end, (T *)args->grad_x + begin, stream);
+  FOR_LONG_BLOCKS(BLOCK_OF_KIND, args, begin, end, (T *)args->grad_x + begin, stream);
 #undef BLOCK_OF_KIND
 }
 

@@ -7,24 +7,36 @@
  * store of a type uses the same order, so element-by-element arithmetic and sums over blocks need
  * not know it. Code that depends on the column of v[k] must (column_<type>).
  *
- * A load of n < BLOCK elements fills the rest with zeros; a store of n < BLOCK writes n. Pass n as
- * a constant where it is one. */
+ * A load of n < BLOCK elements fills the rest with zeros; a store of n < BLOCK writes n. Both go by
+ * way of a whole block in memory, so that a kernel has its arithmetic once for all n: a branch for
+ * each partial block costs less than a copy of the kernel. Pass n as a constant where it is one. */
 #ifndef EXTENSION_CPP_CPU_BLOCK_H
 #define EXTENSION_CPP_CPU_BLOCK_H
 
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <emmintrin.h> /* SSE2 alone: the other header takes the compiler 0.4 s */
 #endif
 
+/* Kernels are inlined into the loops that call them, one copy for each constant that they are
+ * called with. For the baseline of x86-64 (CPU_SMALL) the compiler decides: these processors are of
+ * before 2013, and the copies take most of the time that compiling takes. */
+#if defined(CPU_SMALL)
+#define ALWAYS_INLINE static inline __attribute__((unused))
+#else
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+#endif
+#define NOINLINE static __attribute__((noinline, unused))
 
 enum { BLOCK = 32 };
 
 /* Two neighbouring 16-bit elements. */
 typedef uint32_t __attribute__((may_alias, aligned(2))) pair_t;
+typedef uint16_t __attribute__((may_alias)) half_t;
 
 /* The element of a block that lane k holds. */
 ALWAYS_INLINE int column_float64(int k) { return k; }
@@ -101,17 +113,38 @@ ALWAYS_INLINE void stream_fence(void) {
 #endif
 }
 
-ALWAYS_INLINE void load_float32(float *restrict v, const float *restrict p, int n) {
-  if (n == BLOCK) {
-    for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
-  } else {
-    for (int k = 0; k < BLOCK; ++k) v[k] = k < n ? p[k] : 0;
+/* The first n elements of `size` bytes at p, and zeros up to a whole block. Returns padded. */
+#define DEFINE_PAD(size)                                                                  \
+  NOINLINE const void *pad_##size(void *restrict padded, const void *restrict p, int n) { \
+    const int pairs = n * size / 4;                                                       \
+    for (int k = 0; k < BLOCK * size / 4; ++k)                                            \
+      ((pair_t *)padded)[k] = k < pairs ? ((const pair_t *)p)[k] : 0;                     \
+    if (n * size % 4 != 0) ((half_t *)padded)[n - 1] = ((const half_t *)p)[n - 1];        \
+    return padded;                                                                        \
   }
+DEFINE_PAD(2)
+DEFINE_PAD(4)
+DEFINE_PAD(8)
+
+/* Writes the first n elements of a whole block, from a copy: lanes whose address a call has seen
+ * would not stay in registers. */
+#define STORE_PART(type, p, v, n)                        \
+  do {                                                   \
+    enum { WORDS = BLOCK * sizeof *(p) / sizeof(type) }; \
+    type padded[WORDS];                                  \
+    for (int k = 0; k < WORDS; ++k) padded[k] = (v)[k];  \
+    memcpy(p, padded, (size_t)(n) * sizeof *(p));        \
+  } while (0)
+
+ALWAYS_INLINE void load_float32(float *restrict v, const float *restrict p, int n) {
+  float padded[BLOCK];
+  if (n != BLOCK) p = (const float *)pad_4(padded, p, n);
+  for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
 }
 
 ALWAYS_INLINE void store_float32(float *restrict p, const float *restrict v, int n, int stream) {
   if (n != BLOCK) {
-    for (int k = 0; k < n; ++k) p[k] = v[k];
+    STORE_PART(float, p, v, n);
   } else if (stream) {
     for (int k = 0; k < BLOCK; k += 16) stream64(p + k, v + k);
   } else {
@@ -120,16 +153,14 @@ ALWAYS_INLINE void store_float32(float *restrict p, const float *restrict v, int
 }
 
 ALWAYS_INLINE void load_float64(double *restrict v, const double *restrict p, int n) {
-  if (n == BLOCK) {
-    for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
-  } else {
-    for (int k = 0; k < BLOCK; ++k) v[k] = k < n ? p[k] : 0;
-  }
+  double padded[BLOCK];
+  if (n != BLOCK) p = (const double *)pad_8(padded, p, n);
+  for (int k = 0; k < BLOCK; ++k) v[k] = p[k];
 }
 
 ALWAYS_INLINE void store_float64(double *restrict p, const double *restrict v, int n, int stream) {
   if (n != BLOCK) {
-    for (int k = 0; k < n; ++k) p[k] = v[k];
+    STORE_PART(double, p, v, n);
   } else if (stream) {
     for (int k = 0; k < BLOCK; k += 8) stream64(p + k, v + k);
   } else {
@@ -139,10 +170,7 @@ ALWAYS_INLINE void store_float64(double *restrict p, const double *restrict v, i
 
 ALWAYS_INLINE void load_bfloat16(float *restrict v, const uint16_t *restrict p, int n) {
   uint16_t padded[BLOCK];
-  if (n != BLOCK) {
-    for (int k = 0; k < BLOCK; ++k) padded[k] = k < n ? p[k] : 0;
-    p = padded;
-  }
+  if (n != BLOCK) p = (const uint16_t *)pad_2(padded, p, n);
   const pair_t *pairs = (const pair_t *)p;
   for (int k = 0; k < BLOCK / 2; ++k) v[k] = bits_float(pairs[k] << 16);
   for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = bits_float(pairs[k] & 0xffff0000u);
@@ -155,7 +183,7 @@ ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v,
     pairs[k] = (bfloat16_bits(v[BLOCK / 2 + k]) & 0xffff0000u) | bfloat16_bits(v[k]) >> 16;
   }
   if (n != BLOCK) {
-    for (int k = 0; k < n; ++k) p[k] = (uint16_t)(pairs[k / 2] >> (k % 2 * 16));
+    STORE_PART(uint32_t, p, pairs, n);
   } else if (stream) {
     stream64(p, pairs);
   } else {
@@ -166,10 +194,7 @@ ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v,
 
 ALWAYS_INLINE void load_float16(float *restrict v, const uint16_t *restrict p, int n) {
   uint16_t padded[BLOCK];
-  if (n != BLOCK) {
-    for (int k = 0; k < BLOCK; ++k) padded[k] = k < n ? p[k] : 0;
-    p = padded;
-  }
+  if (n != BLOCK) p = (const uint16_t *)pad_2(padded, p, n);
 #if defined(__AVX512F__)
   for (int k = 0; k < BLOCK; k += 16) {
     _mm512_storeu_ps(v + k, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + k))));
@@ -198,10 +223,12 @@ ALWAYS_INLINE void store_float16(uint16_t *restrict p, const float *restrict v, 
 #else
   for (int k = 0; k < BLOCK; ++k) half[k] = float_to_float16(v[k]);
 #endif
-  if (n == BLOCK && stream) {
+  if (n != BLOCK) {
+    STORE_PART(uint16_t, p, half, n);
+  } else if (stream) {
     stream64(p, half);
   } else {
-    memcpy(p, half, (size_t)n * sizeof *p);
+    memcpy(p, half, sizeof half);
   }
 }
 
@@ -221,20 +248,23 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
 /* Calls block(args, i, n, stream) for the elements of [begin, end): n = BLOCK, and less for the
  * tail. With `stream`, `out` must be the address to which the block at `begin` is written. Stores
  * are streamed only if that is aligned to 64 bytes. */
-#define FOR_BLOCKS(block, args, begin, end, out, stream)                         \
-  do {                                                                           \
-    const int64_t blocks_end = (begin) + ((end) - (begin)) / BLOCK * BLOCK;      \
-    if ((stream) && (uintptr_t)(out) % 64 == 0) {                                \
-      for (int64_t i = (begin); i < blocks_end; i += BLOCK) {                    \
-        block(args, i, BLOCK, 1);                                                \
-      }                                                                          \
-      stream_fence();                                                            \
-    } else {                                                                     \
-      for (int64_t i = (begin); i < blocks_end; i += BLOCK) {                    \
-        block(args, i, BLOCK, 0);                                                \
-      }                                                                          \
-    }                                                                            \
-    if (blocks_end < (end)) block(args, blocks_end, (int)((end)-blocks_end), 0); \
+#define FOR_BLOCKS(block, args, begin, end, out, stream)                   \
+  do {                                                                     \
+    const int aligned = (stream) && (uintptr_t)(out) % 64 == 0;            \
+    int64_t i = (begin);                                                   \
+    for (; i + BLOCK <= (end); i += BLOCK) block(args, i, BLOCK, aligned); \
+    if (i < (end)) block(args, i, (int)((end)-i), 0);                      \
+    if (aligned) stream_fence();                                           \
+  } while (0)
+
+/* The same with one copy of the block. Where a block is much work, its branches cost nothing, and
+ * a second copy would take the compiler as long as the first. */
+#define FOR_LONG_BLOCKS(block, args, begin, end, out, stream)            \
+  do {                                                                   \
+    const int aligned = (stream) && (uintptr_t)(out) % 64 == 0;          \
+    for (int64_t i = (begin); i < (end); i += BLOCK)                     \
+      block(args, i, (end)-i < BLOCK ? (int)((end)-i) : BLOCK, aligned); \
+    if (aligned) stream_fence();                                         \
   } while (0)
 
 #endif

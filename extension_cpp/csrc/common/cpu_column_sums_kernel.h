@@ -37,18 +37,12 @@ ALWAYS_INLINE void NAME(column_block)(const COLUMN_SUMS_ARGS *args, int kind,
 ALWAYS_INLINE void NAME(column_row)(const COLUMN_SUMS_ARGS *args, int kind,
                                     NAME(column_tile_t) *restrict tile, int64_t i, int64_t width,
                                     int want_x, int want_bias, int stream) {
-  const int64_t blocks_end = width / BLOCK * BLOCK;
-  if (stream && (uintptr_t)((T *)args->grad_x + i) % 64 == 0) {
-    for (int64_t t = 0; t < blocks_end; t += BLOCK)
-      NAME(column_block)(args, kind, tile, i + t, t, BLOCK, want_x, want_bias, 1);
-  } else {
-    for (int64_t t = 0; t < blocks_end; t += BLOCK)
-      NAME(column_block)(args, kind, tile, i + t, t, BLOCK, want_x, want_bias, 0);
-  }
-  if (blocks_end < width) {
-    NAME(column_block)
-    (args, kind, tile, i + blocks_end, blocks_end, (int)(width - blocks_end), want_x, want_bias, 0);
-  }
+  const int aligned = stream && (uintptr_t)((T *)args->grad_x + i) % 64 == 0;
+  int64_t t = 0;
+  for (; t + BLOCK <= width; t += BLOCK)
+    NAME(column_block)(args, kind, tile, i + t, t, BLOCK, want_x, want_bias, aligned);
+  if (t < width)
+    NAME(column_block)(args, kind, tile, i + t, t, (int)(width - t), want_x, want_bias, 0);
 }
 
 ALWAYS_INLINE void NAME(column_sums)(const COLUMN_SUMS_ARGS *args, int kind, int64_t item) {
@@ -60,6 +54,7 @@ ALWAYS_INLINE void NAME(column_sums)(const COLUMN_SUMS_ARGS *args, int kind, int
   const int stream =
       args->grad_x && cpu_should_stream(3 * args->rows * args->cols * (int64_t)sizeof(T));
   double *restrict partial = args->grad_bias ? args->partial + item * COLUMN_TILE : NULL;
+  const int want_x = args->grad_x != NULL, want_bias = args->grad_bias != NULL;
   NAME(column_tile_t) tile;
   for (int64_t t = 0; t < width; t += BLOCK) {
     LOAD(tile.bias + t, (const T *)args->bias + column + t,
@@ -69,15 +64,8 @@ ALWAYS_INLINE void NAME(column_sums)(const COLUMN_SUMS_ARGS *args, int kind, int
   for (int64_t r = first; r < last;) {
     const int64_t flush = r + COLUMN_FLUSH_ROWS < last ? r + COLUMN_FLUSH_ROWS : last;
     memset(tile.sums, 0, sizeof tile.sums);
-    for (; r < flush; ++r) {
-      const int64_t i = r * args->cols + column;
-      if (!args->grad_bias)
-        NAME(column_row)(args, kind, &tile, i, width, 1, 0, stream);
-      else if (!args->grad_x)
-        NAME(column_row)(args, kind, &tile, i, width, 0, 1, 0);
-      else
-        NAME(column_row)(args, kind, &tile, i, width, 1, 1, stream);
-    }
+    for (; r < flush; ++r) NAME(column_row)
+    (args, kind, &tile, r * args->cols + column, width, want_x, want_bias, stream);
     for (int64_t t = 0; args->grad_bias && t < COLUMN_TILE; ++t) partial[t] += (double)tile.sums[t];
   }
   if (stream) stream_fence();

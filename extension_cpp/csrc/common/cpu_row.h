@@ -5,8 +5,6 @@
 #include "common/cpu_block.h"
 #include "common/range.h"
 
-#define NOINLINE static __attribute__((noinline))
-
 /* Sums 32 lanes in a fixed tree. gcc makes scalar code of a loop that it unrolls completely. */
 #define DEFINE_FOLD(type)                                                     \
   ALWAYS_INLINE double fold_##type(const type *lane) {                        \
@@ -55,26 +53,21 @@ ALWAYS_INLINE int64_t elements_to_line(const void *p, int64_t size) {
  * one row, from flat index i and column c on. A row of odd width may begin anywhere. The elements
  * before the next multiple of 64 bytes of `out`, where all elements are written, are stored apart,
  * so that the rest can be streamed. */
-#define FOR_ROW_BLOCKS(block, args, begin, end, cols, out, stream)                  \
-  do {                                                                              \
-    for (int64_t i = (begin), c = (begin) % (cols); i < (end); c = 0) {             \
-      const int64_t row_end = i + ((cols)-c) < (end) ? i + ((cols)-c) : (end);      \
-      const int64_t head = elements_to_line((out) + i, sizeof *(out));              \
-      if ((stream) && head > 0 && head < row_end - i) {                             \
-        block(args, i, c, (int)head, 0);                                            \
-        i += head;                                                                  \
-        c += head;                                                                  \
-      }                                                                             \
-      const int64_t blocks_end = row_end - (row_end - i) % BLOCK;                   \
-      if ((stream) && (uintptr_t)((out) + i) % 64 == 0) {                           \
-        for (; i < blocks_end; i += BLOCK, c += BLOCK) block(args, i, c, BLOCK, 1); \
-      } else {                                                                      \
-        for (; i < blocks_end; i += BLOCK, c += BLOCK) block(args, i, c, BLOCK, 0); \
-      }                                                                             \
-      if (i < row_end) block(args, i, c, (int)(row_end - i), 0);                    \
-      i = row_end;                                                                  \
-    }                                                                               \
-    if (stream) stream_fence();                                                     \
+#define FOR_ROW_BLOCKS(block, args, begin, end, cols, out, stream)                               \
+  do {                                                                                           \
+    for (int64_t i = (begin), c = (begin) % (cols); i < (end); c = 0) {                          \
+      const int64_t row_end = i + ((cols)-c) < (end) ? i + ((cols)-c) : (end);                   \
+      for (int64_t n; i < row_end; i += n, c += n) {                                             \
+        const int64_t head = (stream) ? elements_to_line((out) + i, sizeof *(out)) : 0;          \
+        if (head == 0) {                                                                         \
+          for (; i + BLOCK <= row_end; i += BLOCK, c += BLOCK) block(args, i, c, BLOCK, stream); \
+        }                                                                                        \
+        n = head > 0 && head < row_end - i ? head : row_end - i;                                 \
+        n = n < BLOCK ? n : BLOCK;                                                               \
+        if (n > 0) block(args, i, c, (int)n, 0);                                                 \
+      }                                                                                          \
+    }                                                                                            \
+    if (stream) stream_fence();                                                                  \
   } while (0)
 
 #endif

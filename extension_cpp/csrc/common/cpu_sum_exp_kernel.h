@@ -183,6 +183,10 @@ ALWAYS_INLINE NAME(sums_t) NAME(row_sums)(const T *x, int64_t cols, NAME(map_t) 
   return row;
 }
 
+NOINLINE NAME(sums_t) NAME(plain_sums)(const T *x, int64_t cols, NAME(map_t) map) {
+  return NAME(row_sums)(x, cols, map, 0);
+}
+
 /* ---- tiles: lanes are inner elements, in block order ---- */
 
 typedef struct {

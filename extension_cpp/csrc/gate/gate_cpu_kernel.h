@@ -44,16 +44,12 @@ ALWAYS_INLINE void NAME(block)(activation_t kind, const NAME(part_t) * part, int
 /* The elements before the next multiple of 64 bytes are stored apart, so that the rest can be
  * streamed. */
 ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, int stream) {
-  int64_t i = stream ? elements_to_line(part->y, sizeof(T)) : 0;
-  if (i > part->n) i = part->n;
-  if (i > 0) NAME(block)(kind, part, 0, (int)i, 0);
-  const int64_t blocks_end = part->n - (part->n - i) % BLOCK;
-  if (stream) {
-    for (; i < blocks_end; i += BLOCK) NAME(block)(kind, part, i, BLOCK, 1);
-  } else {
-    for (; i < blocks_end; i += BLOCK) NAME(block)(kind, part, i, BLOCK, 0);
+  const int64_t to_line = stream ? elements_to_line(part->y, sizeof(T)) : 0;
+  const int64_t head = to_line < part->n ? to_line : part->n;
+  for (int64_t i = 0, n; i < part->n; i += n) {
+    n = i < head ? head : part->n - i < BLOCK ? part->n - i : BLOCK;
+    NAME(block)(kind, part, i, (int)n, stream && i >= head);
   }
-  if (i < part->n) NAME(block)(kind, part, i, (int)(part->n - i), 0);
 }
 
 /* The part of element i's row from there to the row's end or to `end`. */

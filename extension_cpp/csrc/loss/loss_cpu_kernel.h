@@ -66,10 +66,6 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
   return cross_entropy_gradient(rows, target, weight, call->weights, max, 1 / sums.sum, lse, grad);
 }
 
-NOINLINE NAME(sums_t) NAME(plain_sums)(const T *x, int64_t cols, NAME(map_t) map) {
-  return NAME(row_sums)(x, cols, map, 0);
-}
-
 NOINLINE NAME(sums_t) NAME(entropy_sums)(const T *x, int64_t cols, NAME(map_t) map) {
   return NAME(row_sums)(x, cols, map, ENTROPY);
 }
@@ -159,18 +155,11 @@ NOINLINE void NAME(plain_row)(const loss_rows *rows, const T *x, T *out, const g
     NAME(gradient_part)(rows, x, out, g, map, span.head, BLOCK, 0);
   }
   const int64_t target_block = row.target < c ? -1 : c + (row.target - c) / BLOCK * BLOCK;
-  for (; c < span.end; c += BLOCK) {
-    if (c == target_block) {
-      NAME(gradient_part)(rows, x, out, g, map, c, BLOCK, 0);
-    } else {
-      NAME(gradient_block)(rows, x, out, row, map, c, BLOCK, 0, 1);
-    }
-  }
   for (; c + BLOCK <= cols; c += BLOCK) {
     if (c == target_block) {
       NAME(gradient_part)(rows, x, out, g, map, c, BLOCK, 0);
     } else {
-      NAME(gradient_block)(rows, x, out, row, map, c, BLOCK, 0, 0);
+      NAME(gradient_block)(rows, x, out, row, map, c, BLOCK, 0, c < span.end);
     }
   }
   if (c == cols) return;

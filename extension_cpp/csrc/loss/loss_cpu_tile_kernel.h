@@ -105,10 +105,8 @@ static void NAME(tile_gradient)(const loss_rows *rows, const NAME(tile_t) * tile
     const int n = place.width - k < BLOCK ? place.width - k : BLOCK;
     if (form || n < BLOCK) {
       NAME(tile_gradient_block)(rows, tile, x + k, out + k, call->map, k, n, form | CALLS, 0);
-    } else if (stream) {
-      NAME(tile_gradient_block)(rows, tile, x + k, out + k, call->map, k, BLOCK, 0, 1);
     } else {
-      NAME(tile_gradient_block)(rows, tile, x + k, out + k, call->map, k, BLOCK, 0, 0);
+      NAME(tile_gradient_block)(rows, tile, x + k, out + k, call->map, k, BLOCK, 0, stream);
     }
   }
 }

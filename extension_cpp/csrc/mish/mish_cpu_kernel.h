@@ -45,7 +45,7 @@ ALWAYS_INLINE void NAME(mish_forward_block)(const mish_forward_args *args, int64
 
 static void NAME(mish_forward)(const mish_forward_args *args, int64_t begin, int64_t end) {
   const int stream = cpu_should_stream(2 * args->numel * (int64_t)sizeof(T));
-  FOR_BLOCKS(NAME(mish_forward_block), args, begin, end, (T *)args->y + begin, stream);
+  FOR_LONG_BLOCKS(NAME(mish_forward_block), args, begin, end, (T *)args->y + begin, stream);
 }
 
 ALWAYS_INLINE void NAME(mish_backward_block)(const mish_backward_args *args, int64_t i, int n,
@@ -59,7 +59,7 @@ ALWAYS_INLINE void NAME(mish_backward_block)(const mish_backward_args *args, int
 
 static void NAME(mish_backward)(const mish_backward_args *args, int64_t begin, int64_t end) {
   const int stream = cpu_should_stream(3 * args->numel * (int64_t)sizeof(T));
-  FOR_BLOCKS(NAME(mish_backward_block), args, begin, end, (T *)args->grad_x + begin, stream);
+  FOR_LONG_BLOCKS(NAME(mish_backward_block), args, begin, end, (T *)args->grad_x + begin, stream);
 }
 
 ALWAYS_INLINE void NAME(mish_double_backward_block)(const mish_double_backward_args *args,
@@ -76,5 +76,6 @@ ALWAYS_INLINE void NAME(mish_double_backward_block)(const mish_double_backward_a
 static void NAME(mish_double_backward)(const mish_double_backward_args *args, int64_t begin,
                                        int64_t end) {
   const int stream = cpu_should_stream(4 * args->numel * (int64_t)sizeof(T));
-  FOR_BLOCKS(NAME(mish_double_backward_block), args, begin, end, (T *)args->grad_x + begin, stream);
+  FOR_LONG_BLOCKS(NAME(mish_double_backward_block), args, begin, end, (T *)args->grad_x + begin,
+                  stream);
 }

@@ -121,11 +121,10 @@ ALWAYS_INLINE void NAME(second_pass)(const NAME(grad_row_t) * row, const fused_t
  * stores of the sums over rows ---- */
 
 /* The first pass over all columns: sets slope and level. */
-ALWAYS_INLINE void NAME(grad_means)(NAME(part_t) part, const fused_t *fused, NAME(grad_row_t) * a,
-                                    NAME(grad_row_t) * b) {
+ALWAYS_INLINE void NAME(means_of)(NAME(part_t) part, const fused_t *fused, NAME(grad_row_t) * a,
+                                  NAME(grad_row_t) * b, int centered) {
   const int64_t cols = part.args->cols;
   const ACC *weights = part.args->weight;
-  const int centered = part.needs & CENTERED;
   const int prefetches = !part.stream && cols * (int64_t)sizeof(T) <= PREFETCHED_ROW;
   const wide_halves_t halves = NAME(wide_halves)(0, cols);
   double products[2] = {0}, sums[2] = {0};
@@ -156,6 +155,36 @@ ALWAYS_INLINE void NAME(grad_means)(NAME(part_t) part, const fused_t *fused, NAM
     row->slope = (ACC)(products[k] * scale);
     row->level = (ACC)(sums[k] * scale);
   }
+}
+
+/* The first pass in functions of its own, which every combination of outputs calls. */
+NOINLINE void NAME(pair_means)(NAME(part_t) part, NAME(grad_row_t) * a, NAME(grad_row_t) * b) {
+  (part.needs & CENTERED) ? NAME(means_of)(part, NULL, a, b, 1)
+                          : NAME(means_of)(part, NULL, a, b, 0);
+}
+
+NOINLINE void NAME(fused_pair_means)(NAME(part_t) part, const fused_t *fused, NAME(grad_row_t) * a,
+                                     NAME(grad_row_t) * b) {
+  (part.needs & CENTERED) ? NAME(means_of)(part, fused, a, b, 1)
+                          : NAME(means_of)(part, fused, a, b, 0);
+}
+
+NOINLINE void NAME(row_means)(NAME(part_t) part, NAME(grad_row_t) * row) {
+  (part.needs & CENTERED) ? NAME(means_of)(part, NULL, row, NULL, 1)
+                          : NAME(means_of)(part, NULL, row, NULL, 0);
+}
+
+NOINLINE void NAME(fused_row_means)(NAME(part_t) part, const fused_t *fused,
+                                    NAME(grad_row_t) * row) {
+  NAME(means_of)(part, fused, row, NULL, part.needs & CENTERED);
+}
+
+ALWAYS_INLINE void NAME(grad_means)(NAME(part_t) part, const fused_t *fused, NAME(grad_row_t) * a,
+                                    NAME(grad_row_t) * b) {
+  if (fused && b) NAME(fused_pair_means)(part, fused, a, b);
+  if (fused && !b) NAME(fused_row_means)(part, fused, a);
+  if (!fused && b) NAME(pair_means)(part, a, b);
+  if (!fused && !b) NAME(row_means)(part, a);
 }
 
 /* The second pass over n columns. */
@@ -196,11 +225,8 @@ ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, const fused_t *fused_in
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
   const int dropped_aligned =
       !fused || !a->grad_dropped || (uintptr_t)(a->grad_dropped + c) % 64 == 0;
-  if (part.stream && dropped_aligned && (uintptr_t)(a->grad_x + c) % 64 == 0) {
-    for (; c < blocks_end; c += BLOCK) NAME(grad_block)(part, fused, a, b, halves, c, BLOCK, 1);
-  } else {
-    for (; c < blocks_end; c += BLOCK) NAME(grad_block)(part, fused, a, b, halves, c, BLOCK, 0);
-  }
+  const int aligned = part.stream && dropped_aligned && (uintptr_t)(a->grad_x + c) % 64 == 0;
+  for (; c < blocks_end; c += BLOCK) NAME(grad_block)(part, fused, a, b, halves, c, BLOCK, aligned);
   if (c < cols) NAME(grad_part)(part, fused_in, a_in, c, (int)(cols - c));
   if (c < cols && b) NAME(grad_part)(part, fused_in, b_in, c, (int)(cols - c));
 }

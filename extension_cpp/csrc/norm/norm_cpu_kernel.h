@@ -188,6 +188,11 @@ ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift,
   return (NAME(moments_t)){total / (double)cols, total_squares / (double)cols};
 }
 
+/* For the rows that take more than one pass. */
+NOINLINE NAME(moments_t) NAME(moments_again)(const T *x, int64_t cols, ACC shift) {
+  return NAME(moments)(x, cols, shift, 1);
+}
+
 /* One pass gives the variance as the mean of d * d minus the squared mean of d, with d = x - shift
  * and the mean of the first block as shift. This is as exact as two passes while the shift lies
  * within one standard deviation of the mean (half types: four). Otherwise, and for NaN, a second
@@ -200,8 +205,8 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
     NAME(moments_t) m = NAME(moments)(x, cols, shift, 1);
     variance = m.second - m.first * m.first;
     if (!(m.first * m.first <= reach * variance)) {
-      shift = (ACC)NAME(moments)(x, cols, 0, 1).first;
-      m = NAME(moments)(x, cols, shift, 1);
+      shift = (ACC)NAME(moments_again)(x, cols, 0).first;
+      m = NAME(moments_again)(x, cols, shift);
       variance = m.second - m.first * m.first;
     }
     mean = isnan(m.first) ? (double)shift : (double)shift + m.first; /* keeps an infinite mean */
@@ -306,6 +311,7 @@ ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, 
   if (c > 0) NAME(forward_part)(args, x, y, &row, dropout, 0, (int)c);
   const wide_halves_t halves = NAME(wide_halves)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
+  /* Two loops: with a branch in the block layer_norm takes up to 9 % longer. */
   if (stream && (uintptr_t)(y + c) % 64 == 0) {
     for (; c < blocks_end; c += BLOCK)
       NAME(forward_block)(args, x, y, row, halves, ahead, dropout, c, BLOCK, centered, 1);

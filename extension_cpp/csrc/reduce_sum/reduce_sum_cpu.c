@@ -17,8 +17,8 @@ ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
 }
 
 /* out[i .. i + n) = sum[0 .. n), rounded to the type of out. */
-ALWAYS_INLINE void store_sums(const reduce_sum_args *args, int64_t i, const double *restrict sum,
-                              int64_t n) {
+NOINLINE void store_sums(const reduce_sum_args *args, int64_t i, const double *restrict sum,
+                         int64_t n) {
   switch (args->out_dtype) {
     case DTYPE_FLOAT64:
       for (int64_t k = 0; k < n; ++k) ((double *)args->out)[i + k] = sum[k];

@@ -13,12 +13,11 @@ typedef struct {
 ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i, int n, int wide) {
   if (!wide) {
     LOAD(v, (const T *)p + i, n);
-  } else if (n == BLOCK) {
-    for (int k = 0; k < BLOCK; ++k) v[k] = ((const float *)p)[i + NAME(column)(k)];
-  } else { /* by way of a whole block, whose order is a shuffle of registers */
-    float all[BLOCK] = {0};
-    memcpy(all, (const float *)p + i, (size_t)n * sizeof(float));
-    for (int k = 0; k < BLOCK; ++k) v[k] = all[NAME(column)(k)];
+  } else {
+    float padded[BLOCK];
+    const float *from = (const float *)p + i;
+    if (n != BLOCK) from = (const float *)pad_4(padded, from, n);
+    for (int k = 0; k < BLOCK; ++k) v[k] = from[NAME(column)(k)];
   }
 }
 
@@ -66,21 +65,18 @@ ALWAYS_INLINE void NAME(rotate_row)(const rotary_embedding_args *args, const NAM
   const int64_t rotated = args->rotated, half = rotated / 2;
   const ACC sign = args->transposed ? -1 : 1;
   if (args->interleaved) {
-    for (int64_t i = 0; i + BLOCK <= rotated; i += BLOCK)
+    int64_t i = 0;
+    for (; i + BLOCK <= rotated; i += BLOCK)
       NAME(neighbour_block)(row, i, sign, args->transposed, BLOCK, wide, stream);
-    if (rotated % BLOCK != 0) {
-      NAME(neighbour_block)
-      (row, rotated / BLOCK * BLOCK, sign, args->transposed, (int)(rotated % BLOCK), wide, 0);
-    }
+    if (i < rotated)
+      NAME(neighbour_block)(row, i, sign, args->transposed, (int)(rotated - i), wide, 0);
     return;
   }
   const int64_t low = args->transposed ? half : 0, high = half - low;
-  for (int64_t i = 0; i + BLOCK <= half; i += BLOCK)
+  int64_t i = 0;
+  for (; i + BLOCK <= half; i += BLOCK)
     NAME(half_block)(row, i, half, low, high, sign, BLOCK, wide, stream);
-  if (half % BLOCK != 0) {
-    NAME(half_block)
-    (row, half / BLOCK * BLOCK, half, low, high, sign, (int)(half % BLOCK), wide, 0);
-  }
+  if (i < half) NAME(half_block)(row, i, half, low, high, sign, (int)(half - i), wide, 0);
 }
 
 static void NAME(rotate_rows)(const rotary_embedding_args *args, const rotary_tensor *tensor,
@@ -102,14 +98,10 @@ static void NAME(rotate_rows)(const rotary_embedding_args *args, const rotary_te
     /* Both halves of the row have to be aligned. */
     const int stream =
         should_stream && (uintptr_t)row.y % 64 == 0 && rotated / 2 * sizeof(T) % 64 == 0;
-    if (wide && stream)
-      NAME(rotate_row)(args, &row, 1, 1);
-    else if (wide)
-      NAME(rotate_row)(args, &row, 1, 0);
-    else if (stream)
-      NAME(rotate_row)(args, &row, 0, 1);
+    if (wide)
+      NAME(rotate_row)(args, &row, 1, stream);
     else
-      NAME(rotate_row)(args, &row, 0, 0);
+      NAME(rotate_row)(args, &row, 0, stream);
     if (args->cols > rotated)
       memcpy(row.y + rotated, row.x + rotated, (size_t)(args->cols - rotated) * sizeof(T));
   }

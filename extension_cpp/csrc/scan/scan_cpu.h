@@ -121,7 +121,8 @@ ALWAYS_INLINE void scan_block_bfloat16(float *v) {
 
 /* float64 exists for gradcheck. */
 ALWAYS_INLINE void scan_block_float64(double *v) {
-  for (int k = 1; k < BLOCK; ++k) v[k] += v[k - 1];
+  double sum = v[0]; /* not v[k - 1], which gcc would read from memory again */
+  for (int k = 1; k < BLOCK; ++k) v[k] = sum += v[k];
 }
 
 /* ---- linear recurrences: pairs (a, b) stand for h -> a h + b; the scan composes them ---- */

@@ -1,28 +1,35 @@
 /* Compiled once per element type by scan_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD
  * and STORE). */
 
-/* ---- blocks with any stride ---- */
+/* ---- blocks with any stride ----
+ * Where elements do not lie side by side, or are less than a block, a block in memory takes their
+ * place: so a kernel has its arithmetic once, and its lanes stay in registers. */
 
-/* The first n elements of a block, `rest` in the other lanes. A stride of -1 goes down. */
-NOINLINE void NAME(load_each)(ACC *restrict v, const T *p, int64_t stride, int n, ACC rest) {
-  if (stride == 1 && sizeof(T) == 4) { /* a masked load */
-    for (int k = 0; k < BLOCK; ++k) v[k] = k < n ? (ACC)NAME(widen)(p[k]) : rest;
-    return;
+/* The first n elements of a block as they lie in memory, and `rest` behind them. */
+NOINLINE const T *NAME(gather)(T *restrict block, const T *restrict p, int64_t stride, int n,
+                               ACC rest) {
+  const T filling = NAME(narrow)(rest);
+  if (stride == 1 && sizeof(T) >= 4) { /* a masked load */
+    for (int k = 0; k < BLOCK; ++k) block[k] = k < n ? p[k] : filling;
+    return block;
   }
-  for (int k = 0; k < BLOCK; ++k) {
-    const int i = NAME(column)(k);
-    v[k] = i < n ? (ACC)NAME(widen)(p[i * stride]) : rest;
+  for (int k = n; k < BLOCK; ++k) block[k] = filling;
+  if (stride == 1) {
+    memcpy(block, p, (size_t)n * sizeof(T));
+  } else if (stride == 0) {
+    for (int k = 0; k < n; ++k) block[k] = *p;
+  } else {
+    for (int k = 0; k < n; ++k) block[k] = p[k * stride];
   }
+  return block;
 }
 
-NOINLINE void NAME(store_each)(T *p, int64_t stride, const ACC *restrict v, int n) {
+NOINLINE void NAME(scatter)(T *restrict p, int64_t stride, const T *restrict block, int n) {
   if (stride == 1) {
-    STORE(p, v, n, 0);
-    return;
+    memcpy(p, block, (size_t)n * sizeof(T));
+  } else {
+    for (int k = 0; k < n; ++k) p[k * stride] = block[k];
   }
-  T block[BLOCK];
-  STORE(block, v, BLOCK, 0);
-  for (int i = 0; i < n; ++i) p[i * stride] = block[i];
 }
 
 ALWAYS_INLINE void NAME(reverse_block)(ACC *v) {
@@ -33,19 +40,15 @@ ALWAYS_INLINE void NAME(reverse_block)(ACC *v) {
   }
 }
 
+/* The first n elements of a block, `rest` in the other lanes. A stride of -1 goes down. */
 ALWAYS_INLINE void NAME(load_stride)(ACC *v, const T *p, int64_t stride, int n, ACC rest) {
-  if (n == BLOCK && stride == 1) {
-    READ(v, p, BLOCK);
-  } else if (n == BLOCK && stride == -1) {
-    prefetch(p, -2048, BLOCK * (int64_t)sizeof(T));
-    LOAD(v, p - (BLOCK - 1), BLOCK);
-    NAME(reverse_block)(v);
-  } else if (n == BLOCK && stride == 0) {
-    const ACC x = (ACC)NAME(widen)(*p);
-    for (int k = 0; k < BLOCK; ++k) v[k] = x;
-  } else {
-    NAME(load_each)(v, p, stride, n, rest);
-  }
+  const int is_down = n == BLOCK && stride == -1;
+  T block[BLOCK];
+  prefetch(p, is_down ? -2048 : 2048, BLOCK * (int64_t)sizeof(T));
+  const T *from = p - (BLOCK - 1);
+  if (!is_down) from = n == BLOCK && stride == 1 ? p : NAME(gather)(block, p, stride, n, rest);
+  LOAD(v, from, BLOCK);
+  if (is_down) NAME(reverse_block)(v);
 }
 
 /* How many steps about 4 KiB of a tile are: so far ahead columns are prefetched. */
@@ -55,22 +58,24 @@ ALWAYS_INLINE int64_t NAME(steps_ahead)(int width) {
 
 /* A block of columns. Prefetches the one that lies `ahead` elements ahead. */
 ALWAYS_INLINE void NAME(load_columns)(ACC *v, const T *p, int64_t ahead, int64_t inner, int n) {
-  if (n == BLOCK && inner == 1) {
-    prefetch(p, ahead * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
-    LOAD(v, p, BLOCK);
-  } else {
-    NAME(load_stride)(v, p, inner, n, 0);
-  }
+  T block[BLOCK];
+  prefetch(p, ahead * (int64_t)sizeof(T), BLOCK * (int64_t)sizeof(T));
+  LOAD(v, n == BLOCK && inner == 1 ? p : NAME(gather)(block, p, inner, n, 0), BLOCK);
+}
+
+ALWAYS_INLINE void NAME(store_columns)(T *p, int64_t inner, const ACC *v, int n, int stream) {
+  const int whole = n == BLOCK && inner == 1;
+  T block[BLOCK];
+  STORE(whole ? p : block, v, BLOCK, stream && whole);
+  if (!whole) NAME(scatter)(p, inner, block, n);
 }
 
 ALWAYS_INLINE void NAME(store_stride)(T *p, int64_t stride, ACC *v, int n, int stream) {
-  if (n == BLOCK && stride == 1) {
-    STORE(p, v, BLOCK, stream);
-  } else if (n == BLOCK && stride == -1) {
+  if (n == BLOCK && stride == -1) {
     NAME(reverse_block)(v);
-    STORE(p - (BLOCK - 1), v, BLOCK, stream);
+    NAME(store_columns)(p - (BLOCK - 1), 1, v, BLOCK, stream);
   } else {
-    NAME(store_each)(p, stride, v, n);
+    NAME(store_columns)(p, stride, v, n, stream);
   }
 }
 
@@ -127,17 +132,9 @@ ALWAYS_INLINE double NAME(cumsum_steps)(const T *x, int64_t x_step, T *y, int64_
 
 NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_step, int64_t n,
                                  double start, int only_total, int stream) {
-  if (only_total) {
-    if (x_step == 1) return NAME(cumsum_steps)(x, 1, y, 1, n, start, 1, 0);
-    return NAME(cumsum_steps)(x, x_step, y, y_step, n, start, 1, 0);
-  }
-  if (x_step == 1 && y_step == 1) {
-    if (stream) return NAME(cumsum_steps)(x, 1, y, 1, n, start, 0, 1);
-    return NAME(cumsum_steps)(x, 1, y, 1, n, start, 0, 0);
-  }
-  if (x_step == -1 && y_step == -1 && stream)
-    return NAME(cumsum_steps)(x, -1, y, -1, n, start, 0, 1);
-  return NAME(cumsum_steps)(x, x_step, y, y_step, n, start, 0, 0);
+  if (x_step == 1 && y_step == 1)
+    return NAME(cumsum_steps)(x, 1, y, 1, n, start, only_total, stream);
+  return NAME(cumsum_steps)(x, x_step, y, y_step, n, start, only_total, stream);
 }
 
 /* The sums of columns: double, and for half types float, which scan.h promises at least. */
@@ -156,7 +153,7 @@ ALWAYS_INLINE void NAME(cumsum_block)(scan_input x, scan_output y, int64_t ahead
     for (int k = 0; k < BLOCK; ++k) sum[k] += (NAME(sum_t))v[k];
     if (only_total) continue;
     for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)(start[k] + sum[k]);
-    NAME(store_stride)((T *)y.data + s * y.step, y.inner, v, n, stream);
+    NAME(store_columns)((T *)y.data + s * y.step, y.inner, v, n, stream);
   }
   for (int k = 0; k < BLOCK; ++k) total[k] = sum[k];
 }
@@ -166,52 +163,33 @@ ALWAYS_INLINE void NAME(cumsum_tile_steps)(scan_input x, scan_output y, int widt
                                            const NAME(sum_t) * start, NAME(sum_t) * total,
                                            int steps, int only_total, int stream) {
   const int64_t ahead = (NAME(steps_ahead)(width) + steps - 1) * x.step;
-  int c = 0;
-  for (; c + BLOCK <= width; c += BLOCK) {
-    NAME(cumsum_block)(x, y, ahead, start + c, total + c, steps, BLOCK, only_total, stream);
+  for (int c = 0; c < width; c += BLOCK) {
+    const int n = width - c < BLOCK ? width - c : BLOCK;
+    NAME(cumsum_block)(x, y, ahead, start + c, total + c, steps, n, only_total, stream);
     x.data = (const T *)x.data + BLOCK * x.inner;
     y.data = (T *)y.data + BLOCK * y.inner;
   }
-  if (c < width)
-    NAME(cumsum_block)(x, y, ahead, start + c, total + c, steps, width - c, only_total, 0);
 }
 
 /* A part of a tile. */
-ALWAYS_INLINE void NAME(cumsum_tile_part)(scan_input x, scan_output y, int width, int64_t n,
-                                          const NAME(sum_t) * start, NAME(sum_t) * total,
-                                          int only_total, int stream) {
-  enum { STEPS = 4 };
-  for (int64_t i = 0, steps; i < n; i += steps) {
-    steps = n - i < STEPS ? 1 : STEPS;
-    if (steps == STEPS) {
-      NAME(cumsum_tile_steps)(x, y, width, start, total, STEPS, only_total, stream);
-    } else {
-      NAME(cumsum_tile_steps)(x, y, width, start, total, 1, only_total, stream);
-    }
-    x.data = (const T *)x.data + steps * x.step;
-    y.data = (T *)y.data + steps * y.step;
-  }
-}
-
 NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t n,
                                 const double *start, double *total, int only_total, int stream) {
+  enum { STEPS = 4 };
   NAME(sum_t) from[SCAN_TILE], sum[SCAN_TILE];
   const int lanes = (width + BLOCK - 1) / BLOCK * BLOCK;
   for (int k = 0; k < lanes; ++k) {
     from[k] = (NAME(sum_t))start[k];
     sum[k] = 0;
   }
-  if (only_total) {
-    NAME(cumsum_tile_part)(x, y, width, n, from, sum, 1, 0);
-  } else if (x.inner == 1 && y.inner == 1) {
-    x.inner = y.inner = 1;
-    if (stream) {
-      NAME(cumsum_tile_part)(x, y, width, n, from, sum, 0, 1);
+  for (int64_t i = 0, steps; i < n; i += steps) {
+    steps = n - i < STEPS ? 1 : STEPS;
+    if (steps == STEPS) {
+      NAME(cumsum_tile_steps)(x, y, width, from, sum, STEPS, only_total, stream);
     } else {
-      NAME(cumsum_tile_part)(x, y, width, n, from, sum, 0, 0);
+      NAME(cumsum_tile_steps)(x, y, width, from, sum, 1, only_total, stream);
     }
-  } else {
-    NAME(cumsum_tile_part)(x, y, width, n, from, sum, 0, 0);
+    x.data = (const T *)x.data + steps * x.step;
+    y.data = (T *)y.data + steps * y.step;
   }
   for (int k = 0; k < lanes; ++k) total[k] = sum[k];
 }

@@ -46,8 +46,8 @@ ALWAYS_INLINE void NAME(log_block)(ACC *v, const ACC *m, const ACC *s, const ACC
   }
 }
 
-NOINLINE exp_sum_t NAME(logcumsumexp_row)(scan_input x, scan_output y, int64_t n, exp_sum_t start,
-                                          int only_total, int stream) {
+ALWAYS_INLINE exp_sum_t NAME(logcumsumexp_steps)(scan_input x, scan_output y, int64_t n,
+                                                 exp_sum_t start, int only_total, int stream) {
   exp_sum_t state = NO_EXP_SUM;
   ACC max_before[BLOCK], sum_before[BLOCK];
   for (int k = 0; k < BLOCK; ++k) max_before[k] = (ACC)start.max;
@@ -62,6 +62,15 @@ NOINLINE exp_sum_t NAME(logcumsumexp_row)(scan_input x, scan_output y, int64_t n
     NAME(store_stride)((T *)y.data + i * y.step, y.step, v, count, stream);
   }
   return state;
+}
+
+NOINLINE exp_sum_t NAME(logcumsumexp_row)(scan_input x, scan_output y, int64_t n, exp_sum_t start,
+                                          int only_total, int stream) {
+  if (x.step == 1 && y.step == 1) {
+    x.step = y.step = 1; /* constants */
+    return NAME(logcumsumexp_steps)(x, y, n, start, only_total, stream);
+  }
+  return NAME(logcumsumexp_steps)(x, y, n, start, only_total, stream);
 }
 
 typedef struct {
@@ -89,7 +98,7 @@ NOINLINE void NAME(logcumsumexp_columns)(scan_input x, scan_output y, const scan
       }
       if (only_total) continue;
       NAME(log_block)(v, m, s, columns->max_before + c, columns->sum_before + c, is_first);
-      NAME(store_stride)((T *)y.data + i * y.step + c * y.inner, y.inner, v, n, stream);
+      NAME(store_columns)((T *)y.data + i * y.step + c * y.inner, y.inner, v, n, stream);
     }
   }
 }
@@ -191,7 +200,7 @@ NOINLINE void NAME(logcumsumexp_columns_backward)(const logcumsumexp_backward_ar
       NAME(load_columns)
       (v, (const T *)x.data + i * x.step + c * x.inner, ahead * x.step, x.inner, n);
       for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(exp_difference)(v[k], w[k]);
-      NAME(store_stride)
+      NAME(store_columns)
       ((T *)grad_x.data + i * grad_x.step + c * grad_x.inner, grad_x.inner, d, n, stream);
     }
   }

@@ -13,14 +13,6 @@
 
 _Static_assert(SOFTMAX_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
 
-/* Whether tiles have loops specialised for whole blocks. The baseline of x86-64 does without them:
- * there code size matters more than speed. */
-#if defined(__AVX2__) || !defined(__x86_64__)
-#define WHOLE_BLOCKS 1
-#else
-#define WHOLE_BLOCKS 0
-#endif
-
 /* Whether results are streamed past the caches. In place they are not: the line is in a cache. */
 ALWAYS_INLINE int streams(int64_t bytes, const void *out, const void *in, const void *other) {
   return out != in && out != other && cpu_should_stream(bytes);

@@ -4,13 +4,8 @@
 ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, const T *y, int n,
                                        int is_log) {
   ACC g[BLOCK], v[BLOCK];
-  if (n == BLOCK) {
-    LOAD(g, grad_out, BLOCK);
-    if (!is_log) LOAD(v, y, BLOCK);
-  } else {
-    NAME(load_zeros)(g, grad_out, n);
-    if (!is_log) NAME(load_zeros)(v, y, n);
-  }
+  LOAD(g, grad_out, n);
+  if (!is_log) LOAD(v, y, n);
   if (is_log) {
     for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
   } else {
@@ -74,10 +69,10 @@ ALWAYS_INLINE void NAME(gradient_row)(const T *grad_out, const T *y, T *grad_x, 
     NAME(gradient_part)(grad_out, y, grad_x, sum, BLOCK, is_log);
     NAME(gradient_part)(grad_out + h, y + h, grad_x + h, sum, BLOCK, is_log);
   }
-  for (; c < span.end; c += BLOCK)
-    NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 1);
-  for (; c + BLOCK <= cols; c += BLOCK)
-    NAME(gradient_block)(grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, 0);
+  for (; c + BLOCK <= cols; c += BLOCK) {
+    NAME(gradient_block)
+    (grad_out + c, y + c, grad_x + c, sum, ahead, BLOCK, is_log, c < span.end);
+  }
   if (c == cols) return;
   if (!span.partial) c = cols - BLOCK;
   NAME(gradient_part)(grad_out + c, y + c, grad_x + c, sum, (int)(cols - c), is_log);
@@ -114,28 +109,13 @@ ALWAYS_INLINE void NAME(gradient_tile_block)(const T *grad_out, const T *y, T *g
   }
 }
 
-NOINLINE void NAME(gradient_tile_part)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
-                                       int64_t inner, int n, int is_log) {
-  if (is_log) {
-    NAME(gradient_tile_block)(grad_out, y, grad_x, cols, inner, n, 1, 0);
-  } else {
-    NAME(gradient_tile_block)(grad_out, y, grad_x, cols, inner, n, 0, 0);
-  }
-}
-
 ALWAYS_INLINE void NAME(gradient_tile)(const T *grad_out, const T *y, T *grad_x, int64_t cols,
                                        int64_t inner, int width, int is_log, int stream) {
-  int k = 0;
-  for (; WHOLE_BLOCKS && k + BLOCK <= width; k += BLOCK) {
-    if (stream && (uintptr_t)(grad_x + k) % 64 == 0) {
-      NAME(gradient_tile_block)(grad_out + k, y + k, grad_x + k, cols, inner, BLOCK, is_log, 1);
-    } else {
-      NAME(gradient_tile_block)(grad_out + k, y + k, grad_x + k, cols, inner, BLOCK, is_log, 0);
-    }
-  }
-  for (; k < width; k += BLOCK) {
+  for (int k = 0; k < width; k += BLOCK) {
     const int n = width - k < BLOCK ? width - k : BLOCK;
-    NAME(gradient_tile_part)(grad_out + k, y + k, grad_x + k, cols, inner, n, is_log);
+    const int aligned = stream && (uintptr_t)(grad_x + k) % 64 == 0;
+    NAME(gradient_tile_block)
+    (grad_out + k, y + k, grad_x + k, cols, inner, n, is_log, aligned);
   }
 }
 

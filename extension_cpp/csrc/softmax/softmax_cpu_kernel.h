@@ -37,17 +37,15 @@ ALWAYS_INLINE void NAME(softmax_row)(const T *x, T *y, int64_t cols, ahead_t ahe
                                      int stream) {
   const row_span_t span = row_span(y, cols, sizeof(T), stream, x == y);
   const NAME(map_t) map = {1, 0, 0};
-  const NAME(sums_t) row = NAME(row_sums)(x, cols, map, 0);
+  const NAME(sums_t) row = NAME(plain_sums)(x, cols, map);
   const ACC max = row.max, last = NAME(softmax_last)(row.sum, is_log);
   int64_t c = span.begin;
   if (c > 0) {
     NAME(softmax_part)(x, y, max, last, BLOCK, is_log);
     NAME(softmax_part)(x + span.head, y + span.head, max, last, BLOCK, is_log);
   }
-  for (; c < span.end; c += BLOCK)
-    NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 1);
   for (; c + BLOCK <= cols; c += BLOCK)
-    NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, 0);
+    NAME(softmax_block)(x + c, y + c, max, last, ahead, BLOCK, is_log, c < span.end);
   if (c == cols) return;
   if (!span.partial) c = cols - BLOCK;
   NAME(softmax_part)(x + c, y + c, max, last, (int)(cols - c), is_log);
@@ -105,13 +103,9 @@ ALWAYS_INLINE void NAME(saved_row)(const T *x, T *y, int64_t cols, ahead_t ahead
     NAME(store_saved)(y, saved, factor, BLOCK);
     NAME(store_saved)(y + span.head, saved + span.head, factor, BLOCK);
   }
-  for (; c < span.end; c += BLOCK) {
-    for (int k = 0; k < BLOCK; ++k) v[k] = saved[c + k] * factor;
-    STORE(y + c, v, BLOCK, 1);
-  }
   for (; c + BLOCK <= cols; c += BLOCK) {
     for (int k = 0; k < BLOCK; ++k) v[k] = saved[c + k] * factor;
-    STORE(y + c, v, BLOCK, 0);
+    STORE(y + c, v, BLOCK, c < span.end);
   }
   if (c == cols) return;
   if (cols >= BLOCK) {
@@ -146,18 +140,9 @@ ALWAYS_INLINE void NAME(softmax_tile_block)(const T *x, T *y, const ACC *restric
   for (int k = 0; k < BLOCK; ++k) last[k] = tile_last[k];
   for (int64_t c = 0; c < cols; ++c) {
     ACC v[BLOCK];
-    NAME(load_block)(v, x + c * inner, n);
+    LOAD(v, x + c * inner, n);
     for (int k = 0; k < BLOCK; ++k) v[k] = SOFTMAX_VALUE(v[k], max[k], last[k], is_log);
     STORE(y + c * inner, v, n, stream);
-  }
-}
-
-NOINLINE void NAME(softmax_tile_part)(const T *x, T *y, const ACC *max, const ACC *last,
-                                      int64_t cols, int64_t inner, int n, int is_log) {
-  if (is_log) {
-    NAME(softmax_tile_block)(x, y, max, last, cols, inner, n, 1, 0);
-  } else {
-    NAME(softmax_tile_block)(x, y, max, last, cols, inner, n, 0, 0);
   }
 }
 
@@ -168,17 +153,11 @@ ALWAYS_INLINE void NAME(softmax_tile)(const T *x, T *y, int64_t cols, int64_t in
   ACC last[SOFTMAX_TILE];
   NAME(tile_sums)(&tile, x, cols, inner, width, map, 0);
   for (int k = 0; k < SOFTMAX_TILE; ++k) last[k] = NAME(softmax_last)(tile.sum[k], is_log);
-  int k = 0;
-  for (; WHOLE_BLOCKS && k + BLOCK <= width; k += BLOCK) {
-    if (stream && (uintptr_t)(y + k) % 64 == 0) {
-      NAME(softmax_tile_block)(x + k, y + k, tile.max + k, last + k, cols, inner, BLOCK, is_log, 1);
-    } else {
-      NAME(softmax_tile_block)(x + k, y + k, tile.max + k, last + k, cols, inner, BLOCK, is_log, 0);
-    }
-  }
-  for (; k < width; k += BLOCK) {
+  for (int k = 0; k < width; k += BLOCK) {
     const int n = width - k < BLOCK ? width - k : BLOCK;
-    NAME(softmax_tile_part)(x + k, y + k, tile.max + k, last + k, cols, inner, n, is_log);
+    const int aligned = stream && (uintptr_t)(y + k) % 64 == 0;
+    NAME(softmax_tile_block)
+    (x + k, y + k, tile.max + k, last + k, cols, inner, n, is_log, aligned);
   }
 }
 
