@@ -72,7 +72,7 @@ static void check_like(const char *op, const char *name, const Tensor &tensor,
   check_shape(op, name, tensor, like_name, like);
 }
 
-// p = 0 is no dropout, whether there is a seed or not.
+// p = 0 means no dropout, with or without a seed.
 static dropout_t check_dropout(const char *op, double p, const Optional &seed, const Tensor &x) {
   check_probability(op, p);
   if (seed) check_seed(op, *seed, x);
@@ -92,8 +92,8 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
 
 // ---- memory ----
 
-// weight or bias as the kernels read it: on CUDA the tensor itself, on the CPU a copy widened by
-// norm_widen_cpu, in which a missing tensor is `value` in every column.
+// weight or bias as the kernels read it. On CUDA: the contiguous tensor, if there is one. On the
+// CPU: the output of norm_widen_cpu, with `value` in every column if there is no tensor.
 static Optional weight_for_kernel(const Optional &weight, double value, const Problem &problem,
                                   const Tensor &x) {
   Optional source;
@@ -113,7 +113,7 @@ static Optional weight_for_kernel(const Optional &weight, double value, const Pr
 
 static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
 
-// `needed` as an allocated tensor, else an empty one.
+// Allocates a tensor of these sizes if `needed`, else an empty one.
 static Tensor allocate_if(bool needed, Sizes sizes, dtype_t dtype, const Tensor &like) {
   const int64_t none = 0;
   return allocate(needed ? sizes : Sizes{&none, 1}, dtype, like);
@@ -230,7 +230,7 @@ Gradients norm_backward(const Backward &call) {
 
 // ---- layer_norm and rms_norm ----
 
-// with_statistics: the operator; without: its no-grad overload.
+// with_statistics: true for the operator, false for its no-grad overload.
 template <bool with_statistics>
 static auto layer_norm(const Tensor &x, const Shape &normalized_shape, const Optional &weight,
                        const Optional &bias, double eps) {

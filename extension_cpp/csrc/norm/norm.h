@@ -9,11 +9,11 @@
  *              is sum, grad_x is its gradient with grad_sum (through sum itself) added, and
  *              grad_dropped = dropout_x(grad_x) is the gradient of x.
  *   dropout_y  y = dropout_y(norm(x)); backward applies dropout_y to grad_out first.
- * Element r * cols + c of a dropout draws the bits of that index (common/philox.h). Outputs must
+ * Dropout of element r * cols + c uses the bits of that index (common/philox.h). Outputs must
  * not overlap inputs. rows = 0 gives weight gradients of 0 and writes nothing else; cols = 0 gives
  * mean and rstd of NaN. NaN propagates. Accumulates in float (float64: double). Run-to-run
- * deterministic, at any number of threads: the shape, the device and the gradients that are
- * computed fix the order in which rows are summed. Sources: Ba, Kiros, Hinton 2016,
+ * deterministic for any number of threads: the order of the sums over rows depends only on the
+ * shape, the device and which gradients are computed. Sources: Ba, Kiros, Hinton 2016,
  * arXiv:1607.06450; Zhang, Sennrich 2019, arXiv:1910.07467. */
 #ifndef EXTENSION_CPP_NORM_H
 #define EXTENSION_CPP_NORM_H
@@ -29,13 +29,13 @@
 extern "C" {
 #endif
 
-/* Shapes in brackets. Matrices of x's type `dtype` have unit stride inside a row; where a stride is
- * given, it is from row to row, else the matrix is contiguous. Statistics are float, for float64
- * double. Weights are of type weight_dtype. */
+/* Shapes are in parentheses. Matrices have x's type `dtype` and unit stride within a row. A stride
+ * is the distance from row to row in elements; a matrix without one is contiguous. Statistics are
+ * float (float64: double). Weights are of type weight_dtype. */
 typedef struct {
   const void *x;      /* (rows, cols), x_stride */
-  const void *weight; /* (cols); NULL: ones. CPU: made by norm_widen_cpu, never NULL */
-  const void *bias;   /* (cols); NULL: zeros. CPU: as weight. rms_norm does not read it */
+  const void *weight; /* (cols); NULL: ones. CPU: output of norm_widen_cpu, never NULL */
+  const void *bias;   /* (cols); NULL: zeros. CPU: like weight. Not read by rms_norm */
   void *y;            /* (rows, cols) */
   void *mean;         /* (rows); NULL: not written. NULL for rms_norm */
   void *rstd;         /* (rows); NULL: not written */
@@ -45,7 +45,7 @@ typedef struct {
   int64_t x_stride;
   dtype_t dtype;
   dtype_t weight_dtype;
-  bool centered;        /* layer_norm; else rms_norm */
+  bool centered;        /* true: layer_norm; false: rms_norm */
   const void *residual; /* (rows, cols), residual_stride; NULL: none */
   void *sum;            /* (rows, cols); NULL without residual */
   int64_t residual_stride;
@@ -53,7 +53,7 @@ typedef struct {
   dropout_t dropout_y; /* only layer_norm without residual */
 } norm_forward_args;
 
-/* Each of grad_x, grad_weight and grad_bias may be NULL: it is not computed. */
+/* grad_x, grad_weight and grad_bias: NULL if not computed. */
 typedef struct {
   const void *grad_out; /* (rows, cols), grad_out_stride */
   const void *x;        /* (rows, cols), x_stride */
@@ -79,11 +79,11 @@ typedef struct {
 
 /* ---- CPU: each function takes a range of work items, and args points to its struct ---- */
 
-/* Makes weight or bias as the row kernels read it: widened to float (float64: double) and padded
- * with zeros, so that a block may begin at any column. bfloat16 stores the even columns first
+/* Converts weight or bias to the format of the row kernels: float (float64: double), padded with
+ * zeros so that a block may begin at any column. For bfloat16, even columns precede odd ones
  * (norm_cpu_kernel.h). */
 typedef struct {
-  const void *source; /* (cols), of weight_dtype; NULL: `value` in every column */
+  const void *source; /* (cols), of weight_dtype; NULL: every column gets `value` */
   void *wide;         /* (norm_wide_cols(cols)) */
   double value;
   int64_t cols;
@@ -96,10 +96,10 @@ static inline int64_t norm_wide_cols(int64_t cols) {
   return NORM_BLOCK * (ceil_div(cols, NORM_BLOCK) + 1);
 }
 
-/* Backward splits the rows into parts, and the columns of the weight gradients into tiles. The
- * shape fixes both. There are at most 256 parts, and their sums fit 16 MiB of scratch (float64: a
- * third more), unless there are only 8. Summing a part costs as much as some rows, so a part has at
- * least 64 rows. Where rows are wide, 2^18 elements are enough, but at least 8 rows. */
+/* Backward splits the rows into parts, and the columns of the weight gradients into tiles. Both
+ * splits depend on the shape alone. There are at most 256 parts, fewer if their sums exceed 16 MiB
+ * (float64: 21 MiB), but up to 8 in any case. Adding up a part costs as much as several rows, so a
+ * part has at least 64 rows, or 2^18 elements of wide rows, but never fewer than 8 rows. */
 enum { NORM_TILE = 2048 };
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   const int64_t wide = norm_wide_cols(cols), fitting = (16 << 20) / (24 * wide);
@@ -118,8 +118,8 @@ static inline int64_t norm_weight_gradients(const norm_backward_args *args) {
   return (args->grad_weight != NULL) + (args->grad_bias != NULL);
 }
 
-/* Bytes of scratch: for each part and gradient, wide sums in double, and in ACC for the last
- * rows. */
+/* Bytes of scratch per part: for each gradient, a padded row of sums in double and one in ACC,
+ * which collects the most recent rows. */
 static inline int64_t norm_partial_part(const norm_backward_args *args) {
   const int64_t bytes = 8 + (args->dtype == DTYPE_FLOAT64 ? 8 : 4);
   return norm_weight_gradients(args) * norm_wide_cols(args->cols) * bytes;
@@ -129,17 +129,17 @@ static inline int64_t norm_partial_cpu(const norm_backward_args *args) {
   return norm_parts(args->rows, args->cols) * norm_partial_part(args);
 }
 
-/* The work items: columns (begin a multiple of NORM_BLOCK, end too or cols); rows; parts; after all
- * parts, tiles, which the weight gradients need. */
+/* The work items: columns (begin and end are multiples of NORM_BLOCK, or end is cols); rows; parts;
+ * tiles, which run after all parts and only for weight gradients. */
 void norm_widen_cpu(int64_t begin, int64_t end, void *args);
 void norm_forward_cpu(int64_t begin, int64_t end, void *args);
 void norm_backward_cpu(int64_t begin, int64_t end, void *args);
 void norm_grad_weight_cpu(int64_t begin, int64_t end, void *args);
 
-/* ---- CUDA: on a cudaStream_t of the current device, which holds the tensors; returns a
- * cudaError_t ---- */
+/* ---- CUDA: `stream` is a cudaStream_t of the current device, which holds the tensors; the int
+ * results are cudaError_t ---- */
 
-/* Reads the alignment of the pointers of args, so all but `partial` must be set. */
+/* Bytes of scratch. Reads the alignment of the pointers: set all but `partial` before. */
 int64_t norm_partial_cuda(const norm_backward_args *args);
 int norm_forward_cuda(const norm_forward_args *args, void *stream);
 int norm_backward_cuda(const norm_backward_args *args, void *stream);

@@ -1,11 +1,11 @@
-// Backward of the norms on the GPU: what its kernels share (norm_plan.h picks one of them).
+// Shared by the backward kernels of the norms on the GPU (norm_plan.h picks one of them):
 //
-// persistent_kernel (norm_backward_persistent.cuh): CTAs loop over rows, straight into registers.
-// pipeline_kernel (norm_backward_pipeline.cuh): clusters loop over wide rows, in shared memory.
-//   Both write grad_x, and for each CTA or cluster a partial row of the parameters' gradients.
-//   sum_partials_kernel (norm_generic.cuh) adds the partial rows in a fixed order.
-// split_kernel (norm_backward_split.cuh): all gradients of few rows.
-// There are no atomics: every run gives the same bits.
+// persistent_kernel (norm_backward_persistent.cuh): CTAs loop over rows in registers.
+// pipeline_kernel (norm_backward_pipeline.cuh): clusters loop over wide rows in shared memory.
+//   Both write grad_x. Each CTA or cluster also writes a partial row of the parameters' gradients.
+//   sum_partials_kernel (norm_generic.cuh) adds these rows in a fixed order.
+// split_kernel (norm_backward_split.cuh): all gradients of few rows, or grad_x alone.
+// No kernel uses atomics, so every run gives the same bits.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 
@@ -19,8 +19,8 @@ __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
   return {p.mean == nullptr ? 0.0f : p.mean[row], p.rstd[row]};
 }
 
-// Half types cannot hold a mean so large beside the deviations that the rounding of mean * rstd
-// would show: xhat then is one operation, x * rstd + offset.
+// For half types xhat is one fused operation, x * rstd + offset. The rounding of mean * rstd is too
+// small to matter: values of a half type cannot have a mean so much larger than their deviations.
 template <typename T>
 __device__ inline Statistics<float> to_statistics(float2 moments) {
   if (sizeof(T) == 2) return {0, moments.y, -moments.x * moments.y};
@@ -54,12 +54,12 @@ struct RowWeights {
   }
 };
 
-// The sums over the rows of a thread's columns: P for each.
+// The sums of a thread's columns over the rows, P per column.
 template <int K, int N, int P>
 struct ColumnSums {
   float sums[K][N][P] = {}, edge[1][P] = {};
 
-  // Sum number i of the columns to `out`, which is indexed by the column.
+  // Writes sum i of each column to out[column].
   template <bool ALIGNED, typename Window>
   __device__ void write(float *out, const Window &window, int i) const {
 #pragma unroll
@@ -82,8 +82,7 @@ struct ColumnSums {
   }
 };
 
-// M elements of a row, a vector or an edge: x becomes xhat, and grad becomes
-// g = weighted(grad_out).
+// Replaces x by xhat, and grad by g = weighted(grad_out), in M elements: a vector or an edge.
 template <typename Norm, int M>
 __device__ inline void normalize_elements(float (&x)[M], float (&grad)[M], const float (&weight)[M],
                                           const Statistics<float> &statistics) {
@@ -94,7 +93,7 @@ __device__ inline void normalize_elements(float (&x)[M], float (&grad)[M], const
   }
 }
 
-// The same, and adds the elements to the sums over the rows and to the row's sums.
+// The same, and adds the elements to the sums of their columns and of their row.
 template <typename Norm, int M, int P>
 __device__ inline void sum_elements(float (&x)[M], float (&grad)[M], const float (&weight)[M],
                                     const Statistics<float> &statistics, float (&columns)[M][P],
@@ -108,8 +107,8 @@ __device__ inline void sum_elements(float (&x)[M], float (&grad)[M], const float
   }
 }
 
-// Writes grad_x, and grad_dropped, of M elements from number `at` on, from xhat in `x` and g in
-// `grad`. `means`: the row's sums over its columns; `more`: grad_sum.
+// Writes M elements of grad_x and grad_dropped from index `at` on. `x` holds xhat, `grad` holds g,
+// `more` holds grad_sum; means = the row's sums / cols.
 template <typename Norm, typename Form, typename T, int M, int P>
 __device__ inline void write_elements(const BackwardParams<T> &p, int64_t at, const float (&x)[M],
                                       const float (&grad)[M], const float (&means)[P],
@@ -126,7 +125,7 @@ __device__ inline void write_elements(const BackwardParams<T> &p, int64_t at, co
   store<T, M>(p.grad_dropped + at, grad_x);
 }
 
-// The mask of a row, where the form has one.
+// Computes the dropout mask of a row if the form needs one.
 template <typename Form, typename T, int K, bool ALIGNED>
 __device__ inline void make_mask(RowMask<K, VECTOR<T>> &mask, const BackwardParams<T> &p,
                                  int64_t row, const RowWindow<T, K, ALIGNED> &window) {
@@ -135,14 +134,14 @@ __device__ inline void make_mask(RowMask<K, VECTOR<T>> &mask, const BackwardPara
   }
 }
 
-// Partial row number `unit` of `units` of parameter i's gradient.
+// Partial row `unit` of the `units` ones of parameter i.
 template <typename T>
 __device__ inline float *partial_row(const BackwardParams<T> &p, int i, int64_t unit,
                                      int64_t units) {
   return p.partial + ((i == 1 && p.wanted[0] ? units : 0) + unit) * p.cols;
 }
 
-// Marks the lines of a row evict_normal again, if it is one of the last rows (norm_plan.h).
+// Marks the lines of one of the last rows evict_normal again (Plan::release_from).
 template <typename Form, typename T, bool ALIGNED>
 __device__ inline void release(const BackwardParams<T> &p, int64_t row,
                                const RowSlice<T, ALIGNED> &slice) {

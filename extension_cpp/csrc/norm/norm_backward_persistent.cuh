@@ -1,5 +1,5 @@
-// Backward of the norms by CTAs that loop over rows. A row comes straight from memory into
-// registers. While its sums are under way, the next row's loads are in flight.
+// Backward of the norms by persistent CTAs, which loop over rows in registers. The loads of the
+// next row are in flight while the threads exchange the sums of the current row.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PERSISTENT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_PERSISTENT_CUH
 
@@ -7,8 +7,8 @@
 
 namespace norms {
 
-constexpr int PERSISTENT_ELEMENTS = 16;  // of a row, per thread
-// Threads of a CTA, which is alone on its SM.
+constexpr int PERSISTENT_ELEMENTS = 16;  // per thread and row
+// The most threads of a CTA; an SM has one CTA.
 template <typename T, typename Form, bool ALIGNED>
 constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form::HAS_RESIDUAL,
                                                            Form::DROPS_Y, ALIGNED);
@@ -16,8 +16,8 @@ constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form:
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
 struct PersistentRows {
   static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
-  // In float32 with two sums per column the registers do not hold the weights as well; they come
-  // from the cache for every row.
+  // float32 with two sums per column leaves no registers for the weights: they are loaded from the
+  // cache for every row.
   static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
   using Window = RowWindow<T, K, ALIGNED>;
   using Sum = RowSum<float, 2, true>;
@@ -25,13 +25,13 @@ struct PersistentRows {
 
   const BackwardParams<T> &p;
   Sum row_sum;
-  const int64_t first;  // row of this group of threads; the others are `groups` apart
+  const int64_t first;  // row of this group of threads; the next is first + p.groups
   const RowSlice<T, ALIGNED> slice;
   const Window window;
   Fragment x{}, grad_out{};  // of the next row
-  float2 moments{};          // likewise
-  // Of grad_out, the next row's; of grad_dropped, the current row's. It is made while loads are in
-  // flight.
+  float2 moments{};          // of the next row
+  // The mask of the next row's grad_out or of the current row's grad_dropped. It is computed while
+  // loads are in flight.
   RowMask<K, N> mask;
   RowWeights<T, K, ALIGNED> weights;
   ColumnSums<K, N, P> columns;
@@ -44,7 +44,7 @@ struct PersistentRows {
         slice(p.cols, first, p.slice, 0),
         window(slice) {}
 
-  // A group without a row has zeros: its threads still take part in the sums of their warps.
+  // A group without a row has zeros, because its threads still take part in the warp's sums.
   __device__ void load(int64_t row) {
     if (row < p.rows) {
       x.load(p.x + row * p.x_stride, window, p.hint);
@@ -56,8 +56,8 @@ struct PersistentRows {
     }
   }
 
-  // Brings a row into the L2, by one thread, and the row before it of grad_sum, whose loads have no
-  // time of their own.
+  // One thread prefetches a row of x and grad_out into the L2, and the row before it of grad_sum,
+  // which is not loaded into registers ahead of its use.
   __device__ void prefetch(int64_t row) const {
     const int bytes = (slice.limit - slice.first) * static_cast<int>(sizeof(T));
     if (threadIdx.x > 0 || bytes <= 0) return;
@@ -112,7 +112,7 @@ struct PersistentRows {
     write_elements<Norm, Form>(p, begin + window.edge, edge_xhat, edge_g, sums, more, mask.edge);
   }
 
-  // The sums over all rows of the CTA, to its partial row. `shared` has a row for each group.
+  // Adds the groups' column sums and writes the CTA's partial row. `shared` holds a row per group.
   __device__ void write_partial(float *shared) const {
     const int threads = blockDim.x * blockDim.y;
     for (int i = 0; i < P; ++i) {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__((PERSISTENT_THREADS<T, Form, ALIGNED>), 1)
     persistent_kernel(const __grid_constant__ BackwardParams<T> p) {
   using Rows = PersistentRows<T, Norm, Form, K, ALIGNED>;
   __shared__ typename Rows::Sum::Shared shared;
-  // Edges take the place of a vector of their own in the widest unaligned rows.
+  // A thread of an unaligned row may have an edge besides its vectors.
   __shared__ __align__(
       16) float partial[PERSISTENT_THREADS<T, Form, ALIGNED> * (PERSISTENT_ELEMENTS + !ALIGNED)];
   Rows rows(p, shared);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__((PERSISTENT_THREADS<T, Form, ALIGNED>), 1)
   rows.prefetch(rows.first + p.groups);
   if (Form::DROPS_Y) make_mask<Form>(rows.mask, p, rows.first, rows.window);
   if (Rows::HOLDS_WEIGHTS) rows.weights.load(p, rows.window);
-  // As many turns for all groups of the CTA.
+  // All groups of the CTA make the same number of iterations, because groups may share a warp.
   for (int64_t row = rows.first; row - threadIdx.y < p.rows; row += p.groups) {
     rows.process(row);
     release<Form>(p, row, rows.slice);

@@ -1,6 +1,6 @@
-// Backward of the norms for rows wider than a CTA, by clusters that loop over rows. Bulk copies
-// bring the rows into shared memory, some stages ahead. A row is read there twice, so that its
-// registers are free meanwhile; its sums travel through the cluster while the next row is summed.
+// Backward of the norms for wide rows, by persistent clusters. Bulk copies load rows ahead into
+// stages of shared memory. A row is read from its stage twice, for its sums and for grad_x, instead
+// of staying in registers: its sums are exchanged while the next row is summed.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 
@@ -10,13 +10,13 @@ namespace norms {
 
 constexpr int PIPELINE_THREADS = 512;  // of a CTA, which is alone on its SM
 
-// The rows of a cluster that begin at the same distance from a multiple of 16 bytes.
+// Rows of a cluster that have the same alignment.
 struct Segment {
   int64_t first, step, count;
-  int64_t partial;  // number of its partial row
+  int64_t partial;  // index of its partial row
 };
 
-// A row's place in shared memory.
+// The location of a row in shared memory.
 struct Place {
   uint32_t x, grad_out;  // addresses of the CTA's slice
   int stage;
@@ -36,17 +36,16 @@ struct PipelineRows {
   };
 
   const BackwardParams<T> &p;
-  const uint32_t memory;  // address of the stages
+  const uint32_t memory;  // address of the first stage
   Shared &shared;
   Sum row_sum;
   const int rank;
   RowSlice<T, ALIGNED> slice;
   Window window;
-  // A row lies at the same distance from a multiple of 128 bytes as in global memory, because
-  // copies are slower otherwise: in vectors, that of the first row, and how much farther each next
-  // row is.
+  // Rows keep their offset from a multiple of 128 bytes, because bulk copies are slower otherwise.
+  // In vectors: the offset of the segment's first row (shift), and its increment per row (step).
   int x_shift, grad_out_shift, x_step, grad_out_step;
-  Place fetched{0, 0, -1, 0};  // of the last row whose copies were started
+  Place fetched{0, 0, -1, 0};  // the last row whose copies have started
   int turn = 0;                // rows that are finished
   RowWeights<T, K, ALIGNED> weights;
   ColumnSums<K, N, P> columns;
@@ -75,7 +74,7 @@ struct PipelineRows {
     return static_cast<int>(reinterpret_cast<uintptr_t>(data) / 16 % 8);
   }
 
-  // Of the segment's row number i, from that of the row before.
+  // The place of row i of the segment, after the place of row i - 1.
   __device__ Place next_place(const Place &before, int i) const {
     Place next = before;
     if (++next.stage == p.stages) next.stage = 0, next.parity ^= 1;
@@ -86,7 +85,7 @@ struct PipelineRows {
     return next;
   }
 
-  // Starts the copies of a row, by one thread of the last warp: the first one has the edges.
+  // One thread starts the copies of a row: in the last warp, because the first one has edges.
   __device__ void fetch(int64_t row, const Place &place) const {
 #if HAS_CLUSTERS
     if (threadIdx.x != blockDim.x - 1) return;
@@ -101,7 +100,7 @@ struct PipelineRows {
 #endif
   }
 
-  // Brings a row of grad_sum into the L2, by one thread. It has no stages.
+  // One thread prefetches a row of grad_sum, which has no stages, into the L2.
   __device__ void prefetch(int64_t row, int64_t end) const {
     if (!Form::HAS_RESIDUAL || p.grad_sum == nullptr) return;
     if (threadIdx.x != blockDim.x - 1 || row >= end) return;
@@ -110,15 +109,14 @@ struct PipelineRows {
     prefetch_bulk(p.grad_sum + row * p.grad_sum_stride + slice.first, bytes, p.hint);
   }
 
-  // The edge of a row. The copy of the tensor's last row ends before the edges behind its vectors.
+  // The edge of a row. The copy of the tensor's last row ends before the edges at its end.
   __device__ float load_edge(const T *data, int64_t stride, int64_t row, uint32_t place) const {
     if (row == p.rows - 1) return to_acc(data[row * stride + window.edge]);
     const uint32_t address = place + (window.edge - slice.begin) * sizeof(T);
     return to_acc(*static_cast<const T *>(__cvta_shared_to_generic(address)));
   }
 
-  // Calls f(x, grad_out, weight, columns, k) with the vectors of a row, and with its edge, for
-  // which k is K.
+  // Calls f(x, grad_out, weight, columns, k) for vector k of a row, and for its edge with k = K.
   template <typename F>
   __device__ void for_each(int64_t row, const Place &place, const Mask &mask, const F &f) {
     const uint32_t offset = 16 * ((window.first - slice.begin) / N);
@@ -138,7 +136,7 @@ struct PipelineRows {
     f(x, grad, weights.edge, columns.edge, K);
   }
 
-  // Adds a row to the sums over the rows, and hands in its own sums. `turn` counts the rows.
+  // Adds a row to the column sums, and posts the row's own sums. `turn` is the number of the row.
   __device__ void sum(int64_t row, int turn, const Place &place, const Mask &mask,
                       const Statistics<float> &statistics) {
 #if HAS_CLUSTERS
@@ -151,7 +149,7 @@ struct PipelineRows {
 #endif
   }
 
-  // Writes grad_x of a row.
+  // Collects the row's sums and writes grad_x.
   __device__ void finish(int64_t row, int turn, const Place &place, const Mask &mask,
                          const Statistics<float> &statistics, const Fragment &grad_sum) {
 #if HAS_CLUSTERS
@@ -204,7 +202,7 @@ struct PipelineRows {
         make_mask<Form>(next_mask, p, next_row, window);
         next = next_place(now, i + 1);
         sum(next_row, turn + 1, next, next_mask, to_statistics<T>(next_moments));
-        // That passed a barrier: every warp has finished the row before.
+        // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
         if (i > 0 && i - 1 + p.stages < segment.count) start_copies(i - 1 + p.stages);
       }
       if (p.grad_x != nullptr) {
@@ -217,10 +215,10 @@ struct PipelineRows {
       next_moments = later_moments;
     }
     write_partial(segment.partial);
-    __syncthreads();  // every warp has read the last rows: their stages are free
+    __syncthreads();  // every warp has read the last rows, so their stages are free
   }
 
-  // This CTA's columns of a partial row.
+  // Writes this CTA's columns of partial row `number`.
   __device__ void write_partial(int64_t number) const {
     for (int i = 0; i < P; ++i) {
       if (!p.wanted[i]) continue;
@@ -229,10 +227,10 @@ struct PipelineRows {
     }
   }
 
-  // All rows of the cluster: in turn with the other clusters; of unaligned rows, a share of all
-  // rows in the order of their classes, which is in one class, or in some after another. Class c of
-  // group g has partial row g + c. Where a group ends with a class, one number is left out, and its
-  // row is zeros.
+  // Processes all rows of the cluster. With period 1 the clusters take rows round-robin. Else rows
+  // are ordered by alignment class (row % period), and each cluster (group) takes an equal range of
+  // that order. Class c of group g has partial row g + c. If group g begins with class c > 0, no
+  // segment has partial row g + c - 1, so the group writes zeros to it.
   __device__ void run_all() {
     const int64_t group = blockIdx.x / p.cluster;
     row_sum.wait_for_others();

@@ -1,12 +1,12 @@
 // Backward of few rows in one kernel with two kinds of CTAs. No CTA waits for another.
 //
-// Row CTAs write grad_x: a row in the registers of its threads, as in forward. Column CTAs write
-// the parameters' gradients: some columns over all rows. They read x and grad_out a second time,
-// which the L2 serves while the tensors are small. They come first in the grid, because they take
+// Row CTAs hold rows in registers, as in forward, and write grad_x. Column CTAs sum a few columns
+// over all rows and write the parameters' gradients. Both read x and grad_out; the tensors are
+// small, so the second read hits the L2. Column CTAs come first in the grid, because they take
 // longest.
 //
-// There are no partial rows, and so no second kernel that adds them. If grad_x alone is wanted, the
-// row CTAs run alone, for any number of rows.
+// There are no partial rows, so no second kernel has to add them. If only grad_x is computed, there
+// are only row CTAs, for any number of rows.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 
@@ -23,7 +23,7 @@ __device__ inline void split_rows(const BackwardParams<T> &p) {
   using Sum = RowSum<float, 1, true>;
   __shared__ typename Sum::Shared shared;
   const int64_t row = static_cast<int64_t>(blockIdx.x - p.column_ctas) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
+  const bool is_row = row < p.rows;  // lanes without a row still take part in the warp's sums
   const RowWindow<T, K, true> window(RowSlice<T, true>(p.cols, row, p.slice, 0));
   RowFragment<T, K, true> x{}, grad_out{}, grad_sum{};
   RowWeights<T, K, true> weights;
@@ -63,7 +63,7 @@ __device__ inline void split_rows(const BackwardParams<T> &p) {
   }
 }
 
-// A thread sums N columns over every (threads / COLUMN_VECTORS)th row, two rows at a time.
+// Sums N columns over the rows first, first + step, ..., with the loads of two rows in flight.
 template <typename Norm, typename Form, typename T>
 __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int first, int step,
                                    float (&sums)[VECTOR<T>][Norm::PARAMETERS]) {

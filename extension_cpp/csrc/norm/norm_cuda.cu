@@ -1,13 +1,12 @@
-// The norms on the GPU, from a call to its kernels: the problem and the device give a plan
-// (norm_plan.h), the plan names the kernel. Here are also the launches of the fallback, and the sum
-// of the partial rows.
+// Entry points of the norms on the GPU. The problem and the device determine a plan (norm_plan.h),
+// and the plan names the kernel. This file also launches the fallback and the sum of partial rows.
 #include <utility>
 
 #include "norm/norm_generic.cuh"
 
 namespace norms {
 
-// Asked only how many clusters of it run at once.
+// Never launched: ask_device() queries how many of its clusters run at once.
 __global__ void cluster_probe_kernel() {}
 
 static cudaError_t ask_device(Device &device, int number) {
@@ -24,12 +23,12 @@ static cudaError_t ask_device(Device &device, int number) {
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, cluster_probe_kernel);
   if (error != cudaSuccess) return error;
   if (major == 9) device.l2_bytes = l2_bytes;
-  // Code for an older architecture, which the driver translated for this one, has no clusters.
+  // Code that the driver compiled from the PTX of an older architecture does not use clusters.
   if (attributes.ptxVersion < 90) return cudaSuccess;
   constexpr int SHARED = 160 << 10;  // one CTA per SM
   error = cudaFuncSetAttribute(cluster_probe_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                SHARED);
-  if (error != cudaSuccess) {  // an SM with less shared memory: no pipeline, and so no clusters
+  if (error != cudaSuccess) {  // too little shared memory for the pipeline: use no clusters
     cudaGetLastError();
     return cudaSuccess;
   }
@@ -46,7 +45,7 @@ static cudaError_t ask_device(Device &device, int number) {
     config.attrs = &attribute;
     config.numAttrs = 1;
     error = cudaOccupancyMaxActiveClusters(&device.clusters[log], cluster_probe_kernel, &config);
-    if (error == cudaErrorInvalidClusterSize) {  // larger than this device's
+    if (error == cudaErrorInvalidClusterSize) {  // the device has no clusters of this size
       cudaGetLastError();
       device.clusters[log] = 0;
       return cudaSuccess;
@@ -55,7 +54,7 @@ static cudaError_t ask_device(Device &device, int number) {
   return error;
 }
 
-// The driver is asked once per thread and device.
+// Each thread caches the properties of the device that it used last.
 cudaError_t current_device(Device &device) {
   thread_local int known = -1;
   thread_local Device facts;
@@ -74,7 +73,7 @@ cudaError_t current_device(Device &device) {
 
 static bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-// Whether row r of the tensor begins as far behind a multiple of 16 bytes as r * cols elements end.
+// Whether row r is aligned like element r * cols of a tensor without gaps.
 static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
   return data == nullptr ||
          (is_aligned(data) && (p.rows == 1 || (stride - p.cols) % vector_elements(p.dtype) == 0));
@@ -112,7 +111,7 @@ static Problem problem_of(const norm_backward_args &args) {
   return p;
 }
 
-// The C++ type of a dtype but float64.
+// Calls f with a zero of the dtype's C++ type. float64 has no fast kernels.
 template <typename F>
 static cudaError_t with_fast_type(dtype_t dtype, F &&f) {
   switch (dtype) {
@@ -144,8 +143,8 @@ static cudaError_t generic_forward(const norm_forward_args &args, const Plan &pl
   });
 }
 
-// Partial rows of the fallback: a few CTAs per SM, as far as there are rows; more of them where a
-// thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
+// The number of partial rows of the fallback: a few CTAs per SM, if there are enough rows. More if
+// a thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
 static int64_t generic_parts(const norm_backward_args &args, const Device &device) {
   const int64_t tiles = ceil_div(args.cols, COLUMNS_X);
   const int64_t usual = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
@@ -196,7 +195,7 @@ static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts,
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  // Code for an older architecture does not wait for the kernel before.
+  // Code of an older architecture cannot wait for the previous kernel, so it must not start early.
   config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_partials_kernel<A, W>,
                             static_cast<const A *>(args.partial), static_cast<W *>(outputs[0]),
@@ -220,7 +219,7 @@ extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
   using namespace norms;
   Device device;
-  if (current_device(device) != cudaSuccess) return 0;  // the launch says why
+  if (current_device(device) != cudaSuccess) return 0;  // the launch reports the error
   const Plan plan = pick(problem_of(*args), device);
   const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
   const int64_t size = args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float);

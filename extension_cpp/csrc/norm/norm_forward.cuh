@@ -1,10 +1,9 @@
 // Forward of the norms on the GPU: one kernel for every form and width (norm_plan.h picks its
 // shape).
 //
-// A row lies in the registers of its threads: part of a warp, a CTA, or a cluster of CTAs. It is
-// read once; its statistics are sums over these threads. The kernel is not persistent: a CTA
-// processes its rows and exits, and an SM has several CTAs, of which some load while others wait
-// for their sums.
+// Part of a warp, a CTA or a cluster of CTAs holds a row in registers, so the row is read once. Its
+// statistics are sums over these threads. The kernel is not persistent: a CTA processes its rows
+// and exits. An SM runs several CTAs, so that some load while others wait for their sums.
 #ifndef EXTENSION_CPP_NORM_FORWARD_CUH
 #define EXTENSION_CPP_NORM_FORWARD_CUH
 
@@ -12,7 +11,7 @@
 
 namespace norms {
 
-// x becomes y; parameters[i][j] is parameter i of element j.
+// Replaces x by y. parameters[i][j] is parameter i of element j.
 template <typename Norm, int M>
 __device__ inline void apply_norm(float (&x)[M], const float (&parameters)[Norm::PARAMETERS][M],
                                   const Statistics<float> &statistics) {
@@ -25,8 +24,8 @@ __device__ inline void apply_norm(float (&x)[M], const float (&parameters)[Norm:
   }
 }
 
-// Writes y. W is the type of the parameters in memory. Their vectors are loaded BATCH at a time,
-// which is what the registers hold. Unaligned ones take more instructions and registers each.
+// Writes y. W is the type of the parameters in memory. They are loaded BATCH vectors at a time, as
+// many as the registers hold; unaligned vectors need more registers.
 template <typename Norm, typename W, typename T, typename Form, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,
@@ -71,7 +70,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
   y[window.edge] = from_acc<T>(value[0]);
 }
 
-// Registers per thread: they decide how many threads, and so bytes in flight, an SM has.
+// Registers per thread. They limit the threads of an SM, and so its bytes in flight.
 template <typename Norm, typename Form, int K, bool ALIGNED>
 constexpr int row_registers() {
   if (K == 8) return ALIGNED ? 80 : Form::DROPS_Y ? 112 : 96;
@@ -91,7 +90,7 @@ __global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
   if (p.cluster > 1) rank = cluster_rank();
 #endif
   const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;  // all lanes of a warp go on: they sum together
+  const bool is_row = row < p.rows;  // lanes without a row still take part in the warp's sums
   Sum row_sum(shared, p.cluster, rank);
   const Slice slice(p.cols, row, p.slice, rank);
   const RowWindow<T, K, ALIGNED> window(slice);

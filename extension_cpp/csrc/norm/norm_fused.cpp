@@ -4,7 +4,7 @@
 
 namespace extension_cpp {
 
-// with_statistics: the operator; without: its no-grad overload.
+// with_statistics: true for the operator, false for its no-grad overload.
 template <bool with_statistics>
 static auto add_layer_norm(const Tensor &x, const Tensor &residual, const Shape &normalized_shape,
                            const Optional &weight, const Optional &bias, double eps, double p,
@@ -41,8 +41,8 @@ static auto layer_norm_dropout(const Tensor &x, const Shape &normalized_shape,
     return out.y;
 }
 
-// add_layer_norm_backward and add_rms_norm_backward return the gradient of x, then residual's.
-// Without dropout they are equal, and only the latter is written.
+// add_layer_norm_backward and add_rms_norm_backward return the gradients of x and of residual.
+// Without dropout the two are equal, and the kernel writes only that of residual.
 
 static std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     const Tensor &grad_out, const Optional &grad_sum, const Tensor &sum,

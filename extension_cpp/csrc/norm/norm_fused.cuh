@@ -1,7 +1,7 @@
 // The parameters of the norms' GPU kernels, and the prologues and epilogues of the fused forms. A
-// form says what stands beside the norm:
+// form is the operation that is fused with the norm:
 //   Plain        nothing
-//   Residual     prologue: sum = residual + dropout(x) takes the place of x
+//   Residual     prologue: sum = residual + dropout(x) replaces x
 //                backward: grad_x += grad_sum, grad_dropped = dropout(grad_x)
 //   DropoutOfY   epilogue: y = dropout(y); backward: grad_out = dropout(grad_out) first
 #ifndef EXTENSION_CPP_NORM_FUSED_CUH
@@ -13,15 +13,15 @@
 
 namespace norms {
 
-// What the row blocks need of a call (cuda_row.cuh).
+// The parameters that all kernels with a plan share.
 struct Geometry {
   int64_t rows;
   int cols;
   int slice;             // columns of a CTA
   int cluster;           // CTAs that share a row
   float per_col;         // 1 / cols
-  uint64_t hint;         // of what is read (cuda_cache.cuh)
-  int64_t release_from;  // the first row whose lines are marked evict_normal again; rows: none
+  uint64_t hint;         // of loads (cuda_cache.cuh)
+  int64_t release_from;  // first row whose lines become evict_normal again; rows: none
 };
 
 template <typename T>
@@ -29,7 +29,7 @@ struct ForwardParams : Geometry {
   const T *x;
   int64_t x_stride;
   const void *parameters[2];  // weight, bias; NULL: ones, zeros
-  bool are_float;             // beside half types
+  bool are_float;             // the parameters are float32 while T is a half type
   T *y;
   float *mean;  // NULL: not wanted, or rms_norm
   float *rstd;  // NULL: not wanted
@@ -38,7 +38,7 @@ struct ForwardParams : Geometry {
   int64_t residual_stride;
   T *sum;
   dropout_t dropout;
-  int ahead;  // rows to the one that is brought into the L2; 0: none
+  int ahead;  // rows from a row to the one to prefetch into the L2; 0: none
 };
 
 template <typename T>
@@ -50,23 +50,23 @@ struct BackwardParams : Geometry {
   const float *mean;  // NULL: rms_norm
   const float *rstd;
   const void *weight;  // NULL: ones
-  bool is_float;       // the weight, beside half types
+  bool is_float;       // the weight is float32 while T is a half type
   T *grad_x;           // NULL: not wanted
   const T *grad_sum;   // NULL: none
   int64_t grad_sum_stride;
   T *grad_dropped;  // NULL: not wanted
   dropout_t dropout;
-  bool wanted[2];     // grad_weight, grad_bias
-  float *partial;     // (wanted, groups of rows, cols): the sums over the rows of each group
-  int64_t groups;     // of a persistent kernel: rows under way at once
-  int period;         // of the pipeline: classes of rows that begin alike
-  bool has_prefetch;  // likewise: brings the row after the next into the L2
-  int stages, stage_vectors;  // of the pipeline: rows, and vectors of a tensor's row
-  void *grad_parameters[2];   // the split kernel writes them itself
-  int column_ctas;            // likewise
+  bool wanted[2];  // grad_weight, grad_bias
+  float *partial;  // (wanted, groups of rows, cols): the sums over the rows of each group
+  int64_t groups;  // this and the next four: as in Plan (norm_plan.h)
+  int period;
+  bool has_prefetch;
+  int stages, stage_vectors;
+  void *grad_parameters[2];  // SPLIT: grad_weight, grad_bias
+  int column_ctas;           // SPLIT
 };
 
-// Which of a thread's elements of a row dropout keeps, a bit each.
+// The dropout mask of a thread's elements of a row: bit 1 keeps an element.
 template <int K, int N>
 struct RowMask {
   uint32_t bits[K], edge;
@@ -81,9 +81,9 @@ struct RowMask {
   }
 };
 
-// HAS_RESIDUAL: forward reads a residual, backward grad_sum. DROPS_Y: forward drops y, backward
-// grad_out. Forward<...> is a thread's part of the prologue and the epilogue; M elements are those
-// of a vector, or an edge.
+// HAS_RESIDUAL: forward reads a residual, and backward reads grad_sum. DROPS_Y: forward applies
+// dropout to y, and backward to grad_out. Forward<...> has a thread's prologue and epilogue. M is
+// the number of elements of a vector, or 1 for an edge.
 struct Plain {
   static constexpr bool HAS_RESIDUAL = false, DROPS_Y = false;
 
@@ -114,7 +114,7 @@ struct Residual {
       if (p.dropout.seed != nullptr) mask.make(p.dropout, row * p.cols, window);
     }
 
-    // x becomes residual + dropout(x), rounded to T, which is also written.
+    // Replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
     __device__ void prologue(RowFragment<T, K, ALIGNED> &x, const ForwardParams<T> &p, int64_t row,
                              const Window &window) const {
       T *const sum = p.sum + row * p.cols;

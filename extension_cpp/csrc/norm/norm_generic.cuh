@@ -1,10 +1,10 @@
-// The fallback for the norms on the GPU: float64, tensors whose rows begin at different distances
-// from multiples of 16 bytes, and rows wider than a cluster takes. It reads element by element, and
-// a row again for each pass. The formulas are those of norm_math.cuh.
+// The fallback kernels of the norms on the GPU: for float64, for tensors of different alignment,
+// and for rows wider than a cluster can hold. They read element by element, and read a row again in
+// each pass. The formulas are in norm_math.cuh.
 //
-// generic_forward_kernel, generic_rows_kernel: blockDim.x threads take a row.
+// generic_forward_kernel, generic_rows_kernel: blockDim.x threads process a row.
 // generic_columns_kernel: a CTA sums 32 columns over a chunk of the rows, for one partial row.
-// sum_partials_kernel: adds the partial rows, also those of the other kernels.
+// sum_partials_kernel: adds the partial rows of these and of the other kernels.
 #ifndef EXTENSION_CPP_NORM_GENERIC_CUH
 #define EXTENSION_CPP_NORM_GENERIC_CUH
 
@@ -12,7 +12,7 @@
 
 namespace norms {
 
-// Parameter number c; `data` NULL: `missing`.
+// Parameter c, or `missing` if `data` is NULL.
 template <typename T>
 __device__ inline acc_t<T> parameter(const void *data, bool is_float, int64_t c, int missing) {
   if (data == nullptr) return missing;
@@ -20,7 +20,7 @@ __device__ inline acc_t<T> parameter(const void *data, bool is_float, int64_t c,
   return to_acc(static_cast<const T *>(data)[c]);
 }
 
-// Dropout of element i.
+// Applies dropout to x, element i of a tensor.
 template <typename A>
 __device__ inline A drop_element(A x, const dropout_t &dropout, int64_t i) {
   A one[1] = {x};
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256)
         const A dropped = drop_element(to_acc(x[c]), p.dropout_x, row * p.cols + c);
         sum[c] = from_acc<T>(dropped + to_acc(residual[c]));
       }
-      x = sum;  // each thread reads what it wrote
+      x = sum;  // without a barrier: each thread reads what it wrote
     }
     const Statistics<A> statistics = Norm::statistics(
         [&](auto &&f) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// A row of the gradients' inputs.
+// The inputs of backward for one row.
 template <typename T>
 struct GenericRow {
   using A = acc_t<T>;
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(256)
 
 constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;
 
-// CTA (i, j) takes the columns from 32 i on of the rows from j * chunk on.
+// CTA (i, j) sums 32 columns from 32 * i on over `chunk` rows from j * chunk on.
 template <typename T, typename Norm>
 __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
     generic_columns_kernel(const __grid_constant__ norm_backward_args p, int64_t chunk) {
@@ -163,14 +163,14 @@ __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
 
 constexpr int PARTIALS_X = 32, PARTIALS_Y = 16;
 
-// out[c] = the sum of column c of `partial` (parts, cols). The order depends on `parts` alone. The
-// first CTAs take the first output, the others the second.
+// Adds up the partial rows, (parts, cols) per output. The order of the additions depends on `parts`
+// alone. The CTAs of the output `first` come first in the grid, then those of `second`.
 template <typename A, typename W>
 __global__ void __launch_bounds__(PARTIALS_X *PARTIALS_Y)
     sum_partials_kernel(const A *partial, W *first, W *second, int64_t parts, int64_t cols) {
   __shared__ double shared[PARTIALS_Y][PARTIALS_X];
 #if HAS_CLUSTERS
-  // Started while the kernel before may still be writing (programmatic dependent launch).
+  // The previous kernel may still be writing `partial` (programmatic dependent launch).
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const int64_t ctas = (cols + PARTIALS_X - 1) / PARTIALS_X;

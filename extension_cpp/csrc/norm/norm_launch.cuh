@@ -1,5 +1,4 @@
-// The host's side of the norms' GPU kernels: what a plan needs of the device, and a launch by a
-// plan.
+// Host code of the norms' GPU kernels: properties of the device, and launches with a plan.
 #ifndef EXTENSION_CPP_NORM_LAUNCH_CUH
 #define EXTENSION_CPP_NORM_LAUNCH_CUH
 
@@ -9,13 +8,14 @@
 
 namespace norms {
 
-// The kernels of one type, without the sum of partial rows (norm_{forward,backward}_<dtype>.cu).
+// Launch the kernels for element type T, except the sum of partial rows. Instantiated in
+// norm_{forward,backward}_<dtype>.cu.
 template <typename T>
 cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream);
 template <typename T>
 cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream);
 
-// What plans need of the current device.
+// The properties of the current device.
 cudaError_t current_device(Device &device);
 
 inline Form form_of(const norm_forward_args &args) {
@@ -40,8 +40,7 @@ inline void set_geometry(Geometry &g, const Plan &plan, int64_t rows, int64_t co
   g.release_from = plan.release_from;
 }
 
-// Calls f(vectors, aligned) with the plan's numbers as constants; VECTORS are those that are
-// compiled.
+// Calls f(vectors, aligned) with the plan's values as constants. VECTORS lists the compiled ones.
 template <int... VECTORS, typename F>
 cudaError_t with_variant(const Plan &plan, F &&f) {
   cudaError_t error = cudaErrorInvalidValue;
@@ -65,7 +64,7 @@ cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
   return is_layer_norm ? f(LayerNorm{}, Plain{}) : f(RmsNorm{}, Plain{});
 }
 
-// Not a template, so that the host's compiler sees it once and not once for each kernel.
+// Not a template, so that the host code is compiled once instead of once per kernel.
 inline cudaError_t launch(const void *kernel, void *params, const Plan &plan, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.ctas));
@@ -90,7 +89,7 @@ inline cudaError_t launch(const void *kernel, void *params, const Plan &plan, cu
   return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, &params) : error;
 }
 
-// A kernel's parameters are one struct.
+// Every kernel has one parameter, a struct.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), Params &params, const Plan &plan, cudaStream_t stream) {
   return launch(reinterpret_cast<const void *>(kernel), &params, plan, stream);

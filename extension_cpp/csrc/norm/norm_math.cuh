@@ -1,8 +1,8 @@
-// The formulas of the norms on the GPU, each once. Every kernel uses them, also the fallback. A is
-// the type of the arithmetic: float, for float64 double.
+// The formulas of the norms on the GPU. All kernels use them, the fallback included. A is the
+// accumulation type: float (float64: double).
 //
-// A norm has PARAMETERS: weight alone (rms_norm), or weight and bias (layer_norm). There are as
-// many sums per row in backward, and as many sums per column: the gradients of the parameters.
+// PARAMETERS is 1 for rms_norm (weight) and 2 for layer_norm (weight, bias). Backward has as many
+// sums per row, and as many sums per column, which are the gradients of the parameters.
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 
@@ -11,7 +11,7 @@
 
 namespace norms {
 
-// What a row's forward keeps. xhat = (x - mean) * rstd + offset; `offset` corrects the rounding of
+// The statistics of a row: xhat = (x - mean) * rstd + offset. `offset` corrects the rounding of
 // `mean` and is not stored.
 template <typename A>
 struct Statistics {
@@ -49,19 +49,19 @@ struct RmsNorm {
     return xhat * parameters[0];
   }
 
-  // The sums over the rows, of one column: grad_weight.
+  // Adds an element to the sum of its column, grad_weight.
   template <typename A>
   __device__ static void add_to_column(A (&sums)[1], A grad_out, A xhat) {
     sums[0] += grad_out * xhat;
   }
 
-  // The sums over a row; g = grad_out * rstd * weight.
+  // Adds an element to the sum of its row; g = grad_out * rstd * weight.
   template <typename A>
   __device__ static void add_to_row(A (&sums)[1], A g, A xhat) {
     sums[0] += g * xhat;
   }
 
-  // `means`: the row's sums over its number of columns.
+  // means = the row's sums / cols.
   template <typename A>
   __device__ static A grad_x(A g, A xhat, const A (&means)[1]) {
     return g - xhat * means[0];
@@ -71,8 +71,9 @@ struct RmsNorm {
 struct LayerNorm {
   static constexpr int PARAMETERS = 2;
 
-  // Of each CTA's columns the mean first, and then the sum of squared deviations from it. The CTAs'
-  // moments are joined (Chan, Golub and LeVeque 1983): a second exchange would take as long again.
+  // Each CTA computes the mean of its columns, then the sum of squared deviations from it. One
+  // exchange joins the CTAs' moments (Chan, Golub and LeVeque 1983); the mean of the row would take
+  // two.
   template <typename A, typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &columns, A per_col, A eps) {
@@ -103,13 +104,13 @@ struct LayerNorm {
     return {moments.mean, rstd, moments.excess * rstd};
   }
 
-  // The mean, by how much it is too large by rounding, and the sum of squared deviations from it.
+  // excess: the rounding error of `mean`; squares: the sum of squared deviations from the mean.
   template <typename A>
   struct Moments {
     A mean, excess, squares;
 
-    // From the sums of the deviations from `mean`, and of their squares. The correction of the
-    // squares may overflow only where they do.
+    // deviations: the sum of the deviations from `mean`, and of their squares. Infinite squares
+    // stay infinite: the correction could make them NaN.
     __device__ void add(const A (&deviations)[2], A per_element) {
       const A shift = deviations[0] * per_element, before = mean;
       mean += shift;
@@ -118,8 +119,8 @@ struct LayerNorm {
     }
   };
 
-  // Of the parts that 16 neighbouring lanes have, each of `count` elements. Means are rounded, and
-  // where they are large beside the deviations, what is lost by that counts.
+  // Joins the moments of 16 neighbouring lanes, each of `count` elements. Uses `excess`, because
+  // the rounding of the means matters if they are large compared with the deviations.
   template <typename A>
   __device__ static Moments<A> join(const Moments<A> &part, A count, A per_element) {
     Moments<A> all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};
@@ -159,9 +160,9 @@ struct LayerNorm {
   }
 };
 
-// g = grad_out * rstd * weight, rounded: fused with the subtraction of its mean it would not be
-// exactly 0 where a row has one column. rstd comes first: the product of the smallest gradients
-// with a small weight would lose its digits.
+// g = grad_out * rstd * weight. The product is rounded: fused with the subtraction of the mean of
+// g, it would not give exactly 0 in a row of one column. rstd comes first, because a tiny gradient
+// times a small weight may underflow.
 template <typename A>
 __device__ inline A weighted(A grad_out, A weight, const Statistics<A> &row) {
   return rounded_product(grad_out * row.rstd, weight);

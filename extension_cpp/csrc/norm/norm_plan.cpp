@@ -1,4 +1,4 @@
-// What `python -m extension_cpp info --plan` and the tests ask about plans, through ctypes.
+// Plan queries, which `python -m extension_cpp info --plan` and the tests make through ctypes.
 #include "norm/norm_plan.h"
 
 #include <cstdio>
@@ -11,8 +11,8 @@ EXPORTED void extension_cpp_norm_allow(uint64_t shapes) { norms::allowed_shapes 
 
 EXPORTED int extension_cpp_norm_plan_shapes() { return norms::SHAPE_COUNT; }
 
-// The plan on an H100 (SXM) for contiguous tensors, as words "name=value"; all gradients are
-// wanted. The string is valid until the thread's next call.
+// The plan on an H100 (SXM) for contiguous tensors and all gradients, as words "name=value". The
+// string is valid until the thread's next call.
 EXPORTED const char *extension_cpp_norm_plan(int is_layer_norm, int form, int dtype,
                                              int is_backward, int64_t rows, int64_t cols) {
   using namespace norms;

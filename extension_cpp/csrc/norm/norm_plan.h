@@ -1,11 +1,11 @@
-// Which kernel runs a norm on the GPU, and in which shape: a table of shapes, and a pure function
-// that picks a row of it. Host-only C++: the launchers include it, `python -m extension_cpp info
-// --plan` prints it, and tests/c/norm_plan.cpp checks that every row is reached. The tuned numbers
-// of the family are here and nowhere else; benchmarks/norm_plans.py measures them. Softmax and the
-// gradient kernel of the losses use the shapes of forward, too (softmax/softmax_rows.cuh).
+// Selects the kernel of a norm on the GPU, and its shape: a table of shapes, and a pure function
+// that picks a row of the table. Host-only C++: the launchers include it, `python -m extension_cpp
+// info --plan` prints a plan, and tests/c/norm_plan.cpp checks that every row is reached.
+// benchmarks/norm_plans.py measures the shapes and thresholds; limits on registers are beside the
+// kernels. Softmax and the losses use the forward shapes, too (softmax/softmax_rows.cuh).
 //
-// A forward plan depends on the width, the types and the alignment of the rows, never on their
-// number: a row's result has the same bits in every batch.
+// The kernel and shape of a forward plan depend on the width, the types and the alignment of the
+// rows, never on their number, so a row's result has the same bits in every batch.
 #ifndef EXTENSION_CPP_NORM_PLAN_H
 #define EXTENSION_CPP_NORM_PLAN_H
 
@@ -19,11 +19,11 @@
 namespace norms {
 
 enum class Kernel {
-  ROW,         // forward, any form: a row in the registers of part of a warp, a CTA or a cluster
-  PERSISTENT,  // backward: CTAs loop over rows, which come straight into registers
-  PIPELINE,    // backward of wide rows: clusters loop over rows, which come through shared memory
-  SPLIT,       // backward of few rows, or of grad_x alone: CTAs for rows beside CTAs for columns
-  GENERIC,     // the fallback: float64, tensors of different alignment, rows wider than a cluster
+  ROW,         // forward: part of a warp, a CTA or a cluster holds a row in registers
+  PERSISTENT,  // backward: CTAs loop over rows and load them into registers
+  PIPELINE,    // backward of wide rows: clusters loop over rows in stages of shared memory
+  SPLIT,       // backward of few rows, or of grad_x alone: row CTAs and column CTAs
+  GENERIC,     // the fallback: float64, tensors of different alignment, rows too wide for a cluster
 };
 
 inline const char *name_of(Kernel kernel) {
@@ -42,17 +42,17 @@ struct Problem {
   Form form;
   dtype_t dtype;
   int64_t rows, cols;
-  // Every row begins at the same distance from a multiple of 16 bytes in all tensors, and row 0 and
-  // the weights at 0. For contiguous tensors of PyTorch's allocator that holds.
+  // Row r has the same offset from a multiple of 16 bytes in all tensors; row 0 and the weights
+  // have offset 0. This holds for contiguous tensors from PyTorch's allocator.
   bool is_congruent;
-  bool wants_x, wants_parameters;  // of backward
+  bool wants_x, wants_parameters;  // backward: the gradients to compute
 };
 
 struct Device {
   int sms;
-  int64_t l2_bytes;  // where eviction hints are measured to help (Hopper); else 0
-  int clusters[5];   // clusters of 2^i CTAs that run at once, one CTA per SM; 0 before sm_90
-  uint64_t shapes;   // the rows of the table that may be picked, a bit each
+  int64_t l2_bytes;  // on Hopper, where eviction hints help; else 0
+  int clusters[5];   // [i]: clusters of 2^i CTAs that run at once, one CTA per SM; 0 before sm_90
+  uint64_t shapes;   // bit i: row i of the table may be picked
 };
 
 // For benchmarks/norm_plans.py, which times one shape beside another (norm_plan.cpp).
@@ -60,31 +60,31 @@ extern std::atomic<uint64_t> allowed_shapes;
 
 struct Plan {
   Kernel kernel;
-  int shape;        // the row of the table; -1: the generic kernel
-  bool is_aligned;  // every row consists of whole vectors of 16 bytes
-  int vectors;      // of 16 bytes, per thread
+  int shape;        // row of the table; -1: the generic kernel
+  bool is_aligned;  // every row consists of whole 16-byte vectors
+  int vectors;      // 16-byte vectors per thread
   int threads;      // per row and CTA
   int rows_per_cta;
   int cluster;  // CTAs that share a row
   int slice;    // columns of a row per CTA
   int64_t ctas;
-  int64_t groups;        // of a persistent kernel: rows under way at once
-  int period;            // of the pipeline: classes of rows that begin alike
-  int stages;            // of the pipeline: rows in shared memory
-  int stage_vectors;     // of one tensor's row
+  int64_t groups;        // PERSISTENT, PIPELINE: rows processed at once
+  int period;            // PIPELINE: rows r and r + period have the same alignment
+  int stages;            // PIPELINE: rows in shared memory
+  int stage_vectors;     // PIPELINE: vectors per tensor and stage
   int shared_bytes;      // dynamic shared memory per CTA
-  int column_ctas;       // of the split kernel
-  int ahead;             // of forward: brings the row so far behind its own into the L2
-  bool has_prefetch;     // of a persistent kernel: brings a row into the L2 before its loads
-  Hint hint;             // of what is read
-  int64_t release_from;  // the first row whose lines are released again
+  int column_ctas;       // SPLIT: CTAs that sum columns
+  int ahead;             // forward: rows from a row to the one to prefetch into the L2; 0: none
+  bool has_prefetch;     // PERSISTENT: prefetches rows into the L2 before their loads
+  Hint hint;             // for loads
+  int64_t release_from;  // first row whose L2 lines become evict_normal again; rows: none
 };
 
 // ---- the table ----
 
-// A thread has `vectors` vectors, of half types or of float32. The threads per row and CTA are from
-// `least` to `most`: a power of two up to 32, else the multiple of 32 that leaves the fewest idle.
-// A CTA has as many rows as fit into `cta` threads, at least one.
+// A thread holds `vectors` vectors of a half type, or `float_vectors` of float32. A row has `least`
+// to `most` threads per CTA: a power of two up to 32, else the multiple of 32 that leaves the
+// fewest idle. A CTA has as many rows as fit into `cta` threads, at least one.
 struct Shape {
   Kernel kernel;
   int vectors, float_vectors;
@@ -106,16 +106,16 @@ constexpr Shape SHAPES[] = {
     // One CTA per row.
     {Kernel::ROW, 3, 3, 64, 512, 0, 1},
     {Kernel::ROW, 4, 4, 64, 512, 0, 1},
-    // A cluster per row. 8 vectors per thread halve the CTAs that exchange sums.
+    // A cluster per row. 8 vectors per thread, so that half as many CTAs exchange sums as with 4.
     {Kernel::ROW, 8, 8, 64, 128, 0, 4},
     {Kernel::ROW, 8, 8, 64, 256, 0, 8},
     {Kernel::ROW, 8, 8, 64, 256, 0, 16},
-    // With a residual the registers hold two rows.
+    // A cluster per row with a residual: 4 vectors, because the registers hold two rows.
     {Kernel::ROW, 4, 4, 64, 256, 0, 4},
     {Kernel::ROW, 4, 4, 64, 256, 0, 8},
     {Kernel::ROW, 4, 4, 64, 512, 0, 16},
-    // Backward: 16 elements per thread. Their columns' sums, their weights and the row under way
-    // fill the registers of 512 threads, which are all that an SM has.
+    // Backward: 16 elements per thread. Their column sums, their weights and the current row take
+    // so many registers that an SM holds only 512 threads.
     {Kernel::PERSISTENT, 2, 4, 4, 4, 512, 1},
     {Kernel::PERSISTENT, 2, 4, 8, 8, 512, 1},
     {Kernel::PERSISTENT, 2, 4, 16, 16, 512, 1},
@@ -130,28 +130,28 @@ constexpr Shape SHAPES[] = {
 };
 constexpr int SHAPE_COUNT = sizeof SHAPES / sizeof SHAPES[0];
 
-// Threads of a persistent CTA. The registers suffice for fewer if two things need more of them:
-// float32, a third tensor or dropout's mask, edges.
+// The most threads of a persistent CTA. float32, a residual, dropout and unaligned rows each need
+// more registers; the pairs below leave registers for only 384 threads.
 constexpr int most_persistent_threads(bool is_float32, bool has_residual, bool drops_y,
                                       bool is_aligned) {
   return is_float32 + has_residual + !is_aligned > 1 || (drops_y && !is_aligned) ? 384 : 512;
 }
 
-// A thread adds at most so many rows in float32: see generic_parts() and row_units().
+// The most rows that a thread adds up in float32 (generic_parts(), row_units()).
 constexpr int64_t MOST_ROWS = 4096;
-// Forward brings rows into the L2 that lie so many parts of the L2 ahead; rows shorter than
-// AHEAD_ROW_BYTES gain nothing. Twice as far ahead the lines are gone before they are read.
+// Forward prefetches into the L2 at a distance of 1 / AHEAD_PARTS of the L2's size. At twice that
+// distance, lines are evicted before they are read. Rows shorter than AHEAD_ROW_BYTES gain nothing.
 constexpr int64_t AHEAD_PARTS = 12, AHEAD_ROW_BYTES = 20 << 10;
-constexpr int64_t FEW_BYTES = 8 << 20;       // of x: up to here one split kernel is faster than two
+constexpr int64_t FEW_BYTES = 8 << 20;       // of x: larger tensors are faster with two kernels
 constexpr int64_t FEW_ROW_BYTES = 16 << 10;  // of a row: longer ones leave column CTAs too few rows
-constexpr int64_t FEW_ROWS = 1536;           // more are too many for the column CTAs
-constexpr int COLUMN_VECTORS = 4;            // columns of a column CTA of the split kernel
-constexpr int64_t PIPELINE_BYTES = 52 << 10;  // of rows in flight per SM: more crowd out the writes
-constexpr int64_t SHARED_BYTES = 216 << 10;   // of stages, at most
+constexpr int64_t FEW_ROWS = 1536;           // with more rows, column CTAs take too long
+constexpr int COLUMN_VECTORS = 4;            // width of a column CTA of the split kernel
+constexpr int64_t PIPELINE_BYTES = 52 << 10;  // of rows in flight per SM: more slow writes down
+constexpr int64_t SHARED_BYTES = 216 << 10;   // of stages per CTA, at most
 constexpr int64_t MAX_STAGES = 8;
-constexpr int64_t MEDIUM_BYTES = 32 << 20;     // of x
-constexpr int64_t FLIGHT_BYTES = 32 << 10;     // that an SM's loads should have in flight
-constexpr int64_t WIDE_ROW_BYTES = 128 << 10;  // longer rows: backward is slower with hints
+constexpr int64_t MEDIUM_BYTES = 32 << 20;     // of x: see hint_backward()
+constexpr int64_t FLIGHT_BYTES = 32 << 10;     // that the loads of an SM should keep in flight
+constexpr int64_t WIDE_ROW_BYTES = 128 << 10;  // of a row: evict_last slows down longer ones
 
 // ---- picking ----
 
@@ -159,7 +159,7 @@ inline int vector_elements(dtype_t dtype) { return dtype == DTYPE_FLOAT32 ? 4 : 
 inline int log_of(int cluster) { return cluster == 1 ? 0 : 1 + log_of(cluster / 2); }
 inline int64_t row_bytes(const Problem &p) { return p.cols * (16 / vector_elements(p.dtype)); }
 
-// Rows this far apart begin at the same distance from a multiple of 16 bytes.
+// The number of rows after which the offset from a multiple of 16 bytes repeats.
 inline int64_t alignment_period(const Problem &p) {
   const int64_t vector = vector_elements(p.dtype);
   int64_t period = vector;
@@ -167,8 +167,8 @@ inline int64_t alignment_period(const Problem &p) {
   return period;
 }
 
-// Fills in what follows from the shape alone; false if the row is too wide for it, or the device
-// runs no such clusters.
+// Fills in the fields that the shape determines. Returns false if the row does not fit the shape or
+// the device cannot run its clusters.
 inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   const Shape &shape = SHAPES[index];
   if (shape.cluster > 1 && device.clusters[log_of(shape.cluster)] == 0) return false;
@@ -178,7 +178,7 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   }
   const int vector = vector_elements(p.dtype);
   const bool is_aligned = p.cols % vector == 0;
-  // Slices begin at multiples of 32 vectors, so that a warp's vectors fill lines of the cache.
+  // Slices begin at multiples of 32 vectors, so that a warp reads whole cache lines.
   const int64_t all = std::max<int64_t>(p.cols / vector, 1);
   const int64_t mine = shape.cluster == 1 ? all : ceil_div(all, 32 * shape.cluster) * 32;
   plan = {};
@@ -204,8 +204,8 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   return true;
 }
 
-// Of the kernel's shapes that fit, the one with the smallest cluster, then the fewest threads'
-// worth of vectors, then the most vectors per thread. False: none fits.
+// Picks from the kernel's shapes that fit: the smallest cluster, then the least capacity (threads *
+// vectors), then the most vectors per thread. Returns false if none fits.
 inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device &device) {
   bool is_found = false;
   for (int index = 0; index < SHAPE_COUNT; ++index) {
@@ -222,8 +222,8 @@ inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device
   return is_found;
 }
 
-// What is read, `tensors` tensors, is marked evict_last. The last lines of it, half an L2, are
-// released again.
+// Chooses evict_last for reading `tensors` tensors. Their last lines, half the L2 in total, become
+// evict_normal again.
 inline void hint_last(Plan &plan, const Problem &p, const Device &device, int tensors) {
   const int64_t rows = ceil_div(device.l2_bytes / 2, tensors * row_bytes(p));
   plan.hint = Hint::LAST;
@@ -250,7 +250,7 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   Plan plan{};
   if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p);
   plan.ctas = ceil_div(p.rows, plan.rows_per_cta) * plan.cluster;
-  // While a row's sums are under way, a single tensor gives its CTA too few bytes in flight.
+  // With a single input, a CTA that waits for its sums has too few bytes in flight.
   if (p.form != Form::RESIDUAL && row_bytes(p) >= AHEAD_ROW_BYTES) {
     plan.ahead = static_cast<int>(device.l2_bytes / AHEAD_PARTS / row_bytes(p));
   }
@@ -260,17 +260,17 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   return plan;
 }
 
-// CTAs or clusters of a persistent kernel, `most` of which run at once, with `unit` groups of
-// threads each. So many times `most` that no group adds more than MOST_ROWS rows.
+// The number of CTAs or clusters of a persistent kernel: a multiple of `most`, which run at once,
+// so large that none of their `unit` groups of threads adds more than MOST_ROWS rows.
 inline int64_t row_units(const Problem &p, int64_t unit, int64_t most) {
   return most * ceil_div(p.rows, most * unit * MOST_ROWS);
 }
 
-// Group g of a persistent kernel's CTAs takes the rows g, g + groups, ...: in rows that are not
-// aligned they must begin alike.
+// The number of persistent CTAs. Group g processes the rows g, g + groups, ..., so `groups` is a
+// multiple of the alignment period: all rows of a group have the same alignment.
 inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
   const int64_t enough = ceil_div(p.rows, unit);
-  if (enough <= most) return enough;  // a row for each group
+  if (enough <= most) return enough;  // at most one row per group
   int64_t step = alignment_period(p);
   for (int64_t rest = unit; step > 1 && rest % 2 == 0; rest /= 2) step /= 2;
   return row_units(p, unit, std::max(most / step * step, step));
@@ -278,22 +278,21 @@ inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
 
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   if (!pick_shape(plan, Kernel::PIPELINE, p, device)) return false;
-  // A stage holds a row of x and of grad_out, which lie at the same distance from a multiple of 128
-  // bytes as in global memory: bulk copies are slower otherwise.
+  // A stage holds a row of x and one of grad_out. Both keep their offset from a multiple of 128
+  // bytes in global memory, because bulk copies are slower otherwise.
   plan.stage_vectors = static_cast<int>(ceil_div(plan.slice / vector_elements(p.dtype) + 9, 8) * 8);
   const int64_t stage = 2 * 16 * static_cast<int64_t>(plan.stage_vectors);
   plan.stages = static_cast<int>(std::min(
       {2 + std::max<int64_t>(PIPELINE_BYTES / stage, 2), SHARED_BYTES / stage, MAX_STAGES}));
   plan.shared_bytes = static_cast<int>(plan.stages * stage);
-  // The rows of a group begin alike: of unaligned ones, those of one class, or of two after
-  // another.
+  // Unaligned rows are ordered by alignment; a group takes a range of that order (run_all()).
   plan.groups = std::min(p.rows, row_units(p, 1, device.clusters[log_of(plan.cluster)]));
   plan.period = p.rows > plan.groups ? static_cast<int>(alignment_period(p)) : 1;
   plan.ctas = plan.groups * plan.cluster;
   return plan.period <= p.rows;
 }
 
-// The split kernel takes few rows, or any number if grad_x alone is wanted.
+// The split kernel processes few rows, or any number of rows if only grad_x is computed.
 inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
   const bool is_few =
       p.rows <= FEW_ROWS && p.rows * row_bytes(p) <= FEW_BYTES && row_bytes(p) <= FEW_ROW_BYTES;
@@ -305,9 +304,9 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
   return true;
 }
 
-// Of medium tensors the lines that are read go first, so that grad_x stays in the L2 for the next
-// kernel; of large ones they outlast those that are written. In float32, whose rows need fewer
-// instructions per byte, that pays from smaller tensors on.
+// Reads medium tensors with evict_first, so that grad_x stays in the L2 for the next kernel, and
+// large tensors with evict_last, so that they outlast the lines that are written. float32 needs
+// fewer instructions per byte, so evict_last helps smaller tensors, too.
 inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const int64_t bytes = p.rows * row_bytes(p);
   const bool is_float = p.dtype == DTYPE_FLOAT32;

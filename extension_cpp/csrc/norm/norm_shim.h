@@ -23,7 +23,7 @@ struct Forward {
   const Optional &weight;
   const Optional &bias;
   std::optional<double> eps;  // default: the machine epsilon of the accumulation type
-  bool centered;              // layer_norm; else rms_norm
+  bool centered;              // true: layer_norm; false: rms_norm
   bool with_statistics;       // return mean (if centered) and rstd, for backward
   const Tensor *residual = nullptr;
   double p = 0;  // dropout of x with a residual, of y without one
@@ -33,7 +33,7 @@ struct Forward {
 struct Outputs {
   Tensor y;
   Optional sum;         // only with a residual
-  Optional mean, rstd;  // x's shape, each normalized dimension of size 1: they broadcast against x
+  Optional mean, rstd;  // x's shape with normalized dimensions of size 1, to broadcast
 };
 
 Outputs norm_forward(const Forward &call);
@@ -53,13 +53,13 @@ struct Backward {
   bool needs_bias;
   double p = 0;
   const Optional &seed = NONE;
-  bool adds_residual = false;  // dropout belongs to x; else to y
+  bool adds_residual = false;  // true: dropout applies to x; false: to y
   const Optional &grad_sum = NONE;
   bool needs_dropped = false;  // only with needs_x and p > 0
 };
 
-// The gradients of the normalized tensor, weight and bias; `dropped` is dropout applied to the
-// first of them. A gradient that is not needed is an empty tensor.
+// The gradients. `x` belongs to the normalized tensor, and `dropped` is dropout(x). A gradient that
+// is not needed is an empty tensor.
 struct Gradients {
   Tensor x, weight, bias, dropped;
 };

@@ -46,7 +46,7 @@ __global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED))
   if (p.cluster > 1) rank = cluster_rank();
 #endif
   const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;  // lanes without a row stay, because a warp sums together
+  const bool is_row = row < p.rows;  // lanes without a row still take part in the warp's sums
   Sum row_sum(shared, p.cluster, rank);
   const Slice slice(p.cols, row, p.slice, rank);
   const RowWindow<T, K, ALIGNED> window(slice);
