@@ -1,5 +1,5 @@
-// Hopper's asynchronous instructions, from sm_90 on: bulk copies into shared memory, mbarriers, and
-// messages between the CTAs of a thread-block cluster.
+// Asynchronous instructions from sm_90 (Hopper) on: bulk copies into shared memory, mbarriers, and
+// stores to the shared memory of other CTAs of a cluster.
 #ifndef EXTENSION_CPP_CUDA_ASYNC_CUH
 #define EXTENSION_CPP_CUDA_ASYNC_CUH
 
@@ -18,7 +18,7 @@ __device__ inline uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes of shared memory, zeros if `is_there` is false.
+// Loads 16 bytes of shared memory, or zeros if `is_there` is false.
 __device__ inline uint4 load_shared(uint32_t address, bool is_there) {
   uint4 v;
   asm volatile(
@@ -31,8 +31,8 @@ __device__ inline uint4 load_shared(uint32_t address, bool is_there) {
   return v;
 }
 
-// Asks the L2 for `bytes` bytes of global memory. One thread calls it, and no registers are needed.
-// The address and the size are multiples of 16. Does nothing before sm_90.
+// Prefetches `bytes` bytes of global memory into the L2, without registers for the data. One thread
+// calls it. The address and the size are multiples of 16. Does nothing before sm_90.
 __device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_t hint) {
 #if HAS_CLUSTERS
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global),
@@ -41,7 +41,7 @@ __device__ inline void prefetch_bulk(const void *global, uint32_t bytes, uint64_
 #endif
 }
 
-// A barrier of `threads` threads of the CTA (a multiple of 32); `barrier` is its number, 1 to 15.
+// A named barrier of `threads` threads of the CTA (a multiple of 32). `barrier` is 1 to 15.
 __device__ inline void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -55,13 +55,13 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-// Waits until every thread of every CTA of the cluster is here.
+// Waits until every thread of every CTA of the cluster has arrived.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The same barrier in two steps. They order only mbarriers that were initialised before
-// fence_mbarrier_init().
+// The same barrier in two steps. The arrival is relaxed: the only writes that it makes visible are
+// initialisations of mbarriers before fence_mbarrier_init().
 __device__ inline void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -70,8 +70,8 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Initialises an mbarrier. A phase of it ends when `arrivals` threads have arrived and all bytes
-// that they announced (expect_bytes) are there.
+// Initialises an mbarrier. A phase ends when `arrivals` threads have arrived and all bytes that
+// they announced with expect_bytes() have been written.
 __device__ inline void init_mbarrier(uint64_t *barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
@@ -81,14 +81,14 @@ __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and adds to the bytes that the phase expects.
+// Arrives, and adds `bytes` to the bytes that the phase waits for.
 __device__ inline void expect_bytes(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-// Waits for the end of the phase. Use it for data that other CTAs of the cluster sent.
+// Waits for the end of the phase, in which other CTAs of the cluster sent data.
 __device__ inline void wait_cluster_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -98,7 +98,7 @@ __device__ inline void wait_cluster_phase(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// The same for bulk copies that this CTA started.
+// The same for a phase of bulk copies that this CTA started.
 __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -108,8 +108,9 @@ __device__ inline void wait_phase(uint64_t *barrier, uint32_t parity) {
       : "memory");
 }
 
-// Copies global to shared memory; `barrier` receives the bytes. Both addresses and the size are
-// multiples of 16. A CTA barrier separates the copy from earlier reads of the shared memory.
+// Starts a copy from global to shared memory, which counts its bytes at `barrier`. Both addresses
+// and the size are multiples of 16. Call it after a CTA barrier that follows all earlier reads of
+// the shared memory.
 __device__ inline void copy_bulk(uint32_t shared, const void *global, uint32_t bytes,
                                  uint64_t *barrier, uint64_t hint) {
   asm volatile(
@@ -119,7 +120,7 @@ __device__ inline void copy_bulk(uint32_t shared, const void *global, uint32_t b
       : "memory");
 }
 
-// Writes 8 bytes to the variable `slot` of CTA `rank` of the cluster, and reports them to `barrier`
+// Writes 8 bytes to the variable `slot` of CTA `rank` of the cluster, and counts them at `barrier`
 // of that CTA.
 __device__ inline void send(float2 *slot, uint64_t *barrier, int rank, float2 value) {
   uint32_t to, at;

@@ -9,8 +9,8 @@
 
 #include "common/cuda_vector.cuh"
 
-// The operand of a hinted load. The host passes it as a kernel parameter. The values are those that
-// createpolicy.fractional makes on every architecture from sm_80 on.
+// The policy operand of a hinted load, which the host passes as a kernel parameter.
+// createpolicy.fractional gives these values on every architecture from sm_80 on.
 enum CacheHint : uint64_t {
   NO_HINT = 0x10f0'0000'0000'0000,  // evict_unchanged
   EVICT_FIRST = 0x12f0'0000'0000'0000,
@@ -36,8 +36,8 @@ __device__ inline uint4 load_hinted(const void *p, bool is_there, uint64_t hint,
 #endif
 }
 
-// Marks the lines that hold the bytes [begin, end) evict_normal. Each line is marked by one of
-// `threads` threads, of which this is number `thread`.
+// Marks the lines that hold the bytes [begin, end) evict_normal. `threads` threads share the lines;
+// this is thread number `thread`.
 __device__ inline void release_lines(const void *begin, const void *end, int64_t thread,
                                      int64_t threads) {
 #if __CUDA_ARCH__ >= 800

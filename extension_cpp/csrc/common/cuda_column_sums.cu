@@ -1,6 +1,6 @@
 #include "common/cuda_column_sums.cuh"
 
-// Enough for every vector width and phase that the pointers may require.
+// The pointers are not known here: returns the most that any vector width and phase needs.
 extern "C" int64_t column_sums_partial_cuda(int64_t rows, int64_t cols) {
   int64_t most = 0;
   for (const int vector : {1, 2, 4, 8}) {

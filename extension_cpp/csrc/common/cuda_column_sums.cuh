@@ -1,15 +1,15 @@
-// A pass over the rows of x and grad_out, each (rows, cols), that writes grad_x and sums over the
-// rows into grad_bias (cols): the backward of ops with a bias over the last dimension.
+// Backward of ops with a bias over the last dimension: one pass over x and grad_out, each (rows,
+// cols), writes grad_x and sums the rows into grad_bias (cols).
 //
 // A thread owns one 16-byte vector of columns and strides over the rows of its CTA's share, with
-// LOADS rows in flight. The bias of its columns and their sums stay in registers, and grad_x is
-// written in the same pass. The CTA adds up the sums of its thread rows and writes them as one
-// partial row. A second kernel adds the partial rows in order. There are no atomics.
+// LOADS rows in flight. The bias and the sums of its columns stay in registers. The CTA adds up the
+// sums of its thread rows and writes one partial row. A second kernel adds the partial rows in
+// order. There are no atomics.
 //
 // Unaligned rows. Row r begins (phase + r * cols) % N elements after an aligned address. The rows
-// of a thread are a multiple of N apart, so this number is the same for all of them: a thread's
-// columns are fixed and every access is aligned, whatever the width. A vector that straddles the
-// end of a row is read whole and written element by element.
+// of a thread are a multiple of N apart and have the same offset, so a thread's columns are fixed
+// and all its accesses are aligned for any width. A vector that straddles the end of a row is read
+// whole and written element by element.
 #ifndef EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 #define EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 
@@ -28,8 +28,8 @@ struct Problem {
   F f;
   int64_t rows;
   int64_t cols;
-  int64_t tiles;  // CTAs that share a row
-  int64_t share;  // rows of a CTA
+  int64_t tiles;  // CTAs per row
+  int64_t share;  // rows per CTA
   int phase;      // elements from an aligned address to x[0]; the same for grad_out and grad_x
   int halo;       // largest shift of a row's tile, in columns: N - 1 if rows are unaligned, else 0
 };
@@ -41,8 +41,8 @@ constexpr int BLOCKS_PER_SM = 4;
 // depend on the GPU.
 constexpr int WAVE = 132 * BLOCKS_PER_SM;
 
-// The number of row blocks. Each has at least 64 rows. Of all numbers up to eight waves of CTAs it
-// is the smallest that fills its last wave best.
+// The number of row blocks of at least 64 rows, for up to eight waves of CTAs: the smallest one
+// that wastes the least of the last wave. Differences below 2 % do not count.
 inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   const int64_t most = ceil_div(rows, 64);
   int64_t best = most < 1 ? most : 1;
@@ -55,8 +55,7 @@ inline int64_t row_blocks(int64_t rows, int64_t tiles) {
   return best;
 }
 
-// How a shape is split, for vectors of n elements: tiles of threads_x vectors, row blocks of equal
-// shares.
+// How a shape is split, for vectors of n elements: tiles of threads_x vectors, and row blocks.
 struct Geometry {
   int threads_x;
   int threads_y;
@@ -67,7 +66,7 @@ struct Geometry {
 
 constexpr int MAX_THREADS_X = 32;
 constexpr int MAX_THREADS_Y = 64;
-// A multiple of every n, as threads_y always is, so that the rows of a thread have one phase.
+// threads_y is a multiple of this, and so of every n: the rows of a thread have the same phase.
 constexpr int MIN_THREADS_Y = 8;
 
 inline Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
@@ -82,8 +81,8 @@ inline Geometry geometry(int64_t rows, int64_t cols, int n, int phase) {
   return g;
 }
 
-// One vector of a row, from column c on, at flat index i. If it straddles the row's end, only the
-// elements in the row are written. (Its sums outside the row are never read.)
+// Processes one vector of a row, from column c on, at flat index i. If it straddles the row's end,
+// only the elements in the row are written. (Its sums outside the row are never read.)
 template <typename T, int N, typename F>
 __device__ inline void one_vector(const Problem<T, F> &p, int64_t i, int64_t c,
                                   const Vector<T, N> &x_raw, const Vector<T, N> &g_raw,
@@ -117,8 +116,8 @@ __device__ inline void one_edge(const Problem<T, F> &p, int64_t i, int64_t c,
   }
 }
 
-// LOADS rows of this thread from row r on. All are loaded before the first is used. There is no
-// condition here: nvcc would make branches of it, with one load in flight instead of many.
+// Processes LOADS rows of this thread from row r on. All are loaded before the first is used,
+// without conditions: nvcc would make branches of them, with one load in flight instead of LOADS.
 template <typename T, int N, int LOADS, typename F>
 __device__ inline void some_rows(const Problem<T, F> &p, int64_t r, int step, int64_t c,
                                  const acc_t<T> (&bias)[N], acc_t<T> (&sum)[N]) {
@@ -135,9 +134,9 @@ __device__ inline void some_rows(const Problem<T, F> &p, int64_t r, int step, in
   }
 }
 
-// Adds up the sums of the CTA's thread rows in order, and writes them to `partial`: (row block,
-// tile, halo + width) sums, the first of which is for column tile * width - halo. Thread row y
-// begins `shift[y]` columns before tile * width.
+// Adds up the sums of the CTA's thread rows in order, and writes them to `partial` (row blocks,
+// tiles, halo + width). The first sum of a tile is for column tile * width - halo. Thread row y
+// begins shifts[y] columns before tile * width.
 template <typename T, int N, typename F>
 __device__ inline void write_partial(const Problem<T, F> &p, int shift, const acc_t<T> (&sum)[N]) {
   __shared__ acc_t<T> fold[THREADS * N];
@@ -172,8 +171,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Proble
 #pragma unroll
     for (int k = 0; k < N; ++k)
       bias[k] = c + k >= 0 && c + k < p.cols ? to_acc(p.bias[c + k]) : acc_t<T>(0);
-    // The vectors that extend past the tensor: those that straddle a row's end, in the first row or
-    // the last.
+    // Vectors that extend past the tensor: before its first row, or after its last.
     if (c < 0 && r == 0) {
       one_edge<T, N>(p, c, c, bias, sum);
       r += step;
@@ -187,8 +185,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) backward_kernel(Proble
   if (p.partial != nullptr) write_partial<T, N>(p, shift, sum);
 }
 
-// grad_bias[c] = the partial sums of its column, in order of the row blocks. A column in the halo
-// of two tiles has two per row block. Eight interleaved chains per column, added up in order.
+// grad_bias[c] = the sum of column c's partial sums: one per row block, or two in the halo of two
+// tiles. Eight threads sum every eighth row block each, and their sums are added in order.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     grad_bias_kernel(const acc_t<T> *partial, T *grad_bias, int64_t row_blocks, int64_t cols,
@@ -214,12 +212,12 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The elements of `size` bytes between p and the address before it that is a multiple of `width`.
+// The offset of p from an aligned vector of `width` elements, in elements of `size` bytes.
 inline int phase_of(const void *p, int size, int width) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) / size % width);
 }
 
-// The widest vectors that a row is as wide as and for which all tensors have one phase.
+// The widest vector, in elements, that fits into a row and gives all tensors the same phase.
 inline int widest(const void *x, const void *grad_out, const void *grad_x, int size, int64_t cols) {
   int width = 16 / size;
   const auto has_phase_of_x = [&](const void *p) {
@@ -231,7 +229,7 @@ inline int widest(const void *x, const void *grad_out, const void *grad_x, int s
   return width;
 }
 
-// The kernel for vectors of `width` elements, N at most.
+// The kernel for vectors of `width` elements, at most N.
 template <typename T, int N, typename F>
 auto kernel_of(int width) -> void (*)(Problem<T, F>) {
   if constexpr (N > 1) {
@@ -262,8 +260,9 @@ cudaError_t backward(Problem<T, F> p, T *grad_bias, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// f(x, grad_out, bias, sum) adds an element to the sum of its column and returns what grad_x gets.
-// grad_x and grad_bias may be NULL, and with grad_bias partial, column_sums_partial_cuda() doubles.
+// f(x, grad_out, bias, sum) adds an element to the sum of its column and returns the element of
+// grad_x. grad_x may be NULL; grad_bias may be NULL together with partial, which has
+// column_sums_partial_cuda() doubles.
 template <typename T, typename F>
 cudaError_t launch(const void *x, const void *bias, const void *grad_out, void *grad_x,
                    void *grad_bias, double *partial, F f, int64_t rows, int64_t cols,

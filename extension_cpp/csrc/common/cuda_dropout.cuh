@@ -10,13 +10,13 @@ __device__ inline int64_t seed_of(const dropout_t &dropout) {
   return dropout.seed == nullptr ? 0 : *dropout.seed;
 }
 
-// A product that is rounded even if an addition follows, as on the CPU: the bits are the same.
+// A product that nvcc does not fuse with an addition, so that the bits are the same as on the CPU.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 // Computes which elements of COUNT vectors of N elements are kept: bit k of masks[v] is for element
-// first[v] + k. N is 1, 2, 4 or 8, and first[v] is a multiple of N. Each round runs for all vectors
-// before the next: they share the round's keys, and the latency of one hides behind the others.
+// first[v] + k. N is 1, 2, 4 or 8, and first[v] is a multiple of N. The loop over rounds is the
+// outer one: the vectors share the keys of a round, and their latencies overlap.
 template <int N, int COUNT>
 __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, int64_t seed,
                             const int64_t (&first)[COUNT]) {
@@ -35,7 +35,7 @@ __device__ inline void keep(uint32_t (&masks)[COUNT], const dropout_t &dropout, 
 #pragma unroll
   for (int v = 0; v < COUNT; ++v) {
     uint32_t *const word = words[v].word;
-    // A selection and not an index: with an index the registers would go through memory.
+    // Selections, because an index would move `word` from registers to local memory.
     if (N <= 4 && first[v] & 4) word[0] = word[2], word[1] = word[3];
     if (N <= 2 && first[v] & 2) word[0] = word[1];
     masks[v] = 0;
@@ -54,14 +54,14 @@ __device__ inline uint32_t keep_one(const dropout_t &dropout, int64_t seed, int6
   return masks[0];
 }
 
-// Drops the elements whose bits of the mask are 0 and scales the others.
+// Replaces elements whose mask bit is 0 by 0, and scales the others.
 template <typename A, int N>
 __device__ inline void drop(A (&x)[N], const dropout_t &dropout, uint32_t mask) {
   const A scale = sizeof(A) == 4 ? dropout.scale_float : dropout.scale;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    const A product =
-        rounded_product(x[k], scale);  // outside the selection, where nvcc would make it a branch
+    // The product is outside the selection, because nvcc would make a branch of it.
+    const A product = rounded_product(x[k], scale);
     x[k] = mask >> k & 1 ? product : A(0);
   }
 }

@@ -1,10 +1,10 @@
-// exp and division by the hardware's approximations: 2 ulp each; float64 uses the exact ones.
+// exp and division by the hardware's approximations, accurate to 2 ulp; exact for float64.
 #ifndef EXTENSION_CPP_CUDA_EXP_CUH
 #define EXTENSION_CPP_CUDA_EXP_CUH
 
 #include "common/cuda_vector.cuh"
 
-// 2^x and 1 / x as single instructions. Subnormal numbers count as 0, in and out.
+// 2^x and 1 / x as single instructions. Subnormal inputs and results are 0.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,11 +1,11 @@
-// Flat pointwise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j]. One more
-// operand of f may be a row that is broadcast: row[i % cols]. Or the inputs are matrices with a
-// stride from row to row (launch_rows).
+// Flat pointwise kernels over dense memory: out[j][i] = f(in[0][i], in[1][i], ...)[j]. f may have a
+// last operand that is a broadcast row: row[i % cols]. Alternatively, the inputs are matrices with
+// a stride from row to row (launch_rows).
 //
 // A CTA covers THREADS * VECTORS vectors of N elements. A thread loads all its vectors before it
 // computes, so that several 16-byte loads are in flight. Head elements, before the first aligned
 // address, and tail elements, after the last whole vector, are processed one by one. If the
-// pointers are misaligned differently, N is the widest vector that all of them allow.
+// pointers have different alignment, N is the widest vector that all of them allow.
 #ifndef EXTENSION_CPP_CUDA_POINTWISE_CUH
 #define EXTENSION_CPP_CUDA_POINTWISE_CUH
 
@@ -25,7 +25,7 @@ struct Tensors {
   int head;  // elements before the first aligned one
 };
 
-// No row operand. place(i, j) is the index in in[j] of the operand of output element i.
+// No row operand. place(i, j): output element i reads in[j][place(i, j)].
 struct NoRow {
   static constexpr int OPERANDS = 0;
   static __device__ int64_t place(int64_t i, int) { return i; }
@@ -100,7 +100,7 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
   }
 }
 
-// COUNT vectors of N elements: the first at element i, the others `step` elements apart.
+// Processes COUNT vectors of N elements: the first at element i, the others `step` elements apart.
 template <typename Index, typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
 __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
                                     int64_t i, int64_t step) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
   }
 }
 
-// ---- the host's side: what does not depend on types is compiled once, not once per kernel ----
+// ---- host code; functions that do not depend on types are compiled once, not once per kernel ----
 
 // How the elements are divided: `head` elements, then vectors of `width`, in `ctas` CTAs.
 struct Division {
@@ -161,14 +161,14 @@ struct Division {
   unsigned ctas;
 };
 
-// Without gaps between rows there is a kernel for each power of two, with gaps for fewer.
+// The next narrower vector that has a kernel: every power of two has one, with gaps only some.
 constexpr int narrower(int width, bool has_gaps) {
   return !has_gaps ? width / 2 : width > 4 ? width / 4 : 1;
 }
 
-// The widest vectors that the operands, of elements of `size` bytes, allow: all begin equally far
-// behind an aligned address. With gaps, this address is aligned, and no vector straddles the end of
-// a row: `row_ends` is the bitwise or of all distances between rows.
+// Chooses the widest vectors with which all operands, of elements of `size` bytes, have the same
+// offset from an aligned address. With gaps the offset must be 0, and no vector may straddle the
+// end of a row: `row_ends` is the bitwise or of the row's width and all gaps.
 inline Division divide(const void *const *operands, int count, int size, int64_t numel,
                        bool has_gaps, uint64_t row_ends) {
   Division d{16 / size, 0, 1};
@@ -192,7 +192,7 @@ inline Division divide(const void *const *operands, int count, int size, int64_t
 template <typename T, int IN, int OUT, typename R, typename F>
 using Kernel = void (*)(Tensors<T, IN, OUT>, R, F);
 
-// The kernel for vectors of `width` elements, N at most.
+// The kernel for vectors of `width` elements, at most N.
 template <typename Index, int N, typename T, int IN, int OUT, typename R, typename F>
 Kernel<T, IN, OUT, R, F> kernel_of(int width) {
   if constexpr (N > 1) {
@@ -225,7 +225,7 @@ cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t
 }
 
 // launch<T, IN, OUT> for inputs of `rows` rows: in[j] + r * strides[j] is row r. The outputs are
-// dense. One launch for less than 2^32 elements.
+// dense. A launch has fewer than 2^32 elements.
 template <typename T, int IN, int OUT, typename F>
 cudaError_t launch_rows(const void *const (&in)[IN], const int64_t (&strides)[IN],
                         void *const (&out)[OUT], int64_t rows, int64_t cols, F f, void *stream) {

@@ -1,5 +1,5 @@
-// Sums over groups of threads. A small tuple is summed at once, so that its sums share the
-// barriers. The order of the additions is fixed: every run gives the same bits, and every thread of
+// Sums over groups of threads. The N numbers of a thread are summed together, so that they share
+// barriers. The order of the additions is fixed, so every run gives the same bits. Every thread of
 // the group gets the result.
 #ifndef EXTENSION_CPP_CUDA_REDUCE_CUH
 #define EXTENSION_CPP_CUDA_REDUCE_CUH
@@ -17,7 +17,7 @@ __device__ inline void group_sum(A (&v)[N], int width = 32) {
   }
 }
 
-// The maximum over `width` neighbouring lanes, without NaN as in fmaxf.
+// The maximum over `width` neighbouring lanes. It skips NaN, as fmaxf does.
 template <typename A>
 __device__ inline A group_max(A v, int width = 32) {
 #pragma unroll
@@ -41,7 +41,7 @@ __device__ inline void block_sum(A (&v)[N]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) v[n] = warps[threadIdx.x % WARPS][n];
   group_sum(v, WARPS);
-  __syncthreads();  // the next call writes warps again
+  __syncthreads();  // before the next call overwrites `warps`
 }
 
 #endif

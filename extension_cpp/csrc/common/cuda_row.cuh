@@ -1,5 +1,5 @@
-// The building blocks of kernels in which a CTA, or a cluster of CTAs, works on one row of a matrix
-// at a time.
+// Building blocks of kernels that process the rows of a matrix, each with part of a warp, a CTA or
+// a cluster of CTAs.
 //
 // blockDim.x threads of a CTA share a row: a power of two up to 32, or a multiple of 32. A CTA has
 // blockDim.y rows. The CTAs of a cluster share one row; each has a slice of its columns.
@@ -7,9 +7,8 @@
 // A row is read and written in vectors of 16 bytes that are aligned in memory. Thread t owns K
 // vectors: t, t + blockDim.x, and so on. ALIGNED: every row begins at a multiple of 16 bytes and
 // consists of whole vectors. Otherwise the columns before the first and after the last whole vector
-// are edges, and each of the first threads owns one of them. All tensors of a call have the same
-// alignment in every row. Rows whose distance is a multiple of a period have the same vectors
-// (norm_plan.h).
+// are edges, and each of the first threads owns one of them. Row r has the same alignment in all
+// tensors of a call. Rows r and r + alignment_period() have the same vectors (norm_plan.h).
 #ifndef EXTENSION_CPP_CUDA_ROW_CUH
 #define EXTENSION_CPP_CUDA_ROW_CUH
 
@@ -27,9 +26,9 @@ constexpr int VECTOR = 16 / sizeof(T);  // elements
 template <typename T, bool ALIGNED>
 struct RowSlice {
   static constexpr int N = VECTOR<T>;
-  int begin, end;    // all columns; of unaligned rows `begin` is at most N - 1 before the first one
+  int begin, end;    // all columns; `begin` is aligned, so it may be up to N - 1 before column 0
   int first, limit;  // whole vectors
-  int heads, tails;  // edges before and after them
+  int heads, tails;  // edges before and after the whole vectors
 
   // The slice of CTA number `rank`: `slice` columns of the row's whole vectors, and edges.
   __device__ RowSlice(int cols, int64_t row, int slice, int rank) {
@@ -45,8 +44,8 @@ struct RowSlice {
     end = max(limit, begin) + tails;
   }
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
-  // The number of vectors from `begin` on that hold the slice. In the tensor's last row a vector
-  // that would extend past the tensor does not count.
+  // The number of vectors from `begin` on that hold the slice. A vector that would extend past the
+  // end of the tensor does not count (is_last_row).
   __device__ int vectors(bool is_last_row) const {
     return is_last_row ? (end - begin) / N : (end - begin + N - 1) / N;
   }
@@ -75,7 +74,7 @@ struct RowWindow {
   __device__ bool has_edge() const { return !ALIGNED && edge >= 0; }
 };
 
-// A thread's part of a row in registers. Vectors that it does not have are zeros.
+// A thread's part of a row in registers. Vectors outside the slice are zeros.
 template <typename T, int K, bool ALIGNED>
 struct RowFragment {
   static constexpr int N = VECTOR<T>;
@@ -98,7 +97,7 @@ __device__ inline void release_row(const T *row, const RowSlice<T, ALIGNED> &sli
   release_lines(row + slice.begin, row + slice.end, threadIdx.x, blockDim.x);
 }
 
-// Brings a CTA's slice of a row into the L2. One thread does it.
+// One thread prefetches a CTA's slice of a row into the L2.
 template <typename T, bool ALIGNED>
 __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &slice,
                                       uint64_t hint) {
@@ -113,12 +112,12 @@ __device__ inline void prefetch_slice(const T *row, const RowSlice<T, ALIGNED> &
 template <typename W, int N, bool ALIGNED>
 struct ParameterVector {
   static constexpr int WORDS = N * sizeof(W) / 4, VECTORS = WORDS / 4;
-  // If c is not aligned, parameters are loaded word by word. Two vectors of them (float32 beside a
-  // half type) are loaded as the three aligned vectors that hold them: three loads take less time
+  // If c is not aligned, parameters are loaded in words of 4 bytes. Two vectors (float32 parameters
+  // of a half type) are loaded as the three aligned vectors around them: three loads are faster
   // than eight.
   static constexpr bool HAS_THREE = !ALIGNED && VECTORS == 2;
-  uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];  // from the word or vector on that holds column c
-  int shift;                                    // from there to column c: bits, or words
+  uint32_t words[WORDS + (HAS_THREE ? 4 : 1)];  // begin with the word or vector that holds column c
+  int shift;  // from there to column c, in bits (HAS_THREE: words)
 
   __device__ void load(const W *data, int c, int cols, bool is_there, float missing) {
     uint32_t fill = 0;
@@ -148,7 +147,7 @@ struct ParameterVector {
         for (int j = 0; j < 3; ++j) words[4 * i + j] = __float_as_uint(data[min(at + j, cols - 1)]);
       }
     } else {
-      // Memory after the last parameter must not be read.
+      // The last element is loaded alone, because a word may extend past the last parameter.
       const int odd = sizeof(W) == 2 ? c & 1 : 0;
       shift = odd * 16;
       const uint32_t *const from = reinterpret_cast<const uint32_t *>(data + (c - odd));
@@ -192,8 +191,8 @@ __device__ inline float load_parameter(const void *data, int64_t c, float missin
 
 // Sums over the threads of a row. The shape of the kernel fixes the order of the additions. SLOTS:
 // how many sums may be in progress at once. SEVERAL: a CTA may have several rows of more than one
-// warp each. The numbers of their barriers are computed, so nvcc reserves all 16 barriers of the
-// CTA, and an SM has enough barriers for only four such CTAs.
+// warp each. Each row then has a named barrier, whose number is computed: nvcc reserves all 16
+// barriers of the CTA, and an SM has barriers for only four such CTAs.
 template <typename A, int SLOTS, bool SEVERAL = false>
 class RowSum {
   struct alignas(2 * sizeof(A)) Part {
@@ -201,7 +200,7 @@ class RowSum {
   };
 
  public:
-  static constexpr int MAX_WARPS = 16;  // of a CTA, if a row has several
+  static constexpr int MAX_WARPS = 16;  // per CTA, if a row has several
   struct Shared {
     Part warps[SLOTS][MAX_WARPS];
     float2 ctas[SLOTS][MAX_CLUSTER];
@@ -221,14 +220,14 @@ class RowSum {
 #endif
   }
 
-  // Before the first exchange: waits until the other CTAs can receive.
+  // Waits until the mbarriers of the other CTAs are initialised. Call it before the first exchange.
   __device__ void wait_for_others() const {
 #if HAS_CLUSTERS
     if (cluster > 1) wait_for_cluster();
 #endif
   }
 
-  // v becomes the sum over the CTA's threads of the row. `turn` is the number of this sum.
+  // Replaces v by its sum over the CTA's threads of the row. `turn` counts the sums: 0, 1, ...
   template <int COUNT>
   __device__ void sum_cta(A (&v)[COUNT], int turn) const {
     if (blockDim.x <= 32) {
@@ -239,7 +238,7 @@ class RowSum {
     }
   }
 
-  // The maximum over the CTA's threads of the row; as in fmaxf, NaN is skipped. It takes a `turn`.
+  // The maximum over the CTA's threads of the row. Skips NaN, as fmaxf does. Counts as a turn.
   __device__ A max_cta(A v, int turn) const {
     v = group_max(v, min(blockDim.x, 32));
     if (blockDim.x <= 32) return v;
@@ -249,15 +248,15 @@ class RowSum {
     return group_max(part < count ? warps(turn)[part].v[0] : -INFINITY, MAX_WARPS);
   }
 
-  // Sends this CTA's numbers, `mine`, to the cluster. Lane i gets those of CTA number i % 16, or
-  // zeros if there is no such CTA.
+  // Sends `mine` to all CTAs of the cluster. Lane i receives the numbers of CTA i % 16, or zeros if
+  // there is no such CTA.
   __device__ float2 exchange(float2 mine, int turn) const {
     float2 numbers[1] = {mine};
     exchange(numbers, turn);
     return numbers[0];
   }
 
-  // The same for several pairs at once. Each takes a turn; together they take the time of one.
+  // The same for several pairs, which take the time of one. Each counts as a turn.
   template <int COUNT>
   __device__ void exchange(float2 (&numbers)[COUNT], int turn) const {
     static_assert(COUNT <= SLOTS);
@@ -271,7 +270,7 @@ class RowSum {
 
 #if HAS_CLUSTERS
   // The sum over the cluster in two steps, post and collect, so that other work fits between them.
-  // In post all threads of the CTA pass a barrier.
+  // All threads of the CTA pass a barrier in post().
   template <int COUNT>
   __device__ void post(A (&v)[COUNT], int turn) const {
     post_warp(v, turn);
@@ -339,7 +338,7 @@ class RowSum {
   }
 
 #if HAS_CLUSTERS
-  // The first threads of the CTA send, each to one CTA.
+  // Thread i of the CTA sends to CTA i.
   __device__ void send_to_all(float2 mine, int turn) const {
     const int slot = turn % SLOTS;
     if (threadIdx.x == 0) expect_bytes(&shared.arrived[slot], cluster * sizeof(float2));

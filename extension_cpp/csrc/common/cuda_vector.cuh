@@ -38,7 +38,7 @@ __device__ inline T from_acc(acc_t<T> x) {
     return x;
 }
 
-// N elements as they lie in memory. It is a built-in type, because nvcc loads and stores a struct
+// N elements as stored in memory. Vector is a built-in type, because nvcc loads and stores a struct
 // element by element.
 template <int BYTES>
 struct Bits;
@@ -70,8 +70,8 @@ __device__ inline Vector<T, N> load_vector(const T *p) {
 template <typename T, int N>
 __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
-    // A bfloat16 is the upper half of a float. From plain code nvcc makes three instructions for
-    // the two in a word. With & in place of __byte_perm (bytes 2 and 3, and zeros below) some
+    // A bfloat16 is the upper half of a float. nvcc compiles plain code to three instructions per
+    // word; these are two. __byte_perm keeps bytes 2 and 3 above zeros; with & instead, some
     // kernels spill.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
@@ -81,8 +81,7 @@ __device__ inline void unpack(acc_t<T> (&x)[N], const Vector<T, N> &bits) {
       x[k + 1] = __uint_as_float(__byte_perm(words[k / 2], 0, 0x3244));
     }
   } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
-    // From plain code nvcc treats a word of a predicated load as two numbers, which it takes apart
-    // and puts together again.
+    // In plain code nvcc splits each word of a predicated load in two and joins the halves again.
     uint32_t words[N / 2];
     memcpy(words, &bits, sizeof words);
 #pragma unroll
@@ -115,7 +114,7 @@ __device__ inline Vector<T, N> pack(const acc_t<T> (&x)[N]) {
   return bits;
 }
 
-// With __stwb, because nvcc may split a plain store of a vector into narrow ones, at half the
+// Uses __stwb, because nvcc may split a plain store of a vector into narrow ones, at half the
 // speed.
 template <typename T, int N>
 __device__ inline void store(T *p, const acc_t<T> (&x)[N]) {

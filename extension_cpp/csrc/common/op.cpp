@@ -151,7 +151,7 @@ static int32_t shim_dtype(dtype_t dtype) {
   return -1;
 }
 
-// PyTorch has printed why. The text begins as PyTorch's own, which programs look for.
+// PyTorch has printed the reason. The text begins like PyTorch's, which programs search for.
 [[noreturn]] static void fail_to_allocate(Sizes sizes, const Tensor &like) {
   std::string text = like.is_cuda() ? "CUDA out of memory." : "Out of memory.";
   text += " extension_cpp tried to allocate a tensor of shape " + to_string(sizes);
@@ -203,7 +203,7 @@ bool is_dense(const Tensor &x) {
 }
 
 // 1 if dimension a of x lies outside dimension b in memory, -1 if it lies inside, 0 if sizes and
-// strides do not say.
+// strides do not decide.
 static int compare_dims(const Tensor &x, size_t a, size_t b) {
   const int64_t stride_a = x.stride(a), stride_b = x.stride(b);
   if (stride_a == 0 || stride_b == 0) return 0;

@@ -30,8 +30,7 @@ std::string to_string(Sizes sizes);          // "[2, 3]"
 std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
 std::string dtype_string(const Tensor &x);   // "float32"
 
-// x's element type. Fails unless it is one of the four that kernels support; `hint` ends the
-// sentence.
+// x's element type. Fails unless kernels support it; `hint` is appended to the message.
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const char *hint = "");
 
 // Fails unless x is on the device of `like`.
@@ -80,7 +79,7 @@ Tensor with_strides_of(const Tensor &x, const Tensor &like);
 // x itself if it is contiguous, else a contiguous copy.
 Tensor as_contiguous(const Tensor &x);
 
-// A tensor as a matrix: stride 1 inside a row, one stride from row to row, and rows do not overlap.
+// A tensor as a matrix: stride 1 within a row, one stride from row to row, no overlap of rows.
 struct Rows {
   Tensor tensor;
   int64_t stride;
@@ -96,8 +95,8 @@ Tensor copy_into(const Tensor &to, const Tensor &from);
 // Fails if two elements of `out` share memory (an expanded tensor).
 void check_writable(const char *op, const Tensor &out);
 
-// Fails if the dense tensors `out` and `x` overlap without being the same. A tensor that is not
-// dense is copied before or after the kernel, so its overlap does no harm.
+// Fails if the dense tensors `out` and `x` overlap but are not the same. A tensor that is not dense
+// is copied before or after the kernel, so its overlap does no harm.
 void check_no_partial_overlap(const char *op, const Tensor &out, const char *name, const Tensor &x);
 
 // ---- launch ----
@@ -112,7 +111,7 @@ struct Kernel {
 #ifdef WITH_CUDA
 #define KERNEL(name) \
   ::extension_cpp::Kernel<name##_args> { name##_cpu, name##_cuda }
-// Of a function that both backends have, the one for x's device.
+// The version of a function for x's device.
 #define ON_DEVICE_OF(x, name) ((x).is_cuda() ? name##_cuda : name##_cpu)
 #else
 #define KERNEL(name) \
@@ -135,10 +134,10 @@ void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor
   check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));
 }
 
-// The time of an exp, in units of the traffic of its element.
+// The cost of an exp, relative to the memory traffic of its element.
 constexpr int64_t EXP_COST = 8;
 
-// On the CPU a thread gets at least this many chunks, for `bytes` of traffic per element: 128 KiB.
+// The fewest chunks per CPU thread: 128 KiB of traffic, with `bytes` bytes per element.
 inline int64_t flat_grain(int64_t bytes) { return ceil_div(128 << 10, CHUNK * bytes); }
 
 // launch() for a flat op over args.numel elements.
@@ -155,7 +154,7 @@ using torch::stable::detail::StableLibrary;
 // These register an operator that is differentiable, and its twin <name>_no_grad, which has the
 // same arguments and no Autograd kernel. The twin is for calls that record no gradient. A schema is
 // "name(arguments) -> results". By default the twin has the operator's results and kernel. If it is
-// given both, it returns only the first of the operator's results; only backward reads the others.
+// given both, it returns only the leading results, because only backward reads the others.
 void def_with_twin(StableLibrary &m, const std::string &schema,
                    const std::string &twin_results = "");
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);

@@ -1,16 +1,17 @@
 /* Random bits for dropout, for C and CUDA: Philox 4x32-7, a bijection of a counter of four words
- * under a key of two. Seven rounds pass all of BigCrush (see the source); the ten that PyTorch
- * takes are a margin that a mask does not need.
+ * under a key of two. Seven rounds pass BigCrush (see the source). PyTorch uses ten, a margin that
+ * a mask does not need.
  *
- * The bits of an element are fixed for ever, on every device. Element i of a contiguous tensor has
- * word i % 8 / 2 of philox((i / 8, high word of i / 8, 0, 0), (seed, high word of seed)); where i
- * is odd, the word's halves are exchanged. So any part of a mask can be made again from the seed
- * alone, in any order.
+ * The bits of an element are the same in every version and on every device. Element i of a
+ * contiguous tensor has word i % 8 / 2 of philox((i / 8, high word of i / 8, 0, 0), (seed, high
+ * word of seed)); if i is odd, the halves of the word are swapped. So any part of a mask can be
+ * recomputed from the seed, in any order.
  *
- * Two elements share a word, because one word each would take longer than half types take to read
- * and write. Each element has its own probability to the last bit, p rounded to 2^-32. But its own
- * half of the word decides, unless that half is equal to the threshold's. So the probability that
- * both are dropped differs from p^2, by less than 2^-16 (at p = 0.5 not at all).
+ * Two elements share a word, because one word per element would take longer to compute than a half
+ * type takes to read and write. The probability of each element is p, rounded to a multiple of
+ * 2^-32. The two are almost independent, because each one's upper half decides unless it equals the
+ * threshold's: the probability that both are dropped differs from p^2 by less than 2^-16 (0 at p =
+ * 0.5).
  *
  * Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". */
 #ifndef EXTENSION_CPP_PHILOX_H
@@ -69,9 +70,9 @@ PHILOX_FUNCTION uint32_t bits_of(uint32_t word, int is_odd) {
 /* A kernel's dropout argument. An element is kept and scaled if its bits exceed last_dropped, else
  * it becomes 0. */
 typedef struct {
-  const int64_t *seed;   /* (1), in the device's memory; NULL: no dropout */
-  double scale;          /* 1 / (1 - p) */
-  float scale_float;     /* for all but float64: nvcc would convert `scale` for every element */
+  const int64_t *seed; /* (1), in the device's memory; NULL: no dropout */
+  double scale;        /* 1 / (1 - p) */
+  float scale_float; /* for all but float64, because nvcc would convert `scale` for every element */
   uint32_t last_dropped; /* round(p * 2^32) - 1, at least 0 */
 } dropout_t;
 
