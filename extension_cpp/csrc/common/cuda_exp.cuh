@@ -1,4 +1,4 @@
-// exp and division by the hardware's approximations, accurate to 2 ulp; exact for float64.
+// exp and division by the hardware's approximations, accurate to 2 ulp (float64: exp and /).
 #ifndef EXTENSION_CPP_CUDA_EXP_CUH
 #define EXTENSION_CPP_CUDA_EXP_CUH
 

@@ -65,7 +65,7 @@ static std::vector<int64_t> without(Sizes sizes, int64_t dim) {
   return rest;
 }
 
-// a must broadcast to the shape of b, which is called `name`; h0 must have it without dim.
+// Fails unless a broadcasts to the shape of b (`name` in errors) and h0 has that shape without dim.
 static void check_recurrence(const char *op, const Tensor &a, const char *name, const Tensor &b,
                              const std::optional<Tensor> &h0, int64_t *dim) {
   check_same(op, "a", a, name, b);
@@ -112,7 +112,7 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
   const Tensor grad_a = allocate_like(h), grad_b = allocate_like(h);
   const Tensor grad_h0 = h0 ? allocate(h0->sizes(), dtype, h) : allocate({0}, dtype, h);
   if (h.numel() == 0) {
-    // With no step h0 reaches no state.
+    // Without steps no state depends on h0: its gradient is 0.
     if (grad_h0.numel() > 0) {
       Tensor zeros = grad_h0;
       torch::stable::zero_(zeros);

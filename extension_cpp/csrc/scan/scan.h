@@ -6,11 +6,11 @@
  *   logcumsumexp       d_k = grad_out_k + exp(y_k - y_(k+1)) d_(k+1)  grad_x_k = exp(x_k - y_k) d_k
  *   linear_recurrence  u_k = grad_h_k + a_(k+1) u_(k+1)                grad_b_k = u_k
  *                      grad_a_k = u_k h_(k-1)                          grad_h0 = a_0 u_0
- * Every operand is (outer, length, inner) with any strides, 0 for an input that is broadcast, and
- * the scan runs over length; h0 and grad_h0 are (outer, inner), and their stride `step` is unused.
- * A scan from the last step to the first has negative strides `step` and data that point at the
- * last step: kernels know one direction. In both gradients step k - 1 above is their step k + 1.
- * Outputs overlap neither inputs nor one another. Any size may exceed 2^31; a call with no
+ * Every operand is (outer, length, inner) with any strides (0 for a broadcast input), and the scan
+ * runs over length. h0 and grad_h0 are (outer, inner); their stride `step` is unused. Kernels scan
+ * in one direction: for a scan from the last step to the first, `data` points at the last step and
+ * `step` is negative. So step k - 1 in the formulas of the gradients is step k + 1 of their
+ * kernels. Outputs overlap neither inputs nor one another. Any size may exceed 2^31; a call with no
  * element is not launched. Computed in float (float64: double) or better and rounded once per
  * element. Run-to-run deterministic and batch-invariant at equal alignment: a line's result does
  * not depend on the number of threads or on the other lines. NaN and infinities spread to later
@@ -75,11 +75,11 @@ typedef struct {
   scan_output grad_a, grad_b, grad_h0; /* grad_h0.data is NULL if h0.data is */
 } linear_recurrence_backward_args;
 
-/* On the CPU a line is scanned in parts of SCAN_PART steps: from 0 inside a part, and then joined
- * to what lies before it. So the parts of one line can go to several threads, and the bits are the
- * same if they do not. A work item is a row or, with inner > 1, a tile of `width` inner elements;
- * with parts > 1 it is one part of these. Then <op>_totals_cpu runs first, and writes to `totals`
- * what a part adds to its line. */
+/* On the CPU a line is scanned in parts of SCAN_PART steps. A part is scanned from 0 and then
+ * joined to the result of the parts before it, even if one thread scans the whole line: the bits do
+ * not depend on the number of threads. A work item is a row or, with inner > 1, a tile of `width`
+ * inner elements; with parts > 1 it is one part of these, and <op>_totals_cpu runs first and writes
+ * the total of each part to `totals`. */
 enum { SCAN_PART = 1 << 14, SCAN_TILE = 1024 };
 typedef struct {
   int64_t width; /* at most SCAN_TILE */
@@ -87,7 +87,7 @@ typedef struct {
   double *totals; /* (parts, 2, scan_lines) */
 } scan_cpu_plan;
 
-/* The number of lines in `totals`: of tiles whole blocks of 32. */
+/* The number of lines in `totals`. With inner > 1, inner is rounded up to a multiple of 32. */
 static inline int64_t scan_lines(const scan_shape *shape) {
   return shape->outer * (shape->inner == 1 ? 1 : ceil_div(shape->inner, 32) * 32);
 }

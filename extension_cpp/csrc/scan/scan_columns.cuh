@@ -1,4 +1,4 @@
-// Scans on the GPU whose lines are neighbours in memory (inner > 1).
+// Scans over columns on the GPU (inner > 1): neighbouring lines are neighbours in memory.
 #ifndef EXTENSION_CPP_SCAN_COLUMNS_CUH
 #define EXTENSION_CPP_SCAN_COLUMNS_CUH
 
@@ -6,13 +6,13 @@
 
 namespace scans {
 
-// A thread reads only what it has copied itself.
+// Vector k of input i of this thread. Only this thread reads it, so no barrier is needed.
 template <typename Op>
 __device__ inline uint4 &column_vector(const Params<Op> &p, int i, int k) {
   return held[(i * p.plan.vectors + k) * THREADS + threadIdx.x];
 }
 
-// Of input i: WIDTH neighbouring lines from `line` on, at `step` + the input's shift.
+// One vector of input i: WIDTH neighbouring lines from `line` on, at step + Op::shift(i).
 template <typename Op>
 struct ColumnVector {
   using T = typename Op::T;

@@ -1,13 +1,13 @@
-// The scans on the GPU: from the arguments of each op to a launch. scan_rows.cuh and
-// scan_columns.cuh have the two kernels, scan_math.cuh what an op does at a step, scan_tile.cuh how
-// tiles are joined, scan_plan.h how a scan is divided into tiles.
+// Entry points of the scans on the GPU. scan_rows.cuh and scan_columns.cuh have the two kernels,
+// scan_math.cuh the arithmetic of each op, scan_tile.cuh the join of tiles, and scan_plan.h the
+// division of a scan into tiles.
 #include "scan/scan.h"
 #include "scan/scan_columns.cuh"
 #include "scan/scan_rows.cuh"
 
 namespace scans {
 
-// Whether each vector of `width` elements that a kernel takes lies in 16 aligned bytes.
+// Whether every vector of `width` elements that a kernel accesses is 16 aligned bytes.
 static bool has_vectors(const void *data, int64_t outer, int64_t step, int64_t inner, int width,
                         int64_t element_size, const scan_shape &shape, const Plan &plan) {
   const int64_t back = step < 0 ? (width - 1) * element_size : 0;  // a reversed vector ends at data
@@ -47,7 +47,7 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
   for (int i = 0; i < Op::INPUTS; ++i) p.in[i] = {in[i], is_vector(in[i])};
   for (int o = 0; o < Op::OUTPUTS; ++o) p.out[o] = {out[o], is_vector(out[o])};
   const auto ctas = static_cast<unsigned>(p.plan.ctas);
-  // Rows: a gap behind each run of a thread.
+  // Rows: one unused vector after the run of each thread (row_vector()).
   const int bytes = Op::INPUTS * (p.plan.vectors + p.plan.is_rows) * THREADS * 16;
   const auto kernel = p.plan.is_rows ? scan_rows<Op> : scan_columns<Op>;
   cudaError_t error =

@@ -1,7 +1,7 @@
 // The algebra of the scans on the GPU, and what each op reads and writes at a step.
 //
-// A Part summarises consecutive steps; join(before, after) summarises both. A State is what a line
-// has reached; apply(part, state) is the State after the steps of the Part.
+// A Part summarises consecutive steps; join(before, after) is the Part of both. A State is the
+// running result of a line; apply(part, state) is the State after the steps of the Part.
 #ifndef EXTENSION_CPP_SCAN_MATH_CUH
 #define EXTENSION_CPP_SCAN_MATH_CUH
 
@@ -29,16 +29,16 @@ struct Sum {
   static __device__ State apply(Part part, State state) { return join(state, part); }
 };
 
-// exp(a - b) where a <= b but for rounding. Equal infinities give 1.
+// exp(a - b) for a <= b. If a > b by rounding, or both are the same infinity, the result is 1.
 template <typename A>
 __device__ inline A exp_difference(A a, A b) {
   return a >= b ? A(1) : exp(a - b);
 }
 
-// A Part of numbers x_k is {m, s}: m is the largest x_k, s the sum of exp(x_k - m) of the others. A
-// logarithm m + log(1 + s) in place of the pair would round at each join, and the largest one's 1
-// in s would hide small terms where m is near 0. Without numbers s is -1. If a number is NaN, s is
-// NaN, and m ignores it.
+// A Part of numbers x_k is {m, s}: m is the largest x_k, and s is the sum of exp(x_k - m) over the
+// others. The pair avoids the rounding of m + log(1 + s) at each join. s excludes the term of the
+// largest number, which is 1 and would hide small terms if m is near 0. An empty Part has s = -1. A
+// NaN makes s NaN and is ignored by m.
 template <typename A>
 struct LogSum {
   using Part = Words<A, 2>;
@@ -65,7 +65,7 @@ struct Linear {
   static __device__ Part join(Part before, Part after) {
     return {{before.v[0] * after.v[0], fma(after.v[0], before.v[1], after.v[1])}};
   }
-  // The decay of many steps may overflow. It must not make a state of 0 NaN.
+  // The decay of many steps may overflow to infinity. A state of 0 then must not become NaN.
   static __device__ State apply(Part part, State state) {
     const A x = state.v[0];
     return {{x == 0 && part.v[0] == part.v[0] ? part.v[1] : fma(part.v[0], x, part.v[1])}};
@@ -74,9 +74,9 @@ struct Linear {
 
 // ---- ops ----
 
-// part(in, is_first): the Part of one step. step(in, is_first, state, out): moves the state over
-// one step and gives the results there. in[i] is input i at the step + shift(i), 0 outside of the
-// line. ROW_VECTORS, COLUMN_VECTORS: the 16-byte vectors of each input that a thread has.
+// part(in, is_first): the Part of one step. step(in, is_first, state, out): advances the state by
+// one step and sets its results. in[i] is input i at step + shift(i), or 0 outside the line.
+// ROW_VECTORS, COLUMN_VECTORS: 16-byte vectors per input and thread.
 
 template <typename Element>
 struct Cumsum {

@@ -1,10 +1,10 @@
-// What the two kernels of the scans share on the GPU: parameters, and how they read and write.
+// Shared by the two scan kernels on the GPU: parameters, loads and stores.
 //
-// The kernels serve every op: scan_rows.cuh where steps are neighbours in memory, scan_columns.cuh
-// where lines are. A thread copies its vectors into shared memory, asynchronously, so that many
-// bytes are in flight and few registers are taken. It makes the Part of its steps, the CTA joins
-// the Parts to the State before each thread's steps, and the thread goes over its steps again and
-// writes. So every element is read once and written once.
+// Both kernels serve every op: scan_rows.cuh if steps are neighbours in memory, scan_columns.cuh if
+// lines are. A thread copies its vectors into shared memory asynchronously, which keeps many bytes
+// in flight with few registers. It computes the Part of its steps. The CTA joins the Parts into the
+// State before each thread's steps. The thread then passes over its steps again and writes the
+// results. So every element is read once and written once.
 #ifndef EXTENSION_CPP_SCAN_MEMORY_CUH
 #define EXTENSION_CPP_SCAN_MEMORY_CUH
 
@@ -31,9 +31,9 @@ struct Params {
   Op op;
   Operand in[Op::INPUTS];
   Result out[Op::OUTPUTS];
-  scan_input start;  // the state before the first step (outer, inner); NULL: the algebra's
-  scan_input after;  // what an input with shift 1 has after the last step (outer, inner); NULL: 0
-  scan_input decay;  // of the step after the last, for grad_start
+  scan_input start;  // the state before the first step (outer, inner); NULL: Algebra::start()
+  scan_input after;  // value of an input with shift 1 after the last step (outer, inner); NULL: 0
+  scan_input decay;  // grad_start = decay * state, at the last step
   scan_output grad_start;  // (outer, inner); NULL: none
   int64_t outer, length, inner;
   Plan plan;
@@ -51,11 +51,11 @@ __device__ inline T *element(const scan_output &out, int64_t outer, int64_t step
   return static_cast<T *>(out.data) + outer * out.outer + step * out.step + i * out.inner;
 }
 
-// The vectors that a CTA has copied.
+// The vectors that the CTA has copied, in dynamic shared memory.
 extern __shared__ uint4 held[];
 
-// Copies 16 bytes, or zeros. The L2 reads the whole line of 128 bytes: without that hint scans of
-// columns, which take 64 bytes of a line at a time, are 4 to 9 % slower.
+// Copies 16 bytes, or zeros if `is_there` is false. The hint makes the L2 read whole lines of 128
+// bytes. Without it, scans of columns, which read 64 bytes at a time, are 4 to 9 % slower.
 __device__ inline void copy_vector(uint4 &to, const void *from, bool is_there) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(&to)),
@@ -72,7 +72,7 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
-// `count` elements from p on, `stride` apart; the rest of the vector is 0.
+// Loads `count` elements from p on, `stride` apart; the rest of the vector is 0.
 template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {
   T v[WIDTH<T>];
@@ -117,7 +117,7 @@ __device__ inline typename Op::T after_last(const Params<Op> &p, int64_t outer, 
   return p.after.data == nullptr ? from_acc<T>(0) : *element<T>(p.after, outer, 0, i);
 }
 
-// Writes the gradient of the state before a line, which follows from the last step's.
+// Writes the gradient of the state before a line, from `state` after the kernel's last step.
 template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, int64_t outer, int64_t i,
                                       typename Op::Algebra::State state) {

@@ -1,10 +1,9 @@
-// How a scan on the GPU is divided into tiles. Host code; the numbers also are constants of the
-// kernels.
+// How a scan on the GPU is divided into tiles. Host code, whose constants the kernels use, too.
 //
-// A line is one scan. In rows (inner = 1) a line's steps are neighbours in memory, in columns its
-// neighbours are other lines. A tile is what a CTA takes at once: some steps of some lines. The
-// number of steps in a tile follows from the length of a line alone, so that the order of the
-// operations of a line does not depend on the other lines (batch-invariant).
+// A line is one scan. Lines are rows if inner = 1: the steps of a line are neighbours in memory.
+// Else lines are columns: the neighbours of a step belong to other lines. A tile is the work of one
+// CTA: some steps of some lines. The number of steps per tile depends on the length of a line
+// alone, so the order of a line's operations does not depend on the other lines (batch-invariant).
 #ifndef EXTENSION_CPP_SCAN_PLAN_H
 #define EXTENSION_CPP_SCAN_PLAN_H
 
@@ -16,15 +15,15 @@
 namespace scans {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-// Tiles in a group, and groups in a block: what a tile sums up of the tiles before it
-// (scan_tile.cuh). One for each lane of a warp.
+// Tiles per group, and groups per block, in the tree that joins tiles (scan_tile.cuh): one for each
+// lane of a warp.
 constexpr int FAN = 32;
-constexpr int MIN_LANES = 4;  // columns: 64 bytes side by side
+constexpr int MIN_LANES = 4;  // columns: a tile is at least 64 bytes wide
 
 struct Plan {
   bool is_rows;
-  int vectors;      // of each input in a thread, a power of two in rows
-  int lanes;        // rows: threads of a warp that share a row; columns: threads side by side
+  int vectors;      // per input and thread; rows: a power of two
+  int lanes;        // rows: threads of a warp that share a row; columns: threads along inner
   int segments;     // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
   int columns;      // lines of a tile whose segments are joined in shared memory
   int row_vectors;  // rows: vectors of a row in a tile, a power of two
@@ -32,12 +31,12 @@ struct Plan {
   int rows;         // rows per CTA; columns: 1
   int64_t steps;    // per tile
   int64_t tiles;    // per line
-  int64_t strips;   // columns: tiles side by side; rows: 1
+  int64_t strips;   // columns: tiles along inner; rows: 1
   int64_t ctas;
 };
 
-// A vector has `width` elements. In rows a thread has neighbouring vectors of a row, in columns one
-// vector of each of some neighbouring steps.
+// A vector has `width` elements. In rows a thread has neighbouring vectors of a row. In columns it
+// has one vector from each of several neighbouring steps.
 inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column_vectors) {
   Plan plan{};
   plan.is_rows = shape.inner == 1;
@@ -59,8 +58,8 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
       plan.columns = plan.rows;
     }
   } else {
-    // More threads side by side where a line is short, as long as it fits in one tile. The number
-    // of lines does not count: it would change the order in which a line's segments are joined.
+    // Short lines have more threads side by side and fewer segments, as long as a line fits in one
+    // tile. The number of lines has no influence, because segments fix the order of the joins.
     plan.lanes = MIN_LANES;
     while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors >= shape.length) {
       plan.lanes *= 2;
@@ -78,14 +77,14 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
 
 // ---- what tiles publish ----
 
-// The arrays in scan_shape.state. There is none if a line is one tile.
+// The layout of scan_shape.state, which is empty if a line is one tile.
 struct StateLayout {
-  int64_t group_count, block_count;  // of a line
+  int64_t group_count, block_count;  // per line
   int64_t groups, blocks, bytes;     // offsets in bytes; the tiles' array is at 0
 };
 
-// `words`: 64-bit words of a Part of one line, as many as it has 32-bit pieces; state_words: of a
-// state. FAN values of each kind lie side by side.
+// `words` and `state_words`: the 64-bit words of a Part and of a State of one line, one for each
+// 32-bit piece. FAN values of a kind lie side by side.
 inline StateLayout state_layout(const Plan &plan, int64_t outer, int64_t words,
                                 int64_t state_words) {
   StateLayout layout{};

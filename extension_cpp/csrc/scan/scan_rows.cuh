@@ -1,4 +1,4 @@
-// Scans on the GPU whose steps are neighbours in memory (inner = 1).
+// Scans over rows on the GPU (inner = 1): neighbouring steps are neighbours in memory.
 #ifndef EXTENSION_CPP_SCAN_ROWS_CUH
 #define EXTENSION_CPP_SCAN_ROWS_CUH
 
@@ -6,9 +6,9 @@
 
 namespace scans {
 
-// A thread has a run of VECTORS neighbouring vectors. To copy them, the lanes of a warp take
-// neighbouring vectors, and vector number w of the warp goes to place w + w / VECTORS, so that runs
-// begin in different banks.
+// A thread scans a run of ROW_VECTORS neighbouring vectors. The lanes of a warp copy neighbouring
+// vectors, so that the loads are coalesced. Vector w of the warp lies at w + w / ROW_VECTORS, so
+// that runs begin in different banks.
 template <typename Op>
 __device__ inline uint4 &row_vector(int i, int w) {
   constexpr int WARP = 32 * (Op::ROW_VECTORS + 1);
@@ -28,8 +28,8 @@ struct RowSteps {
   }
 };
 
-// Copies vector w of input i if it lies in 16 aligned bytes. Else gathers its elements, in the
-// order of the steps, in the other call: kept apart, the code of the gathers is there once.
+// Copies vector w of input i if it is 16 aligned bytes. A second call, with `gathers`, gathers
+// other vectors in the order of the steps: the unrolled loop of copies does not repeat this code.
 template <typename Op>
 __device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const RowSteps &at,
                                        bool gathers) {
@@ -45,7 +45,7 @@ __device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const 
   }
 }
 
-// Writes what `results` holds of vector w, in the order of the steps.
+// Writes vector w of output o, which is in shared memory in the order of the steps.
 template <typename Op>
 __device__ inline void put_row_vector(const Params<Op> &p, int o, int w, const RowSteps &at) {
   using T = typename Op::T;
@@ -64,7 +64,7 @@ __device__ inline void put_row_vector(const Params<Op> &p, int o, int w, const R
   }
 }
 
-// Goes over the steps of a thread's run, which may have several short rows.
+// Iterates over the steps of a thread's run, which may cover several short rows.
 template <typename Op>
 struct Run {
   using T = typename Op::T;
@@ -72,9 +72,9 @@ struct Run {
   static constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
   const Params<Op> &p;
   const int64_t first_row, first_step;
-  const int first, vectors;  // the first vector of the warp; vectors of the run in a row
+  const int first, vectors;  // the run's first vector in the warp; its vectors per row
   RowSteps at;               // of the first vector in the row
-  A edges[Op::INPUTS];  // of an input with a shift, the step before or after the run in the row
+  A edges[Op::INPUTS];       // inputs with a shift: the value before or after the run in its row
 
   __device__ Run(const Params<Op> &p, int64_t first_row, int64_t first_step)
       : p(p),
@@ -97,13 +97,13 @@ struct Run {
     }
   }
 
-  // Vector k of input i in the order of the steps; it is number `in_row` of the run in its row.
+  // Vector k of input i in the order of the steps. It is vector `in_row` of the run in its row.
   __device__ void get(A (&v)[N], int i, int k, int in_row) const {
     unpack<T, N>(v, row_vector<Op>(i, first + k));
     if (p.in[i].is_vector && p.in[i].at.step < 0 && at.count >= (in_row + 1) * N) reverse(v);
   }
 
-  // The same with the shift of the input; `before` is its value before the vector.
+  // The same at step + Op::shift(i). `before` is the value before the vector, and is updated.
   __device__ void get_shifted(A (&v)[N], int i, int k, int in_row, A &before) const {
     get(v, i, k, in_row);
     if (Op::shift(i) < 0) {
@@ -122,9 +122,8 @@ struct Run {
     }
   }
 
-  // begin_row() is called before the first vector in each row; step(inputs, is_first, is_last, j)
-  // for step j of a vector, with whether it is the first or the last of the row; and
-  // after_vector(k).
+  // Calls begin_row() before the first vector of each row, f(inputs, is_first, is_last, j) for step
+  // j of a vector (is_first, is_last: in its row), and after_vector(k) after vector k.
   template <typename B, typename F, typename G>
   __device__ void for_each_step(B &&begin_row, F &&f, G &&after_vector) {
     A before[Op::INPUTS];
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ 
   Run<Op> run(p, first_row, first_step);
   wait_for_copies();
   __syncwarp();
-  Part all = Algebra::identity(), before = all;  // of the run; of the lanes before it in the row
+  Part all = Algebra::identity(), before = all;  // of the run; of earlier lanes in the row
   if (plan.lanes > 1) {
     bool is_begun = false;
     run.for_each_step([] {},
@@ -191,7 +190,7 @@ __global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ 
                       [](int) {});
     before = lanes_before<Algebra>(all, plan.lanes);
   }
-  auto reached = Algebra::start();  // before the warp
+  auto reached = Algebra::start();  // the state before the warp's steps
   if (plan.segments > 0) {
     const int segment = warp % plan.segments, column = warp / plan.segments;
     if (lane == 31) table.put(table.place(segment, plan.columns, column), all);
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ 
           put_grad_start(p, run.at.row, 0, state);
         }
       },
-      [&](int k) {  // in place of the inputs
+      [&](int k) {  // the results replace the inputs
 #pragma unroll
         for (int o = 0; o < Op::OUTPUTS; ++o) {
           row_vector<Op>(o, run.first + k) = pack<T, N>(results[o]);

@@ -25,7 +25,7 @@ ScanView::ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype)
   }
 }
 
-// The one stride that steps through these dimensions, if there is one.
+// Finds the single stride that steps through these dimensions; false if there is none.
 bool ScanView::merge(const std::vector<int64_t> &dims, const std::vector<int64_t> &strides,
                      int64_t *stride) const {
   *stride = 0;
@@ -44,7 +44,7 @@ bool ScanView::describe(const std::vector<int64_t> &strides, scan_input *view) c
   return merge(outside_, strides, &view->outer) && merge(inside_, strides, &view->inner);
 }
 
-// x's strides as a tensor of the result's shape; without the scanned dimension its stride is 0.
+// The strides of x, broadcast to the result's shape. !has_dim: the scanned dimension has stride 0.
 std::vector<int64_t> ScanView::strides_of(const Tensor &x, bool has_dim) const {
   std::vector<int64_t> strides(sizes_.size(), 0);
   int64_t d = static_cast<int64_t>(sizes_.size()) - 1;
@@ -55,7 +55,7 @@ std::vector<int64_t> ScanView::strides_of(const Tensor &x, bool has_dim) const {
   return strides;
 }
 
-// Where a scan begins: at the last step if it runs backward.
+// The element at which a scan begins: the last step if it runs backward.
 static const void *first_step(const Tensor &x, int64_t length, int64_t step) {
   const auto size = static_cast<int64_t>(x.element_size());
   return static_cast<const char *>(x.const_data_ptr()) +
@@ -115,7 +115,7 @@ Tensor ScanView::line_output(const Tensor &y, scan_output *view) const {
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // Some tiles for each thread, of whole lines of 64 bytes.
+  // About two tiles per thread, each a multiple of 64 elements wide.
   const int64_t share = ceil_div(shape.outer * shape.inner, 2 * threads);
   const int64_t width = std::clamp<int64_t>(ceil_div(share, 64) * 64, 64, SCAN_TILE);
   scan_cpu_plan plan{std::min(width, shape.inner), 1, nullptr};

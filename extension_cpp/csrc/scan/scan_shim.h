@@ -1,4 +1,4 @@
-// How the scans' shims see tensors: as (outer, length, inner) with free strides.
+// Views of tensors as (outer, length, inner) with any strides, for the scans' shims.
 #ifndef EXTENSION_CPP_SCAN_SHIM_H
 #define EXTENSION_CPP_SCAN_SHIM_H
 
@@ -9,10 +9,10 @@
 
 namespace extension_cpp {
 
-// The dimensions of a dense result, split at the scanned one by their strides: those outside of it
-// in memory become `outer`, those inside `inner`. An input is read with its own strides if one
-// stride can step through each of the two groups, also stride 0 where it is broadcast. Else a copy
-// in the result's layout is read, which lives as long as the view.
+// Splits the dimensions of a dense result at the scanned dimension: dimensions with larger strides
+// form `outer`, the others form `inner`. A kernel reads an input in place if a single stride steps
+// through each of the two groups (0 if it is broadcast). Otherwise it reads a copy in the result's
+// layout, which lives as long as the view.
 class ScanView {
  public:
   // `like` is dense and has elements; dim is an index from 0.
@@ -45,8 +45,8 @@ class ScanView {
   std::vector<Tensor> copies_;
 };
 
-// A kernel; on the CPU what computes the totals of parts if the lines are too few for the threads;
-// on CUDA what says how much state the kernel needs.
+// A kernel and its helpers: `totals` computes the totals of parts on the CPU, if there are too few
+// lines for the threads; `state_bytes` returns the size of the state on CUDA.
 template <typename Args>
 struct ScanKernels {
   Kernel<Args> kernel;
@@ -61,13 +61,13 @@ struct ScanKernels {
   ScanKernels<name##_args> { KERNEL(name), name##_totals_cpu, nullptr }
 #endif
 
-// A plan without totals: which lines an item has, and into how many parts they are cut.
+// Chooses the width of a work item and the number of parts of a line. `totals` is NULL.
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps);
 
-// CPU work items that are worth a thread, for `bytes` of traffic per element.
+// The fewest CPU work items per thread, with `bytes` bytes of traffic per element.
 int64_t scan_grain(const scan_shape &shape, const scan_cpu_plan &plan, int64_t bytes);
 
-// `steps` is the number of steps that the CPU kernel scans; `bytes` the traffic per element.
+// `steps` is the number of steps that the CPU kernel scans, and `bytes` the traffic per element.
 template <typename Args>
 void launch_scan(const char *op, const ScanKernels<Args> &kernels, Args &args, const Tensor &x,
                  int64_t steps, int64_t bytes) {

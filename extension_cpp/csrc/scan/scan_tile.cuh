@@ -1,14 +1,14 @@
-// How the tiles of a line are joined on the GPU, in an order that does not depend on timing.
+// Joins the tiles of a line on the GPU, in an order that does not depend on timing.
 //
-// A tile publishes the Part of its steps as soon as it has read them. Before tile number t of a
-// line there are up to FAN - 1 tiles of its own group of FAN tiles, up to FAN - 1 groups of its own
-// block of FAN groups, and the blocks before. The last tile of a group publishes the Part of the
-// group, and the last of a block the state at its end. A warp reads these, one per lane, and joins
-// them in a fixed tree. Plain decoupled look-back would add whatever is published at that moment,
-// and its rounding would differ from run to run.
+// FAN tiles form a group, and FAN groups form a block. A tile publishes the Part of its steps as
+// soon as it has read them. The last tile of a group publishes the Part of the group instead, and
+// the last tile of a block the State at its end. So a tile depends on up to FAN - 1 tiles of its
+// group, up to FAN - 1 groups of its block, and the State of the block before. A warp reads these
+// values, one per lane, and joins them in a fixed tree. Plain decoupled look-back joins whatever is
+// published at that moment, so its rounding differs from run to run.
 //
-// What a tile waits for comes from CTAs of lower numbers. The GPU starts CTAs in the order of their
-// numbers, as the scans of CUB assume, too, so these run already.
+// A tile waits only for CTAs with lower indices. The GPU starts CTAs in the order of their indices
+// (CUB's scans assume this, too), so these CTAs are already running.
 #ifndef EXTENSION_CPP_SCAN_TILE_CUH
 #define EXTENSION_CPP_SCAN_TILE_CUH
 
@@ -17,8 +17,8 @@
 
 namespace scans {
 
-// A word is published by one store: a 32-bit piece of a value, and 1 in the upper half. So what is
-// read is whole, and no fence is needed.
+// One 64-bit store publishes a 32-bit piece of a value in the lower half and 1, as a flag, in the
+// upper half. Data and flag arrive together, so no fence is needed.
 __device__ inline void publish(uint64_t *word, uint32_t piece) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(uint64_t{1} << 32 | piece)
                : "memory");
@@ -30,8 +30,8 @@ __device__ inline uint64_t look(const uint64_t *word) {
   return value;
 }
 
-// Values of one line (columns: of a strip of lines) that were published, Parts or States, as words
-// (index / FAN, piece, columns, index % FAN).
+// Published Parts or States of one line (columns: of a strip of lines), as words of shape (index /
+// FAN, piece, columns, index % FAN).
 template <typename Value>
 struct Published {
   static constexpr int PIECES = sizeof(Value) / 4;
@@ -47,13 +47,13 @@ struct Published {
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) publish(at(index, i, column), pieces[i]);
   }
-  // Looks for a value once: several can be in flight before one waits.
+  // Polls a value once and does not wait, so that several loads are in flight.
   __device__ void look_for(uint64_t (&found)[PIECES], int64_t index, int column,
                            bool is_wanted) const {
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) found[i] = is_wanted ? look(at(index, i, column)) : 0;
   }
-  // The value, once it is there; `other` if it is not wanted.
+  // Waits for the value and returns it; returns `other` if it is not wanted.
   __device__ Value wait(uint64_t (&found)[PIECES], int64_t index, int column, bool is_wanted,
                         Value other) const {
     if (!is_wanted) return other;
@@ -86,8 +86,8 @@ __device__ inline Words<A, WORDS> of_lane(Words<A, WORDS> part, int lane) {
   return part;
 }
 
-// The join of the parts of the lanes before this one in its group of `lanes`; `all`: of all lanes
-// up to this one.
+// The join of the Parts of the lanes before this one, in its group of `lanes`. Replaces `all`, the
+// Part of this lane, by the join of all lanes up to this one.
 template <typename Algebra>
 __device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &all, int lanes) {
   const int lane = threadIdx.x % lanes;
@@ -103,8 +103,8 @@ __device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &al
 
 // ---- look-back ----
 
-// Replaces the states before a line (start) by those before tile number `tile`, from the tile's
-// Parts `own`. A warp calls it for the columns `first` + r * WARPS.
+// Replaces start[r], the State before the line, by the State before tile `tile`. own[r] is the Part
+// of the tile. A warp calls it; r stands for column first + r * WARPS.
 template <typename Algebra, int COLUMNS>
 __device__ inline void look_back(char *state, const StateLayout &layout, const Plan &plan,
                                  int64_t line, int64_t tile, int first,
@@ -160,9 +160,9 @@ __device__ inline void look_back(char *state, const StateLayout &layout, const P
 
 // ---- the segments of a tile ----
 
-// The Parts of a tile's segments, and then the joins of those before each segment; for the first
-// segment, which has none before it, the State before the tile. (segments, columns), with a gap
-// between segments so that the segments of a column lie in different banks.
+// A table (segments, columns) of the Parts of a tile's segments. join_segments() replaces each Part
+// by the join of the segments before it, and put_states() stores the State before the tile with the
+// first segment. A gap after each segment puts the segments of a column into different banks.
 template <typename Algebra, typename A, int SIZE>
 struct Table {
   using Part = typename Algebra::Part;
@@ -186,8 +186,8 @@ struct Table {
     return value;
   }
 
-  // Joins the segments of all columns. All threads call it, after they have put their Parts. A
-  // column's Part of the tile lies in the place of its first segment until its state is there.
+  // Joins the segments of all columns. All threads call it, after they have put their Parts. The
+  // entry of the first segment then holds the Part of the whole tile.
   __device__ void join_segments(const Plan &plan) {
     __syncthreads();
     const int lanes = min(32, plan.segments), share = plan.segments / lanes;
@@ -212,8 +212,8 @@ struct Table {
     __syncthreads();
   }
 
-  // Puts the states before the tile in the places of the first segments; start(c): the state before
-  // the line. COLUMNS: columns of a warp if tiles are joined.
+  // Replaces the entry of the first segment by the State before the tile. start(c) is the State
+  // before line c. COLUMNS: columns per warp in look_back().
   template <int COLUMNS, typename F>
   __device__ void put_states(char *state, const StateLayout &layout, const Plan &plan, int64_t line,
                              int64_t tile, F &&start) {
@@ -227,7 +227,7 @@ struct Table {
         own[r] = get(warp + r * WARPS);
         states[r] = start(warp + r * WARPS);
       }
-      __syncwarp();  // all lanes have read before one writes
+      __syncwarp();  // every lane has read before one writes
       look_back<Algebra>(state, layout, plan, line, tile, warp, own, states);
 #pragma unroll
       for (int r = 0; r < COLUMNS; ++r) put(warp + r * WARPS, states[r]);
