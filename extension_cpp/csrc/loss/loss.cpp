@@ -4,7 +4,7 @@
 
 namespace extension_cpp {
 
-// The numbers of ATen. It is a number because PyTorch leaks memory for each string argument (2.11).
+// ATen's values. The argument is a number, because PyTorch 2.11 leaks memory for string arguments.
 enum Reduction : int64_t { NONE, MEAN, SUM };
 
 static void check_reduction(const char *op, int64_t reduction) {
@@ -125,7 +125,7 @@ static void check_scalar(const char *op, const char *name, const Tensor &x, dtyp
   }
 }
 
-// For one chunk of linear_cross_entropy: overwrites the logits with scale * their gradients.
+// For one chunk of linear_cross_entropy: returns losses, and replaces logits by scale * gradient.
 static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
                                   const Optional &weight, int64_t ignore_index,
                                   double label_smoothing, double z_loss,
@@ -176,7 +176,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, "
       "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor");
   m.def("cross_entropy_scale(Tensor x, Tensor factor) -> Tensor");
-  // Its kernels are in linear_loss.py, because the matrix products are PyTorch's.
+  // linear_loss.py implements it, because the matrix products are PyTorch's.
   def_with_twin(m,
                 "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
                 "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "

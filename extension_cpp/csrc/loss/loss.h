@@ -1,4 +1,4 @@
-/* cross_entropy and token_log_probs. Of a row of logits x with target t, over its cols classes c:
+/* cross_entropy and token_log_probs. For a row of logits x over cols classes c, with target t:
  *   z_c = x_c * scale, or with softcap > 0: softcap * tanh(x_c / softcap)
  *   lse = log(sum_c exp(z_c)),  p_c = exp(z_c - lse)
  * cross_entropy (entropy NULL), with class weights w, s = label_smoothing, W = sum_c w_c:
@@ -12,11 +12,10 @@
  *
  * A row whose target is ignore_index has loss 0 and gradient 0, whatever its logits (lse is still
  * written). A row whose target is outside [0, cols) and not ignore_index has loss, entropy and
- * gradient NaN: no memory outside is read. NaN in a row makes its lse and loss NaN, and so does
- * +inf without softcap.
- * Sums in float (float64: double). Run-to-run deterministic; batch-invariant at equal alignment.
- * Source: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311;
- * softcap: Gemma Team 2024, arXiv:2408.00118. */
+ * gradient NaN, and nothing outside the row is read. NaN in a row makes its lse and loss NaN, and
+ * so does +inf without softcap. Sums in float (float64: double). Run-to-run deterministic;
+ * batch-invariant at equal alignment. Source: torch.nn.functional.cross_entropy; z_loss: Chowdhery
+ * et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118. */
 #ifndef EXTENSION_CPP_LOSS_H
 #define EXTENSION_CPP_LOSS_H
 
@@ -44,8 +43,8 @@ typedef struct {
   dtype_t dtype;
 } loss_rows;
 
-/* grad_logits NULL: only forward. Otherwise dloss/dx * *grad_scale is written as well. A row that
- * stays in registers or caches is not read from memory again for that. */
+/* grad_logits NULL: only forward. Otherwise also writes dloss/dx * *grad_scale to grad_logits, and
+ * reads the row again unless it is still in registers. */
 typedef struct {
   loss_rows rows;
   void *loss;             /* (outer, inner), ACC; token_log_probs: the log-probability */
@@ -68,16 +67,16 @@ typedef struct {
   dtype_t grad_dtype;
 } loss_backward_args;
 
-/* out = sum of loss over the rows, divided by *total if is_mean, of type out_dtype; total = sum of
- * w_t over the rows that are not ignored and whose target is inside. Without rows: 0, mean NaN. In
- * double, in an order that rows alone fixes. target NULL: every row counts 1, for the sum of the
- * class weights. */
+/* out = the sum of loss over the rows, divided by *total if is_mean. total = the sum of w_t over
+ * the rows whose target is a class and not ignore_index. Without rows out is 0 (mean: NaN). The
+ * sums are in double; their order depends on `rows` alone. target NULL: every row counts 1, as for
+ * the sum of the class weights. */
 typedef struct {
   const void *loss;      /* (rows), ACC */
   const int64_t *target; /* (rows) */
   const void *weight;    /* (cols), ACC; NULL: ones */
   void *partial;         /* loss_partials(rows) doubles of scratch */
-  void *out;             /* one number */
+  void *out;             /* one number of type out_dtype */
   void *total;           /* one number, ACC */
   int64_t rows, cols, ignore_index;
   dtype_t dtype, out_dtype;

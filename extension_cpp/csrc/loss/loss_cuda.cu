@@ -2,8 +2,8 @@
 //
 // loss_forward_rows     inner = 1: a warp or a CTA reads a row once, with a running maximum, and
 //                       does not keep it.
-// loss_backward_rows    inner = 1: element by element, from the row's lse. A CTA takes a tile of a
-//                       wide row; a warp takes a narrow row.
+// loss_backward_rows    inner = 1: element by element, from the row's lse. A CTA processes a tile
+//                       of a wide row, or several narrow rows.
 // loss_gradient_rows    forward with the gradient, without softcap and smoothing: the row is in
 //                       registers (norm/norm_plan.h), so it is read once and then overwritten.
 // loss_*_strips         everything else: other dimensions and float64.
@@ -18,7 +18,7 @@ namespace losses {
 
 struct GradientParams : norms::Geometry {
   loss_forward_args args;
-  int ahead;  // how many rows ahead a row is brought into the L2; 0: none is
+  int ahead;  // rows from a row to the one to prefetch into the L2; 0: none
 };
 
 template <typename T, int K, bool ALIGNED>
@@ -39,8 +39,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   const RowWindow<T, K, ALIGNED> window(slice);
   RowFragment<T, K, ALIGNED> x{};
   const T *const from_row = static_cast<const T *>(rows.logits) + row * p.cols;
-  // Every thread starts its maximum with the target's logit. So all threads have read that logit
-  // before the first sum; after it, other threads overwrite their part of the row.
+  // In place, threads overwrite the row after the first sum. So every thread reads the target's
+  // logit before this sum, as the start of its maximum.
   float own = -INFINITY, sum[1] = {0}, z_target = 0;
   if (is_row) {
     x.load(from_row, window, p.hint);
@@ -82,7 +82,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
 
 // ---- launches ----
 
-// Calls f(mode) with the mode as a constant.
+// Calls f(mode) with the mode as a compile-time constant.
 template <typename F>
 void with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
   if (has_entropy) {
@@ -94,8 +94,9 @@ void with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
   }
 }
 
-// The threads of a CTA: x for each row, y rows. A thread has at most `vectors` vectors of its row,
-// unless x would exceed `most`. With fewer threads a row's numbers would take longer.
+// The shape of a CTA: x threads per row, y rows. x is the smallest power of two from 4 to `most`
+// with which a thread has at most `vectors` vectors of its row, or `most`. With fewer threads a row
+// would take longer.
 dim3 row_threads(const loss_rows &rows, int vectors, unsigned most) {
   const int64_t wanted = ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
   unsigned x = 4;
@@ -108,7 +109,7 @@ unsigned at_most_ctas(int64_t ctas) {
 }
 
 cudaError_t forward_rows(const loss_forward_args &args, cudaStream_t stream) {
-  // A row of several warps has a CTA of its own, because the barriers are for all threads of a CTA.
+  // A row of several warps has its own CTA, because a barrier waits for all threads of a CTA.
   const bool is_narrow = args.rows.cols <= NARROW;
   const dim3 threads =
       is_narrow ? row_threads(args.rows, FORWARD_VECTORS, 32) : dim3(CTA_THREADS, 1);

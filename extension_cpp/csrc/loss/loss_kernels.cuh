@@ -1,6 +1,5 @@
-// The kernels of the losses that do not hold a row: forward over rows with a running maximum,
-// backward element by element, and strips for other dimensions and float64 (loss_cuda.cu says
-// when).
+// The kernels of the losses that do not hold a row in registers: forward over rows with a running
+// maximum, backward element by element, and strips for other dimensions and float64 (loss_cuda.cu).
 #ifndef EXTENSION_CPP_LOSS_KERNELS_CUH
 #define EXTENSION_CPP_LOSS_KERNELS_CUH
 
@@ -8,12 +7,12 @@
 
 namespace losses {
 
-constexpr int NARROW = 4096;  // up to this many columns a warp takes a row in forward
+constexpr int NARROW = 4096;  // up to this many columns, one warp processes a row in forward
 constexpr int CTA_THREADS = 256;
-// Vectors that a thread loads at once. TILE_VECTORS: vectors of a wide row per thread in backward.
+// Vectors that a thread loads at once. TILE_VECTORS: vectors per thread of a wide row in backward.
 constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 4, TILE_VECTORS = 8;
 
-// The range of part number `part`, if `count` things are divided into `parts` equal parts.
+// The range of part `part` of `count` items that are divided into `parts` equal parts.
 struct Cut {
   int64_t begin, end;
 
@@ -29,7 +28,7 @@ struct Cut {
 template <typename T>
 struct RowSpan {
   static constexpr int N = VECTOR<T>;
-  int64_t head, vectors;  // columns before the first whole vector of 16 bytes; their number
+  int64_t head, vectors;  // columns before the first whole vector; number of whole vectors
 
   __device__ RowSpan(const T *row, int64_t cols) {
     const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(CTA_THREADS)
                                                    tile == 0, apply);
       continue;
     }
-    // If rows have another alignment in one tensor than in another, no vector fits both.
+    // If x and out have different alignment, no vector is aligned in both.
     const Cut mine(rows.cols, tiles, tile);
     for (int64_t c = mine.begin + threadIdx.x; c < mine.end; c += blockDim.x) {
       float value[1] = {to_acc(x[c])};
@@ -230,7 +229,7 @@ __global__ void __launch_bounds__(STRIP_THREADS)
 
 constexpr int REDUCE_THREADS = 1024;
 
-// Sums of row r: its loss and its weight.
+// Adds the loss and the weight of row r to the sums.
 template <typename A>
 __device__ inline void add_row(double (&sums)[2], const loss_reduce_args &p, int64_t r) {
   sums[0] += static_cast<const A *>(p.loss)[r];

@@ -1,5 +1,5 @@
-// The formulas of loss.h on the GPU, each once: the logit z, the results of a row, the gradient.
-// A is the type of the arithmetic.
+// The formulas of loss.h on the GPU: the logit z, the results of a row, the gradient. A is the
+// accumulation type.
 #ifndef EXTENSION_CPP_LOSS_MATH_CUH
 #define EXTENSION_CPP_LOSS_MATH_CUH
 
@@ -13,15 +13,15 @@ using namespace softmaxes;
 // PLAIN: cross_entropy without softcap and smoothing. ENTROPY: token_log_probs. GENERAL: the rest.
 enum Mode { PLAIN, GENERAL, ENTROPY };
 
-// The absolute error is about 1e-7, which is enough for z. tanhf is more exact near 0, and takes
+// The absolute error is about 1e-7, which is enough for z. tanhf is more accurate near 0, but takes
 // ten times the code.
 __device__ inline float hyperbolic_tangent(float x) {
   return copysignf(1 - 2 / (exponential(2 * fabsf(x)) + 1), x);
 }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
-// A product that is always rounded. If the compiler fused it with an addition in only one of two
-// places, the same z would have two values.
+// A product that is not fused with an addition. If the compiler fused it in only one of two places,
+// the same z would have two values.
 __device__ inline float rounded(float x, float y) { return __fmul_rn(x, y); }
 __device__ inline double rounded(double x, double y) { return __dmul_rn(x, y); }
 
@@ -73,7 +73,7 @@ struct Target {
         is_class(c >= 0 && c < p.cols) {}
 };
 
-// The sum of label smoothing is relative to a point near the row's logits: the first of them.
+// Label smoothing sums z - origin, and the origin is near the row's logits: the first one.
 template <typename A>
 __device__ inline A smoothing_origin(A z) {
   return isfinite(z) ? z : A(0);
@@ -142,7 +142,7 @@ struct RowGradient {
     is_zero = false;
   }
 
-  // lse as two numbers, from and log_sum, so that z - lse loses no digits.
+  // Splits lse into from + log_sum, so that z - lse loses no digits.
   __device__ void set_lse(double lse) {
     from = static_cast<A>(lse);
     log_sum = static_cast<A>(lse - static_cast<double>(from));
@@ -158,14 +158,14 @@ struct RowGradient {
     for (int j = 0; j < M; ++j) {
       const A z = logit.z(x[j]), log_p = (z - from) - log_sum, probability = exponential(log_p);
       A grad = probability * of_p;
-      // If the log is -inf, its product with p = 0 would be NaN.
+      // A lower bound, because log(p) = -inf times p = 0 would be NaN.
       if (MODE == ENTROPY) grad += probability * of_p_log_p * max(log_p, A(-1e30));
       if (MODE == GENERAL && of_weight != 0) grad -= of_weight * class_weight<A>(p, c + j);
       if (MODE == GENERAL && j == at) grad += of_target;
       x[j] = grad * logit.slope(z);
       if (is_zero) x[j] = 0;
     }
-    // With softcap the target's term needs dz/dx at its own z, so the loop above has added it.
+    // GENERAL: the loop above has added the target's term, because dz/dx depends on z with softcap.
     if constexpr (MODE != GENERAL) {
       if (at < 0) return;
 #pragma unroll

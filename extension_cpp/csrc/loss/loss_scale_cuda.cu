@@ -1,5 +1,5 @@
 // loss_scale on the GPU: flat over the elements (common/cuda_pointwise.cuh). PyTorch's product with
-// one number in the GPU's memory goes element by element, at half the speed.
+// a number in GPU memory is not vectorised, and half as fast.
 #include "common/cuda_pointwise.cuh"
 #include "loss/loss.h"
 

@@ -29,8 +29,8 @@ static std::vector<int64_t> rows_shape(const Tensor &logits, int64_t class_dim) 
   return sizes;
 }
 
-// On the CPU every target is checked as well. On the GPU that would have to wait for the device, so
-// the kernel gives NaN there.
+// On the CPU the values are checked, too. On the GPU this would have to wait for the device, so the
+// kernel returns NaN for a wrong target.
 static void check_target(const char *op, const Tensor &target, const Tensor &logits,
                          int64_t class_dim, int64_t ignore_index) {
   check_device(op, "target", target, "logits", logits);
@@ -180,8 +180,7 @@ LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target
   return rows;
 }
 
-// On the CPU a thread gets at least this many items: 16 KiB of traffic, because exp takes most of
-// the time.
+// The fewest items per CPU thread: only 16 KiB of traffic, because exp takes most of the time.
 static int64_t grain(const loss_rows &rows) {
   return ceil_div(4096, rows.cols * std::min<int64_t>(rows.inner, LOSS_TILE));
 }

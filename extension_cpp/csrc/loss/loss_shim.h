@@ -1,4 +1,4 @@
-// What cross_entropy and token_log_probs share in C++: checks, the layout of rows, launches.
+// Shared by cross_entropy and token_log_probs in C++: checks, the layout of rows, launches.
 #ifndef EXTENSION_CPP_LOSS_SHIM_H
 #define EXTENSION_CPP_LOSS_SHIM_H
 
@@ -19,7 +19,7 @@ struct LossOptions {
   std::optional<double> softcap;
 };
 
-// The accumulation type, in which losses are computed. The statistics have it, except lse.
+// The accumulation type. Losses and statistics have it, except lse, which is float64.
 dtype_t acc_dtype(dtype_t dtype);
 
 std::string to_text(double x);
@@ -58,7 +58,7 @@ struct RowResults {
   Optional entropy;
 };
 
-// Launches forward. grad_logits NULL: without the gradient, which is multiplied by *grad_scale.
+// Launches forward. If grad_logits is not NULL, also writes the gradient times *grad_scale to it.
 RowResults launch_forward(const char *op, const LossRows &rows, bool with_entropy,
                           const Tensor *grad_logits = nullptr, const Tensor *grad_scale = nullptr);
 

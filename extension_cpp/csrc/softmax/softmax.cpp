@@ -8,7 +8,7 @@
 
 namespace extension_cpp {
 
-// A dense tensor as the kernels see it, whatever the order of its dimensions in memory.
+// The kernels' view of a dense tensor, for any order of its dimensions in memory.
 struct Shape {
   int64_t outer, cols, inner;
 };
@@ -20,8 +20,7 @@ static Shape shape_of(const Tensor &x, int64_t dim) {
   return {x.numel() / (cols * inner), cols, inner};
 }
 
-// On the CPU a thread gets at least this many items: 16 KiB of traffic, since exp takes most of the
-// time.
+// The fewest items per CPU thread: only 16 KiB of traffic, because exp takes most of the time.
 static int64_t grain(const Shape &shape, int64_t element_size) {
   const int64_t width = std::min<int64_t>(shape.inner, SOFTMAX_TILE);
   return ceil_div(16 << 10, 2 * shape.cols * width * element_size);

@@ -4,11 +4,11 @@
  * x, y, grad_out, grad_x  (outer, cols, inner), contiguous, of type dtype, at any address valid for
  *   that type. The maximum and the sums run over cols. y may be x, and grad_x may be grad_out or y;
  *   otherwise they do not overlap.
- * Any size may exceed 2^31; a call with no element is not launched. One NaN or +inf makes all of
- * its (outer, inner) NaN; -inf gives 0 (log: -inf); if all are -inf, all results are NaN. Computed
- * in float (float64: double) and rounded once. Run-to-run deterministic, and batch-invariant
- * at equal alignment: the result does not depend on the number of threads, on the instruction set
- * (with FMA), or on outer.
+ * Any size may exceed 2^31; a call with no element is not launched. NaN or +inf makes all results
+ * of the same (outer, inner) NaN; -inf gives 0 (log: -inf); if all are -inf, all results are NaN.
+ * Computed in float (float64: double) and rounded once. Run-to-run deterministic, and
+ * batch-invariant at equal alignment: the result does not depend on the number of threads, on the
+ * instruction set (with FMA), or on outer.
  * Source: PyTorch's definition, torch.nn.functional.softmax and log_softmax. */
 #ifndef EXTENSION_CPP_SOFTMAX_H
 #define EXTENSION_CPP_SOFTMAX_H

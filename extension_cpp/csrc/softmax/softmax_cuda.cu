@@ -1,10 +1,9 @@
 // softmax and log_softmax on the GPU.
 //
-// Rows of neighbouring elements (inner = 1) are held in the registers of part of a warp, of a CTA
-// or of a cluster of CTAs, as in the norms' forward and with the same plan (norm/norm_plan.h). Such
-// a row is read once and written once. The generic kernels do everything else, and read a row
-// twice: other dimensions, float64, tensors that do not begin at multiples of 16 bytes, and rows
-// that are wider than a cluster can hold.
+// If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers, as in the
+// norms' forward and with the same plan (norm/norm_plan.h). Such a row is read once and written
+// once. The generic kernels read a row twice. They process everything else: other dimensions,
+// float64, tensors that do not begin at multiples of 16 bytes, and rows too wide for a cluster.
 #include "softmax/softmax.h"
 #include "softmax/softmax_rows.cuh"
 
@@ -16,12 +15,12 @@ struct RowParams : norms::Geometry {
   const T *grad_out;  // backward
   T *out;             // forward: y; backward: grad_x
   bool is_log;
-  int ahead;  // rows to the one that forward brings into the L2; 0: none
+  int ahead;  // forward: rows from a row to the one to prefetch into the L2; 0: none
 };
 
 // ---- the formulas ----
 
-// The term of one element in the sum over a row in backward.
+// The term that an element adds to backward's sum over a row.
 template <typename A>
 __device__ inline A backward_term(A grad_out, A y, bool is_log) {
   return is_log ? grad_out : grad_out * y;
@@ -63,7 +62,7 @@ __global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED))
     for (const float value : values) own = max(own, value);
   });
   own = row_sum.max_cta(own, 0);
-  // Exponentials (log: distances) stay in registers if there is room; if not, they are computed
+  // Exponentials (log: distances) stay in registers if there is room. Otherwise they are computed
   // again.
   constexpr bool KEEPS = K <= 4;
   float kept[KEEPS ? K : 1][N], kept_edge = 0;
@@ -86,7 +85,7 @@ __global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED))
   float most = own;
   if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
   if (!is_row) return;
-  // The factor (log: offset) from values relative to the CTA's maximum to the results of the row.
+  // Converts values relative to the CTA's maximum into results: by a factor (log: an offset).
   const float factor = rescale(own, most) / sum[0];
   const float offset = from - finite_maximum(most) - logarithm(sum[0]);
   T *const y = p.out + row * p.cols;

@@ -1,4 +1,4 @@
-// What softmax and the losses share on the GPU: exponentials and their sum, rows in registers with
+// Shared by softmax and the losses on the GPU: exponentials and their sums, rows in registers with
 // the plan of the norms, and the strips of the generic kernels.
 #ifndef EXTENSION_CPP_SOFTMAX_ROWS_CUH
 #define EXTENSION_CPP_SOFTMAX_ROWS_CUH
@@ -24,27 +24,27 @@ __device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 
-// What is subtracted before exp: the maximum, or 0 if that is -inf, since -inf - -inf is NaN.
+// The number to subtract before exp: the maximum, or 0 if it is -inf, because -inf - -inf is NaN.
 template <typename A>
 __device__ inline A finite_maximum(A x) {
   return x == -INFINITY ? A(0) : x;
 }
 
-// The factor that changes exponentials relative to the maximum `from` into those relative to the
-// maximum `to`. If `from` is -inf, the exponentials are all 0 (or NaN).
+// The factor that converts exponentials relative to the maximum `from` into exponentials relative
+// to `to`. If `from` is -inf, they are all 0 (or NaN), and any factor will do.
 template <typename A>
 __device__ inline A rescale(A from, A to) {
   return from == -INFINITY ? A(1) : exponential(from - to);
 }
 
-// Three numbers of elements z, computed in one pass: their maximum, sum = sum(exp(z - max)), and
-// with ENTROPY moment = sum(exp(z - max) * (z - max)). The maximum skips NaN. NaN and +inf make the
-// sum NaN.
+// Online softmax: computes, in one pass over elements z, their maximum, sum = sum(exp(z - max)),
+// and with ENTROPY moment = sum(exp(z - max) * (z - max)). The maximum skips NaN. NaN and +inf make
+// the sum NaN.
 template <typename A, bool ENTROPY>
 struct ExpSum {
   A max = -INFINITY, sum = 0, moment = 0;
 
-  // Makes the sums relative to another maximum, which is at least max.
+  // Makes the sums relative to the maximum `to`, which is at least max.
   __device__ void raise(A to) {
     const A factor = rescale(max, to);
     if (ENTROPY && max != -INFINITY && factor > 0) moment += sum * (max - to);
@@ -71,8 +71,8 @@ struct ExpSum {
 
 // ---- rows in registers ----
 
-// Registers per thread of a kernel that holds a row. They decide how many threads an SM has, and so
-// how many bytes are in flight.
+// Registers per thread of a kernel that holds a row. They limit the threads of an SM, and so its
+// bytes in flight.
 constexpr int row_registers(int vectors, bool is_aligned) {
   return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
 }
@@ -151,8 +151,8 @@ cudaError_t with_row_type(dtype_t dtype, F &&f) {
 
 // ---- strips ----
 
-// A CTA takes a strip: blockDim.x inner elements of one outer index. For each inner element,
-// blockDim.y threads share its cols. The threads of a warp read neighbouring elements, along inner
+// A CTA processes a strip: blockDim.x inner elements of one outer index. blockDim.y threads share
+// the columns of an inner element. The threads of a warp read neighbouring elements, along inner
 // or, if inner is small, along cols.
 constexpr int STRIP_THREADS = 256;
 
@@ -169,7 +169,7 @@ template <typename A, typename Join>
 __device__ inline A join_strip(A value, Join &&join) {
   __shared__ A shared[STRIP_THREADS];
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  __syncthreads();  // waits for the reads of the call before
+  __syncthreads();  // after all reads of the previous call
   shared[thread] = value;
   for (int half = blockDim.y / 2; half > 0; half /= 2) {
     __syncthreads();
