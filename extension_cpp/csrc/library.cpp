@@ -4,7 +4,7 @@
 
 #include "common/cpu_level.h"
 
-// STABLE_TORCH_LIBRARY does not expand its argument, as _FRAGMENT and _IMPL do.
+// STABLE_TORCH_LIBRARY does not expand its argument, unlike _FRAGMENT and _IMPL.
 #define OWN(name, m) STABLE_TORCH_LIBRARY(name, m)
 OWN(TORCH_EXTENSION_NAME, m) { (void)m; }
 

@@ -127,7 +127,7 @@ static Tensor allocate_statistics(const Tensor &x, const Problem &problem) {
 
 // ---- forward and backward of all norms ----
 
-// On the CPU a thread gets at least this many rows: 128 KiB of traffic.
+// The fewest rows per CPU thread: 128 KiB of traffic.
 static int64_t row_grain(const Problem &problem, int64_t element_size) {
   return ceil_div(128 << 10, std::max<int64_t>(2 * problem.cols * element_size, 1));
 }

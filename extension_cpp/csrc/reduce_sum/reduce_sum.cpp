@@ -1,12 +1,12 @@
 // reduce_sum: schema, checks, the plan of passes, allocation and registration. reduce_sum.h has the
 // kernels' contract.
 //
-// x is treated by its layout in memory: dimensions are sorted by stride, sizes of 1 dropped, and
-// neighbours merged that are both summed or both kept. A pass sums over one such group, the largest
-// first, so that the next pass reads little. Between passes the sums stay in double. A group that
-// alone would keep few threads busy, or would add too many terms in one chain, is cut into chunks,
-// whose sums a second launch adds up. All of this depends on shapes and strides alone, never on the
-// number of threads.
+// The plan follows x's layout in memory. Dimensions are sorted by stride, and dimensions of size 1
+// are dropped. Neighbours that are both summed or both kept are merged into a group. A pass sums
+// over one group, the largest first, so that the next pass reads little. Between passes the sums
+// stay in double. If a pass would keep few threads busy, or add too many terms in one chain, its
+// group is cut into chunks, and a second launch adds up their sums. The plan depends on shapes and
+// strides alone, never on the number of threads.
 #include "reduce_sum/reduce_sum.h"
 
 #include <algorithm>
@@ -115,8 +115,8 @@ static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inn
   const int64_t chunk =
       x.is_cuda() ? plan_chunk_cuda(whole, element_size) : plan_chunk_cpu(whole, element_size);
   if (chunk >= reduce) return launch_pass(x, whole, element_size);
-  // Several rows that are narrower than a warp's read count as one, if their number allows. The
-  // second launch adds up their columns.
+  // Rows of less than 512 bytes, the read of a warp, are joined in pairs while their number is
+  // even. The second launch also adds up the joined rows.
   int64_t as_one = 1;
   if (x.is_cuda() && inner > 1) {
     while (as_one * inner * element_size < 512 && reduce % (2 * as_one) == 0) as_one *= 2;
@@ -203,8 +203,8 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
     run_passes(dense, merge(groups), out);
     return out;
   }
-  // The kept dimensions have another order than the result's. Sums first, then permutes the sums,
-  // which are fewer.
+  // The kept dimensions are in another order than in the result. Sums first and then permutes,
+  // because the sums are fewer.
   const Tensor as_x_lies = allocate_strided(sizes, strides_like(sizes, order, kept), dtype, x);
   run_passes(dense, merge(groups), as_x_lies);
   Tensor result = out;

@@ -11,7 +11,7 @@ namespace extension_cpp {
 
 // ---- checks ----
 
-// What errors call q and k.
+// The names of q and k in errors.
 struct Names {
   const char *op, *q, *k;
 };
@@ -35,7 +35,7 @@ static void check_k(const Names &names, const Tensor &k, const Tensor &q) {
                      to_string(k.sizes()));
 }
 
-// The size of a dimension from the end, 1 where there is none.
+// The size of dimension d, counted from the end; 1 if there is no such dimension.
 static int64_t size_from_end(const Tensor &x, int64_t d) {
   return d <= x.dim() ? x.size(x.dim() - d) : 1;
 }
@@ -89,13 +89,13 @@ static dtype_t check_inputs(const Names &names, const Tensor &q, const Tensor &k
 
 static bool has_unit_rows(const Tensor &x) { return x.size(-1) == 1 || x.stride(-1) == 1; }
 
-// Of a dimension that is not there, or of size 1, a stride has no meaning.
+// The stride of a missing dimension, or of one of size 1, has no effect.
 static rotary_strides strides_of(const Tensor &x) {
   const auto from_end = [&](int64_t d) { return d <= x.dim() ? x.stride(x.dim() - d) : 0; };
   return {from_end(4), from_end(3), from_end(2)};
 }
 
-// q or k, as the kernel reads and writes it. Rows of another stride than 1 go through copies.
+// q or k, as the kernel reads and writes it. If rows do not have stride 1, the kernel uses copies.
 struct Rotated {
   Tensor x, y, result;
 
@@ -142,7 +142,7 @@ static std::tuple<Tensor, Tensor> rotate(const Names &names, const Tensor &q, co
   args.wide_factors = cos.scalar_type() != q.scalar_type();
   args.interleaved = interleaved;
   args.transposed = transposed;
-  // On the CPU a thread gets at least 128 KiB of traffic.
+  // A CPU thread gets at least 128 KiB of traffic.
   const int64_t row_bytes = 2 * args.cols * static_cast<int64_t>(q.element_size());
   launch(names.op, KERNEL(rotary_embedding), args, q, rotary_rows(&args, 0) + rotary_rows(&args, 1),
          ceil_div(128 << 10, row_bytes));
