@@ -24,7 +24,7 @@ struct Problem {
   const T *bias;
   const T *grad_out;
   T *grad_x;          // may be NULL
-  acc_t<T> *partial;  // (row blocks, cols); may be NULL
+  acc_t<T> *partial;  // (row blocks, tiles, halo + width); may be NULL
   F f;
   int64_t rows;
   int64_t cols;

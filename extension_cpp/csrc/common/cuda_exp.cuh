@@ -47,7 +47,7 @@ struct Exp<double> {
 __device__ inline float divide(float a, float b) { return __fdividef(a, b); }
 __device__ inline double divide(double a, double b) { return a / b; }
 
-// 1 / x for a normal x: the approximation and one step of Newton's, which is exact at x = 1.
+// 1 / x for a normal x: the approximation and one Newton step, which makes it exact at x = 1.
 __device__ inline float reciprocal(float x) {
   const float y = reciprocal_fast(x);
   return fmaf(fmaf(-x, y, 1.0f), y, y);

@@ -6,8 +6,8 @@
  *   grad_weight[c] = sum_r(grad_out * xhat),  grad_bias[c] = sum_r(grad_out)
  * Fused forms; a call has at most one:
  *   residual   sum = residual + dropout_x(x), rounded to x's type, replaces x above. In backward x
- *              is sum, grad_x is its gradient with grad_sum (through sum itself) added, and
- *              grad_dropped = dropout_x(grad_x) is the gradient of x.
+ *              is sum, grad_x is the gradient of sum and includes grad_sum, the gradient of the
+ *              result sum, and grad_dropped = dropout_x(grad_x) is the gradient of x.
  *   dropout_y  y = dropout_y(norm(x)); backward applies dropout_y to grad_out first.
  * Dropout of element r * cols + c uses the bits of that index (common/philox.h). Outputs must
  * not overlap inputs. rows = 0 gives weight gradients of 0 and writes nothing else; cols = 0 gives

@@ -134,7 +134,7 @@ __device__ inline void make_mask(RowMask<K, VECTOR<T>> &mask, const BackwardPara
   }
 }
 
-// Partial row `unit` of the `units` ones of parameter i.
+// Partial row `unit` (of `units`) of the gradient of parameter i.
 template <typename T>
 __device__ inline float *partial_row(const BackwardParams<T> &p, int i, int64_t unit,
                                      int64_t units) {

@@ -8,9 +8,9 @@
 
 namespace norms {
 
-constexpr int PIPELINE_THREADS = 512;  // of a CTA, which is alone on its SM
+constexpr int PIPELINE_THREADS = 512;  // per CTA; an SM has one CTA
 
-// Rows of a cluster that have the same alignment.
+// The rows first, first + step, ... of a cluster, which have the same alignment.
 struct Segment {
   int64_t first, step, count;
   int64_t partial;  // index of its partial row

@@ -2,8 +2,7 @@
 //
 // Row CTAs hold rows in registers, as in forward, and write grad_x. Column CTAs sum a few columns
 // over all rows and write the parameters' gradients. Both read x and grad_out; the tensors are
-// small, so the second read hits the L2. Column CTAs come first in the grid, because they take
-// longest.
+// small, so the second read hits the L2. Column CTAs take longest, so they come first in the grid.
 //
 // There are no partial rows, so no second kernel has to add them. If only grad_x is computed, there
 // are only row CTAs, for any number of rows.

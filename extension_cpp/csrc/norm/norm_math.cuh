@@ -71,9 +71,8 @@ struct RmsNorm {
 struct LayerNorm {
   static constexpr int PARAMETERS = 2;
 
-  // Each CTA computes the mean of its columns, then the sum of squared deviations from it. One
-  // exchange joins the CTAs' moments (Chan, Golub and LeVeque 1983); the mean of the row would take
-  // two.
+  // Each CTA computes the mean of its columns, then the sum of squared deviations from it. The CTAs
+  // join these moments in one exchange instead of two (Chan, Golub and LeVeque 1983).
   template <typename A, typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &columns, A per_col, A eps) {

@@ -42,7 +42,7 @@ struct Problem {
   Form form;
   dtype_t dtype;
   int64_t rows, cols;
-  // Row r has the same offset from a multiple of 16 bytes in all tensors; row 0 and the weights
+  // Row r has the same offset from a multiple of 16 bytes in all tensors. Row 0 and the weights
   // have offset 0. This holds for contiguous tensors from PyTorch's allocator.
   bool is_congruent;
   bool wants_x, wants_parameters;  // backward: the gradients to compute
@@ -260,8 +260,8 @@ inline Plan forward_plan(const Problem &p, const Device &device) {
   return plan;
 }
 
-// The number of CTAs or clusters of a persistent kernel: a multiple of `most`, which run at once,
-// so large that none of their `unit` groups of threads adds more than MOST_ROWS rows.
+// The number of CTAs or clusters of a persistent kernel, each with `unit` groups of threads: a
+// multiple of `most`, the number that runs at once. No group adds more than MOST_ROWS rows.
 inline int64_t row_units(const Problem &p, int64_t unit, int64_t most) {
   return most * ceil_div(p.rows, most * unit * MOST_ROWS);
 }
