@@ -6,6 +6,7 @@
 // the tested kernels call is here.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -41,7 +42,7 @@ inline thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
 namespace on_cpu {
 
 constexpr size_t STACK = 65536;
-constexpr int WARP = 32, WORKERS = 3;
+constexpr unsigned WARP = 32, WORKERS = 3;
 constexpr auto LIMIT = std::chrono::seconds(60);
 
 [[noreturn]] inline void fail(const char *why) {
@@ -54,14 +55,15 @@ struct Barrier {
 };
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf place;  // where it gave way
   std::unique_ptr<char[]> stack{new char[STACK]};
-  bool done;
+  bool started, done;
 };
 
 // The CTA that this thread of the CPU runs.
 struct Cta {
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::vector<Thread> threads;
   std::function<void()> body;
   Barrier all;
@@ -74,7 +76,18 @@ struct Cta {
 
 inline thread_local Cta *cta;
 
-inline void yield() { swapcontext(&cta->threads[threadIdx.x].context, &cta->scheduler); }
+// swapcontext would do for both, and ask the kernel for its signal mask each time. jmp_buf goes without.
+inline void yield() {
+  if (_setjmp(cta->threads[threadIdx.x].place) == 0) _longjmp(cta->scheduler, 1);
+}
+
+// Until it gives way or ends.
+[[gnu::noinline]] inline void resume(Thread &thread) {
+  if (_setjmp(cta->scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.place, 1);
+  thread.started = true;
+  setcontext(&thread.start);
+}
 
 inline void arrive(Barrier &barrier, unsigned expected) {
   const unsigned phase = barrier.phase;
@@ -89,6 +102,7 @@ inline void arrive(Barrier &barrier, unsigned expected) {
 inline void enter() {
   cta->body();
   cta->threads[threadIdx.x].done = cta->moved = true;
+  _longjmp(cta->scheduler, 1);
 }
 
 inline void run_cta(Cta &here, unsigned block) {
@@ -99,12 +113,11 @@ inline void run_cta(Cta &here, unsigned block) {
   here.random.seed(block + 1);
   here.deadline = std::chrono::steady_clock::now() + LIMIT;
   for (Thread &thread : here.threads) {
-    thread.done = false;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = STACK;
-    thread.context.uc_link = &here.scheduler;
-    makecontext(&thread.context, &enter, 0);
+    thread.started = thread.done = false;
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = thread.stack.get();
+    thread.start.uc_stack.ss_size = STACK;
+    makecontext(&thread.start, &enter, 0);
   }
   std::vector<unsigned> order(count);
   for (unsigned i = 0; i < count; ++i) order[i] = i;
@@ -115,7 +128,7 @@ inline void run_cta(Cta &here, unsigned block) {
     for (const unsigned i : order) {
       if (here.threads[i].done || i / WARP == held) continue;
       threadIdx = dim3(i);
-      swapcontext(&here.scheduler, &here.threads[i].context);
+      resume(here.threads[i]);
     }
     const auto is_done = [](const Thread &thread) { return thread.done; };
     if (std::all_of(here.threads.begin(), here.threads.end(), is_done)) break;
@@ -128,15 +141,19 @@ inline void run_cta(Cta &here, unsigned block) {
   }
 }
 
-// The value of a lane, all of whose warp call this.
-template <typename T>
-T exchange(T value, unsigned from) {
+// What `read` makes of the values of all lanes, whose whole warp calls this.
+template <typename T, typename Read>
+auto exchange(T value, Read read) {
   const unsigned warp = threadIdx.x / WARP * WARP;
   std::memcpy(&cta->slots[threadIdx.x], &value, sizeof value);
   arrive(cta->warps[warp / WARP], WARP);
-  std::memcpy(&value, &cta->slots[warp + from], sizeof value);
+  const auto result = read([warp](unsigned lane) {
+    T of;
+    std::memcpy(&of, &cta->slots[warp + lane], sizeof of);
+    return of;
+  });
   arrive(cta->warps[warp / WARP], WARP);
-  return value;
+  return result;
 }
 
 inline void check(unsigned mask) {
@@ -153,12 +170,14 @@ inline void wait() {
 
 inline void __syncthreads() { on_cpu::arrive(on_cpu::cta->all, blockDim.x); }
 
-inline void __syncwarp() { on_cpu::exchange(0, 0); }
+inline void __syncwarp() {
+  on_cpu::exchange(0, [](auto of) { return of(0); });
+}
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, unsigned from) {
   on_cpu::check(mask);
-  return on_cpu::exchange(value, from);
+  return on_cpu::exchange(value, [from](auto of) { return of(from); });
 }
 
 template <typename T>
@@ -173,11 +192,14 @@ T __shfl_xor_sync(unsigned mask, T value, unsigned by) {
 }
 
 inline unsigned __ballot_sync(unsigned mask, bool vote) {
-  unsigned found = 0;
-  for (unsigned lane = 0; lane < on_cpu::WARP; ++lane) {
-    found |= static_cast<unsigned>(__shfl_sync(mask, vote, lane)) << lane;
-  }
-  return found;
+  on_cpu::check(mask);
+  return on_cpu::exchange(vote, [](auto of) {
+    unsigned found = 0;
+    for (unsigned lane = 0; lane < on_cpu::WARP; ++lane) {
+      found |= static_cast<unsigned>(of(lane)) << lane;
+    }
+    return found;
+  });
 }
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
@@ -244,7 +266,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     for (unsigned block = next++; block < gridDim.x; block = next++) on_cpu::run_cta(here, block);
   };
   std::vector<std::thread> workers;
-  for (int i = 0; i < on_cpu::WORKERS; ++i) workers.emplace_back(work);
+  const unsigned count = std::min(on_cpu::WORKERS, config->gridDim.x);
+  for (unsigned i = 0; i < count; ++i) workers.emplace_back(work);
   for (std::thread &worker : workers) worker.join();
   return cudaSuccess;
 }
