@@ -69,7 +69,7 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
 # Float64 tensors by a generator's seed and the shapes of all that it drew, and its state then: every op and dtype asks
 # for the same ones. Nobody writes into them. The largest kept is the largest of test_right_for_every_shape on the CPU.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-MOST_DRAWN, MOST_ELEMENTS = 1024, 65536 * 7
+MOST_DRAWN, MOST_ELEMENTS = 1024, 4099 * 33
 
 
 def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]]) -> Tensor:
@@ -108,6 +108,11 @@ def maker(
         return (with_layout(x, layout) if x.dim() else x).detach().requires_grad_()
 
     return make
+
+
+def rows_for(device: str, rows: int, cols: int) -> int:
+    """Of a matrix, that many on a GPU, where they decide which kernel takes them; on the CPU some blocks of work."""
+    return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
 
 
 def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
 from extension_cpp.nn import AddLayerNorm, AddRMSNorm
-from tests.checks import NORM_WIDTHS, as_tuple
+from tests.checks import NORM_WIDTHS, as_tuple, rows_for
 from tests.opspec import DTYPES
 from tests.specs.dropout import seed_of
 
@@ -264,6 +264,7 @@ def test_y_alone_of_large_tensors(name: str, p: float, device: str) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("rows, cols", [(37, 64), (37, 66), (2100, 1024), (2100, 1040), (700, 6144)])
 def test_only_what_needs_a_gradient_gets_one(name: str, rows: int, cols: int, p: float, device: str) -> None:
+    rows = rows_for(device, rows, cols)
     leaves = [t.detach() for t in inputs(cols, torch.float32, device, rows)]
     count = len(used(name, leaves))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import extension_cpp
 from extension_cpp import reference
 from extension_cpp.nn import LayerNorm, RMSNorm
-from tests.checks import norm_arguments
+from tests.checks import norm_arguments, rows_for
 
 NORMS = ["layer_norm", "rms_norm"]
 every_norm = pytest.mark.parametrize("name", NORMS)
@@ -28,6 +28,7 @@ def test_weights_of_half_inputs(
 ) -> None:
     """Weights of float32 or of x's type, or one of them alone: the result has x's dtype, the weights' gradients
     theirs; against float64."""
+    rows = rows_for(device, rows, cols)
     x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
     weight_dtype = torch.float32 if weights == "float32" else dtype
     weight, bias = (

@@ -1,5 +1,6 @@
 """Every promise of docs and specs, over every op, dtype and device there is, a file for each subject."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.checks import Calls, Strides, as_tuple, leaves, random_grad
 from tests.opspec import DTYPES, OpSpec, Sample, all_specs
 
 SPECS = all_specs()
+OPCHECKS = inspect.signature(torch.library.opcheck).parameters["test_utils"].default
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 every_op = pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from tests.battery import calls_of_every_order, every_dtype, every_op, profiled, with_twin
+from tests.battery import OPCHECKS, calls_of_every_order, every_dtype, every_op, profiled, with_twin
 from tests.checks import (
     as_tuple,
     leaves,
@@ -23,10 +23,11 @@ from tests.opspec import OpSpec, Sample
 
 
 @every_op
-def test_gradcheck(spec: OpSpec, device: str) -> None:
+def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
     """The float64 kernels against finite differences, for several layouts; the second order where promised, and
-    forward mode."""
+    forward mode. The quick tier has the whole Jacobians of the first layout, and random products of the others'."""
     for shape, layout in [((3, 5), "contiguous"), ((2, 3, 4), "transposed"), ((2, 3), "sliced")]:
+        fast = {"fast_mode": layout != "contiguous" and not request.config.getoption("--slow")}
         for sample in spec.sample_inputs(maker(device, torch.float64, layout=layout, seed=3), shape):
             tensors = leaves(sample)
 
@@ -35,9 +36,9 @@ def test_gradcheck(spec: OpSpec, device: str) -> None:
                 args = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in sample.args]
                 return spec.function(*args, **sample.kwargs)
 
-            torch.autograd.gradcheck(function, tensors, check_forward_ad=True)
+            torch.autograd.gradcheck(function, tensors, check_forward_ad=True, **fast)
             if spec.second_order:
-                torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True)
+                torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, **fast)
 
 
 @every_op
@@ -276,4 +277,6 @@ def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) ->
                 assert torch.equal(x, y) and x.stride() == y.stride()
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
-            torch.library.opcheck(with_twin(called)[1], args, kwargs)
+            # AOT dispatch, the slowest, is of autograd, which a twin is without.
+            tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
+            torch.library.opcheck(with_twin(called)[1], args, kwargs, test_utils=tests)

@@ -1,7 +1,6 @@
 """Fakes, torch.compile, torch.export and AOTInductor."""
 
 import functools
-import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.battery import SPECS, calls_of_every_order, every_op, with_twin
+from tests.battery import OPCHECKS, SPECS, calls_of_every_order, every_op, with_twin
 from tests.checks import (
     LAYOUTS,
     Calls,
@@ -28,18 +27,18 @@ from tests.checks import (
 )
 from tests.opspec import OpSpec, Sample
 
-OPCHECKS = inspect.signature(torch.library.opcheck).parameters["test_utils"].default
-
 
 @every_op
 def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """All its tests for every dtype and every layout; for each pair of them all but the slow one, AOT dispatch, which
-    the slow tier has for each pair, too."""
+    """All its tests for every dtype and every layout, the slowest, AOT dispatch, for one; the slow tier has all of them
+    for each pair."""
     cases = [(torch.float32, (5, 33)), (torch.bfloat16, (2, 3, 4, 5)), (torch.float64, (0, 3))]
     for i, (dtype, shape) in enumerate(cases):
         for j, layout in enumerate(("sliced", "transposed", "contiguous")):
-            everything = i == j or request.config.getoption("--slow")
-            tests = [test for test in OPCHECKS if everything or test != "test_aot_dispatch_dynamic"]
+            slow = request.config.getoption("--slow")
+            if i != j and not slow:
+                continue
+            tests = [test for test in OPCHECKS if slow or i == 0 or test != "test_aot_dispatch_dynamic"]
             for sample in spec.sample_inputs(maker(device, dtype, layout=layout), shape):
                 with Calls() as calls:
                     outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
@@ -118,12 +117,13 @@ def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
 
 def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
     """Shape, dtype and strides of every fake, for every operator that the sample reaches, beside the real results."""
+    mode = FakeTensorMode()
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
         for op in with_twin(called):
             reals = as_tuple(op(*args, **kwargs))
-            with FakeTensorMode() as mode:
-                fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+            with mode:
                 promises = as_tuple(op(*fakes, **kwargs))
             for real, fake in zip(reals, promises, strict=True):
                 assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device), f"{op} {what}"
@@ -153,7 +153,7 @@ ANY_STRIDES = st.builds(
 
 
 @every_op
-@settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, derandomize=True, max_examples=15, suppress_health_check=list(HealthCheck))
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), first=ANY_STRIDES, second=ANY_STRIDES)
 def test_fake_has_the_real_strides_of_any_layout(
     spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
@@ -196,11 +196,15 @@ CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("capture", CAPTURES)
-def test_captured_graphs_train(spec: OpSpec, capture: str, gradients: bool, device: str) -> None:
-    """What was captured under no_grad may be trained later: it gives eager's results and every gradient."""
+def test_captured_graphs_train(
+    spec: OpSpec, capture: str, gradients: bool, device: str, request: pytest.FixtureRequest
+) -> None:
+    """What was captured under no_grad may be trained later: it gives eager's results and every gradient. The quick tier
+    has one sample each of strict export under no_grad, which takes the longest, and all of it with gradients."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
-    for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
+    every = gradients or capture != "strict torch.export" or request.config.getoption("--slow")
+    for sample in itertools.islice(spec.sample_inputs(maker(device, torch.float32), (5, 33)), None if every else 1):
         module, x = OneCall(spec, sample), sample.args[0].detach()
         with torch.set_grad_enabled(gradients):
             captured = CAPTURES[capture](module, x)

@@ -3,7 +3,7 @@ import torch
 import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
-LONGEST = 1100  # the reference is a loop
+LONGEST = 1100  # the reference is a loop; longer lines are in tests/test_scan.py
 
 
 def factors(make, shape):
@@ -25,7 +25,8 @@ def sample_inputs(make, shape):
     without = (*shape[:-2], shape[-1])
     yield Sample((factors(make, shape), make(shape), make(without)), {"reverse": True})
     yield Sample((factors(make, shape[-1:]), make(shape), make(without)))
-    yield Sample((factors(make, (*shape[:-1], 1)), make(shape), make(shape[:-1])), {"dim": -1, "reverse": True})
+    if shape[-1] <= LONGEST:
+        yield Sample((factors(make, (*shape[:-1], 1)), make(shape), make(shape[:-1])), {"dim": -1, "reverse": True})
 
 
 def error_inputs(device):
