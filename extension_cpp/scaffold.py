@@ -40,8 +40,8 @@ SHARED += [
     "extension_cpp/py.typed",
 ]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
-SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/opspec.py", "tests/specs/__init__.py"]
-SHARED += ["tests/battery/*.py", "tests/test_library.py"]
+SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/opspec.py"]
+SHARED += ["tests/specs/__init__.py", "tests/battery/*.py", "tests/test_library.py"]
 
 LONGEST = 28  # longer names would break the lines of Python in a template, which are laid out for 120 columns
 C_KEYWORDS = re.findall(

@@ -4,8 +4,6 @@ opcheck, torch.compile, second derivatives, no_grad, inference mode and threads 
 autocast is test_norm.py's.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
 from extension_cpp.autograd import _AFTER_AUTOGRAD, Gradients, operators, register_autograd
+from tests.forked import python
 
 
 @pytest.fixture
@@ -348,7 +347,8 @@ def test_no_grad_inside_a_transform(tensors) -> None:
 
 
 AGAIN = """
-import importlib, sys
+import importlib, sys, warnings
+warnings.simplefilter("error", UserWarning)
 import torch, extension_cpp
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -387,5 +387,5 @@ print("works")
 
 def test_importing_again_and_reloading() -> None:
     """As notebooks and test runners do."""
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", AGAIN], capture_output=True, text=True)
+    done = python("-c", AGAIN)
     assert done.stdout == "works\n", done.stderr

@@ -16,6 +16,7 @@ import pytest
 
 import build_library
 import check_environment
+from tests.forked import python
 
 ROOT = Path(build_library.__file__).parent
 BUILD_VARIABLES = [
@@ -376,7 +377,7 @@ def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
     call = f"import torch; torch.ops.load_library(r'{library}'); one = torch.ones(3)\n"
     call += "print(torch.ops.extension_cpp.muladd(one, one, 2.0).tolist())\n"
     call += "try: torch.ops.extension_cpp.muladd(one, torch.ones(4), 2.0)\nexcept RuntimeError as error: print(error)"
-    said = run(sys.executable, "-c", call).stdout
+    said = python("-c", call).stdout
     assert said == "[3.0, 3.0, 3.0]\nextension_cpp::muladd: expected b of shape [3] like a, but got [4]\n"
 
 
@@ -449,7 +450,7 @@ def test_gpu_code_is_compiled_without_special_functions():
 def test_small_library_loads_and_runs(small_tree):
     call = f"import torch; torch.ops.load_library(r'{small_tree / 'extension_cpp' / build_library.LIBRARY}'); "
     call += "print(torch.ops.extension_cpp.muladd(torch.ones(3), torch.ones(3), 2.0).tolist())"
-    assert run(sys.executable, "-c", call).stdout == "[3.0, 3.0, 3.0]\n"
+    assert python("-c", call).stdout == "[3.0, 3.0, 3.0]\n"
 
 
 # What setup.py says of a wheel

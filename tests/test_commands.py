@@ -17,6 +17,7 @@ import extension_cpp
 from extension_cpp import __main__ as command
 from extension_cpp import demo, demo_table, info
 from extension_cpp.info import Build, Gpu, Machine
+from tests.forked import python
 
 PACKAGE = Path(extension_cpp.__file__).parent
 OPERATORS = sorted(set(extension_cpp.__all__) - {"nn", "reference"})
@@ -44,7 +45,7 @@ sys.exit(__main__.main(["demo", "--device", "cpu", "--steps", "50"]))
 
 
 def test_demo(tmp_path):
-    done = run("-c", SMALL_DEMO, PACKAGE.parent, cwd=tmp_path)
+    done = python("-c", SMALL_DEMO, PACKAGE.parent, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     told = " ".join(done.stdout.split())
@@ -142,17 +143,19 @@ def package_without(tmp_path, *missing: str, torch_text: str | None = None) -> P
     return tmp_path
 
 
-OLD_TORCH = """
-__version__ = "2.5.1+cpu"
+# What the package asks of torch before it needs any of it.
+NO_MORE_THAN_A_VERSION = """
+__version__ = "{}+cpu"
 class version: cuda = None
 class cuda: is_available = staticmethod(lambda: False)
 """
+NEW_TORCH, OLD_TORCH = map(NO_MORE_THAN_A_VERSION.format, ("2.11.0", "2.5.1"))
 
 
 @pytest.mark.parametrize(
     "missing, torch_text, sentence",
     [
-        (["*.so"], None, "extension_cpp is not built"),
+        (["*.so"], NEW_TORCH, "extension_cpp is not built"),
         ([], OLD_TORCH, "extension_cpp needs torch >= 2.10, and torch 2.5.1+cpu is installed"),
         ([], "raise ImportError('no such thing')", "extension_cpp needs torch >= 2.10"),
     ],

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +13,14 @@ import torch
 
 import extension_cpp
 from examples import recurrent_text
+from tests.forked import python
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*words: object, **variables: object) -> str:
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    command = [sys.executable, *map(str, words)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    result = python(*words, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -135,9 +134,7 @@ def test_accessor_is_right(compared: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so that neither has a reason to refuse")
 def test_accessor_benchmark_and_profile_say_what_they_lack() -> None:
-    result = subprocess.run(
-        [sys.executable, "examples/accessor/benchmark.py"], cwd=ROOT, capture_output=True, text=True
-    )
+    result = python("examples/accessor/benchmark.py", cwd=ROOT)
     assert result.returncode == 1 and result.stderr.startswith("error: CUDA events need a GPU")
     script = subprocess.run(["examples/accessor/profile_kernel.sh"], cwd=ROOT, capture_output=True, text=True)
     reason = "error: there is no NVIDIA GPU" if shutil.which("ncu") else "error: ncu, Nsight Compute, is not on this"

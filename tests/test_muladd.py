@@ -1,13 +1,12 @@
 """What only muladd promises: out=, and its place in a compiled graph."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import extension_cpp
+from tests.forked import python
 
 
 def inputs(shape: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,6 +154,6 @@ def test_rounded_once_where_the_instruction_exists(level: str) -> None:
     """What a * b loses when it is rounded is what is left of a * b - 1 where b is 1 / a. The baseline of x86 has no
     fused multiply-add and rounds the product, too."""
     environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
-    done = subprocess.run([sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True)
+    done = python("-c", FUSED, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() <= level, "a level that was not asked for"

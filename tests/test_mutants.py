@@ -24,6 +24,7 @@ import torch
 
 import build_library
 import extension_cpp
+from tests.forked import python
 from tests.test_c import build_folder, level_here
 from tests.test_docs import ROOT, blocks
 
@@ -108,7 +109,7 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     (folder / "tests" / "specs").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    names = ["__init__.py", "conftest.py", "checks.py", "opspec.py"]
+    names = ["__init__.py", "conftest.py", "checks.py", "forked.py", "opspec.py"]
     names += ["test_norm.py", "test_norm_kernels.py"]
     for name in [*names, "specs/__init__.py", f"specs/{mutant.op}.py"]:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
@@ -117,9 +118,9 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     file.write_text(file.read_text().replace(mutant.right, mutant.wrong))
     if file.suffix != ".py":
         build(mutant, folder / "extension_cpp" / "csrc", folder / "extension_cpp" / build_library.LIBRARY)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", mutant.test]
+    command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", mutant.test]
     command += ["--device", "cuda" if mutant.cuda else "cpu", *(["--slow"] if mutant.test == SLOW else [])]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return python(*command, cwd=folder)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,13 @@
 
 import itertools
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 from extension_cpp import reduce_sum
+from tests.forked import python
 from tests.opspec import DTYPES
 
 # The kernels' edges: blocks of 32 columns, narrow rows taken several as one, tiles of 1024 columns and of 512 bytes,
@@ -111,7 +110,8 @@ def test_same_bits_for_any_threads_and_instruction_set(tmp_path):
     for level in ("baseline", "v3", "v4"):  # a level the machine lacks runs as its highest one
         path = tmp_path / f"{level}.pt"
         environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
-        subprocess.run([sys.executable, "-c", DETERMINISM, str(path)], env=environment, check=True)
+        done = python("-c", DETERMINISM, path, env=environment)
+        assert done.returncode == 0, done.stderr
         saved.append(torch.load(path))
     for other in saved[1:]:
         assert all(torch.equal(a, b) for a, b in zip(saved[0], other, strict=True))

@@ -22,6 +22,7 @@ from extension_cpp import __main__ as command
 from extension_cpp import scaffold
 from extension_cpp.info import read_build
 from scripts import document_ops
+from tests.forked import python
 from tests.test_c import library_objects
 
 ROOT = Path(build_library.__file__).parent
@@ -33,6 +34,12 @@ TRACES = re.compile(r"(kernel|ops|test|spec|reference|docs)_template", re.IGNORE
 
 def run(*words, **options) -> subprocess.CompletedProcess:
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def run_python(*words, **options) -> subprocess.CompletedProcess:
+    done = python(*words, **options)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -73,8 +80,8 @@ def untouched(one_tree, monkeypatch) -> Iterator[None]:
     assert contents(copy) == before
 
 
-def lint(folder: Path, mypy: bool, *only: str) -> None:
-    """`make lint` of a tree; mypy, which is slow, where asked, and of the files in `only`."""
+def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) -> None:
+    """`make lint` of a tree; mypy, which is slow, where asked, and of the files in `only`; of C what is new, or all."""
     for module in ("ruff", "mypy", "clang_format"):  # `make lint` needs them, `make test` does not
         pytest.importorskip(module)
     run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=folder)
@@ -84,7 +91,9 @@ def lint(folder: Path, mypy: bool, *only: str) -> None:
         if known.exists():
             shutil.copytree(known, folder / ".mypy_cache", dirs_exist_ok=True)
         run(sys.executable, "-m", "mypy", *only, cwd=folder)
-    sources = [path for path in folder.rglob("*") if path.suffix in scaffold.C_SUFFIXES and "build" not in path.parts]
+    paths = folder.rglob("*") if new is None else new
+    sources = [path for path in paths if path.suffix in scaffold.C_SUFFIXES and "build" not in path.parts]
+    assert sources
     run(Path(sysconfig.get_path("scripts")) / "clang-format", "--dry-run", "-Werror", *sources, cwd=folder)
 
 
@@ -282,10 +291,10 @@ def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     for kind, suffix in (("pointwise", ""), ("reduction", "0"), ("accessor", "1"), ("rows", "2"), ("scan", "3")):
         assert command.main(["new", (name[:-1] if suffix else name) + suffix, "--kind", kind]) == 0
     assert "docs/TEMPLATE_USAGE.md" in capsys.readouterr().out
-    for path, text in contents(tree).items():
-        if before.get(path, b"") != text and text is not None:
-            assert not TRACES.search(text.decode()) and not TRACES.search(str(path)), path
-    lint(tree, name == LONG, "extension_cpp", f"examples/{name[:-1]}1")
+    new = [path for path, text in contents(tree).items() if before.get(path, b"") != text and text is not None]
+    for path in new:
+        assert not TRACES.search((tree / path).read_text()) and not TRACES.search(str(path)), path
+    lint(tree, name == LONG, "extension_cpp", f"examples/{name[:-1]}1", new=[tree / path for path in new])
 
 
 @pytest.mark.parametrize(
@@ -452,11 +461,11 @@ def test_library_that_is_older_than_its_sources(tree):
     """Between `new` and the build: the commands say so, and another `new` works."""
     shutil.copy(ROOT / "extension_cpp" / build_library.LIBRARY, tree / "extension_cpp")
     for name in ("first_op", "second_op"):
-        run(sys.executable, "-m", "extension_cpp", "new", name, cwd=tree)
-    told = subprocess.run([sys.executable, "-m", "extension_cpp", "demo"], cwd=tree, capture_output=True, text=True)
+        run_python("-m", "extension_cpp", "new", name, cwd=tree)
+    told = python("-m", "extension_cpp", "demo", cwd=tree)
     assert told.returncode == 1 and told.stderr.count("\n") == 1
     assert told.stderr.startswith("error: extension_cpp's library is older than its sources: ")
-    imported = subprocess.run([sys.executable, "-c", "import extension_cpp"], cwd=tree, capture_output=True, text=True)
+    imported = python("-c", "import extension_cpp", cwd=tree)
     assert "ImportError: extension_cpp's library is older than its sources" in imported.stderr
 
 
@@ -472,13 +481,16 @@ def selected(words: str, config: pytest.Config) -> str:
 def test_new_ops_compile_and_pass(tree, pytestconfig):
     """Three templates as they stand."""
     same_build = with_objects(tree)
-    run(sys.executable, "-m", "extension_cpp", "new", "kernel_template", cwd=tree)
-    run(sys.executable, "-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
-    run(sys.executable, "-m", "extension_cpp", "new", "kernel_template_scan", "--kind", "scan", cwd=tree)
+    run_python("-m", "extension_cpp", "new", "kernel_template", cwd=tree)
+    run_python("-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
+    run_python("-m", "extension_cpp", "new", "kernel_template_scan", "--kind", "scan", cwd=tree)
     run(sys.executable, "build_library.py", cwd=tree, env=same_build)
-    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
+    test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
+    # Files that look at every op, and those of the templates; collecting the others, too, takes seconds.
+    about_ops = re.compile("all_specs|timed_specs|kernel_template|test_operators_are_documented")
+    files = [path for path in (tree / "tests").glob("test_*.py") if about_ops.search(path.name + path.read_text())]
     words = selected("kernel_template or operators_are_documented or readme_names", pytestconfig)
-    done = run(*test, "tests", "-k", words, cwd=tree)
+    done = run_python(*test, "tests/battery", *files, "-k", words, cwd=tree)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
 
@@ -487,11 +499,11 @@ def test_new_package_compiles_and_passes(tmp_path, kind, device, pytestconfig):
     if device == "cpu" and kind != "reduction":
         pytest.skip("test_new_ops_compile_and_pass has the same kernels on the CPU")
     folder = tmp_path / "a pâckage"
-    run(sys.executable, "-m", "extension_cpp", "new-package", folder, "--name", "my_kernels", "--kind", kind, cwd=ROOT)
+    run_python("-m", "extension_cpp", "new-package", folder, "--name", "my_kernels", "--kind", kind, cwd=ROOT)
     with_device = environment(device) | ({"DEBUG": "1"} if device == "cpu" else {})
     run(sys.executable, "build_library.py", cwd=folder, env=with_device)
     some = [] if device == "cuda" else ["-k", selected("test", pytestconfig)]
-    done = run(sys.executable, "-m", "pytest", "-q", "--device", device, *some, cwd=folder, env=with_device)
+    done = run_python("-m", "pytest", "-q", "--device", device, *some, cwd=folder, env=with_device)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
     if device == "cpu":
         run("make", "wheel", f"PYTHON={sys.executable}", cwd=folder, env=with_device)
@@ -507,12 +519,12 @@ def test_make_of_a_new_package_says_what_is_missing(tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
-    for python, sentence in {
+    for name, sentence in {
         "": "PYTHON= is empty: name a Python that has torch",
         "/nowhere/python": "error: PYTHON=/nowhere/python was not found.",
         str(bare): "lacks torch>=2.10, ninja, pytest, hypothesis, numpy; install with '",
     }.items():
-        told = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=folder, capture_output=True, text=True)
+        told = subprocess.run(["make", "test", f"PYTHON={name}"], cwd=folder, capture_output=True, text=True)
         assert told.returncode != 0 and sentence in told.stderr and "Traceback" not in told.stderr
 
 
@@ -545,11 +557,10 @@ def test_commands_of_an_installed_wheel(tree, tmp_path):
     for templates in (*scaffold.OP_KINDS, "package"):
         there = installed / "extension_cpp" / "tree" / "templates" / templates
         assert contents(there) == contents(ROOT / "templates" / templates)
-    made = [sys.executable, "-m", "extension_cpp", "new-package"]
+    made = ["-m", "extension_cpp", "new-package"]
     for where in (installed, ROOT):
-        run(*made, tmp_path / f"by {where.name}", "--name", "my_kernels", "--kind", "rows", cwd=where)
+        run_python(*made, tmp_path / f"by {where.name}", "--name", "my_kernels", "--kind", "rows", cwd=where)
     assert contents(tmp_path / f"by {installed.name}") == contents(tmp_path / f"by {ROOT.name}")
-    command = [sys.executable, "-m", "extension_cpp", "new", "my_op"]
-    told = subprocess.run(command, cwd=installed, capture_output=True, text=True)
+    told = python("-m", "extension_cpp", "new", "my_op", cwd=installed)
     assert told.returncode == 1 and told.stderr.count("\n") == 1
     assert "'new' adds an op to a checkout of extension_cpp, and this one is installed" in told.stderr

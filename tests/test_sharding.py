@@ -10,7 +10,6 @@ import functools
 import importlib
 import math
 import multiprocessing
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -29,6 +28,7 @@ import extension_cpp
 from extension_cpp.after_import import after_import
 from extension_cpp.nn import convert
 from tests.checks import as_tuple, maker, random_grad
+from tests.forked import python
 from tests.opspec import OpSpec, Sample, all_specs
 
 DEVICE = "cpu"  # of this process, which of_two and of_four start
@@ -957,8 +957,7 @@ print("works")
 
 def test_rules_come_with_dtensor() -> None:
     """In any order of the imports, and when the package is imported again."""
-    command = [sys.executable, "-c", IMPORTS]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(extension_cpp.__file__).parent.parent)
+    done = python("-c", IMPORTS, cwd=Path(extension_cpp.__file__).parent.parent)
     assert done.stdout == "works\n", done.stderr
 
 

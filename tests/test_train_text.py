@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from examples import train_text
+from tests.forked import python
 
 SIZES = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "accumulate": 2, "learning_rate": 2e-3}
 # The program itself, with a smaller model.
 SMALL = f"""
 import sys
+import torch
+torch.set_num_threads(1)  # the model is too small for more
 sys.path.insert(0, {str(Path(train_text.__file__).parent.parent)!r})
 from examples import train_text
 train_text.SIZES["cpu"] = {json.dumps(SIZES)}
@@ -37,9 +40,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def start_in(folder: Path) -> subprocess.Popen:
-    options = ["--device", "cpu", "--no-compile", "--steps", str(STEPS), "--out", str(folder)]
-    return start([sys.executable, "-c", SMALL, *options])
+def options_of(folder: Path) -> list[str]:
+    return ["--device", "cpu", "--no-compile", "--steps", str(STEPS), "--out", str(folder)]
 
 
 def start(command: list[str]) -> subprocess.Popen:
@@ -54,7 +56,7 @@ def start(command: list[str]) -> subprocess.Popen:
 
 def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    program = start_in(killed)
+    program = start([sys.executable, "-c", SMALL, *options_of(killed)])
     deadline = time.monotonic() + 120
     while not (killed / "ours.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -63,8 +65,8 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     assert program.returncode == -signal.SIGKILL, printed
     assert 0 < len(train_text.read_checkpoint(killed / "ours.pt")["losses"]) < STEPS
     for folder in (killed, whole):
-        program = start_in(folder)
-        printed, _ = program.communicate(timeout=300)
+        program = python("-c", SMALL, *options_of(folder))
+        printed = program.stdout + program.stderr
         assert program.returncode == 0 and ("Going on from step" in printed) == (folder == killed), printed
         assert "what the model writes" in printed and (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     resumed, expected = (train_text.read_checkpoint(folder / "ours.pt") for folder in (killed, whole))

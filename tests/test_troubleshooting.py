@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import build_library
 import extension_cpp
 from extension_cpp import info
+from tests.forked import python
 from tests.test_docs import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -22,7 +22,10 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 
 def run(*command: object, **options) -> str:
     """What a command that must fail says."""
-    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
+    return failed(subprocess.run([str(word) for word in command], capture_output=True, text=True, **options))
+
+
+def failed(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode != 0, result.stdout
     return result.stdout + result.stderr
 
@@ -49,7 +52,7 @@ def nvcc_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def cuda_home_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     code = "import torch.utils.cpp_extension as e; e.CUDA_HOME = None; e.CUDAExtension('a', ['a.cu'])"
-    return run(sys.executable, "-c", code)
+    return failed(python("-c", code))
 
 
 def cuda_version_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -57,7 +60,7 @@ def cuda_version_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
         pytest.skip("this torch was built without CUDA")
     script(tmp_path / "bin" / "nvcc", "echo 'Cuda compilation tools, release 9.2, V9.2.1'")
     code = "import torch.utils.cpp_extension as e; e._check_cuda_version('g++', None)"
-    return run(sys.executable, "-c", code, env=os.environ | {"CUDA_HOME": str(tmp_path)})
+    return failed(python("-c", code, env=os.environ | {"CUDA_HOME": str(tmp_path)}))
 
 
 def unsupported_gpu_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -97,7 +100,7 @@ def package(folder: Path, library: Path | None) -> str:
     shutil.copytree(extension_cpp.LIBRARY.parent, folder / "extension_cpp", ignore=ignore)
     if library:
         shutil.copy(library, folder / "extension_cpp" / build_library.LIBRARY)
-    return run(sys.executable, "-c", "import extension_cpp", cwd=folder)
+    return failed(python("-c", "import extension_cpp", cwd=folder))
 
 
 def library_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
