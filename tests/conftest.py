@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import gc
 import os
 import shutil
 import tempfile
@@ -73,6 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow tier: run with --slow"))
+
+
+def pytest_collection_finish() -> None:
+    """Millions of objects of torch and of the tests stay for good: garbage collections need not look at them, and where
+    PyTorch traces graphs there are many collections."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -76,7 +76,7 @@ struct Cta {
 
 inline thread_local Cta *cta;
 
-// swapcontext would do for both, and ask the kernel for its signal mask each time. jmp_buf goes without.
+// swapcontext would do for both, and ask the kernel for its signal mask each time.
 inline void yield() {
   if (_setjmp(cta->threads[threadIdx.x].place) == 0) _longjmp(cta->scheduler, 1);
 }
