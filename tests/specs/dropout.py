@@ -16,8 +16,11 @@ def known_philox(seed, numel, device):
 
 
 def philox(seed, numel):
-    """Once for a seed and a size: it takes most of the time of a reference, and the seed is the same everywhere."""
-    if type(seed) is not torch.Tensor or torch.compiler.is_compiling():  # a fake one, say
+    """Once for a seed and a size: it takes most of the time of a reference, and the seed is the same everywhere. What
+    transforms of torch.func and modes make is theirs, and not kept."""
+    if torch.compiler.is_compiling() or type(seed) is not torch.Tensor:
+        return PHILOX(seed, numel)
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:
         return PHILOX(seed, numel)
     return known_philox(seed.item(), numel, seed.device)
 
