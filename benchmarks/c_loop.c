@@ -1,4 +1,5 @@
-// h[k] = a[k] * h[k - 1] + b[k] as one writes it first, with the lines shared among OpenMP's threads. The state is a float.
+// h[k] = a[k] * h[k - 1] + b[k] as one writes it first, with the lines shared among OpenMP's
+// threads. The state is a float.
 #include <stdint.h>
 #include <string.h>
 

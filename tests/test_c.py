@@ -277,7 +277,11 @@ def test_norm_plan(tmp_path: Path) -> None:
 
 def test_lines_have_at_most_100_columns() -> None:
     """Comments, too, which clang-format leaves as they are."""
-    folders = [build_library.CSRC, SOURCES, *(SOURCES.parent.parent / name for name in ("templates", "examples"))]
+    folders = [
+        build_library.CSRC,
+        SOURCES,
+        *(SOURCES.parent.parent / name for name in ("templates", "examples", "benchmarks")),
+    ]
     paths = [
         path for folder in folders for suffix in ("c", "h", "cpp", "cu", "cuh") for path in folder.rglob(f"*.{suffix}")
     ]

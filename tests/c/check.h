@@ -127,7 +127,7 @@ buffer_t buffer_copy(const void *data, size_t bytes, size_t offset);
 /* Fails, naming `what`, unless the guards hold their pattern and the data equals `expected` (if
  * that is not NULL). */
 void buffer_check(const buffer_t *buffer, const void *expected, const char *what);
-/* The same for elements of a type: any NaN equals any other, whose sign is the compiler's choice. */
+/* The same for elements of a type. Any NaN equals any other: the compiler chooses its sign. */
 void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *expected,
                            const char *what);
 /* Fails unless bytes [begin, end) equal those of `expected` and all others still hold the
