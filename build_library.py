@@ -50,8 +50,7 @@ X86_LEVELS = {
 C_FLAGS = ["-std=c17", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
-# Beyond -O2, for kernels. What else gcc's -O3 has makes copies of loops and functions: a third of the compiler's work,
-# for no speed.
+# Beyond -O2, for kernels. What else gcc's -O3 has makes copies of loops and functions, which take the compiler long.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # Without what no .cu uses and what the compilers would parse three times for each, in half the time that all headers
@@ -320,8 +319,8 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         nvcc, toolkit = nvcc_command(nvcc, cxx, debug, archs)
         link += toolkit
     commands = {
-        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " -MMD",
-        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise, include, here, shim) + " -MMD",
+        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " $listed",
+        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise, include, here, shim) + " $listed",
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
     after = {"c": "", "cxx": "", "nvcc": ""}
@@ -334,6 +333,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     (folder / own).mkdir(exist_ok=True)
     with (folder / own / "build.ninja").open("w") as file:
         ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
+        ninja.variable("listed", "-MMD")  # what ninja tracks: the headers of csrc
         for rule, command in commands.items():
             command += " -MF $out.d $flags -c $in -o $out" + after[rule]
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
@@ -346,9 +346,12 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
             file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
         def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
+            if {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}:
+                return ""  # they do not cache what uses one
             (folder / header).parent.mkdir(parents=True, exist_ok=True)
             write_if_new(folder / header, text)
-            file.write(f"build {header}.gch: {rule} {header}\n  flags = {quote(flags)}\n")
+            # -MD: those of torch and the system, too; a compiler takes an old precompiled header without a word.
+            file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
             return header
 
         for source in sorted(CSRC.glob("common/*.c")):

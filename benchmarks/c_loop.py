@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from build_library import compiler
+from build_library import BuildError, compiler
 
 NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
@@ -18,17 +18,19 @@ NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 def library() -> ctypes.CDLL:
     """Compiled once a process; it stays mapped when its folder is gone."""
     source = Path(__file__).with_suffix(".c")
+    try:
+        command = compiler("CC", "cc", "gcc")
+    except BuildError as error:
+        raise RuntimeError(str(error)) from error
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "c_loop.so")
         flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-        subprocess.run([*compiler("CC", "cc", "gcc"), *flags, str(source), "-o", str(target)], check=True)
+        subprocess.run([*command, *flags, str(source), "-o", str(target)], check=True)
         return ctypes.CDLL(str(target))
 
 
 def recurrence(a: Tensor, b: Tensor, dim: int) -> Tensor:
     """Of two dimensions, without gradients."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("the loop has no gradients")
     h = torch.empty_like(b)
     steps, lines = b.shape if dim == 0 else reversed(b.shape)
     function = getattr(library(), f"{'columns' if dim == 0 else 'rows'}_{NAMES[b.dtype]}")

@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spread = f"{1e3 * time.low:.2f} to {1e3 * time.high:.2f}"
         table.add_row(name, f"{1e3 * time.median:.2f}", spread, f"{ratio:.3f}", memory)
     about = machine(options.device) | {"rounds": options.rounds, "commit": commit()}
-    about |= {"versions": versions() | {"liger": peers.versions("cuda")["liger"]}}
+    about |= {"versions": versions() | {"liger": peers.versions(options.device).get("liger")}}
     path = options.json or Path("out") / f"linear-loss-{options.device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}

@@ -155,6 +155,9 @@ PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
+FORWARD_ALONE = ("c_loop",)
+
+
 def versions(device: str) -> dict[str, str | None]:
     """Of each library that can be imported here; None: absent."""
     if device == "cpu":

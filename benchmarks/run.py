@@ -234,6 +234,8 @@ def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) ->
         torch._dynamo.reset()
         functions["compile"] = torch.compile(stock, dynamic=False)  # compiled for the timed shape alone, as if first
     known = peers.PEERS.get(case.spec.name, {})
+    if case.backward:
+        libraries = [name for name in libraries if name not in peers.FORWARD_ALONE]
     return functions | {name: known[name] for name in libraries if name in known}
 
 

@@ -90,7 +90,7 @@ def seconds(log: str, plan: str) -> list[tuple[float, str]]:
 
     `log` is the text of .ninja_log, which also remembers what was deleted; `plan` is that of build.ninja.
     """
-    objects = set(re.findall(r"^build (\S+\.o):", plan, re.MULTILINE))
+    objects = set(re.findall(r"^build (\S+\.(?:o|gch)):", plan, re.MULTILINE))
     rows = [line.split("\t") for line in log.splitlines() if not line.startswith("#")]
     last = {output: (int(end) - int(start)) / 1000 for start, end, _, output, _ in rows if output in objects}
     return sorted(((time, output.removesuffix(".o")) for output, time in last.items()), reverse=True)

@@ -413,6 +413,25 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     assert build_library.steps_to_do(ninja) == len(expected)
 
 
+@pytest.mark.parametrize(
+    ("rule", "header", "others"),
+    [("shims.h", "op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu_block.h", "/usr/")],
+)
+def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
+    """Of torch and the system, too: a compiler takes an old one without a word."""
+    folder = small_tree / "build" / "release-cpu"
+    listed = run(sys.executable, "-m", "ninja", "-C", folder, "-t", "deps", f"{rule}.gch").stdout
+    assert f"common/{header}" in listed and others in listed
+    touch(small_tree / "extension_cpp" / "csrc" / "common" / header)
+    assert f"{rule}.gch" in steps(folder)
+
+
+def test_gpu_code_has_no_namespace_without_a_name():
+    """nvcc names what is in one after the file's date."""
+    for path in build_library.CSRC.rglob("*.cu*"):
+        assert not re.search(r"\bnamespace \{", path.read_text()), path
+
+
 def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     if build_library.find_nvcc() is None:

@@ -26,11 +26,8 @@ import build_library
 
 SOURCES = Path(__file__).parent / "c"
 LEVELS = build_library.X86_LEVELS if platform.machine() == "x86_64" else {"baseline": []}
-# Behind the flags of sanitizers, it takes them back.
-OPTIMISED = ["-O2", *build_library.c_optimise(build_library.compiler("CC", "cc", "gcc"))]
-PLAIN = [*OPTIMISED, "-fno-sanitize=all"]
-BUILDS = {
-    "plain": OPTIMISED,
+BUILDS: dict[str, list[str]] = {
+    "plain": [],  # beside the library's
     # -Og keeps the source's loads and stores, and compiles in less time than -O1. null and object-size look for
     # accesses that address sees as well: at 0, and beyond an array. alignment and pointer-overflow would find nothing
     # that is wrong on a machine: vectors are loaded as unaligned ones. The four take half of the time to compile.
@@ -110,7 +107,9 @@ def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> 
         COMPILED.mkdir(parents=True, exist_ok=True)
         unfinished = COMPILED / f"{name}.{os.getpid()}"  # a run that is stopped here leaves no half object
         result = subprocess.run([*command, "-c", source, "-o", unfinished], capture_output=True, text=True)
-        assert result.returncode == 0 and not result.stderr, f"{shlex.join(command)} {source}\n{result.stderr}"
+        if result.returncode != 0 or result.stderr:
+            unfinished.unlink(missing_ok=True)
+            raise AssertionError(f"{shlex.join(command)} {source}\n{result.stderr}")
         for outdated in COMPILED.glob(f"{name}.*.o"):
             outdated.unlink()
         unfinished.rename(compiled)
@@ -123,7 +122,10 @@ def compile_program(build: str, folder: Path, levels: Collection[str]) -> Path:
     include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
     c_flags = build_library.c_flags(compiler)
     outlined = OUTLINED if build == "sanitized" and {*build_library.GCC_FLAGS} <= {*c_flags} else []
-    flags = [*compiler, *c_flags, *build_library.COMMON_FLAGS, *BUILDS[build], *outlined]
+    optimised = ["-O2", *build_library.c_optimise(compiler)]
+    own = optimised if build == "plain" else BUILDS[build]
+    plain = [*optimised, "-fno-sanitize=all"]  # behind the flags of sanitizers, it takes them back
+    flags = [*compiler, *c_flags, *build_library.COMMON_FLAGS, *own, *outlined]
     headers = sorted(path for place in (build_library.CSRC, SOURCES) for path in place.rglob("*.h"))
     version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
     seen = version + b"".join(path.read_bytes() for path in headers)
@@ -140,7 +142,7 @@ def compile_program(build: str, folder: Path, levels: Collection[str]) -> Path:
             if is_plain and built and source.is_relative_to(build_library.CSRC):
                 objects.append(str(built / level / f"{source.relative_to(build_library.CSRC)}.o"))
             else:
-                extra = [*level_flags, f"-DCPU_LEVEL_{level.upper()}", *(PLAIN if is_plain else [])]
+                extra = [*level_flags, f"-DCPU_LEVEL_{level.upper()}", *(plain if is_plain else [])]
                 add(source, f"{source.stem}.{level}", extra)
     for source in [SOURCES / "check.c", *sorted(SOURCES.glob("test*.c"))]:
         add(source, source.stem, ["-O2"])

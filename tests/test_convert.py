@@ -179,7 +179,7 @@ def test_models_in_bfloat16(name: str, device: str) -> None:
     }
     assert all(each.dtype == torch.bfloat16 for part, each in found["converted"].items() if part != "loss")
     # Two ways to round the same step: over draws of weights the one is 0.66 to 1.38 times as far off as the other.
-    assert 0 < errors["converted"] <= 2 * errors["stock"], errors
+    assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
 # ---- one norm ----

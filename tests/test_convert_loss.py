@@ -137,7 +137,7 @@ def test_in_bfloat16(name: str, loss: str, device: str) -> None:
         for who, each in found.items()
     }
     # Two ways to round the same step: over draws of weights the one is 0.66 to 1.38 times as far off as the other.
-    assert 0 < errors["converted"] <= 2 * errors["stock"], errors
+    assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
 @pytest.mark.parametrize("loss", LOSSES)

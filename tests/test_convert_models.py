@@ -173,7 +173,7 @@ def test_in_bfloat16(name: str, device: str) -> None:
         found = loss_and_gradients(each)
         errors.append(sum((found[part].double() - exact[part]).square().sum().item() for part in exact) ** 0.5)
     # Two ways to round the same step: over draws of weights the one is 0.66 to 1.38 times as far off as the other.
-    assert 0 < errors[1] <= 2 * errors[0], errors
+    assert 0 < errors[1] <= 1.5 * errors[0], errors
 
 
 COMPILED = ["llama", "phi3", "gemma3", "modernbert", "vit"]

@@ -98,7 +98,11 @@ def build(mutant: Mutant, csrc: Path, library: Path) -> None:
         assert result.returncode == 0, result.stderr
 
     for name, path in replaced.items():
-        run(commands[name], {name: path, f"{name}.d": f"{path}.d"})
+        command = commands[name]
+        if "-include" in command:  # the precompiled header, which holds other headers as they were
+            at = command.index("-include")
+            command = command[:at] + command[at + 2 :]
+        run(command, {name: path, f"{name}.d": f"{path}.d"})
     run(commands[build_library.LIBRARY], {**replaced, build_library.LIBRARY: str(library)})
 
 

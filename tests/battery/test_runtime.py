@@ -66,7 +66,7 @@ def _bits(x: torch.Tensor) -> bytes:
 
 
 def _calls(spec: OpSpec, dtype: torch.dtype, device: str) -> list[Sample]:
-    """Of at least 8 blocks of work each."""
+    """Of several blocks of work each."""
     shapes = [(300, 1025), (3, 100_001), (4099, 31)]
     if device == "cuda":
         shapes += [(300, 1024), (107, 50257)]

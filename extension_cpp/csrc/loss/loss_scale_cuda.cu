@@ -3,7 +3,7 @@
 #include "common/cuda_pointwise.cuh"
 #include "loss/loss.h"
 
-namespace {
+namespace loss_scale_kernels {
 
 template <typename A>
 struct Scale {
@@ -13,7 +13,9 @@ struct Scale {
   }
 };
 
-}  // namespace
+}  // namespace loss_scale_kernels
+
+using namespace loss_scale_kernels;
 
 extern "C" int loss_scale_cuda(const loss_scale_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {

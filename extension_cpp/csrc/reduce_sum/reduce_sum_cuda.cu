@@ -18,7 +18,7 @@
 #include "common/cuda_vector.cuh"
 #include "reduce_sum/reduce_sum.h"
 
-namespace {
+namespace reduce_sum_kernels {
 
 // __launch_bounds__ keeps three CTAs on an SM, 48 KiB in flight, for kernels that would take more
 // registers.
@@ -333,7 +333,9 @@ void launch_columns(const reduce_sum_args &args, cudaStream_t stream) {
   sum_many_rows<T><<<grid(blocks), THREADS, 0, stream>>>(args, log_vectors, columns(log_vectors));
 }
 
-}  // namespace
+}  // namespace reduce_sum_kernels
+
+using namespace reduce_sum_kernels;
 
 extern "C" int reduce_sum_cuda(const reduce_sum_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {

@@ -10,7 +10,7 @@
 #include "common/range.h"
 #include "rotary_embedding/rotary_embedding.h"
 
-namespace {
+namespace rotary_embedding_kernels {
 
 constexpr int THREADS = 128;
 constexpr int HEADS = 4;
@@ -270,7 +270,9 @@ cudaError_t launch(const rotary_embedding_args &args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace
+}  // namespace rotary_embedding_kernels
+
+using namespace rotary_embedding_kernels;
 
 extern "C" int rotary_embedding_cuda(const rotary_embedding_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
