@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 if sys.version_info < (3, 10):  # noqa: UP036  # any Python can be asked to run this file
     sys.exit(f"error: Python 3.10 or newer is needed, and {sys.executable} is {sys.version.split()[0]}.")
@@ -285,6 +286,43 @@ def own_folder(namespace: str) -> str:
     return "" if namespace == NAMESPACE else "other_namespace/"
 
 
+def write_objects(
+    file: TextIO, folder: Path, own: str, levels: dict[str, list[str]], info: str, cuda: bool, precompiled: bool
+) -> list[str]:
+    """Writes how each source becomes an object; returns the objects."""
+    csrc = Path(os.path.relpath(CSRC, folder.resolve()))
+    objects: list[str] = []
+
+    def add(rule: str, source: Path, flags: list[str], prefix: str = "", header: str = "") -> None:
+        objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
+        path = escape(csrc / source.relative_to(CSRC)) + (f" | {header}.gch" if header else "")
+        flags = [*flags, "-include", header] if header else flags
+        file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
+
+    def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
+        if not precompiled:
+            return ""
+        (folder / header).parent.mkdir(parents=True, exist_ok=True)
+        write_if_new(folder / header, text)
+        # -MD: those of torch and the system, too; a compiler takes an old precompiled header without a word.
+        file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
+        return header
+
+    for source in sorted(CSRC.glob("common/*.c")):
+        add("c", source, [], "baseline/")
+    for level, flags in levels.items():
+        flags = [*flags, f"-DCPU_LEVEL_{level.upper()}"]
+        header = precompile("c", f"{level}/kernels.h", KERNELS_HEADER, [*flags, "-x", "c-header"])
+        for source in sorted(CSRC.rglob("*_cpu.c")):
+            add("c", source, flags, f"{level}/", header)
+    header = precompile("cxx", f"{own}shims.h", SHIMS_HEADER, ["-x", "c++-header"])
+    for source in sorted(CSRC.rglob("*.cpp")):
+        add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [], own, header)
+    for source in sorted(CSRC.rglob("*.cu")) if cuda else []:
+        add("nvcc", source, [])
+    return objects
+
+
 def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     """Writes build.ninja for what the environment asks for."""
     from ninja.ninja_syntax import Writer
@@ -294,8 +332,9 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     debug = os.environ.get("DEBUG", "0") == "1"
     unoptimised = ["-O0", "-g"] if debug else []
     optimise = unoptimised or ["-O2"]
-    optimise_kernel = [] if debug else c_optimise(cc)
     levels = X86_LEVELS if platform.machine() == "x86_64" and not debug else {"baseline": []}
+    optimise_kernel = [] if debug else c_optimise(cc)
+    flags = {level: [*([] if "-DCPU_SMALL" in own else optimise_kernel), *own] for level, own in levels.items()}
     only = ["-DCPU_BASELINE_ONLY"] if debug else []
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
@@ -328,7 +367,6 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         # nvcc invents names by chance, and its object remembers the host code's file, named by the process's number.
         commands["nvcc"] += " -frandom-seed=$out"
         after["nvcc"] = " && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
-    objects: list[str] = []
     own = own_folder(namespace)
     (folder / own).mkdir(exist_ok=True)
     with (folder / own / "build.ninja").open("w") as file:
@@ -339,34 +377,9 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
         ninja.rule("link", quote(link_command) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 
-        def add(rule: str, source: Path, flags: list[str], prefix: str = "", header: str = "") -> None:
-            objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
-            path = escape(csrc / source.relative_to(CSRC)) + (f" | {header}.gch" if header else "")
-            flags = [*flags, "-include", header] if header else flags
-            file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
-
-        def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
-            if {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}:
-                return ""  # they do not cache what uses one
-            (folder / header).parent.mkdir(parents=True, exist_ok=True)
-            write_if_new(folder / header, text)
-            # -MD: those of torch and the system, too; a compiler takes an old precompiled header without a word.
-            file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
-            return header
-
-        for source in sorted(CSRC.glob("common/*.c")):
-            add("c", source, [], "baseline/")
-        for level, flags in levels.items():
-            further = [] if "-DCPU_SMALL" in flags else optimise_kernel
-            flags = [*further, *flags, f"-DCPU_LEVEL_{level.upper()}"]
-            header = precompile("c", f"{level}/kernels.h", KERNELS_HEADER, [*flags, "-x", "c-header"])
-            for source in sorted(CSRC.rglob("*_cpu.c")):
-                add("c", source, flags, f"{level}/", header)
-        header = precompile("cxx", f"{own}shims.h", SHIMS_HEADER, ["-x", "c++-header"])
-        for source in sorted(CSRC.rglob("*.cpp")):
-            add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [], own, header)
-        for source in sorted(CSRC.rglob("*.cu")) if nvcc else []:
-            add("nvcc", source, [])
+        # A cache does not keep what uses a precompiled header.
+        precompiled = not {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}
+        objects = write_objects(file, folder, own, flags, info, nvcc is not None, precompiled)
         if link_command != cxx:
             objects.append("old_glibc.c.o")
             file.write("build old_glibc.c.o: c old_glibc.c\n")

@@ -252,7 +252,7 @@ class Training:
             for block in self.model.blocks:
                 block.forward = torch.compile(block.forward, fullgraph=True)
         if self.parallel == "ddp":
-            return DistributedDataParallel(self.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+            return DistributedDataParallel(self.model, broadcast_buffers=False)
         mesh = init_device_mesh(self.settings.device, (self.processes,))
         for module in (*self.model.blocks, self.model):
             fully_shard(module, mesh=mesh)

@@ -81,6 +81,7 @@ def _end(request: dict) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         returned = 1
+    # What the interpreter does at its end, before it calls these functions: it waits for threads. No stub has it.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -89,7 +90,7 @@ def _end(request: dict) -> NoReturn:
 
 
 def _serve() -> None:
-    import torch  # noqa: F401
+    import torch  # noqa: F401  # for the forks
 
     gc.freeze()  # else a fork's garbage collector looks at all of torch, and copies its pages
     for line in sys.stdin:

@@ -426,6 +426,14 @@ def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others,
     assert f"{rule}.gch" in steps(folder)
 
 
+def test_no_precompiled_header_with_a_cache(monkeypatch, tmp_path):
+    """ccache and sccache do not keep what uses one."""
+    monkeypatch.setenv("USE_CUDA", "0")
+    monkeypatch.setenv("CC", f"{script(tmp_path / 'ccache', 'exec $@')} cc")
+    build_library.write_ninja(tmp_path)
+    assert ".gch" not in (tmp_path / "build.ninja").read_text()
+
+
 def test_gpu_code_has_no_namespace_without_a_name():
     """nvcc names what is in one after the file's date."""
     for path in build_library.CSRC.rglob("*.cu*"):
