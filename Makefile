@@ -119,9 +119,8 @@ matrix: wheel  ## test that wheel on the oldest and newest torch and every Pytho
 	$(call need,rich)
 	@$(PYTHON) scripts/matrix.py dist/*.whl $(ARGS)
 
-mutants: $(READY)  ## plant 150 small errors one by one and count those that no test sees (hours); ARGS="--count 20"
+mutants: $(READY)  ## plant 150 small errors one by one and count those that no test sees (hours); ARGS="--jobs 8"
 	$(call need,$(TEST_NEEDS) universalmutator)
-	@$(PYTHON) build_library.py
 	@$(PYTHON) -m scripts.mutants $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, clang-format

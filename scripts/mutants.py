@@ -1,166 +1,236 @@
 """Plants small errors in the code, one at a time, and sees whether a test fails.
 
-    python -m scripts.mutants [--count 150] [--seed 0] [--files PART...] [--minutes 20]
+    python -m scripts.mutants [--count 150] [--jobs 1] [--minutes 20] [--seed 0] [--files PART...]
 
-universalmutator makes the mutants, and a seeded sample of them is drawn: half from Python, half from the CPU kernels
-and their shims. Each mutant is put into a copy of the tree (build/mutants) and compiled if it is C. Then tests run
-until one fails. Changes of comments and annotations, and code that does not compile, do not count. Results are kept in
-build/mutants/results.jsonl, so that a run that was stopped can go on. For a mutant that survives, write a test, or add
-it to tests/equivalent_mutants.txt with the reason why it changes nothing. The exit status is 1 if fewer than 95 % of
-the others were killed.
+universalmutator makes the mutants, and a sample of them is drawn: half from Python, half from the CPU kernels and
+their shims. Each mutant is put into a copy of the tree and compiled if it is C. Then groups of tests run, the
+likeliest to fail first, until a test fails that passes without the mutant. Changes of comments and annotations, code
+that does not compile, and C that compiles to the same library do not count. build/mutants/results.jsonl keeps what is
+known, so that a run that was stopped can go on. For a mutant that survives, write a test, or add it to
+tests/equivalent_mutants.txt with the reason why it changes nothing. The exit status is 1 if fewer than 95 % of the
+others were found. One whose tests take longer than --minutes, as an endless loop does, counts as found and has its own
+column: look at it.
 """
 
 import argparse
-import ast
-import itertools
+import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-ROOT = Path(__file__).resolve().parent.parent
+from scripts.mutants_drawn import PACKAGE, ROOT, Group, Mutant, draw, tests_of
+
 FOLDER = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.txt"
-PACKAGE = "extension_cpp"
-PYTHON_FILES = ("ops", "second_order", "autograd", "checks", "op_checks", "plain", "nested", "modules", "convert")
-ENOUGH = 0.95  # the share of mutants to kill, of those that are not equivalent
-
-# The tests of a file, the likeliest to fail first. The tests of a C file are the battery and the tests of its ops.
-TESTS = {
-    "convert": ["tests/test_convert.py"],
-    "nested": ["tests/test_nested.py"],
-    "modules": ["tests/test_nn.py", "tests/test_convert.py", "tests/test_norm.py", "tests/test_fused_norm.py"],
-}
-OF_OPS = ["autograd", "options", "nested", "dropout", "fused_norm", "norm", "muladd", "reduce_sum", "mish", "nn"]
-EVERYTHING = ["tests/battery", *(f"tests/test_{name}.py" for name in OF_OPS)]
+LIBRARY = f"{PACKAGE}/lib{PACKAGE}.so"
+ENOUGH = 0.95  # the share of mutants to find, of those that are not equivalent
 
 
-@dataclass(frozen=True)
-class Mutant:
-    file: str  # from the root
-    line: int
-    right: str
-    wrong: str
+class Judge:
+    """Runs tests on mutants, each in a copy of the tree; for several threads."""
 
-    def __str__(self) -> str:
-        return f"{self.file}: {self.right.strip()}  ->  {self.wrong.strip()}"
+    def __init__(self, jobs: int, seconds: float, keep: Callable[..., None] = lambda mutant, **result: None) -> None:
+        self.seconds, self.keep = seconds, keep
+        self.base = FOLDER / "base"
+        self.environment = {**os.environ, "USE_CUDA": "0", "CUDA_VISIBLE_DEVICES": ""}
+        if jobs > 1:
+            few = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "MAX_JOBS": "4"}
+            self.environment.update(few)
+        self.stopping = threading.Event()
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.fails: dict[str, bool] = {}  # whether a test fails without a mutant, too
+
+    def run(self, command: Sequence[str], tree: Path) -> tuple[int | None, str]:
+        """The exit status and the output of a command. None: it took too long, and its processes were killed."""
+        temporary = tree.with_name(f"{tree.name}-tmp")
+        temporary.mkdir(exist_ok=True)
+        environment = {**self.environment, "TMPDIR": str(temporary)}
+        with (temporary / "output").open("w+") as output:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=tree,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self.running.add(process)
+            if self.stopping.is_set():
+                self.stop()
+            try:
+                status = process.wait(self.seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                self.running.discard(process)
+            return status, (temporary / "output").read_text(errors="replace")
+
+    def stop(self) -> None:
+        self.stopping.set()
+        for process in list(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def note(self, mutant: Mutant, **known: object) -> None:
+        if not self.stopping.is_set():  # a test that was killed says nothing of the mutant
+            self.keep(mutant, **known)
+
+    def make_base(self) -> None:
+        """A fresh copy of what git knows, built for the CPU. Times are kept, so that ninja builds nothing anew."""
+        shutil.rmtree(FOLDER / "trees", ignore_errors=True)
+        for path in self.base.glob("*"):
+            if path.is_dir() and path.name != "build":  # the build saves a minute or two
+                shutil.rmtree(path)
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in listed.splitlines():
+            (self.base / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, self.base / name)
+        built = ROOT / "build" / "release-cpu"
+        if built.exists() and not (self.base / "build").exists():
+            shutil.copytree(built, self.base / "build" / "release-cpu")
+        environment = {name: value for name, value in self.environment.items() if name != "MAX_JOBS"}
+        subprocess.run([sys.executable, "build_library.py"], cwd=self.base, env=environment, check=True)
+        # Python's bytecode, which every copy takes along.
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests"],
+            cwd=self.base,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+
+    @contextlib.contextmanager
+    def tree(self) -> Iterator[Path]:
+        (FOLDER / "trees").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER / "trees", ignore_cleanup_errors=True) as folder:
+            yield Path(shutil.copytree(self.base, Path(folder) / "tree", symlinks=True))
+
+    def pytest(self, tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+        options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--device", "cpu"]
+        return self.run(["-m", "pytest", *options, *tests], tree)
+
+    def fails_anyway(self, test: str) -> bool:
+        """Whether a test fails without a mutant. A file: whether it cannot be imported."""
+        if test not in self.fails:
+            with self.tree() as tree:
+                status, _ = self.pytest(tree, [test] if "::" in test else ["--collect-only", test])
+            self.fails[test] = status != 0
+            if self.fails[test] and not self.stopping.is_set():
+                print(f"left out, as it fails without a mutant: {test}", flush=True)
+        return self.fails[test]
+
+    def test(self, tree: Path, group: Group) -> tuple[str, str]:
+        """killed, survived or timeout, and what killed it."""
+        left_out: set[str] = set()
+        while True:
+            options = [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in sorted(left_out)]
+            status, output = self.pytest(tree, [*group, *options])
+            if status is None:
+                return "timeout", " ".join(group)
+            if status in (0, 5):  # 5: there is no such test
+                return "survived", ""
+            failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
+            by = failed[0] if failed else f"exit status {status}"
+            if not failed or by in left_out or not self.fails_anyway(by):
+                return "killed", by
+            left_out |= {test for test, fails in list(self.fails.items()) if fails}
+
+    def judge(self, mutant: Mutant, passed: Sequence[Group] = ()) -> str:
+        """killed, survived, timeout or invalid. The groups that passed before are not run again."""
+        with self.tree() as tree:
+            path = tree / mutant.file
+            path.write_text(mutant.put_into(path.read_text()))
+            result, by = "survived", ""
+            if path.suffix != ".py":
+                status, _ = self.run(["build_library.py"], tree)
+                if status != 0 or (tree / LIBRARY).read_bytes() == (self.base / LIBRARY).read_bytes():
+                    result = "invalid"
+            for group in tests_of(mutant) if result == "survived" else []:
+                if group in passed:
+                    continue
+                result, by = self.test(tree, group)
+                if result != "survived":
+                    break
+                self.note(mutant, passed=group)
+        self.note(mutant, result=result, by=by)
+        return result
 
 
-def sources(parts: list[str]) -> list[Path]:
-    """The files to mutate; with parts, only those whose path contains one of them."""
-    csrc = [path for path in sorted((ROOT / PACKAGE / "csrc").rglob("*")) if path.suffix in (".c", ".h", ".cpp")]
-    csrc = [path for path in csrc if "cuda" not in path.name]
-    found = [*(ROOT / PACKAGE / f"{name}.py" for name in PYTHON_FILES), *csrc]
-    return [path for path in found if not parts or any(part in str(path.relative_to(ROOT)) for part in parts)]
+class Results:
+    """What is known, in a file that grows line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, threading.Lock()
+        self.results: dict[Mutant, str] = {}
+        self.passed: dict[Mutant, list[Group]] = {}
+        for line in path.read_text().splitlines() if path.exists() else []:
+            known = json.loads(line)
+            mutant = Mutant(**known["mutant"])
+            if "result" in known:
+                self.results[mutant] = known["result"]
+            else:
+                self.passed.setdefault(mutant, []).append(tuple(known["passed"]))
+
+    def keep(self, mutant: Mutant, **known: object) -> None:
+        with self.lock, self.path.open("a") as file:
+            file.write(json.dumps({"mutant": asdict(mutant), **known}) + "\n")
 
 
-def code(path: Path, text: str) -> str | None:
-    """A file without comments and annotations, for comparison; None if it is not valid Python."""
-    if path.suffix != ".py":
-        return re.sub(r"\s+", " ", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL))
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return None
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            body[0].value.value = ""  # a docstring
-        for name in ("annotation", "returns"):  # which mypy reads
-            if getattr(node, name, None) is not None:
-                setattr(node, name, ast.Constant(""))
-    return ast.dump(tree)
+class Share:
+    """A part of the sample. No more are begun than may be wanted, so that it is the same whichever end first."""
+
+    def __init__(self, drawn: Iterator[Mutant], count: int) -> None:
+        self.drawn, self.wanted = drawn, count
+
+    def begin(self) -> Mutant | None:
+        mutant = next(self.drawn, None) if self.wanted > 0 else None
+        self.wanted = self.wanted - 1 if mutant is not None else 0
+        return mutant
+
+    def end(self, result: str) -> None:
+        self.wanted += result == "invalid"
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
-    text = path.read_text()
-    right, before = code(path, text), text.splitlines()
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(path, folder)
-        tool = Path(sys.executable).with_name("mutate")
-        command = [str(tool), path.name, "--noCheck", "--mutantDir", "."]
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for file in sorted(Path(folder).glob(f"{path.stem}.mutant.*{path.suffix}")):
-            wrong = file.read_text()
-            after = wrong.splitlines()
-            changed = [i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]
-            if len(before) == len(after) and len(changed) == 1 and code(path, wrong) not in (None, right):
-                yield Mutant(str(path.relative_to(ROOT)), changed[0] + 1, before[changed[0]], after[changed[0]])
-
-
-def tests_of(file: str) -> list[str]:
-    path = Path(file)
-    if path.suffix == ".py":
-        return TESTS.get(path.stem, EVERYTHING)
-    op = path.parent.name
-    if op == "common":
-        return EVERYTHING
-    own = [f"tests/test_{name}.py" for name in ("norm", "fused_norm") if op == "norm"] or [f"tests/test_{op}.py"]
-    found = [name for name in own if (ROOT / name).exists()]
-    return ["tests/battery", *found, "-k", f"{op} or test_{op}"]
-
-
-def run(command: list[str], seconds: float) -> int | None:
-    """The exit status of a command in the copy of the tree. None: it took longer, and its processes were killed."""
-    environment = {**os.environ, "USE_CUDA": "0"}
-    with subprocess.Popen(
-        command,
-        cwd=FOLDER / "tree",
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None
-
-
-def make_tree() -> None:
-    """A fresh copy of what git knows, with the library that was built."""
-    tree = FOLDER / "tree"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in listed.splitlines():
-        target = tree / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or target.read_bytes() != (ROOT / name).read_bytes():
-            shutil.copy(ROOT / name, target)
-    shutil.copy(ROOT / PACKAGE / f"lib{PACKAGE}.so", tree / PACKAGE)
-
-
-def judge(mutant: Mutant, seconds: float) -> str:
-    """killed, survived or invalid."""
-    path = FOLDER / "tree" / mutant.file
-    right = path.read_text()
-    lines = right.splitlines(keepends=True)
-    lines[mutant.line - 1] = lines[mutant.line - 1].replace(mutant.right, mutant.wrong)
-    path.write_text("".join(lines))
-    try:
-        if path.suffix != ".py" and run([sys.executable, "build_library.py"], seconds) != 0:
-            return "invalid"
-        test = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
-        return "survived" if run([*test, *tests_of(mutant.file)], seconds) == 0 else "killed"
-    finally:
-        path.write_text(right)
+def try_all(judge: Judge, known: Results, drawn: list[Iterator[Mutant]], count: int, jobs: int) -> dict[Mutant, str]:
+    """Judges mutants until count of them compile, as many from each iterator."""
+    tried: dict[Mutant, str] = {}
+    shares = [Share(mutants, (count + place) // len(drawn)) for place, mutants in enumerate(drawn)]
+    running: dict[Future[str], tuple[Share, Mutant]] = {}
+    pool = ThreadPoolExecutor(jobs)  # without a with: whoever stops the run does not wait for its threads
+    while True:
+        share = max(shares, key=lambda share: share.wanted)
+        mutant = share.begin() if len(running) < jobs else None
+        if mutant is not None and mutant in known.results:
+            tried[mutant] = known.results[mutant]
+            share.end(tried[mutant])
+        elif mutant is not None:
+            running[pool.submit(judge.judge, mutant, known.passed.get(mutant, []))] = share, mutant
+        elif running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                share, mutant = running.pop(future)
+                tried[mutant] = known.results[mutant] = future.result()
+                share.end(tried[mutant])
+                print(f"{tried[mutant]:9} {mutant}", flush=True)
+        elif all(share.wanted <= 0 for share in shares):
+            pool.shutdown()
+            return tried
 
 
 def equivalent() -> set[tuple[str, str, str]]:
@@ -170,63 +240,56 @@ def equivalent() -> set[tuple[str, str, str]]:
     return {(file, right.strip(), wrong.strip()) for file, right, wrong in found}
 
 
-def report(results: list[tuple[Mutant, str]]) -> bool:
-    """Prints the table and the survivors; whether enough were killed."""
+def report(results: dict[Mutant, str]) -> bool:
+    """Prints the table and what is to be looked at; whether enough were found."""
     known = equivalent()
     counts: dict[str, Counter[str]] = {}
-    left = []
-    for mutant, result in results:
+    kinds = ("killed", "timeout", "survived", "equivalent", "invalid")
+    for mutant, result in results.items():
         if result == "survived" and (mutant.file, mutant.right.strip(), mutant.wrong.strip()) in known:
             result = "equivalent"
-        if result == "survived":
-            left.append(mutant)
         counts.setdefault(mutant.file, Counter())[result] += 1
-    table = Table("file", "killed", "survived", "equivalent", "not compiled")
-    for name, count in [*sorted(counts.items()), ("all", sum(counts.values(), Counter()))]:
-        table.add_row(name, *(str(count[kind]) for kind in ("killed", "survived", "equivalent", "invalid")))
-    console = Console()
-    console.print(table)
-    for mutant in left:
-        console.print(f"survived: {mutant.file}:{mutant.line}\n- {mutant.right}\n+ {mutant.wrong}", markup=False)
-    killed = sum(count["killed"] for count in counts.values())
-    return killed >= ENOUGH * (killed + len(left))
+        if result in ("survived", "timeout"):
+            print(f"{result}: {mutant.file}:{mutant.line}\n- {mutant.right}\n+ {mutant.wrong}")
+    table = Table(Column("file", overflow="fold"), *kinds[:-1], "not counted")
+    total = sum(counts.values(), Counter[str]())
+    for name, count in [*sorted(counts.items()), ("all", total)]:
+        table.add_row(name.removeprefix(f"{PACKAGE}/"), *(str(count[kind]) for kind in kinds))
+    Console().print(table)
+    found = total["killed"] + total["timeout"]
+    if rest := found + total["survived"]:
+        print(f"found: {found} of {rest}, {found / rest:.1%}")
+    return found >= ENOUGH * rest
+
+
+def interrupt(*_: object) -> NoReturn:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # `timeout` sends two
+    raise KeyboardInterrupt
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=150, help="how many that compile")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--minutes", type=float, default=20, help="for a group of tests; for longer ones: timeout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", nargs="*", default=[], metavar="PART", help="only files whose path has one of these")
-    parser.add_argument("--minutes", type=float, default=20, help="for the tests of one; longer counts as killed")
     options = parser.parse_args()
-    make_tree()
-    pool = [mutant for path in sources(options.files) for mutant in mutants_of(path)]
-    random.Random(options.seed).shuffle(pool)
-    halves = [[mutant for mutant in pool if mutant.file.endswith(".py") is python] for python in (True, False)]
-    pool = [mutant for pair in itertools.zip_longest(*halves) for mutant in pair if mutant is not None]
-    kept = FOLDER / "results.jsonl"
-    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    before = {Mutant(**line["mutant"]): line["result"] for line in lines}
-    results: list[tuple[Mutant, str]] = []
-    checked: set[tuple[str, ...]] = set()
-    for mutant in pool:
-        if sum(result != "invalid" for _, result in results) >= options.count:
-            break
-        result = before.get(mutant)
-        if result is None:
-            tests = tuple(tests_of(mutant.file))
-            if (
-                tests not in checked
-                and run([sys.executable, "-m", "pytest", "-x", "-q", *tests], 60 * options.minutes) != 0
-            ):
-                sys.exit(f"error: the tests of {mutant.file} fail without a mutant, or take longer than --minutes.")
-            checked.add(tests)
-            result = judge(mutant, 60 * options.minutes)
-            with kept.open("a") as file:
-                file.write(json.dumps({"mutant": asdict(mutant), "result": result}) + "\n")
-        print(f"{result:9} {mutant}", flush=True)
-        results.append((mutant, result))
-    sys.exit(0 if report(results) else 1)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    known = Results(FOLDER / "results.jsonl")
+    judge = Judge(options.jobs, 60 * options.minutes, known.keep)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
+    try:
+        judge.make_base()
+        tried = try_all(judge, known, draw(options.files, options.seed), options.count, options.jobs)
+    except KeyboardInterrupt:
+        judge.stop()
+        report(known.results)
+        print("stopped: the same command goes on", flush=True)
+        os._exit(1)  # without the threads, which would begin other tests
+    sys.exit(0 if report(tried) else 1)
 
 
 if __name__ == "__main__":

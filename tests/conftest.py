@@ -25,7 +25,7 @@ import pytest
 import torch
 
 # Workers share the machine. That results do not depend on the number of threads is in battery/test_runtime.py.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ or os.environ.get("OMP_NUM_THREADS") == "1" else 2)
 
 # Fresh blocks of the C allocator are filled with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16); the
 # compiled ops allocate without PyTorch's own fill_uninitialized_memory. M_PERTURB takes the complement of the fill.

@@ -24,6 +24,7 @@ import torch
 
 import build_library
 import extension_cpp
+from scripts import mutants, mutants_drawn
 from tests.forked import python
 from tests.test_c import build_folder, level_here
 from tests.test_docs import ROOT, blocks
@@ -173,3 +174,118 @@ def test_what_changes_nothing_is_not_caught(tmp_path: Path, buildable: None) -> 
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "nan_swallowed")
     result = run_tests(dataclasses.replace(mutant, wrong=mutant.right), tmp_path / "a tree")
     assert result.returncode == 0, result.stdout
+
+
+# ---- make mutants ----
+
+
+def drawn_in(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[list[mutants_drawn.Mutant]]:
+    pytest.importorskip("universalmutator")
+    monkeypatch.setattr(mutants_drawn, "ROOT", root)
+    return [list(half) for half in mutants_drawn.draw([], seed=0)]
+
+
+def test_sample_stays_where_other_lines_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "extension_cpp" / "csrc" / "relu").mkdir(parents=True)
+    python, c = tmp_path / "extension_cpp" / "ops.py", tmp_path / "extension_cpp" / "csrc" / "relu" / "relu_cpu.c"
+    python.write_text('def f(a, b):\n    """a + b"""\n    return a + b  # + 1\n')
+    c.write_text("int f(int a) { return a + 1; }\n")
+    before = drawn_in(monkeypatch, tmp_path)
+    assert {(m.file, m.line) for m in before[0]} == {("extension_cpp/ops.py", 1), ("extension_cpp/ops.py", 3)}
+    assert {Path(m.file) for m in before[1]} == {c.relative_to(tmp_path)}
+    assert not [m for m in before[0] if "a + b  #" in m.wrong], "comments are no code"
+    python.write_text("K = 1 + 1\n" + python.read_text())
+    after = drawn_in(monkeypatch, tmp_path)
+    assert [m for m in after[0] if m.line != 1] == before[0] and after[1] == before[1]
+    assert {m.line for m in after[0]} == {1, 2, 4}
+    assert after[0][0].put_into(python.read_text()).splitlines()[after[0][0].line - 1] == after[0][0].wrong
+
+
+def test_each_mutant_has_the_tests_of_its_op() -> None:
+    lines = (ROOT / "extension_cpp" / "ops.py").read_text().splitlines()
+
+    def groups(file: str, line: int = 1) -> list[tuple[str, ...]]:
+        return mutants_drawn.tests_of(mutants_drawn.Mutant(file, line, "", ""))
+
+    fake = groups("extension_cpp/ops.py", lines.index('@register_fake("swiglu_backward")') + 2)
+    assert fake[0][-1] == "swiglu" and fake[1] == ("tests/test_gate.py",)
+    assert groups("extension_cpp/csrc/gate/gate_cpu_kernel.h")[0][-1] == "geglu or swiglu"
+    assert len(groups("extension_cpp/checks.py")) == len(mutants_drawn.EVERYTHING)
+    for path in mutants_drawn.sources([]):
+        found = groups(str(path.relative_to(ROOT)))
+        missing = [
+            word for group in found for word in group if "/" in word and not (ROOT / word.split("::")[0]).exists()
+        ]
+        assert found and not missing, f"{path}: {missing}"
+
+
+TINY = {
+    "conftest.py": 'def pytest_addoption(parser): parser.addoption("--device")\n',
+    "code_.py": "def f(x):\n    while x > 9:\n        x -= 1\n    return x\n",
+    "test_code.py": "import code_\ndef test_broken(): assert False\ndef test_f(): assert code_.f(12) == 9\n",
+    "test_more.py": "import code_\ndef test_small(): assert code_.f(-1) == -1\n",
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mutants.Judge:
+    """A tree of two tests, one of which fails with any code."""
+    monkeypatch.setattr(mutants, "FOLDER", tmp_path)
+    monkeypatch.setattr(mutants, "tests_of", lambda mutant: [("test_code.py",), ("test_more.py",)])
+    (tmp_path / "base").mkdir()
+    for name, text in TINY.items():
+        (tmp_path / "base" / name).write_text(text)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    return mutants.Judge(2, 60, mutants.Results(tmp_path / "results.jsonl").keep)
+
+
+def test_mutants_are_judged_by_tests_that_pass_without_them(tiny: mutants.Judge, tmp_path: Path) -> None:
+    def judge(line: int, wrong: str, *passed: tuple[str, ...]) -> str:
+        right = TINY["code_.py"].splitlines()[line - 1]
+        return tiny.judge(mutants_drawn.Mutant("code_.py", line, right, right.replace(*wrong.split(" -> "))), passed)
+
+    assert judge(4, "return x -> return x + 1") == "killed"
+    assert judge(4, "return x -> return +x") == "survived"
+    assert judge(4, "return x -> return abs(x)", ("test_more.py",)) == "survived"
+    assert tiny.fails == {"test_code.py::test_broken": True, "test_code.py::test_f": False}
+    tiny.seconds = 3
+    assert judge(3, "-= -> +=") == "timeout"
+    assert not list((tmp_path / "trees").iterdir())
+    known = mutants.Results(tmp_path / "results.jsonl")
+    assert sorted(known.results.values()) == ["killed", "survived", "survived", "timeout"]
+    assert sorted(map(len, known.passed.values())) == [1, 2]
+    tiny.stop()
+    assert judge(4, "return x -> return 3") == "killed"
+    assert mutants.Results(tmp_path / "results.jsonl").results == known.results, "a stopped run says nothing"
+
+
+def test_as_many_of_python_as_of_c_are_tried(tmp_path: Path) -> None:
+    def half(file: str) -> list[mutants_drawn.Mutant]:
+        return [mutants_drawn.Mutant(file, line, f"{line}", "") for line in range(100)]
+
+    class Judge:
+        def judge(self, mutant: mutants_drawn.Mutant, passed: object) -> str:
+            return "invalid" if mutant.line % 3 == 0 else "killed"
+
+    known = mutants.Results(tmp_path / "none")
+    known.results[half("a.c")[1]] = "survived"
+    tried = mutants.try_all(Judge(), known, [iter(half("a.py")), iter(half("a.c"))], 9, 4)  # type: ignore[arg-type]
+    valid = [mutant for mutant, result in tried.items() if result != "invalid"]
+    assert sorted((mutant.file, mutant.line) for mutant in valid) == [
+        *(("a.c", line) for line in (1, 2, 4, 5, 7)),
+        *(("a.py", line) for line in (1, 2, 4, 5)),
+    ]
+    few = mutants.try_all(Judge(), known, [iter(half("a.py")[:2]), iter(half("a.c"))], 6, 4)  # type: ignore[arg-type]
+    assert [mutant.line for mutant in few if mutant.file == "a.py"] == [0, 1]
+    assert sum(mutant.file == "a.c" and few[mutant] != "invalid" for mutant in few) == 3
+    assert tried[half("a.c")[1]] == "survived" and max(mutant.line for mutant in tried) <= 7
+
+
+def test_timeouts_have_their_own_column(capsys: pytest.CaptureFixture[str]) -> None:
+    results = {mutants_drawn.Mutant("a.c", line, f"{line}", ""): "killed" for line in range(18)}
+    results[mutants_drawn.Mutant("a.c", 20, "x", "y")] = "timeout"
+    results[mutants_drawn.Mutant("b.c", 21, "x", "y")] = "survived"
+    assert mutants.report(results)
+    printed = capsys.readouterr().out
+    assert "timeout: a.c:20" in printed and "survived: b.c:21" in printed and "found: 19 of 20, 95.0%" in printed
+    assert not mutants.report({**results, mutants_drawn.Mutant("c.c", 1, "x", "y"): "survived"})
