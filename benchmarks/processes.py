@@ -24,7 +24,7 @@ from benchmarks.timing import check_options
 from examples import train_text
 from extension_cpp.__main__ import Parser, positive
 
-LARGE = {"width": 2048, "layers": 16, "heads": 16, "context": 1024, "batch": 16, "accumulate": 4, "learning_rate": 1e-4}
+LARGE = {"width": 2048, "layers": 16, "heads": 16, "context": 1024, "batch": 32, "accumulate": 8, "learning_rate": 1e-4}
 SIZES: dict[str, dict[str, Any]] = {"cuda": LARGE, "cpu": train_text.SMALL}
 WARM_UP = 3
 OPS = ("ours", "torch")

@@ -6,7 +6,7 @@ from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 def targets(classes, shape, device):
     """The same classes for every dtype."""
-    return torch.randint(classes, tuple(shape), generator=torch.Generator().manual_seed(7)).to(device)
+    return torch.randint(classes, tuple(shape), generator=torch.Generator().manual_seed(7), device="cpu").to(device)
 
 
 def sample_inputs(make, shape):
