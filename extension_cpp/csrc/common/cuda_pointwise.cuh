@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
   if (block + THREADS * VECTORS <= vectors) {
     some_vectors<Index, T, N, VECTORS>(t, row, f, first, THREADS * N);
   } else {
+#pragma unroll 1  // only the last CTA: a copy of f for each vector would be a quarter of the code
     for (int u = 0; u < VECTORS; ++u) {
       if (block + threadIdx.x + u * THREADS < vectors) {
         some_vectors<Index, T, N, 1>(t, row, f, first + u * THREADS * N, 0);
@@ -147,9 +148,9 @@ __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, 
     }
   }
   if (N > 1 && blockIdx.x == 0) {
-    const int64_t tail = t.head + vectors * N + threadIdx.x;
-    if (threadIdx.x < t.head) some_vectors<Index, T, 1, 1>(t, row, f, threadIdx.x, 0);
-    if (tail < t.numel) some_vectors<Index, T, 1, 1>(t, row, f, tail, 0);
+    // The first threads take the head, the next ones the tail.
+    const int64_t i = threadIdx.x + (threadIdx.x < t.head ? 0 : vectors * N);
+    if (i < t.numel) some_vectors<Index, T, 1, 1>(t, row, f, i, 0);
   }
 }
 
