@@ -231,26 +231,30 @@ struct PipelineRows {
   // are ordered by alignment class (row % period), and each cluster (group) takes an equal range of
   // that order. Class c of group g has partial row g + c. If group g begins with class c > 0, no
   // segment has partial row g + c - 1, so the group writes zeros to it.
+  //
+  // run() is called in one place, because it is most of the kernel's code.
   __device__ void run_all() {
     const int64_t group = blockIdx.x / p.cluster;
-    row_sum.wait_for_others();
-    if (p.period == 1) {
-      run({group, p.groups, (p.rows - group + p.groups - 1) / p.groups, group});
-      return;
-    }
     const int64_t begin = p.rows * group / p.groups, end = p.rows * (group + 1) / p.groups;
+    row_sum.wait_for_others();
     int64_t class_begin = 0;
-    for (int c = 0; c < p.period; ++c) {
-      const int64_t class_end = class_begin + (p.rows - c + p.period - 1) / p.period;
-      const int64_t from = max(begin, class_begin), to = min(end, class_end);
-      if (from < to) {
-        run({c + (from - class_begin) * p.period, p.period, to - from, group + c});
-        if (from == begin && begin == class_begin && c > 0) {
-          columns = {};
-          write_partial(group + c - 1);
-        }
+#pragma unroll 1
+    for (int c = 0; c < (ALIGNED ? 1 : p.period); ++c) {
+      Segment segment{group, p.groups, (p.rows - group + p.groups - 1) / p.groups, group};
+      bool begins_with_class = false;
+      if (!ALIGNED && p.period > 1) {
+        const int64_t class_end = class_begin + (p.rows - c + p.period - 1) / p.period;
+        const int64_t from = max(begin, class_begin), to = min(end, class_end);
+        segment = {c + (from - class_begin) * p.period, p.period, to - from, group + c};
+        begins_with_class = from == begin && begin == class_begin && c > 0;
+        class_begin = class_end;
       }
-      class_begin = class_end;
+      if (segment.count <= 0) continue;
+      run(segment);
+      if (begins_with_class) {
+        columns = {};
+        write_partial(group + c - 1);
+      }
     }
   }
 };
