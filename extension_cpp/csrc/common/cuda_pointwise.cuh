@@ -162,10 +162,8 @@ struct Division {
   unsigned ctas;
 };
 
-// The next narrower vector that has a kernel: every power of two has one, with gaps only some.
-constexpr int narrower(int width, bool has_gaps) {
-  return !has_gaps ? width / 2 : width > 4 ? width / 4 : 1;
-}
+// There are kernels for vectors of 16 bytes, of 4 (half types) and of one element.
+constexpr int narrower(int width) { return width > 4 ? width / 4 : 1; }
 
 // Chooses the widest vectors with which all operands, of elements of `size` bytes, have the same
 // offset from an aligned address. With gaps the offset must be 0, and no vector may straddle the
@@ -182,7 +180,7 @@ inline Division divide(const void *const *operands, int count, int size, int64_t
     }
     return !has_gaps || (phase(operands[0]) == 0 && row_ends % d.width == 0);
   };
-  while (d.width > 1 && !is_allowed()) d.width = narrower(d.width, has_gaps);
+  while (d.width > 1 && !is_allowed()) d.width = narrower(d.width);
   const int64_t head = (d.width - static_cast<int64_t>(phase(operands[0])) / size) % d.width;
   d.head = static_cast<int>(head < numel ? head : numel);
   const int64_t ctas = ceil_div((numel - d.head) / d.width, THREADS * VECTORS);
@@ -197,7 +195,7 @@ using Kernel = void (*)(Tensors<T, IN, OUT>, R, F);
 template <typename Index, int N, typename T, int IN, int OUT, typename R, typename F>
 Kernel<T, IN, OUT, R, F> kernel_of(int width) {
   if constexpr (N > 1) {
-    if (width < N) return kernel_of<Index, narrower(N, has_gaps<R>), T, IN, OUT, R, F>(width);
+    if (width < N) return kernel_of<Index, narrower(N), T, IN, OUT, R, F>(width);
   }
   return kernel<Index, T, N, IN, OUT, R, F>;
 }
