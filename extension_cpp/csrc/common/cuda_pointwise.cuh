@@ -84,11 +84,10 @@ __device__ inline Vector<T, N> load_shifted(const T *p, int64_t c) {
           __funnelshift_r(b2, b3, half), __funnelshift_r(b3, b4, half)};
 }
 
-// Index is uint32_t if it can hold every element's index: 64-bit division takes as long as the rest
-// of a kernel.
-template <typename Index, typename T, int N>
+// The index has 32 bits, because 64-bit division takes as long as the rest of a kernel.
+template <typename T, int N>
 __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) {
-  int64_t c = static_cast<Index>(i) % static_cast<Index>(row.cols);
+  int64_t c = static_cast<uint32_t>(i) % static_cast<uint32_t>(row.cols);
   if (row.whole) return load<T, N>(x, row.p + c);
   if constexpr (sizeof(T) * N == 16 && sizeof(T) == 2) {
     if (row.aligned && c + 2 * N <= row.cols) return unpack<T, N>(x, load_shifted<T, N>(row.p, c));
@@ -101,7 +100,7 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
 }
 
 // Processes COUNT vectors of N elements: the first at element i, the others `step` elements apart.
-template <typename Index, typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
+template <typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
 __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
                                     int64_t i, int64_t step) {
   Vector<T, N> raw[COUNT][IN];
@@ -117,7 +116,7 @@ __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, 
     acc_t<T> x[IN + R::OPERANDS][N], y[OUT][N];
 #pragma unroll
     for (int j = 0; j < IN; ++j) unpack<T, N>(x[j], raw[u][j]);
-    if constexpr (R::OPERANDS == 1) load_row<Index, T, N>(x[IN], row, i + u * step);
+    if constexpr (R::OPERANDS == 1) load_row<T, N>(x[IN], row, i + u * step);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       acc_t<T> in[IN + R::OPERANDS], out[OUT];
@@ -132,25 +131,25 @@ __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, 
   }
 }
 
-template <typename Index, typename T, int N, int IN, int OUT, typename R, typename F>
+template <typename T, int N, int IN, int OUT, typename R, typename F>
 __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, F f) {
   const int64_t vectors = (t.numel - t.head) / N,
                 block = static_cast<int64_t>(blockIdx.x) * (THREADS * VECTORS);
   const int64_t first = t.head + (block + threadIdx.x) * N;
   if (block + THREADS * VECTORS <= vectors) {
-    some_vectors<Index, T, N, VECTORS>(t, row, f, first, THREADS * N);
+    some_vectors<T, N, VECTORS>(t, row, f, first, THREADS * N);
   } else {
 #pragma unroll 1  // only the last CTA: a copy of f for each vector would be a quarter of the code
     for (int u = 0; u < VECTORS; ++u) {
       if (block + threadIdx.x + u * THREADS < vectors) {
-        some_vectors<Index, T, N, 1>(t, row, f, first + u * THREADS * N, 0);
+        some_vectors<T, N, 1>(t, row, f, first + u * THREADS * N, 0);
       }
     }
   }
   if (N > 1 && blockIdx.x == 0) {
     // The first threads take the head, the next ones the tail.
     const int64_t i = threadIdx.x + (threadIdx.x < t.head ? 0 : vectors * N);
-    if (i < t.numel) some_vectors<Index, T, 1, 1>(t, row, f, i, 0);
+    if (i < t.numel) some_vectors<T, 1, 1>(t, row, f, i, 0);
   }
 }
 
@@ -192,19 +191,17 @@ template <typename T, int IN, int OUT, typename R, typename F>
 using Kernel = void (*)(Tensors<T, IN, OUT>, R, F);
 
 // The kernel for vectors of `width` elements, at most N.
-template <typename Index, int N, typename T, int IN, int OUT, typename R, typename F>
+template <int N, typename T, int IN, int OUT, typename R, typename F>
 Kernel<T, IN, OUT, R, F> kernel_of(int width) {
   if constexpr (N > 1) {
-    if (width < N) return kernel_of<Index, narrower(N), T, IN, OUT, R, F>(width);
+    if (width < N) return kernel_of<narrower(N), T, IN, OUT, R, F>(width);
   }
-  return kernel<Index, T, N, IN, OUT, R, F>;
+  return kernel<T, N, IN, OUT, R, F>;
 }
 
-// launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream). With a row operand, Row<T>{pointer,
-// cols} comes last.
-template <typename T, int IN, int OUT, typename F, typename R = NoRow>
-cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
-                   void *stream, R row = {}) {
+template <typename T, int IN, int OUT, typename F, typename R>
+cudaError_t launch_once(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
+                        void *stream, R row) {
   constexpr int N = 16 / sizeof(T);
   Tensors<T, IN, OUT> t;
   const void *operands[IN + OUT];
@@ -213,14 +210,38 @@ cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t
   const Division d = divide(operands, IN + OUT, sizeof(T), numel, has_gaps<R>, row.ends());
   t.numel = numel;
   t.head = d.head;
-  auto kernel = kernel_of<uint32_t, N, T, IN, OUT, R, F>(d.width);
   if constexpr (R::OPERANDS == 1) {
     row.aligned = reinterpret_cast<uintptr_t>(row.p) % (sizeof(T) * d.width) == 0;
     row.whole = row.aligned && row.cols % d.width == 0 && d.head == 0;
-    if (numel >= INT64_C(1) << 32) kernel = kernel_of<uint64_t, N, T, IN, OUT, R, F>(d.width);
   }
+  const auto kernel = kernel_of<N, T, IN, OUT, R, F>(d.width);
   kernel<<<d.ctas, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(t, row, f);
   return cudaGetLastError();
+}
+
+// launch<T, IN, OUT>({inputs}, {outputs}, numel, f, stream). With a row operand, Row<T>{pointer,
+// cols} comes last, and each launch has fewer than 2^32 elements: whole rows, or a part of one row.
+template <typename T, int IN, int OUT, typename F, typename R = NoRow>
+cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
+                   void *stream, R row = {}) {
+  if constexpr (R::OPERANDS == 0) {
+    return launch_once<T, IN, OUT>(in, out, numel, f, stream, row);
+  } else {
+    const T *p = row.p;
+    const int64_t cols = row.cols, fit = UINT32_MAX / cols, most = fit > 0 ? fit * cols : 1 << 30;
+    for (int64_t first = 0, some; first < numel; first += some) {
+      const int64_t column = first % cols, left = fit > 0 ? numel - first : cols - column;
+      some = left < most ? left : most;
+      if (fit == 0) row.p = p + column, row.cols = some;
+      const void *some_in[IN];
+      void *some_out[OUT];
+      for (int j = 0; j < IN; ++j) some_in[j] = static_cast<const T *>(in[j]) + first;
+      for (int j = 0; j < OUT; ++j) some_out[j] = static_cast<T *>(out[j]) + first;
+      const cudaError_t error = launch_once<T, IN, OUT>(some_in, some_out, some, f, stream, row);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  }
 }
 
 // launch<T, IN, OUT> for inputs of `rows` rows: in[j] + r * strides[j] is row r. The outputs are
