@@ -66,9 +66,11 @@ __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant
     for (int i = 0; i < Op::INPUTS; ++i) vector(i, k).copy(column_vector(p, i, k));
   }
   wait_for_copies();
+  if (!has_whole_vectors(p, p.inner) || (p.after.data != nullptr && tile == plan.tiles - 1)) {
 #pragma unroll 1
-  for (int k = 0; k < plan.vectors; ++k) {
-    for (int i = 0; i < Op::INPUTS; ++i) vector(i, k).gather_rest(column_vector(p, i, k));
+    for (int k = 0; k < plan.vectors; ++k) {
+      for (int i = 0; i < Op::INPUTS; ++i) vector(i, k).gather_rest(column_vector(p, i, k));
+    }
   }
   // Calls f(inputs, j) for the N lines of step k.
   const auto for_each_line = [&](int k, auto &&f) {

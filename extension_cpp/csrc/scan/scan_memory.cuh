@@ -72,6 +72,15 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
+// Whether each vector is copied whole or lies behind the end. `size`: elements along the vectors.
+template <typename Op>
+__device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
+  bool all = size % WIDTH<typename Op::T> == 0;
+#pragma unroll
+  for (int i = 0; i < Op::INPUTS; ++i) all = all && p.in[i].is_vector;
+  return all;
+}
+
 // Loads `count` elements from p on, `stride` apart; the rest of the vector is 0.
 template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {

@@ -22,16 +22,17 @@ constexpr int MIN_LANES = 4;  // columns: a tile is at least 64 bytes wide
 
 struct Plan {
   bool is_rows;
-  int vectors;      // per input and thread; rows: a power of two
-  int lanes;        // rows: threads of a warp that share a row; columns: threads along inner
-  int segments;     // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
-  int columns;      // lines of a tile whose segments are joined in shared memory
-  int row_vectors;  // rows: vectors of a row in a tile, a power of two
-  int row_shift;    // its logarithm
-  int rows;         // rows per CTA; columns: 1
-  int64_t steps;    // per tile
-  int64_t tiles;    // per line
-  int64_t strips;   // columns: tiles along inner; rows: 1
+  int vectors;       // per input and thread; rows: a power of two
+  int lanes;         // rows: threads of a warp that share a row; columns: threads along inner
+  int segments;      // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
+  int columns;       // lines of a tile whose segments are joined in shared memory
+  int row_vectors;   // rows: vectors of a row in a tile, a power of two
+  int row_shift;     // its logarithm
+  int rows;          // rows per CTA; columns: 1
+  int64_t steps;     // per tile
+  int64_t tiles;     // per line
+  int64_t strips;    // columns: tiles along inner; rows: 1
+  int64_t per_tile;  // CTAs that take the same steps of different lines
   int64_t ctas;
 };
 
@@ -71,7 +72,8 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     plan.tiles = ceil_div(shape.length, plan.steps);
     plan.strips = ceil_div(shape.inner, plan.columns);
   }
-  plan.ctas = ceil_div(shape.outer, plan.rows) * plan.tiles * plan.strips;
+  plan.per_tile = ceil_div(shape.outer, plan.rows) * plan.strips;
+  plan.ctas = plan.per_tile * plan.tiles;
   return plan;
 }
 

@@ -28,20 +28,30 @@ struct RowSteps {
   }
 };
 
-// Copies vector w of input i if it is 16 aligned bytes. A second call, with `gathers`, gathers
-// other vectors in the order of the steps: the unrolled loop of copies does not repeat this code.
+// Copies vector w of input i if it is 16 aligned bytes, else sets it to 0.
 template <typename Op>
-__device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const RowSteps &at,
-                                       bool gathers) {
+__device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const RowSteps &at) {
   using T = typename Op::T;
   constexpr int N = WIDTH<T>;
   const Operand &in = p.in[i];
   const T *const from = element<T>(in.at, at.row, at.step, 0);
-  const bool is_whole = at.count >= N && in.is_vector;
-  if (!gathers) {
-    if (is_whole) copy_vector(row_vector<Op>(i, w), in.at.step > 0 ? from : from - (N - 1), true);
-  } else if (!is_whole) {
-    row_vector<Op>(i, w) = gather(from, in.at.step, at.count);
+  copy_vector(row_vector<Op>(i, w), in.at.step > 0 ? from : from - (N - 1),
+              at.count >= N && in.is_vector);
+}
+
+// Gathers the vectors that copy_row_vector() does not copy, in the order of the steps.
+template <typename Op>
+__device__ inline void gather_rest(const Params<Op> &p, int64_t first_row, int64_t first_step) {
+  using T = typename Op::T;
+#pragma unroll 1
+  for (int k = 0; k < Op::ROW_VECTORS; ++k) {
+    const int w = k * 32 + threadIdx.x % 32;
+    const RowSteps at(p, first_row, first_step, w);
+    for (int i = 0; i < Op::INPUTS; ++i) {
+      const Operand &in = p.in[i];
+      if (at.count == 0 || (at.count >= WIDTH<T> && in.is_vector)) continue;
+      row_vector<Op>(i, w) = gather(element<T>(in.at, at.row, at.step, 0), in.at.step, at.count);
+    }
   }
 }
 
@@ -153,7 +163,8 @@ struct Run {
 };
 
 template <typename Op>
-__global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ Params<Op> p) {
+__global__ void __launch_bounds__(THREADS, Op::ROW_CTAS)
+    scan_rows(const __grid_constant__ Params<Op> p) {
   using T = typename Op::T;
   using A = typename Op::A;
   using Algebra = typename Op::Algebra;
@@ -161,22 +172,20 @@ __global__ void __launch_bounds__(THREADS, 4) scan_rows(const __grid_constant__ 
   constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
   __shared__ Table<Algebra, A, 2 * WARPS> table;
   const Plan &plan = p.plan;
-  const int64_t tile = blockIdx.x % plan.tiles, first_step = tile * plan.steps;
-  const int64_t first_row = blockIdx.x / plan.tiles * plan.rows;
+  // The first tile of all rows comes before the second one of any, so that a tile finds most of what
+  // it waits for.
+  const int64_t tile = blockIdx.x / plan.per_tile, first_step = tile * plan.steps;
+  const int64_t first_row = blockIdx.x % plan.per_tile * plan.rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 4
   for (int k = 0; k < K; ++k) {
     const RowSteps at(p, first_row, first_step, k * 32 + lane);
 #pragma unroll
-    for (int i = 0; i < Op::INPUTS; ++i) copy_row_vector(p, i, k * 32 + lane, at, false);
-  }
-#pragma unroll 1
-  for (int k = 0; k < K; ++k) {
-    const RowSteps at(p, first_row, first_step, k * 32 + lane);
-    for (int i = 0; i < Op::INPUTS; ++i) copy_row_vector(p, i, k * 32 + lane, at, true);
+    for (int i = 0; i < Op::INPUTS; ++i) copy_row_vector(p, i, k * 32 + lane, at);
   }
   Run<Op> run(p, first_row, first_step);
   wait_for_copies();
+  if (!has_whole_vectors(p, p.length)) gather_rest(p, first_row, first_step);
   __syncwarp();
   Part all = Algebra::identity(), before = all;  // of the run; of earlier lanes in the row
   if (plan.lanes > 1) {
