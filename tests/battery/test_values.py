@@ -198,19 +198,27 @@ def last_rows(sample: Sample, rows: int, count: int) -> Sample:
     return Sample(tuple(map(cut, sample.args)), {name: cut(x) for name, x in sample.kwargs.items()})
 
 
+def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict[str, torch.Tensor]:
+    """The results, and the gradients of inputs with these rows. Of a tensor with these rows only the last ones stay in
+    memory."""
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        return x.detach()[-count:].clone() if x.shape[:1] == (rows,) else x.detach()
+
+    outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+    found = {f"result {number}": last(output) for number, output in enumerate(outputs)}
+    y = outputs[0]
+    for number, x in enumerate(leaves(sample)):
+        if x.shape[:1] == y.shape[:1] == (rows,):
+            found[f"gradient {number}"] = last(torch.autograd.grad(y, x, y.detach(), retain_graph=True)[0])
+    return found
+
+
 def differences(spec: OpSpec, sample: Sample, rows: int, count: int) -> list[str]:
     """Where the last rows of the results and gradients are others than those of these rows alone."""
-    samples = sample, last_rows(sample, rows, count)
-    outputs = [as_tuple(spec.function(*each.args, **each.kwargs)) for each in samples]
-    pairs = [(f"result {number}", *pair) for number, pair in enumerate(zip(*outputs, strict=True))]
-    for number, inputs in enumerate(zip(*(leaves(each) for each in samples), strict=True)):
-        if inputs[0].shape[:1] == outputs[0][0].shape[:1] == (rows,):
-            ends = [(output[0], output[0].detach()) for output in outputs]
-            grads = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for (y, g), x in zip(ends, inputs, strict=True)]
-            pairs.append((f"gradient {number}", *grads))
-    return [
-        name for name, many, few in pairs if not torch.equal(many[-count:] if many.shape[:1] == (rows,) else many, few)
-    ]
+    many = results_of_last(spec, sample, rows, count)
+    few = results_of_last(spec, last_rows(sample, rows, count), count, count)
+    return [name for name in many if not torch.equal(many[name], few[name])]
 
 
 @every_op
@@ -242,7 +250,9 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
         return spec.sample_inputs(make, (rows, 1, cols))  # norms over the last two dimensions still have the rows apart
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]
-    assert apart, "no sample has rows that do not depend on each other"
-    for number in apart:
-        sample = next(itertools.islice(samples(many), number, None))
-        assert differences(spec, sample, many, few) == [], f"sample {number}"
+    compared = 0
+    for number, sample in enumerate(samples(many)):  # a spec may have fewer samples where its reference is slow
+        if number in apart:
+            assert differences(spec, sample, many, few) == [], f"sample {number}"
+            compared += 1
+    assert compared, "no sample has rows that do not depend on each other"
