@@ -181,20 +181,20 @@ struct PipelineRows {
       fetched = next_place(fetched, i);
       fetch(segment.first + i * step, fetched);
     };
-    Place now = next_place(fetched, 0), next;
+    Place now = fetched, next;
     for (int i = 0; i < p.stages && i < segment.count; ++i) start_copies(i);
     // mean and rstd are loaded two rows ahead.
-    float2 moments = load_moments(p, segment.first), next_moments{}, later_moments{};
-    if (segment.count > 1) next_moments = load_moments(p, segment.first + step);
+    float2 moments{}, next_moments = load_moments(p, segment.first), later_moments{};
     Mask mask, next_mask;
-    make_mask<Form>(mask, p, segment.first, window);
-    sum(segment.first, turn, now, mask, to_statistics<T>(moments));
-    int i = 0;
-    for (int64_t row = segment.first; row < end; row += step, ++i, ++turn) {
+    --turn;
+    // From the row before the first on, of which nothing is to be finished: sum() is called in one
+    // place, because a copy of it would be a third of the loop.
+    int i = -1;
+    for (int64_t row = segment.first - step; row < end; row += step, ++i, ++turn) {
       const int64_t next_row = row + step;
       if (next_row + step < end) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
-      if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {
+      if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && i >= 0) {
         grad_sum.load(p.grad_sum + row * p.grad_sum_stride, window, p.hint);
       }
       prefetch(next_row, end);
@@ -205,10 +205,12 @@ struct PipelineRows {
         // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
         if (i > 0 && i - 1 + p.stages < segment.count) start_copies(i - 1 + p.stages);
       }
-      if (p.grad_x != nullptr) {
-        finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
+      if (i >= 0) {
+        if (p.grad_x != nullptr) {
+          finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
+        }
+        release<Form>(p, row, slice);
       }
-      release<Form>(p, row, slice);
       now = next;
       mask = next_mask;
       moments = next_moments;
