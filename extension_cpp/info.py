@@ -256,14 +256,8 @@ def schemas() -> list[str]:
 
 # ---- plans of the norms' GPU kernels (csrc/norm/norm_plan.h) ----
 
-# What a plan depends on: whether it is layer_norm, and its form (0: plain, 1: with a residual, 2: with dropout).
-NORMS = {
-    "layer_norm": (True, 0),
-    "rms_norm": (False, 0),
-    "add_layer_norm": (True, 1),
-    "add_rms_norm": (False, 1),
-    "layer_norm_dropout": (True, 2),
-}
+# The form of each norm (norm_plan.h), on which its plan depends. 0: plain, 1: with a residual, 2: with dropout.
+NORMS = {"layer_norm": 0, "rms_norm": 0, "add_layer_norm": 1, "add_rms_norm": 1, "layer_norm_dropout": 2}
 DTYPES = ("float64", "float32", "bfloat16", "float16")  # as csrc/common/dtype.h numbers them
 
 
@@ -271,9 +265,8 @@ def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict
     """How an H100 would run a norm of contiguous tensors, if all gradients are needed."""
     function = ctypes.CDLL(str(library())).extension_cpp_norm_plan
     function.restype = ctypes.c_char_p
-    function.argtypes = [ctypes.c_int] * 4 + [ctypes.c_int64] * 2
-    is_layer_norm, form = NORMS[op]
-    text = function(is_layer_norm, form, DTYPES.index(dtype), backward, rows, cols).decode()
+    function.argtypes = [ctypes.c_int] * 3 + [ctypes.c_int64] * 2
+    text = function(NORMS[op], DTYPES.index(dtype), backward, rows, cols).decode()
     return dict(word.split("=", 1) for word in text.split())
 
 

@@ -41,7 +41,7 @@ int main() {
       for (const dtype_t dtype : {DTYPE_FLOAT32, DTYPE_BFLOAT16, DTYPE_FLOAT16}) {
         for (const Form form : {Form::PLAIN, Form::RESIDUAL, Form::DROPOUT_OF_Y}) {
           for (int64_t cols = 1; cols < 140000; cols += cols < 2200 ? 1 : 257) {
-            Problem p{is_backward, true, form, dtype, 1, cols, true, true, true};
+            Problem p{is_backward, form, dtype, 1, cols, true, true, true};
             const Plan one = pick(p, device);
             for (const int64_t rows : {1, 2, 7, 133, 1024, 4097, 300000, INT32_MAX}) {
               p.rows = rows;

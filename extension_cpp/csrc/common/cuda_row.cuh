@@ -22,6 +22,8 @@ constexpr int MAX_CLUSTER = 16;  // CTAs
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);  // elements
 
+inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
 // The columns of a CTA's slice of a row.
 template <typename T, bool ALIGNED>
 struct RowSlice {

@@ -123,15 +123,20 @@ __device__ inline void store(T *p, const acc_t<T> (&x)[N]) {
 
 // The C++ type of a dtype, for host code:
 //   with_dtype(dtype, [&](auto zero) { using T = decltype(zero); ... })
+// with_row_type is for kernels that hold rows in registers, which do not exist for float64.
 template <typename F>
-cudaError_t with_dtype(dtype_t dtype, F &&f) {
+cudaError_t with_row_type(dtype_t dtype, F &&f) {
   switch (dtype) {
-    case DTYPE_FLOAT64: return f(double{});
     case DTYPE_FLOAT32: return f(float{});
     case DTYPE_BFLOAT16: return f(__nv_bfloat16{});
     case DTYPE_FLOAT16: return f(__half{});
+    default: return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
+}
+
+template <typename F>
+cudaError_t with_dtype(dtype_t dtype, F &&f) {
+  return dtype == DTYPE_FLOAT64 ? f(double{}) : with_row_type(dtype, f);
 }
 
 #endif

@@ -71,8 +71,6 @@ cudaError_t current_device(Device &device) {
 
 // ---- the problem ----
 
-static bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
 // Whether row r is aligned like element r * cols of a tensor without gaps.
 static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
   return data == nullptr ||
@@ -81,7 +79,6 @@ static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
 
 static Problem problem_of(const norm_forward_args &args) {
   Problem p{};
-  p.is_layer_norm = args.centered;
   p.form = form_of(args);
   p.dtype = args.dtype;
   p.rows = args.rows;
@@ -96,7 +93,6 @@ static Problem problem_of(const norm_forward_args &args) {
 static Problem problem_of(const norm_backward_args &args) {
   Problem p{};
   p.is_backward = true;
-  p.is_layer_norm = args.mean != nullptr;
   p.form = form_of(args);
   p.dtype = args.dtype;
   p.rows = args.rows;
@@ -107,39 +103,19 @@ static Problem problem_of(const norm_backward_args &args) {
                    is_congruent(p, args.grad_sum, args.grad_sum_stride) &&
                    is_congruent(p, args.grad_dropped, p.cols) && is_aligned(args.weight);
   p.wants_x = args.grad_x != nullptr;
-  p.wants_parameters = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  p.wants_parameters = norm_weight_gradients(&args) > 0;
   return p;
 }
 
-// Calls f with a zero of the dtype's C++ type. float64 has no fast kernels.
-template <typename F>
-static cudaError_t with_fast_type(dtype_t dtype, F &&f) {
-  switch (dtype) {
-    case DTYPE_FLOAT32: return f(float{});
-    case DTYPE_BFLOAT16: return f(__nv_bfloat16{});
-    case DTYPE_FLOAT16: return f(__half{});
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 // ---- the fallback ----
-
-static dim3 generic_threads(const Plan &plan) {
-  return dim3(plan.threads, static_cast<unsigned>(plan.rows_per_cta));
-}
-
-static unsigned generic_ctas(const Plan &plan, int64_t rows) {
-  return static_cast<unsigned>(std::min<int64_t>(ceil_div(rows, plan.rows_per_cta), INT32_MAX));
-}
 
 static cudaError_t generic_forward(const norm_forward_args &args, const Plan &plan,
                                    cudaStream_t stream) {
   return with_dtype(args.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const auto kernel =
-        args.centered ? generic_forward_kernel<T, LayerNorm> : generic_forward_kernel<T, RmsNorm>;
-    kernel<<<generic_ctas(plan, args.rows), generic_threads(plan), 0, stream>>>(args);
-    return cudaGetLastError();
+    return launch(
+        args.centered ? generic_forward_kernel<T, LayerNorm> : generic_forward_kernel<T, RmsNorm>,
+        args, plan, stream);
   });
 }
 
@@ -156,9 +132,7 @@ template <typename T, typename Norm>
 static cudaError_t generic_backward(const norm_backward_args &args, const Plan &plan, int64_t parts,
                                     cudaStream_t stream) {
   if (args.grad_x != nullptr && args.rows > 0) {
-    generic_rows_kernel<T, Norm>
-        <<<generic_ctas(plan, args.rows), generic_threads(plan), 0, stream>>>(args);
-    const cudaError_t error = cudaGetLastError();
+    const cudaError_t error = launch(generic_rows_kernel<T, Norm>, args, plan, stream);
     if (error != cudaSuccess) return error;
   }
   if (parts == 0 || (args.grad_weight == nullptr && args.grad_bias == nullptr)) return cudaSuccess;
@@ -212,8 +186,8 @@ extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   if (error != cudaSuccess) return error;
   const Plan plan = pick(problem_of(*args), device);
   if (plan.kernel == Kernel::GENERIC) return generic_forward(*args, plan, on);
-  return with_fast_type(args->dtype,
-                        [&](auto zero) { return forward<decltype(zero)>(*args, plan, on); });
+  return with_row_type(args->dtype,
+                       [&](auto zero) { return forward<decltype(zero)>(*args, plan, on); });
 }
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
@@ -221,9 +195,8 @@ extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
   Device device;
   if (current_device(device) != cudaSuccess) return 0;  // the launch reports the error
   const Plan plan = pick(problem_of(*args), device);
-  const int64_t sums = (args->grad_weight != nullptr) + (args->grad_bias != nullptr);
   const int64_t size = args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float);
-  return sums * parts_of(*args, plan, device) * args->cols * size;
+  return norm_weight_gradients(args) * parts_of(*args, plan, device) * args->cols * size;
 }
 
 extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) {
@@ -241,13 +214,13 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
                                    : generic_backward<T, RmsNorm>(*args, plan, parts, on);
     });
   } else {
-    error = with_fast_type(args->dtype,
-                           [&](auto zero) { return backward<decltype(zero)>(*args, plan, on); });
+    error = with_row_type(args->dtype,
+                          [&](auto zero) { return backward<decltype(zero)>(*args, plan, on); });
     if (plan.kernel == Kernel::SPLIT) return error;
   }
   if (error != cudaSuccess) return error;
   if (args->dtype == DTYPE_FLOAT64) return sum_partials<double, double>(*args, parts, on);
-  return with_fast_type(args->weight_dtype, [&](auto zero) {
+  return with_row_type(args->weight_dtype, [&](auto zero) {
     return sum_partials<float, decltype(zero)>(*args, parts, on);
   });
 }

@@ -103,15 +103,14 @@ struct Residual {
   static constexpr bool HAS_RESIDUAL = true, DROPS_Y = false;
 
   template <typename T, int K, bool ALIGNED>
-  struct Forward {
+  struct Forward : Plain::Forward<T, K, ALIGNED> {
     static constexpr int N = VECTOR<T>;
     using Window = RowWindow<T, K, ALIGNED>;
     RowFragment<T, K, ALIGNED> residual;
-    RowMask<K, N> mask;
 
     __device__ void load(const ForwardParams<T> &p, int64_t row, const Window &window) {
       residual.load(p.residual + row * p.residual_stride, window, p.hint);
-      if (p.dropout.seed != nullptr) mask.make(p.dropout, row * p.cols, window);
+      if (p.dropout.seed != nullptr) this->mask.make(p.dropout, row * p.cols, window);
     }
 
     // Replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
@@ -124,14 +123,14 @@ struct Residual {
         float values[N], added[N];
         unpack<T, N>(values, x.bits[k]);
         unpack<T, N>(added, residual.bits[k]);
-        add(values, added, p, mask.bits[k]);
+        add(values, added, p, this->mask.bits[k]);
         store<T, N>(sum + window.column(k), values);
         x.bits[k] = pack<T, N>(values);
       }
       if (!window.has_edge()) return;
       float value[1] = {to_acc(x.edge)};
       const float added[1] = {to_acc(residual.edge)};
-      add(value, added, p, mask.edge);
+      add(value, added, p, this->mask.edge);
       sum[window.edge] = x.edge = from_acc<T>(value[0]);
     }
 
@@ -142,8 +141,6 @@ struct Residual {
 #pragma unroll
       for (int j = 0; j < M; ++j) x[j] += added[j];
     }
-    template <int M>
-    __device__ static void epilogue(float (&)[M], const ForwardParams<T> &, uint32_t) {}
   };
 };
 
@@ -151,15 +148,11 @@ struct DropoutOfY {
   static constexpr bool HAS_RESIDUAL = false, DROPS_Y = true;
 
   template <typename T, int K, bool ALIGNED>
-  struct Forward {
-    using Window = RowWindow<T, K, ALIGNED>;
-    RowMask<K, VECTOR<T>> mask;
-
-    __device__ void load(const ForwardParams<T> &p, int64_t row, const Window &window) {
-      mask.make(p.dropout, row * p.cols, window);
+  struct Forward : Plain::Forward<T, K, ALIGNED> {
+    __device__ void load(const ForwardParams<T> &p, int64_t row,
+                         const RowWindow<T, K, ALIGNED> &window) {
+      this->mask.make(p.dropout, row * p.cols, window);
     }
-    __device__ void prologue(RowFragment<T, K, ALIGNED> &, const ForwardParams<T> &, int64_t,
-                             const Window &) const {}
     template <int M>
     __device__ static void epilogue(float (&y)[M], const ForwardParams<T> &p, uint32_t mask) {
       drop(y, p.dropout, mask);

@@ -65,7 +65,8 @@ cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
 }
 
 // Not a template, so that the host code is compiled once instead of once per kernel.
-inline cudaError_t launch(const void *kernel, void *params, const Plan &plan, cudaStream_t stream) {
+inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
+                          cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.ctas));
   config.blockDim = dim3(plan.threads, plan.rows_per_cta);
@@ -86,12 +87,14 @@ inline cudaError_t launch(const void *kernel, void *params, const Plan &plan, cu
       error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     }
   }
-  return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, &params) : error;
+  void *parameters[] = {const_cast<void *>(params)};
+  return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, parameters) : error;
 }
 
 // Every kernel has one parameter, a struct.
 template <typename Params>
-cudaError_t launch(void (*kernel)(Params), Params &params, const Plan &plan, cudaStream_t stream) {
+cudaError_t launch(void (*kernel)(Params), const Params &params, const Plan &plan,
+                   cudaStream_t stream) {
   return launch(reinterpret_cast<const void *>(kernel), &params, plan, stream);
 }
 

@@ -38,7 +38,6 @@ enum class Form { PLAIN, RESIDUAL, DROPOUT_OF_Y };
 
 struct Problem {
   bool is_backward;
-  bool is_layer_norm;
   Form form;
   dtype_t dtype;
   int64_t rows, cols;
@@ -236,6 +235,7 @@ inline Plan generic_plan(const Problem &p) {
   plan.shape = -1;
   plan.threads = p.cols <= 512 ? 32 : 256;
   plan.rows_per_cta = 256 / plan.threads;
+  plan.ctas = std::min<int64_t>(ceil_div(p.rows, plan.rows_per_cta), INT32_MAX);
   plan.cluster = 1;
   plan.release_from = p.rows;
   return plan;

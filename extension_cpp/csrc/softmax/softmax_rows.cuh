@@ -118,15 +118,13 @@ __device__ inline void join_cluster(const Sum &row_sum, float &most, float &sum,
   sum = sums[0];
 }
 
-// The plan of a row from the norms' table (norm/norm_plan.h): like layer_norm, softmax reads a row
-// twice before it writes. `is_congruent`: inner = 1, and rows have the same alignment in all
-// tensors.
+// The plan of a row from the norms' table (norm/norm_plan.h). `is_congruent`: inner = 1, and rows
+// have the same alignment in all tensors.
 inline cudaError_t plan_rows(norms::Plan &plan, dtype_t dtype, int64_t rows, int64_t cols,
                              bool reads_two, bool is_congruent) {
   norms::Device device;
   const cudaError_t error = norms::current_device(device);
   norms::Problem problem{};
-  problem.is_layer_norm = true;
   problem.form = reads_two ? norms::Form::RESIDUAL : norms::Form::PLAIN;
   problem.dtype = dtype;
   problem.rows = rows;
@@ -134,19 +132,6 @@ inline cudaError_t plan_rows(norms::Plan &plan, dtype_t dtype, int64_t rows, int
   problem.is_congruent = is_congruent;
   if (error == cudaSuccess) plan = norms::pick(problem, device);
   return error;
-}
-
-inline bool is_aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
-// Calls f(zero) with a zero of the C++ type. Row kernels do not exist for float64.
-template <typename F>
-cudaError_t with_row_type(dtype_t dtype, F &&f) {
-  switch (dtype) {
-    case DTYPE_FLOAT32: return f(float{});
-    case DTYPE_BFLOAT16: return f(__nv_bfloat16{});
-    case DTYPE_FLOAT16: return f(__half{});
-    default: return cudaErrorInvalidValue;
-  }
 }
 
 // ---- strips ----
