@@ -18,7 +18,6 @@ namespace losses {
 
 struct GradientParams : norms::Geometry {
   loss_forward_args args;
-  int ahead;  // rows from a row to the one to prefetch into the L2; 0: none
 };
 
 template <typename T, int K, bool ALIGNED>
@@ -166,10 +165,7 @@ cudaError_t gradient_rows(const loss_forward_args &args, const norms::Plan &plan
                           cudaStream_t stream) {
   return with_row_type(args.rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    GradientParams p{};
-    norms::set_geometry(p, plan, args.rows.outer, args.rows.cols);
-    p.args = args;
-    p.ahead = plan.ahead;
+    const GradientParams p{norms::geometry_of(plan, args.rows.outer, args.rows.cols), args};
     return norms::with_variant<2, 3, 4, 8>(plan, [&](auto vectors, auto aligned) {
       constexpr auto kernel =
           loss_gradient_rows<T, decltype(vectors)::value, decltype(aligned)::value>;

@@ -16,7 +16,8 @@ namespace norms {
 // mean and rstd of a row. The loops over rows load them one or two rows ahead.
 template <typename T>
 __device__ inline float2 load_moments(const BackwardParams<T> &p, int64_t row) {
-  return {p.mean == nullptr ? 0.0f : p.mean[row], p.rstd[row]};
+  const float mean = p.mean == nullptr ? 0 : static_cast<const float *>(p.mean)[row];
+  return {mean, static_cast<const float *>(p.rstd)[row]};
 }
 
 // For half types xhat is one fused operation, x * rstd + offset. The rounding of mean * rstd is too
@@ -46,7 +47,7 @@ struct RowWeights {
   }
 
   __device__ void load(const BackwardParams<T> &p, const RowWindow<T, K, ALIGNED> &window) {
-    if (sizeof(T) == 2 && p.is_float) {
+    if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
       load_as<float>(p, window);
     } else {
       load_as<T>(p, window);
@@ -119,10 +120,10 @@ __device__ inline void write_elements(const BackwardParams<T> &p, int64_t at, co
     grad_x[j] = Norm::grad_x(grad[j], x[j], means);
     if (Form::HAS_RESIDUAL) grad_x[j] += more[j];
   }
-  store<T, M>(p.grad_x + at, grad_x);
+  store<T, M>(static_cast<T *>(p.grad_x) + at, grad_x);
   if (!Form::HAS_RESIDUAL || p.grad_dropped == nullptr) return;
-  drop(grad_x, p.dropout, mask);
-  store<T, M>(p.grad_dropped + at, grad_x);
+  drop(grad_x, p.dropout_x, mask);
+  store<T, M>(static_cast<T *>(p.grad_dropped) + at, grad_x);
 }
 
 // Computes the dropout mask of a row if the form needs one.
@@ -130,7 +131,7 @@ template <typename Form, typename T, int K, bool ALIGNED>
 __device__ inline void make_mask(RowMask<K, VECTOR<T>> &mask, const BackwardParams<T> &p,
                                  int64_t row, const RowWindow<T, K, ALIGNED> &window) {
   if (Form::DROPS_Y || (Form::HAS_RESIDUAL && p.grad_dropped != nullptr)) {
-    mask.make(p.dropout, row * p.cols, window);
+    mask.make(Form::DROPS_Y ? p.dropout_y : p.dropout_x, row * p.cols, window);
   }
 }
 
@@ -138,7 +139,8 @@ __device__ inline void make_mask(RowMask<K, VECTOR<T>> &mask, const BackwardPara
 template <typename T>
 __device__ inline float *partial_row(const BackwardParams<T> &p, int i, int64_t unit,
                                      int64_t units) {
-  return p.partial + ((i == 1 && p.wanted[0] ? units : 0) + unit) * p.cols;
+  const int64_t number = (i == 1 && p.grad_weight != nullptr ? units : 0) + unit;
+  return static_cast<float *>(p.partial) + number * p.cols;
 }
 
 // Marks the lines of one of the last rows evict_normal again (Plan::release_from).
@@ -146,11 +148,9 @@ template <typename Form, typename T, bool ALIGNED>
 __device__ inline void release(const BackwardParams<T> &p, int64_t row,
                                const RowSlice<T, ALIGNED> &slice) {
   if (row < p.release_from || row >= p.rows) return;
-  release_row(p.x + row * p.x_stride, slice);
-  release_row(p.grad_out + row * p.grad_out_stride, slice);
-  if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {
-    release_row(p.grad_sum + row * p.grad_sum_stride, slice);
-  }
+  release_row(p.x_row(row), slice);
+  release_row(p.grad_out_row(row), slice);
+  if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) release_row(p.grad_sum_row(row), slice);
 }
 
 }  // namespace norms

@@ -47,8 +47,8 @@ struct PersistentRows {
   // A group without a row has zeros, because its threads still take part in the warp's sums.
   __device__ void load(int64_t row) {
     if (row < p.rows) {
-      x.load(p.x + row * p.x_stride, window, p.hint);
-      grad_out.load(p.grad_out + row * p.grad_out_stride, window, p.hint);
+      x.load(p.x_row(row), window, p.hint);
+      grad_out.load(p.grad_out_row(row), window, p.hint);
       moments = load_moments(p, row);
     } else {
       x = grad_out = {};
@@ -62,18 +62,18 @@ struct PersistentRows {
     const int bytes = (slice.limit - slice.first) * static_cast<int>(sizeof(T));
     if (threadIdx.x > 0 || bytes <= 0) return;
     if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && row - p.groups < p.rows) {
-      prefetch_bulk(p.grad_sum + (row - p.groups) * p.grad_sum_stride + slice.first, bytes, p.hint);
+      prefetch_bulk(p.grad_sum_row(row - p.groups) + slice.first, bytes, p.hint);
     }
     if (!p.has_prefetch || row >= p.rows) return;
-    prefetch_bulk(p.x + row * p.x_stride + slice.first, bytes, p.hint);
-    prefetch_bulk(p.grad_out + row * p.grad_out_stride + slice.first, bytes, p.hint);
+    prefetch_bulk(p.x_row(row) + slice.first, bytes, p.hint);
+    prefetch_bulk(p.grad_out_row(row) + slice.first, bytes, p.hint);
   }
 
   __device__ void process(int64_t row) {
     Fragment grad_sum{};
     const bool is_row = row < p.rows;
     if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && is_row) {
-      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, window, p.hint);
+      grad_sum.load(p.grad_sum_row(row), window, p.hint);
     }
     if (!HOLDS_WEIGHTS) weights.load(p, window);
     const auto statistics = to_statistics<T>(moments);
@@ -82,12 +82,12 @@ struct PersistentRows {
     for (int k = 0; k < K; ++k) {
       unpack<T, N>(xhat[k], x.bits[k]);
       unpack<T, N>(g[k], grad_out.bits[k]);
-      if (Form::DROPS_Y) drop(g[k], p.dropout, mask.bits[k]);
+      if (Form::DROPS_Y) drop(g[k], p.dropout_y, mask.bits[k]);
       sum_elements<Norm>(xhat[k], g[k], weights.w[k], statistics, columns.sums[k], sums);
     }
     if (window.has_edge()) {
       edge_xhat[0] = to_acc(x.edge), edge_g[0] = to_acc(grad_out.edge);
-      if (Form::DROPS_Y) drop(edge_g, p.dropout, mask.edge);
+      if (Form::DROPS_Y) drop(edge_g, p.dropout_y, mask.edge);
       sum_elements<Norm>(edge_xhat, edge_g, weights.edge, statistics, columns.edge, sums);
     }
     load(row + p.groups);
@@ -116,7 +116,7 @@ struct PersistentRows {
   __device__ void write_partial(float *shared) const {
     const int threads = blockDim.x * blockDim.y;
     for (int i = 0; i < P; ++i) {
-      if (!p.wanted[i]) continue;
+      if (p.gradient(i) == nullptr) continue;
       __syncthreads();
       columns.template write<ALIGNED>(shared + threadIdx.y * p.cols, window, i);
       __syncthreads();

@@ -62,8 +62,8 @@ struct PipelineRows {
   __device__ void begin(const Segment &segment) {
     slice = RowSlice<T, ALIGNED>(p.cols, segment.first, p.slice, rank);
     window = Window(slice);
-    x_shift = vectors_behind(p.x + segment.first * p.x_stride + slice.begin);
-    grad_out_shift = vectors_behind(p.grad_out + segment.first * p.grad_out_stride + slice.begin);
+    x_shift = vectors_behind(p.x_row(segment.first) + slice.begin);
+    grad_out_shift = vectors_behind(p.grad_out_row(segment.first) + slice.begin);
     x_step = static_cast<int>(segment.step * p.x_stride / N % 8);
     grad_out_step = static_cast<int>(segment.step * p.grad_out_stride / N % 8);
     weights.load(p, window);
@@ -93,8 +93,8 @@ struct PipelineRows {
     uint64_t *const filled = &shared.filled[place.stage];
     expect_bytes(filled, 2 * bytes);
     if (bytes == 0) return;
-    const T *const x = p.x + row * p.x_stride + slice.begin;
-    const T *const grad_out = p.grad_out + row * p.grad_out_stride + slice.begin;
+    const T *const x = p.x_row(row) + slice.begin;
+    const T *const grad_out = p.grad_out_row(row) + slice.begin;
     copy_bulk(place.x, x, bytes, filled, p.hint);
     copy_bulk(place.grad_out, grad_out, bytes, filled, p.hint);
 #endif
@@ -106,12 +106,12 @@ struct PipelineRows {
     if (threadIdx.x != blockDim.x - 1 || row >= end) return;
     const int bytes = (slice.limit - slice.first) * static_cast<int>(sizeof(T));
     if (bytes <= 0) return;
-    prefetch_bulk(p.grad_sum + row * p.grad_sum_stride + slice.first, bytes, p.hint);
+    prefetch_bulk(p.grad_sum_row(row) + slice.first, bytes, p.hint);
   }
 
   // The edge of a row. The copy of the tensor's last row ends before the edges at its end.
-  __device__ float load_edge(const T *data, int64_t stride, int64_t row, uint32_t place) const {
-    if (row == p.rows - 1) return to_acc(data[row * stride + window.edge]);
+  __device__ float load_edge(const T *data, int64_t row, uint32_t place) const {
+    if (row == p.rows - 1) return to_acc(data[window.edge]);
     const uint32_t address = place + (window.edge - slice.begin) * sizeof(T);
     return to_acc(*static_cast<const T *>(__cvta_shared_to_generic(address)));
   }
@@ -126,13 +126,13 @@ struct PipelineRows {
       const uint32_t at = offset + 16 * k * blockDim.x;
       unpack<T, N>(x, load_shared(place.x + at, window.has(k)));
       unpack<T, N>(grad, load_shared(place.grad_out + at, window.has(k)));
-      if (Form::DROPS_Y) drop(grad, p.dropout, mask.bits[k]);
+      if (Form::DROPS_Y) drop(grad, p.dropout_y, mask.bits[k]);
       f(x, grad, weights.w[k], columns.sums[k], k);
     }
     if (!window.has_edge()) return;
-    float x[1] = {load_edge(p.x, p.x_stride, row, place.x)};
-    float grad[1] = {load_edge(p.grad_out, p.grad_out_stride, row, place.grad_out)};
-    if (Form::DROPS_Y) drop(grad, p.dropout, mask.edge);
+    float x[1] = {load_edge(p.x_row(row), row, place.x)};
+    float grad[1] = {load_edge(p.grad_out_row(row), row, place.grad_out)};
+    if (Form::DROPS_Y) drop(grad, p.dropout_y, mask.edge);
     f(x, grad, weights.edge, columns.edge, K);
   }
 
@@ -195,7 +195,7 @@ struct PipelineRows {
       if (next_row + step < end) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
       if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && i >= 0) {
-        grad_sum.load(p.grad_sum + row * p.grad_sum_stride, window, p.hint);
+        grad_sum.load(p.grad_sum_row(row), window, p.hint);
       }
       prefetch(next_row, end);
       if (next_row < end) {
@@ -223,7 +223,7 @@ struct PipelineRows {
   // Writes this CTA's columns of partial row `number`.
   __device__ void write_partial(int64_t number) const {
     for (int i = 0; i < P; ++i) {
-      if (!p.wanted[i]) continue;
+      if (p.gradient(i) == nullptr) continue;
       float *const out = partial_row(p, i, number, p.groups + p.period - 1);
       columns.template write<ALIGNED>(out, window, i);
     }

@@ -30,10 +30,10 @@ __device__ inline void split_rows(const BackwardParams<T> &p) {
   Statistics<float> statistics{};
   weights.load(p, window);
   if (is_row) {
-    x.load(p.x + row * p.x_stride, window, p.hint);
-    grad_out.load(p.grad_out + row * p.grad_out_stride, window, p.hint);
+    x.load(p.x_row(row), window, p.hint);
+    grad_out.load(p.grad_out_row(row), window, p.hint);
     if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {
-      grad_sum.load(p.grad_sum + row * p.grad_sum_stride, window, p.hint);
+      grad_sum.load(p.grad_sum_row(row), window, p.hint);
     }
     statistics = to_statistics<T>(load_moments(p, row));
     make_mask<Form>(mask, p, row, window);
@@ -43,7 +43,7 @@ __device__ inline void split_rows(const BackwardParams<T> &p) {
   for (int k = 0; k < K; ++k) {
     unpack<T, N>(xhat[k], x.bits[k]);
     unpack<T, N>(g[k], grad_out.bits[k]);
-    if (Form::DROPS_Y) drop(g[k], p.dropout, mask.bits[k]);
+    if (Form::DROPS_Y) drop(g[k], p.dropout_y, mask.bits[k]);
     normalize_elements<Norm>(xhat[k], g[k], weights.w[k], statistics);
 #pragma unroll
     for (int j = 0; j < N; ++j) Norm::add_to_row(sums, g[k][j], xhat[k][j]);
@@ -74,8 +74,8 @@ __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int f
     for (int r = 0; r < ROWS; ++r) {
       const int64_t row = begin + r * step;
       const bool is_row = row < p.rows;
-      x[r] = load_hinted(p.x + row * p.x_stride + column, is_row, p.hint);
-      grad_out[r] = load_hinted(p.grad_out + row * p.grad_out_stride + column, is_row, p.hint);
+      x[r] = load_hinted(p.x_row(row) + column, is_row, p.hint);
+      grad_out[r] = load_hinted(p.grad_out_row(row) + column, is_row, p.hint);
       statistics[r] = to_statistics<T>(is_row ? load_moments(p, row) : float2{});
     }
 #pragma unroll
@@ -85,8 +85,8 @@ __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int f
       unpack<T, N>(grad, grad_out[r]);
       if (Form::DROPS_Y) {
         uint32_t mask[1];
-        keep<N>(mask, p.dropout, *p.dropout.seed, {(begin + r * step) * p.cols + column});
-        drop(grad, p.dropout, mask[0]);
+        keep<N>(mask, p.dropout_y, *p.dropout_y.seed, {(begin + r * step) * p.cols + column});
+        drop(grad, p.dropout_y, mask[0]);
       }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -120,11 +120,11 @@ __device__ inline void split_columns(const BackwardParams<T> &p) {
     const int i = n / WIDTH, c = blockIdx.x * WIDTH + n % WIDTH;
     float sum = 0;
     for (int warp = 0; warp < threads / 32; ++warp) sum += shared[warp][i][n % WIDTH];
-    if (c >= p.cols || p.grad_parameters[i] == nullptr) continue;
-    if (p.is_float) {
-      static_cast<float *>(p.grad_parameters[i])[c] = sum;
+    if (c >= p.cols || p.gradient(i) == nullptr) continue;
+    if (p.weight_dtype == DTYPE_FLOAT32) {
+      static_cast<float *>(p.gradient(i))[c] = sum;
     } else {
-      static_cast<T *>(p.grad_parameters[i])[c] = from_acc<T>(sum);
+      static_cast<T *>(p.gradient(i))[c] = from_acc<T>(sum);
     }
   }
 }
@@ -140,32 +140,7 @@ __global__ void __maxnreg__(64) split_kernel(const __grid_constant__ BackwardPar
 
 template <typename T>
 cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream) {
-  BackwardParams<T> p{};
-  set_geometry(p, plan, args.rows, args.cols);
-  p.x = static_cast<const T *>(args.x);
-  p.x_stride = args.x_stride;
-  p.grad_out = static_cast<const T *>(args.grad_out);
-  p.grad_out_stride = args.grad_out_stride;
-  p.mean = static_cast<const float *>(args.mean);
-  p.rstd = static_cast<const float *>(args.rstd);
-  p.weight = args.weight;
-  p.is_float = args.weight_dtype != args.dtype;
-  p.grad_x = static_cast<T *>(args.grad_x);
-  p.grad_sum = static_cast<const T *>(args.grad_sum);
-  p.grad_sum_stride = args.grad_sum_stride;
-  p.grad_dropped = static_cast<T *>(args.grad_dropped);
-  p.dropout = args.dropout_y.seed == nullptr ? args.dropout_x : args.dropout_y;
-  p.grad_parameters[0] = args.grad_weight;
-  p.grad_parameters[1] = args.grad_bias;
-  p.wanted[0] = args.grad_weight != nullptr;
-  p.wanted[1] = args.grad_bias != nullptr;
-  p.partial = static_cast<float *>(args.partial);
-  p.groups = plan.groups;
-  p.period = plan.period;
-  p.has_prefetch = plan.has_prefetch;
-  p.stages = plan.stages;
-  p.stage_vectors = plan.stage_vectors;
-  p.column_ctas = plan.column_ctas;
+  const BackwardParams<T> p{geometry_of(plan, args.rows, args.cols), args};
   return with_form(args.mean != nullptr, form_of(args), [&](auto norm, auto form) {
     using Norm = decltype(norm);
     using FormOf = decltype(form);

@@ -33,7 +33,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const Statistics<float> &statistics) {
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   constexpr int BATCH = P * sizeof(W) * N > 32 || !ALIGNED ? 1 : 2;
-  T *const y = p.y + row * p.cols;
+  T *const y = static_cast<T *>(p.y) + row * p.cols;
 #pragma unroll
   for (int begin = 0; begin < K; begin += BATCH) {
     ParameterVector<W, N, ALIGNED> vectors[BATCH][P];
@@ -42,7 +42,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
       const int k = begin + b;
 #pragma unroll
       for (int i = 0; i < P; ++i) {
-        const W *const data = static_cast<const W *>(p.parameters[i]);
+        const W *const data = static_cast<const W *>(p.parameter(i));
         vectors[b][i].load(data, window.column(k), p.cols, window.has(k), 1 - i);
       }
     }
@@ -63,7 +63,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
   float value[1] = {to_acc(x.edge)}, parameters[P][1];
 #pragma unroll
   for (int i = 0; i < P; ++i) {
-    parameters[i][0] = load_parameter<W>(p.parameters[i], window.edge, 1 - i);
+    parameters[i][0] = load_parameter<W>(p.parameter(i), window.edge, 1 - i);
   }
   apply_norm<Norm>(value, parameters, statistics);
   form.epilogue(value, p, form.mask.edge);
@@ -97,10 +97,10 @@ __global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
   RowFragment<T, K, ALIGNED> x{};
   typename FormOf::template Forward<T, K, ALIGNED> form{};
   if (is_row) {
-    x.load(p.x + row * p.x_stride, window, p.hint);
+    x.load(p.x_row(row), window, p.hint);
     form.load(p, row, window);
     if (p.ahead > 0 && row + p.ahead < p.rows) {
-      prefetch_slice(p.x + (row + p.ahead) * p.x_stride, slice, p.hint);
+      prefetch_slice(p.x_row(row + p.ahead), slice, p.hint);
     }
     form.prologue(x, p, row, window);
   }
@@ -119,40 +119,25 @@ __global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
   int turn = 0;
   const auto columns = [&](int cta) { return Slice(p.cols, row, p.slice, cta).count(); };
   const Statistics<float> statistics =
-      Norm::statistics(for_each, row_sum, turn, columns, p.per_col, p.eps);
+      Norm::statistics(for_each, row_sum, turn, columns, p.per_col, static_cast<float>(p.eps));
   if (!is_row) return;
   if (threadIdx.x == 0 && rank == 0 && p.rstd != nullptr) {
-    if (p.mean != nullptr) p.mean[row] = statistics.mean;
-    p.rstd[row] = statistics.rstd;
+    if (p.mean != nullptr) static_cast<float *>(p.mean)[row] = statistics.mean;
+    static_cast<float *>(p.rstd)[row] = statistics.rstd;
   }
-  if (sizeof(T) == 2 && p.are_float) {
+  if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
     write_row<Norm, float>(p, row, window, x, form, statistics);
   } else {
     write_row<Norm, T>(p, row, window, x, form, statistics);
   }
   if (row < p.release_from) return;
-  release_row(p.x + row * p.x_stride, slice);
-  if (FormOf::HAS_RESIDUAL) release_row(p.residual + row * p.residual_stride, slice);
+  release_row(p.x_row(row), slice);
+  if (FormOf::HAS_RESIDUAL) release_row(p.residual_row(row), slice);
 }
 
 template <typename T>
 cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream) {
-  ForwardParams<T> p{};
-  set_geometry(p, plan, args.rows, args.cols);
-  p.x = static_cast<const T *>(args.x);
-  p.x_stride = args.x_stride;
-  p.parameters[0] = args.weight;
-  p.parameters[1] = args.bias;
-  p.are_float = args.weight_dtype != args.dtype;
-  p.y = static_cast<T *>(args.y);
-  p.mean = static_cast<float *>(args.mean);
-  p.rstd = static_cast<float *>(args.rstd);
-  p.eps = static_cast<float>(args.eps);
-  p.residual = static_cast<const T *>(args.residual);
-  p.residual_stride = args.residual_stride;
-  p.sum = static_cast<T *>(args.sum);
-  p.ahead = plan.ahead;
-  p.dropout = args.residual != nullptr ? args.dropout_x : args.dropout_y;
+  const ForwardParams<T> p{geometry_of(plan, args.rows, args.cols), args};
   return with_form(args.centered, form_of(args), [&](auto norm, auto form) {
     const auto run = [&](auto vectors, auto aligned) {
       constexpr auto kernel = row_kernel<T, decltype(norm), decltype(form),

@@ -10,60 +10,40 @@
 #include "common/cuda_dropout.cuh"
 #include "common/cuda_row.cuh"
 #include "norm/norm.h"
+#include "norm/norm_plan.h"
 
 namespace norms {
 
-// The parameters that all kernels with a plan share.
-struct Geometry {
+// What a kernel with a plan gets besides its arguments.
+struct Geometry : Plan {
   int64_t rows;
   int cols;
-  int slice;             // columns of a CTA
-  int cluster;           // CTAs that share a row
-  float per_col;         // 1 / cols
-  uint64_t hint;         // of loads (cuda_cache.cuh)
-  int64_t release_from;  // first row whose lines become evict_normal again; rows: none
+  float per_col;  // 1 / cols
+  uint64_t hint;  // of loads (cuda_cache.cuh)
+};
+
+// The kernels' parameters: the arguments, and their rows. T is the type that args.dtype names.
+template <typename T>
+struct ForwardParams : Geometry, norm_forward_args {
+  using Geometry::cols, Geometry::rows;
+  __device__ const T *x_row(int64_t r) const { return static_cast<const T *>(x) + r * x_stride; }
+  __device__ const T *residual_row(int64_t r) const {
+    return static_cast<const T *>(residual) + r * residual_stride;
+  }
+  __device__ const void *parameter(int i) const { return i == 0 ? weight : bias; }
 };
 
 template <typename T>
-struct ForwardParams : Geometry {
-  const T *x;
-  int64_t x_stride;
-  const void *parameters[2];  // weight, bias; NULL: ones, zeros
-  bool are_float;             // the parameters are float32 while T is a half type
-  T *y;
-  float *mean;  // NULL: not wanted, or rms_norm
-  float *rstd;  // NULL: not wanted
-  float eps;
-  const T *residual;
-  int64_t residual_stride;
-  T *sum;
-  dropout_t dropout;
-  int ahead;  // rows from a row to the one to prefetch into the L2; 0: none
-};
-
-template <typename T>
-struct BackwardParams : Geometry {
-  const T *x;
-  int64_t x_stride;
-  const T *grad_out;
-  int64_t grad_out_stride;
-  const float *mean;  // NULL: rms_norm
-  const float *rstd;
-  const void *weight;  // NULL: ones
-  bool is_float;       // the weight is float32 while T is a half type
-  T *grad_x;           // NULL: not wanted
-  const T *grad_sum;   // NULL: none
-  int64_t grad_sum_stride;
-  T *grad_dropped;  // NULL: not wanted
-  dropout_t dropout;
-  bool wanted[2];  // grad_weight, grad_bias
-  float *partial;  // (wanted, groups of rows, cols): the sums over the rows of each group
-  int64_t groups;  // this and the next four: as in Plan (norm_plan.h)
-  int period;
-  bool has_prefetch;
-  int stages, stage_vectors;
-  void *grad_parameters[2];  // SPLIT: grad_weight, grad_bias
-  int column_ctas;           // SPLIT
+struct BackwardParams : Geometry, norm_backward_args {
+  using Geometry::cols, Geometry::rows;
+  __device__ const T *x_row(int64_t r) const { return static_cast<const T *>(x) + r * x_stride; }
+  __device__ const T *grad_out_row(int64_t r) const {
+    return static_cast<const T *>(grad_out) + r * grad_out_stride;
+  }
+  __device__ const T *grad_sum_row(int64_t r) const {
+    return static_cast<const T *>(grad_sum) + r * grad_sum_stride;
+  }
+  __device__ void *gradient(int i) const { return i == 0 ? grad_weight : grad_bias; }
 };
 
 // The dropout mask of a thread's elements of a row: bit 1 keeps an element.
@@ -109,14 +89,14 @@ struct Residual {
     RowFragment<T, K, ALIGNED> residual;
 
     __device__ void load(const ForwardParams<T> &p, int64_t row, const Window &window) {
-      residual.load(p.residual + row * p.residual_stride, window, p.hint);
-      if (p.dropout.seed != nullptr) this->mask.make(p.dropout, row * p.cols, window);
+      residual.load(p.residual_row(row), window, p.hint);
+      if (p.dropout_x.seed != nullptr) this->mask.make(p.dropout_x, row * p.cols, window);
     }
 
     // Replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
     __device__ void prologue(RowFragment<T, K, ALIGNED> &x, const ForwardParams<T> &p, int64_t row,
                              const Window &window) const {
-      T *const sum = p.sum + row * p.cols;
+      T *const sum = static_cast<T *>(p.sum) + row * p.cols;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         if (!window.has(k)) continue;
@@ -137,7 +117,7 @@ struct Residual {
     template <int M>
     __device__ static void add(float (&x)[M], const float (&added)[M], const ForwardParams<T> &p,
                                uint32_t mask) {
-      if (p.dropout.seed != nullptr) drop(x, p.dropout, mask);
+      if (p.dropout_x.seed != nullptr) drop(x, p.dropout_x, mask);
 #pragma unroll
       for (int j = 0; j < M; ++j) x[j] += added[j];
     }
@@ -151,11 +131,11 @@ struct DropoutOfY {
   struct Forward : Plain::Forward<T, K, ALIGNED> {
     __device__ void load(const ForwardParams<T> &p, int64_t row,
                          const RowWindow<T, K, ALIGNED> &window) {
-      this->mask.make(p.dropout, row * p.cols, window);
+      this->mask.make(p.dropout_y, row * p.cols, window);
     }
     template <int M>
     __device__ static void epilogue(float (&y)[M], const ForwardParams<T> &p, uint32_t mask) {
-      drop(y, p.dropout, mask);
+      drop(y, p.dropout_y, mask);
     }
   };
 };

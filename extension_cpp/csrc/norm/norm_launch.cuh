@@ -30,14 +30,11 @@ inline Form form_of(const norm_backward_args &args) {
                                                                   : Form::PLAIN;
 }
 
-inline void set_geometry(Geometry &g, const Plan &plan, int64_t rows, int64_t cols) {
-  g.rows = rows;
-  g.cols = static_cast<int>(cols);
-  g.slice = plan.slice;
-  g.cluster = plan.cluster;
-  g.per_col = 1 / static_cast<float>(cols);
-  g.hint = plan.hint == Hint::LAST ? EVICT_LAST : plan.hint == Hint::FIRST ? EVICT_FIRST : NO_HINT;
-  g.release_from = plan.release_from;
+inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
+  const uint64_t hint = plan.priority == Hint::LAST    ? EVICT_LAST
+                        : plan.priority == Hint::FIRST ? EVICT_FIRST
+                                                       : NO_HINT;
+  return {plan, rows, static_cast<int>(cols), 1 / static_cast<float>(cols), hint};
 }
 
 // Calls f(vectors, aligned) with the plan's values as constants. VECTORS lists the compiled ones.

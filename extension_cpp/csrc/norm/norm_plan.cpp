@@ -33,6 +33,6 @@ EXPORTED const char *extension_cpp_norm_plan(int form, int dtype, int is_backwar
                 "rows_per_cta=%d cluster=%d stages=%d hint=%s",
                 name_of(plan.kernel), plan.shape, plan.is_aligned ? "yes" : "no", plan.threads,
                 plan.vectors, plan.rows_per_cta, plan.cluster, plan.stages,
-                HINTS[static_cast<int>(plan.hint)]);
+                HINTS[static_cast<int>(plan.priority)]);
   return text;
 }

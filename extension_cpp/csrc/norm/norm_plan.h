@@ -75,7 +75,7 @@ struct Plan {
   int column_ctas;       // SPLIT: CTAs that sum columns
   int ahead;             // forward: rows from a row to the one to prefetch into the L2; 0: none
   bool has_prefetch;     // PERSISTENT: prefetches rows into the L2 before their loads
-  Hint hint;             // for loads
+  Hint priority;         // of the lines that are read, in the L2
   int64_t release_from;  // first row whose L2 lines become evict_normal again; rows: none
 };
 
@@ -225,7 +225,7 @@ inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device
 // evict_normal again.
 inline void hint_last(Plan &plan, const Problem &p, const Device &device, int tensors) {
   const int64_t rows = ceil_div(device.l2_bytes / 2, tensors * row_bytes(p));
-  plan.hint = Hint::LAST;
+  plan.priority = Hint::LAST;
   plan.release_from = std::max<int64_t>(0, p.rows - rows);
 }
 
@@ -312,7 +312,7 @@ inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const bool is_float = p.dtype == DTYPE_FLOAT32;
   if (device.l2_bytes == 0) return;
   if (bytes <= (is_float ? MEDIUM_BYTES / 2 : MEDIUM_BYTES)) {
-    plan.hint = Hint::FIRST;
+    plan.priority = Hint::FIRST;
   } else if (row_bytes(p) <= WIDE_ROW_BYTES &&
              (bytes >= 2 * device.l2_bytes || (is_float && plan.kernel == Kernel::PERSISTENT))) {
     hint_last(plan, p, device, p.form == Form::RESIDUAL ? 3 : 2);

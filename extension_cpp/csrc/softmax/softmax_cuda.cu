@@ -15,7 +15,6 @@ struct RowParams : norms::Geometry {
   const T *grad_out;  // backward
   T *out;             // forward: y; backward: grad_x
   bool is_log;
-  int ahead;  // forward: rows from a row to the one to prefetch into the L2; 0: none
 };
 
 // ---- the formulas ----
@@ -218,21 +217,18 @@ __global__ void __launch_bounds__(STRIP_THREADS)
 // ---- launches ----
 
 template <typename T>
-cudaError_t launch_rows(RowParams<T> &p, const norms::Plan &plan, int64_t rows, int64_t cols,
-                        cudaStream_t stream) {
-  norms::set_geometry(p, plan, rows, cols);
-  p.ahead = plan.ahead;
+cudaError_t launch_rows(const RowParams<T> &p, cudaStream_t stream) {
   const auto run = [&](auto vectors, auto aligned) {
     constexpr int K = decltype(vectors)::value;
     constexpr bool ALIGNED = decltype(aligned)::value;
     if constexpr (K < 8) {
       if (p.grad_out != nullptr) {
-        return norms::launch(softmax_backward_rows<T, K, ALIGNED>, p, plan, stream);
+        return norms::launch(softmax_backward_rows<T, K, ALIGNED>, p, p, stream);
       }
     }
-    return norms::launch(softmax_rows<T, K, ALIGNED>, p, plan, stream);
+    return norms::launch(softmax_rows<T, K, ALIGNED>, p, p, stream);
   };
-  return norms::with_variant<2, 3, 4, 8>(plan, run);
+  return norms::with_variant<2, 3, 4, 8>(p, run);
 }
 
 }  // namespace softmaxes
@@ -248,11 +244,11 @@ extern "C" int softmax_forward_cuda(const softmax_forward_args *args, void *stre
   if (plan.kernel == norms::Kernel::ROW) {
     return with_row_type(args->dtype, [&](auto zero) {
       using T = decltype(zero);
-      RowParams<T> p{};
+      RowParams<T> p{norms::geometry_of(plan, args->outer, args->cols)};
       p.x = static_cast<const T *>(args->x);
       p.out = static_cast<T *>(args->y);
       p.is_log = args->is_log;
-      return launch_rows(p, plan, args->outer, args->cols, on);
+      return launch_rows(p, on);
     });
   }
   return with_dtype(args->dtype, [&](auto zero) {
@@ -274,12 +270,12 @@ extern "C" int softmax_backward_cuda(const softmax_backward_args *args, void *st
   if (plan.kernel == norms::Kernel::ROW) {
     return with_row_type(args->dtype, [&](auto zero) {
       using T = decltype(zero);
-      RowParams<T> p{};
+      RowParams<T> p{norms::geometry_of(plan, args->outer, args->cols)};
       p.x = static_cast<const T *>(args->y);
       p.grad_out = static_cast<const T *>(args->grad_out);
       p.out = static_cast<T *>(args->grad_x);
       p.is_log = args->is_log;
-      return launch_rows(p, plan, args->outer, args->cols, on);
+      return launch_rows(p, on);
     });
   }
   return with_dtype(args->dtype, [&](auto zero) {
