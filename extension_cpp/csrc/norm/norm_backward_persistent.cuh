@@ -56,17 +56,15 @@ struct PersistentRows {
     }
   }
 
-  // One thread prefetches a row of x and grad_out into the L2, and the row before it of grad_sum,
-  // which is not loaded into registers ahead of its use.
+  // Prefetches a row of x and grad_out into the L2, and the row before it of grad_sum, which is not
+  // loaded into registers ahead of its use.
   __device__ void prefetch(int64_t row) const {
-    const int bytes = (slice.limit - slice.first) * static_cast<int>(sizeof(T));
-    if (threadIdx.x > 0 || bytes <= 0) return;
     if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && row - p.groups < p.rows) {
-      prefetch_bulk(p.grad_sum_row(row - p.groups) + slice.first, bytes, p.hint);
+      prefetch_slice(p.grad_sum_row(row - p.groups), slice, p.hint);
     }
     if (!p.has_prefetch || row >= p.rows) return;
-    prefetch_bulk(p.x_row(row) + slice.first, bytes, p.hint);
-    prefetch_bulk(p.grad_out_row(row) + slice.first, bytes, p.hint);
+    prefetch_slice(p.x_row(row), slice, p.hint);
+    prefetch_slice(p.grad_out_row(row), slice, p.hint);
   }
 
   __device__ void process(int64_t row) {

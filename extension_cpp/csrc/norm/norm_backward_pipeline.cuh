@@ -42,9 +42,6 @@ struct PipelineRows {
   const int rank;
   RowSlice<T, ALIGNED> slice;
   Window window;
-  // Rows keep their offset from a multiple of 128 bytes, because bulk copies are slower otherwise.
-  // In vectors: the offset of the segment's first row (shift), and its increment per row (step).
-  int x_shift, grad_out_shift, x_step, grad_out_step;
   Place fetched{0, 0, -1, 0};  // the last row whose copies have started
   int turn = 0;                // rows that are finished
   RowWeights<T, K, ALIGNED> weights;
@@ -62,26 +59,21 @@ struct PipelineRows {
   __device__ void begin(const Segment &segment) {
     slice = RowSlice<T, ALIGNED>(p.cols, segment.first, p.slice, rank);
     window = Window(slice);
-    x_shift = vectors_behind(p.x_row(segment.first) + slice.begin);
-    grad_out_shift = vectors_behind(p.grad_out_row(segment.first) + slice.begin);
-    x_step = static_cast<int>(segment.step * p.x_stride / N % 8);
-    grad_out_step = static_cast<int>(segment.step * p.grad_out_stride / N % 8);
     weights.load(p, window);
     columns = {};
   }
 
-  __device__ static int vectors_behind(const T *data) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(data) / 16 % 8);
-  }
-
-  // The place of row i of the segment, after the place of row i - 1.
-  __device__ Place next_place(const Place &before, int i) const {
+  // The place of a row, after the place of the row before. Rows keep their offset from a multiple of
+  // 128 bytes, because bulk copies are slower otherwise.
+  __device__ Place next_place(const Place &before, int64_t row) const {
+    const auto offset = [&](const T *data) {
+      return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data + slice.begin) / 16 % 8 * 16);
+    };
     Place next = before;
     if (++next.stage == p.stages) next.stage = 0, next.parity ^= 1;
-    const int vector = next.stage * 2 * p.stage_vectors;
-    next.x = memory + 16 * (vector + (x_shift + i * x_step) % 8);
-    next.grad_out =
-        memory + 16 * (vector + p.stage_vectors + (grad_out_shift + i * grad_out_step) % 8);
+    const uint32_t stage = memory + 16 * next.stage * 2 * p.stage_vectors;
+    next.x = stage + offset(p.x_row(row));
+    next.grad_out = stage + 16 * p.stage_vectors + offset(p.grad_out_row(row));
     return next;
   }
 
@@ -98,15 +90,6 @@ struct PipelineRows {
     copy_bulk(place.x, x, bytes, filled, p.hint);
     copy_bulk(place.grad_out, grad_out, bytes, filled, p.hint);
 #endif
-  }
-
-  // One thread prefetches a row of grad_sum, which has no stages, into the L2.
-  __device__ void prefetch(int64_t row, int64_t end) const {
-    if (!Form::HAS_RESIDUAL || p.grad_sum == nullptr) return;
-    if (threadIdx.x != blockDim.x - 1 || row >= end) return;
-    const int bytes = (slice.limit - slice.first) * static_cast<int>(sizeof(T));
-    if (bytes <= 0) return;
-    prefetch_bulk(p.grad_sum_row(row) + slice.first, bytes, p.hint);
   }
 
   // The edge of a row. The copy of the tensor's last row ends before the edges at its end.
@@ -178,7 +161,7 @@ struct PipelineRows {
     begin(segment);
     const int64_t end = segment.first + segment.count * segment.step, step = segment.step;
     const auto start_copies = [&](int i) {
-      fetched = next_place(fetched, i);
+      fetched = next_place(fetched, segment.first + i * step);
       fetch(segment.first + i * step, fetched);
     };
     Place now = fetched, next;
@@ -194,13 +177,13 @@ struct PipelineRows {
       const int64_t next_row = row + step;
       if (next_row + step < end) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
-      if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && i >= 0) {
-        grad_sum.load(p.grad_sum_row(row), window, p.hint);
+      if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {  // grad_sum has no stages
+        if (i >= 0) grad_sum.load(p.grad_sum_row(row), window, p.hint);
+        if (next_row < end) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
       }
-      prefetch(next_row, end);
       if (next_row < end) {
         make_mask<Form>(next_mask, p, next_row, window);
-        next = next_place(now, i + 1);
+        next = next_place(now, next_row);
         sum(next_row, turn + 1, next, next_mask, to_statistics<T>(next_moments));
         // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
         if (i > 0 && i - 1 + p.stages < segment.count) start_copies(i - 1 + p.stages);
