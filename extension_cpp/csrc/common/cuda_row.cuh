@@ -53,6 +53,21 @@ struct RowSlice {
   }
 };
 
+// Vector k of a thread's part of a row, or, with SIZE = 1 and k = K, its edge.
+template <int N>
+struct Part {
+  static constexpr int SIZE = N;
+  int k;
+};
+
+// A number of type A for each element.
+template <typename A, int K, int N>
+struct RowValues {
+  A v[K][N], edge[1];
+  __device__ auto &at(Part<N> part) { return v[part.k]; }
+  __device__ auto &at(Part<1>) { return edge; }
+};
+
 // The columns of one thread.
 template <typename T, int K, bool ALIGNED>
 struct RowWindow {
@@ -71,9 +86,17 @@ struct RowWindow {
     if (ALIGNED || thread >= slice.heads + slice.tails) return;
     edge = tail < 0 ? thread : slice.end - slice.tails + tail;
   }
-  __device__ int column(int k) const { return first + k * step; }
-  __device__ bool has(int k) const { return k * step < left; }
+  __device__ int column(int k) const { return k < K ? first + k * step : edge; }
+  __device__ bool has(int k) const { return k == K || k * step < left; }
   __device__ bool has_edge() const { return !ALIGNED && edge >= 0; }
+
+  // Calls f(part) for K vectors, also those outside the slice, and for the edge.
+  template <typename F>
+  __device__ void for_each(F &&f) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) f(Part<N>{k});
+    if (has_edge()) f(Part<1>{K});
+  }
 };
 
 // A thread's part of a row in registers. Vectors outside the slice are zeros.
@@ -91,6 +114,11 @@ struct RowFragment {
     }
     if (!ALIGNED) edge = window.has_edge() ? row[window.edge] : from_acc<T>(0);
   }
+
+  __device__ void unpack(float (&x)[N], int k) const { ::unpack<T, N>(x, bits[k]); }
+  __device__ void unpack(float (&x)[1], int) const { x[0] = to_acc(edge); }
+  __device__ void pack(const float (&x)[N], int k) { bits[k] = ::pack<T, N>(x); }
+  __device__ void pack(const float (&x)[1], int) { edge = from_acc<T>(x[0]); }
 };
 
 // Marks the lines of a CTA's slice of a row evict_normal. The threads that read the slice call it.

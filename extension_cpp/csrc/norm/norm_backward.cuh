@@ -30,9 +30,8 @@ __device__ inline Statistics<float> to_statistics(float2 moments) {
 
 // The weights of a thread's columns.
 template <typename T, int K, bool ALIGNED>
-struct RowWeights {
+struct RowWeights : RowValues<float, K, VECTOR<T>> {
   static constexpr int N = VECTOR<T>;
-  float w[K][N], edge[1];
 
   template <typename W>
   __device__ void load_as(const BackwardParams<T> &p, const RowWindow<T, K, ALIGNED> &window) {
@@ -42,8 +41,8 @@ struct RowWeights {
       vectors[k].load(static_cast<const W *>(p.weight), window.column(k), p.cols, window.has(k), 1);
     }
 #pragma unroll
-    for (int k = 0; k < K; ++k) vectors[k].unpack(w[k]);
-    if (window.has_edge()) edge[0] = load_parameter<W>(p.weight, window.edge, 1);
+    for (int k = 0; k < K; ++k) vectors[k].unpack(this->v[k]);
+    if (window.has_edge()) this->edge[0] = load_parameter<W>(p.weight, window.edge, 1);
   }
 
   __device__ void load(const BackwardParams<T> &p, const RowWindow<T, K, ALIGNED> &window) {
@@ -57,9 +56,7 @@ struct RowWeights {
 
 // The sums of a thread's columns over the rows, P per column.
 template <int K, int N, int P>
-struct ColumnSums {
-  float sums[K][N][P] = {}, edge[1][P] = {};
-
+struct ColumnSums : RowValues<float[P], K, N> {
   // Writes sum i of each column to out[column].
   template <bool ALIGNED, typename Window>
   __device__ void write(float *out, const Window &window, int i) const {
@@ -69,8 +66,8 @@ struct ColumnSums {
       float *const mine = out + window.column(k);
 #pragma unroll
       for (int j = 0; j < N; j += 4) {
-        const float four[4] = {sums[k][j][i], sums[k][j + 1][i], sums[k][j + 2][i],
-                               sums[k][j + 3][i]};
+        const auto &v = this->v[k];
+        const float four[4] = {v[j][i], v[j + 1][i], v[j + 2][i], v[j + 3][i]};
         if (ALIGNED) {
           *reinterpret_cast<float4 *>(mine + j) = {four[0], four[1], four[2], four[3]};
         } else {
@@ -79,7 +76,7 @@ struct ColumnSums {
         }
       }
     }
-    if (window.has_edge()) out[window.edge] = edge[0][i];
+    if (window.has_edge()) out[window.edge] = this->edge[0][i];
   }
 };
 
@@ -108,13 +105,19 @@ __device__ inline void sum_elements(float (&x)[M], float (&grad)[M], const float
   }
 }
 
-// Writes M elements of grad_x and grad_dropped from index `at` on. `x` holds xhat, `grad` holds g,
-// `more` holds grad_sum; means = the row's sums / cols.
-template <typename Norm, typename Form, typename T, int M, int P>
-__device__ inline void write_elements(const BackwardParams<T> &p, int64_t at, const float (&x)[M],
-                                      const float (&grad)[M], const float (&means)[P],
-                                      const float (&more)[M], uint32_t mask) {
-  float grad_x[M];
+// Writes grad_x and grad_dropped of a vector or an edge. `x` holds xhat, `grad` holds g; means = the
+// row's sums / cols.
+template <typename Norm, typename Form, typename Part, typename T, int K, bool ALIGNED, int M,
+          int P>
+__device__ inline void write_elements(const BackwardParams<T> &p, int64_t row,
+                                      const RowWindow<T, K, ALIGNED> &window, Part part,
+                                      const float (&x)[M], const float (&grad)[M],
+                                      const float (&means)[P],
+                                      const RowFragment<T, K, ALIGNED> &grad_sum, uint32_t mask) {
+  if (!window.has(part.k)) return;
+  const int64_t at = row * p.cols + window.column(part.k);
+  float grad_x[M], more[M];
+  if (Form::HAS_RESIDUAL) grad_sum.unpack(more, part.k);
 #pragma unroll
   for (int j = 0; j < M; ++j) {
     grad_x[j] = Norm::grad_x(grad[j], x[j], means);

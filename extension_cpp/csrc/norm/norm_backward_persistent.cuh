@@ -13,7 +13,8 @@ template <typename T, typename Form, bool ALIGNED>
 constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form::HAS_RESIDUAL,
                                                            Form::DROPS_Y, ALIGNED);
 
-template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+// LOOPS: false in the split kernel, which processes one row per group.
+template <typename T, typename Norm, typename Form, int K, bool ALIGNED, bool LOOPS = true>
 struct PersistentRows {
   static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   // float32 with two sums per column leaves no registers for the weights: they are loaded from the
@@ -34,13 +35,13 @@ struct PersistentRows {
   // loads are in flight.
   RowMask<K, N> mask;
   RowWeights<T, K, ALIGNED> weights;
-  ColumnSums<K, N, P> columns;
+  ColumnSums<K, N, P> columns{};
   int turn = 0;
 
-  __device__ PersistentRows(const BackwardParams<T> &p, typename Sum::Shared &shared)
+  __device__ PersistentRows(const BackwardParams<T> &p, typename Sum::Shared &shared, int64_t cta)
       : p(p),
         row_sum(shared, 1, 0),
-        first(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y),
+        first(cta * blockDim.y + threadIdx.y),
         slice(p.cols, first, p.slice, 0),
         window(slice) {}
 
@@ -67,6 +68,14 @@ struct PersistentRows {
     prefetch_slice(p.grad_out_row(row), slice, p.hint);
   }
 
+  // Loads what process(first) reads.
+  __device__ void start() {
+    load(first);
+    if (LOOPS) prefetch(first + p.groups);
+    if (Form::DROPS_Y || !LOOPS) make_mask<Form>(mask, p, first, window);
+    if (HOLDS_WEIGHTS) weights.load(p, window);
+  }
+
   __device__ void process(int64_t row) {
     Fragment grad_sum{};
     const bool is_row = row < p.rows;
@@ -75,39 +84,29 @@ struct PersistentRows {
     }
     if (!HOLDS_WEIGHTS) weights.load(p, window);
     const auto statistics = to_statistics<T>(moments);
-    float xhat[K][N], g[K][N], sums[P] = {}, edge_xhat[1], edge_g[1];
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      unpack<T, N>(xhat[k], x.bits[k]);
-      unpack<T, N>(g[k], grad_out.bits[k]);
-      if (Form::DROPS_Y) drop(g[k], p.dropout_y, mask.bits[k]);
-      sum_elements<Norm>(xhat[k], g[k], weights.w[k], statistics, columns.sums[k], sums);
+    RowValues<float, K, N> xhat, g;
+    float sums[P] = {};
+    window.for_each([&](auto part) {
+      x.unpack(xhat.at(part), part.k);
+      grad_out.unpack(g.at(part), part.k);
+      if (Form::DROPS_Y) drop(g.at(part), p.dropout_y, mask.at(part.k));
+      sum_elements<Norm>(xhat.at(part), g.at(part), weights.at(part), statistics, columns.at(part),
+                         sums);
+    });
+    if (LOOPS) {
+      load(row + p.groups);
+      prefetch(row + 2 * p.groups);
+      make_mask<Form>(mask, p, Form::DROPS_Y ? row + p.groups : row, window);
     }
-    if (window.has_edge()) {
-      edge_xhat[0] = to_acc(x.edge), edge_g[0] = to_acc(grad_out.edge);
-      if (Form::DROPS_Y) drop(edge_g, p.dropout_y, mask.edge);
-      sum_elements<Norm>(edge_xhat, edge_g, weights.edge, statistics, columns.edge, sums);
-    }
-    load(row + p.groups);
-    prefetch(row + 2 * p.groups);
-    make_mask<Form>(mask, p, Form::DROPS_Y ? row + p.groups : row, window);
     if (p.grad_x == nullptr) return;
     row_sum.sum_cta(sums, turn++);
     if (!is_row) return;
 #pragma unroll
     for (int i = 0; i < P; ++i) sums[i] *= p.per_col;
-    const int64_t begin = row * p.cols;
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (!window.has(k)) continue;
-      float more[N];
-      if (Form::HAS_RESIDUAL) unpack<T, N>(more, grad_sum.bits[k]);
-      write_elements<Norm, Form>(p, begin + window.column(k), xhat[k], g[k], sums, more,
-                                 mask.bits[k]);
-    }
-    if (!window.has_edge()) return;
-    const float more[1] = {to_acc(grad_sum.edge)};
-    write_elements<Norm, Form>(p, begin + window.edge, edge_xhat, edge_g, sums, more, mask.edge);
+    window.for_each([&](auto part) {
+      write_elements<Norm, Form>(p, row, window, part, xhat.at(part), g.at(part), sums, grad_sum,
+                                 mask.at(part.k));
+    });
   }
 
   // Adds the groups' column sums and writes the CTA's partial row. `shared` holds a row per group.
@@ -138,11 +137,8 @@ __global__ void __launch_bounds__((PERSISTENT_THREADS<T, Form, ALIGNED>), 1)
   // A thread of an unaligned row may have an edge besides its vectors.
   __shared__ __align__(
       16) float partial[PERSISTENT_THREADS<T, Form, ALIGNED> * (PERSISTENT_ELEMENTS + !ALIGNED)];
-  Rows rows(p, shared);
-  rows.load(rows.first);
-  rows.prefetch(rows.first + p.groups);
-  if (Form::DROPS_Y) make_mask<Form>(rows.mask, p, rows.first, rows.window);
-  if (Rows::HOLDS_WEIGHTS) rows.weights.load(p, rows.window);
+  Rows rows(p, shared, blockIdx.x);
+  rows.start();
   // All groups of the CTA make the same number of iterations, because groups may share a warp.
   for (int64_t row = rows.first; row - threadIdx.y < p.rows; row += p.groups) {
     rows.process(row);

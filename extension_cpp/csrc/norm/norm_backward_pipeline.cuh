@@ -92,31 +92,29 @@ struct PipelineRows {
 #endif
   }
 
-  // The edge of a row. The copy of the tensor's last row ends before the edges at its end.
-  __device__ float load_edge(const T *data, int64_t row, uint32_t place) const {
-    if (row == p.rows - 1) return to_acc(data[window.edge]);
-    const uint32_t address = place + (window.edge - slice.begin) * sizeof(T);
-    return to_acc(*static_cast<const T *>(__cvta_shared_to_generic(address)));
+  // Loads a vector of a row from shared memory.
+  __device__ void load(float (&x)[N], const T *, int64_t, uint32_t place, Part<N> part) const {
+    const uint32_t address = place + (window.column(part.k) - slice.begin) * sizeof(T);
+    unpack<T, N>(x, load_shared(address, window.has(part.k)));
   }
 
-  // Calls f(x, grad_out, weight, columns, k) for vector k of a row, and for its edge with k = K.
+  // The same for an edge. The copy of the tensor's last row ends before the edges at its end.
+  __device__ void load(float (&x)[1], const T *data, int64_t row, uint32_t place, Part<1>) const {
+    const uint32_t address = place + (window.edge - slice.begin) * sizeof(T);
+    const void *const copy = __cvta_shared_to_generic(address);
+    x[0] = to_acc(row == p.rows - 1 ? data[window.edge] : *static_cast<const T *>(copy));
+  }
+
+  // Calls f(part, x, grad_out) for the vectors of a row, and for its edge.
   template <typename F>
   __device__ void for_each(int64_t row, const Place &place, const Mask &mask, const F &f) {
-    const uint32_t offset = 16 * ((window.first - slice.begin) / N);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      float x[N], grad[N];
-      const uint32_t at = offset + 16 * k * blockDim.x;
-      unpack<T, N>(x, load_shared(place.x + at, window.has(k)));
-      unpack<T, N>(grad, load_shared(place.grad_out + at, window.has(k)));
-      if (Form::DROPS_Y) drop(grad, p.dropout_y, mask.bits[k]);
-      f(x, grad, weights.w[k], columns.sums[k], k);
-    }
-    if (!window.has_edge()) return;
-    float x[1] = {load_edge(p.x_row(row), row, place.x)};
-    float grad[1] = {load_edge(p.grad_out_row(row), row, place.grad_out)};
-    if (Form::DROPS_Y) drop(grad, p.dropout_y, mask.edge);
-    f(x, grad, weights.edge, columns.edge, K);
+    window.for_each([&](auto part) {
+      float x[decltype(part)::SIZE], grad[decltype(part)::SIZE];
+      load(x, p.x_row(row), row, place.x, part);
+      load(grad, p.grad_out_row(row), row, place.grad_out, part);
+      if (Form::DROPS_Y) drop(grad, p.dropout_y, mask.at(part.k));
+      f(part, x, grad);
+    });
   }
 
   // Adds a row to the column sums, and posts the row's own sums. `turn` is the number of the row.
@@ -125,8 +123,8 @@ struct PipelineRows {
 #if HAS_CLUSTERS
     float sums[P] = {};
     wait_phase(&shared.filled[place.stage], place.parity);
-    for_each(row, place, mask, [&](auto &x, auto &grad, const auto &weight, auto &columns, int) {
-      sum_elements<Norm>(x, grad, weight, statistics, columns, sums);
+    for_each(row, place, mask, [&](auto part, auto &x, auto &grad) {
+      sum_elements<Norm>(x, grad, weights.at(part), statistics, columns.at(part), sums);
     });
     row_sum.post(sums, turn);
 #endif
@@ -140,19 +138,9 @@ struct PipelineRows {
     row_sum.collect(sums, turn);
 #pragma unroll
     for (int n = 0; n < P; ++n) sums[n] *= p.per_col;
-    const int64_t begin = row * p.cols;
-    for_each(row, place, mask, [&](auto &x, auto &grad, const auto &weight, auto &, int k) {
-      constexpr int M = sizeof x / sizeof x[0];
-      if (M == N && !window.has(k)) return;
-      float more[M];
-      if constexpr (M == N) {
-        unpack<T, N>(more, grad_sum.bits[k]);
-      } else {
-        more[0] = to_acc(grad_sum.edge);
-      }
-      normalize_elements<Norm>(x, grad, weight, statistics);
-      const int64_t at = begin + (M == N ? window.column(k) : window.edge);
-      write_elements<Norm, Form>(p, at, x, grad, sums, more, M == N ? mask.bits[k] : mask.edge);
+    for_each(row, place, mask, [&](auto part, auto &x, auto &grad) {
+      normalize_elements<Norm>(x, grad, weights.at(part), statistics);
+      write_elements<Norm, Form>(p, row, window, part, x, grad, sums, grad_sum, mask.at(part.k));
     });
 #endif
   }

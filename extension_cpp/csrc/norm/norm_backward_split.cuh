@@ -18,48 +18,11 @@ constexpr int SPLIT_THREADS = 512;
 
 template <typename Norm, typename Form, int K, typename T>
 __device__ inline void split_rows(const BackwardParams<T> &p) {
-  constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
-  using Sum = RowSum<float, 1, true>;
-  __shared__ typename Sum::Shared shared;
-  const int64_t row = static_cast<int64_t>(blockIdx.x - p.column_ctas) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;  // lanes without a row still take part in the warp's sums
-  const RowWindow<T, K, true> window(RowSlice<T, true>(p.cols, row, p.slice, 0));
-  RowFragment<T, K, true> x{}, grad_out{}, grad_sum{};
-  RowWeights<T, K, true> weights;
-  RowMask<K, N> mask;
-  Statistics<float> statistics{};
-  weights.load(p, window);
-  if (is_row) {
-    x.load(p.x_row(row), window, p.hint);
-    grad_out.load(p.grad_out_row(row), window, p.hint);
-    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {
-      grad_sum.load(p.grad_sum_row(row), window, p.hint);
-    }
-    statistics = to_statistics<T>(load_moments(p, row));
-    make_mask<Form>(mask, p, row, window);
-  }
-  float xhat[K][N], g[K][N], sums[P] = {};
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    unpack<T, N>(xhat[k], x.bits[k]);
-    unpack<T, N>(g[k], grad_out.bits[k]);
-    if (Form::DROPS_Y) drop(g[k], p.dropout_y, mask.bits[k]);
-    normalize_elements<Norm>(xhat[k], g[k], weights.w[k], statistics);
-#pragma unroll
-    for (int j = 0; j < N; ++j) Norm::add_to_row(sums, g[k][j], xhat[k][j]);
-  }
-  Sum(shared, 1, 0).sum_cta(sums, 0);
-  if (!is_row) return;
-#pragma unroll
-  for (int i = 0; i < P; ++i) sums[i] *= p.per_col;
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if (!window.has(k)) continue;
-    float more[N];
-    unpack<T, N>(more, grad_sum.bits[k]);
-    const int64_t at = row * p.cols + window.column(k);
-    write_elements<Norm, Form>(p, at, xhat[k], g[k], sums, more, mask.bits[k]);
-  }
+  using Rows = PersistentRows<T, Norm, Form, K, true, false>;
+  __shared__ typename Rows::Sum::Shared shared;
+  Rows rows(p, shared, blockIdx.x - p.column_ctas);
+  rows.start();
+  rows.process(rows.first);
 }
 
 // Sums N columns over the rows first, first + step, ..., with the loads of two rows in flight.

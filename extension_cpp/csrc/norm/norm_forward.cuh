@@ -34,6 +34,14 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   constexpr int BATCH = P * sizeof(W) * N > 32 || !ALIGNED ? 1 : 2;
   T *const y = static_cast<T *>(p.y) + row * p.cols;
+  const auto finish = [&](auto part, const auto &parameters) {
+    constexpr int M = decltype(part)::SIZE;
+    float values[M];
+    x.unpack(values, part.k);
+    apply_norm<Norm>(values, parameters, statistics);
+    form.epilogue(values, p, form.mask.at(part.k));
+    store<T, M>(y + window.column(part.k), values);
+  };
 #pragma unroll
   for (int begin = 0; begin < K; begin += BATCH) {
     ParameterVector<W, N, ALIGNED> vectors[BATCH][P];
@@ -48,26 +56,20 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
     }
 #pragma unroll
     for (int b = 0; b < BATCH && begin + b < K; ++b) {
-      const int k = begin + b;
-      if (!window.has(k)) continue;
-      float values[N], parameters[P][N];
-      unpack<T, N>(values, x.bits[k]);
+      if (!window.has(begin + b)) continue;
+      float parameters[P][N];
 #pragma unroll
       for (int i = 0; i < P; ++i) vectors[b][i].unpack(parameters[i]);
-      apply_norm<Norm>(values, parameters, statistics);
-      form.epilogue(values, p, form.mask.bits[k]);
-      store<T, N>(y + window.column(k), values);
+      finish(Part<N>{begin + b}, parameters);
     }
   }
   if (!window.has_edge()) return;
-  float value[1] = {to_acc(x.edge)}, parameters[P][1];
+  float parameters[P][1];
 #pragma unroll
   for (int i = 0; i < P; ++i) {
     parameters[i][0] = load_parameter<W>(p.parameter(i), window.edge, 1 - i);
   }
-  apply_norm<Norm>(value, parameters, statistics);
-  form.epilogue(value, p, form.mask.edge);
-  y[window.edge] = from_acc<T>(value[0]);
+  finish(Part<1>{K}, parameters);
 }
 
 // Registers per thread. They limit the threads of an SM, and so its bytes in flight.
@@ -81,7 +83,6 @@ constexpr int row_registers() {
 template <typename T, typename Norm, typename FormOf, int K, bool ALIGNED>
 __global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
     row_kernel(const __grid_constant__ ForwardParams<T> p) {
-  constexpr int N = VECTOR<T>;
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;
   __shared__ typename Sum::Shared shared;
@@ -106,15 +107,13 @@ __global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
   }
   row_sum.wait_for_others();
   const auto for_each = [&](auto &&f) {
+    window.for_each([&](auto part) {
+      if (!window.has(part.k)) return;
+      float values[decltype(part)::SIZE];
+      x.unpack(values, part.k);
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      if (!window.has(k)) continue;
-      float values[N];
-      unpack<T, N>(values, x.bits[k]);
-#pragma unroll
-      for (int j = 0; j < N; ++j) f(values[j]);
-    }
-    if (window.has_edge()) f(to_acc(x.edge));
+      for (const float value : values) f(value);
+    });
   };
   int turn = 0;
   const auto columns = [&](int cta) { return Slice(p.cols, row, p.slice, cta).count(); };

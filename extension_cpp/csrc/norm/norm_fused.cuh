@@ -50,6 +50,7 @@ struct BackwardParams : Geometry, norm_backward_args {
 template <int K, int N>
 struct RowMask {
   uint32_t bits[K], edge;
+  __device__ uint32_t at(int k) const { return k < K ? bits[k] : edge; }
 
   template <typename Window>
   __device__ void make(const dropout_t &dropout, int64_t row_begin, const Window &window) {
@@ -84,7 +85,6 @@ struct Residual {
 
   template <typename T, int K, bool ALIGNED>
   struct Forward : Plain::Forward<T, K, ALIGNED> {
-    static constexpr int N = VECTOR<T>;
     using Window = RowWindow<T, K, ALIGNED>;
     RowFragment<T, K, ALIGNED> residual;
 
@@ -97,29 +97,18 @@ struct Residual {
     __device__ void prologue(RowFragment<T, K, ALIGNED> &x, const ForwardParams<T> &p, int64_t row,
                              const Window &window) const {
       T *const sum = static_cast<T *>(p.sum) + row * p.cols;
+      window.for_each([&](auto part) {
+        if (!window.has(part.k)) return;
+        constexpr int M = decltype(part)::SIZE;
+        float values[M], added[M];
+        x.unpack(values, part.k);
+        residual.unpack(added, part.k);
+        if (p.dropout_x.seed != nullptr) drop(values, p.dropout_x, this->mask.at(part.k));
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
-        if (!window.has(k)) continue;
-        float values[N], added[N];
-        unpack<T, N>(values, x.bits[k]);
-        unpack<T, N>(added, residual.bits[k]);
-        add(values, added, p, this->mask.bits[k]);
-        store<T, N>(sum + window.column(k), values);
-        x.bits[k] = pack<T, N>(values);
-      }
-      if (!window.has_edge()) return;
-      float value[1] = {to_acc(x.edge)};
-      const float added[1] = {to_acc(residual.edge)};
-      add(value, added, p, this->mask.edge);
-      sum[window.edge] = x.edge = from_acc<T>(value[0]);
-    }
-
-    template <int M>
-    __device__ static void add(float (&x)[M], const float (&added)[M], const ForwardParams<T> &p,
-                               uint32_t mask) {
-      if (p.dropout_x.seed != nullptr) drop(x, p.dropout_x, mask);
-#pragma unroll
-      for (int j = 0; j < M; ++j) x[j] += added[j];
+        for (int j = 0; j < M; ++j) values[j] += added[j];
+        store<T, M>(sum + window.column(part.k), values);
+        x.pack(values, part.k);
+      });
     }
   };
 };
