@@ -23,6 +23,7 @@ struct Place {
   uint32_t parity;  // of the stage's mbarrier
 };
 
+#if HAS_CLUSTERS
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
 struct PipelineRows {
   static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
@@ -79,7 +80,6 @@ struct PipelineRows {
 
   // One thread starts the copies of a row: in the last warp, because the first one has edges.
   __device__ void fetch(int64_t row, const Place &place) const {
-#if HAS_CLUSTERS
     if (threadIdx.x != blockDim.x - 1) return;
     const uint32_t bytes = 16 * slice.vectors(!ALIGNED && row == p.rows - 1);
     uint64_t *const filled = &shared.filled[place.stage];
@@ -89,7 +89,6 @@ struct PipelineRows {
     const T *const grad_out = p.grad_out_row(row) + slice.begin;
     copy_bulk(place.x, x, bytes, filled, p.hint);
     copy_bulk(place.grad_out, grad_out, bytes, filled, p.hint);
-#endif
   }
 
   // Loads a vector of a row from shared memory.
@@ -120,20 +119,17 @@ struct PipelineRows {
   // Adds a row to the column sums, and posts the row's own sums. `turn` is the number of the row.
   __device__ void sum(int64_t row, int turn, const Place &place, const Mask &mask,
                       const Statistics<float> &statistics) {
-#if HAS_CLUSTERS
     float sums[P] = {};
     wait_phase(&shared.filled[place.stage], place.parity);
     for_each(row, place, mask, [&](auto part, auto &x, auto &grad) {
       sum_elements<Norm>(x, grad, weights.at(part), statistics, columns.at(part), sums);
     });
     row_sum.post(sums, turn);
-#endif
   }
 
   // Collects the row's sums and writes grad_x.
   __device__ void finish(int64_t row, int turn, const Place &place, const Mask &mask,
                          const Statistics<float> &statistics, const Fragment &grad_sum) {
-#if HAS_CLUSTERS
     float sums[P];
     row_sum.collect(sums, turn);
 #pragma unroll
@@ -142,7 +138,6 @@ struct PipelineRows {
       normalize_elements<Norm>(x, grad, weights.at(part), statistics);
       write_elements<Norm, Form>(p, row, window, part, x, grad, sums, grad_sum, mask.at(part.k));
     });
-#endif
   }
 
   __device__ void run(const Segment &segment) {
@@ -170,7 +165,7 @@ struct PipelineRows {
         if (next_row < end) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
       }
       if (next_row < end) {
-        make_mask<Form>(next_mask, p, next_row, window);
+        next_mask.template make<Form>(p, next_row, window);
         next = next_place(now, next_row);
         sum(next_row, turn + 1, next, next_mask, to_statistics<T>(next_moments));
         // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
@@ -231,6 +226,7 @@ struct PipelineRows {
     }
   }
 };
+#endif
 
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)

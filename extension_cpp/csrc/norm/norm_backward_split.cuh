@@ -9,7 +9,6 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 
-#include "norm/norm_backward_persistent.cuh"
 #include "norm/norm_backward_pipeline.cuh"
 
 namespace norms {

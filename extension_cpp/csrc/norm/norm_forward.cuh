@@ -24,12 +24,34 @@ __device__ inline void apply_norm(float (&x)[M], const float (&parameters)[Norm:
   }
 }
 
+// Replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
+template <typename T, int K, bool ALIGNED>
+__device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
+                                    const RowFragment<T, K, ALIGNED> &residual,
+                                    const RowMask<K, VECTOR<T>> &mask, const ForwardParams<T> &p,
+                                    int64_t row, const RowWindow<T, K, ALIGNED> &window) {
+  T *const sum = static_cast<T *>(p.sum) + row * p.cols;
+  window.for_each([&](auto part) {
+    if (!window.has(part.k)) return;
+    constexpr int M = decltype(part)::SIZE;
+    float values[M], added[M];
+    x.unpack(values, part.k);
+    residual.unpack(added, part.k);
+    if (p.drops_x()) drop(values, p.dropout_x, mask.at(part.k));
+#pragma unroll
+    for (int j = 0; j < M; ++j) values[j] += added[j];
+    store<T, M>(sum + window.column(part.k), values);
+    x.pack(values, part.k);
+  });
+}
+
 // Writes y. W is the type of the parameters in memory. They are loaded BATCH vectors at a time, as
 // many as the registers hold; unaligned vectors need more registers.
-template <typename Norm, typename W, typename T, typename Form, int K, bool ALIGNED>
+template <typename Norm, typename Form, typename W, typename T, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,
-                                 const RowFragment<T, K, ALIGNED> &x, const Form &form,
+                                 const RowFragment<T, K, ALIGNED> &x,
+                                 const RowMask<K, VECTOR<T>> &mask,
                                  const Statistics<float> &statistics) {
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   constexpr int BATCH = P * sizeof(W) * N > 32 || !ALIGNED ? 1 : 2;
@@ -39,7 +61,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
     float values[M];
     x.unpack(values, part.k);
     apply_norm<Norm>(values, parameters, statistics);
-    form.epilogue(values, p, form.mask.at(part.k));
+    if (Form::DROPS_Y) drop(values, p.dropout_y, mask.at(part.k));
     store<T, M>(y + window.column(part.k), values);
   };
 #pragma unroll
@@ -80,8 +102,8 @@ constexpr int row_registers() {
   return K == 2 || (Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64;
 }
 
-template <typename T, typename Norm, typename FormOf, int K, bool ALIGNED>
-__global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
+template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+__global__ void __maxnreg__((row_registers<Norm, Form, K, ALIGNED>()))
     row_kernel(const __grid_constant__ ForwardParams<T> p) {
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;
@@ -95,15 +117,16 @@ __global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
   Sum row_sum(shared, p.cluster, rank);
   const Slice slice(p.cols, row, p.slice, rank);
   const RowWindow<T, K, ALIGNED> window(slice);
-  RowFragment<T, K, ALIGNED> x{};
-  typename FormOf::template Forward<T, K, ALIGNED> form{};
+  RowFragment<T, K, ALIGNED> x{}, residual;
+  RowMask<K, VECTOR<T>> mask;
   if (is_row) {
     x.load(p.x_row(row), window, p.hint);
-    form.load(p, row, window);
+    if (Form::HAS_RESIDUAL) residual.load(p.residual_row(row), window, p.hint);
+    mask.template make<Form>(p, row, window);
     if (p.ahead > 0 && row + p.ahead < p.rows) {
       prefetch_slice(p.x_row(row + p.ahead), slice, p.hint);
     }
-    form.prologue(x, p, row, window);
+    if (Form::HAS_RESIDUAL) add_residual(x, residual, mask, p, row, window);
   }
   row_sum.wait_for_others();
   const auto for_each = [&](auto &&f) {
@@ -125,13 +148,13 @@ __global__ void __maxnreg__((row_registers<Norm, FormOf, K, ALIGNED>()))
     static_cast<float *>(p.rstd)[row] = statistics.rstd;
   }
   if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
-    write_row<Norm, float>(p, row, window, x, form, statistics);
+    write_row<Norm, Form, float>(p, row, window, x, mask, statistics);
   } else {
-    write_row<Norm, T>(p, row, window, x, form, statistics);
+    write_row<Norm, Form, T>(p, row, window, x, mask, statistics);
   }
   if (row < p.release_from) return;
   release_row(p.x_row(row), slice);
-  if (FormOf::HAS_RESIDUAL) release_row(p.residual_row(row), slice);
+  if (Form::HAS_RESIDUAL) release_row(p.residual_row(row), slice);
 }
 
 template <typename T>

@@ -1,12 +1,84 @@
-// Host code of the norms' GPU kernels: properties of the device, and launches with a plan.
+// The parameters of the norms' GPU kernels, the forms of a norm, and launches with a plan.
 #ifndef EXTENSION_CPP_NORM_LAUNCH_CUH
 #define EXTENSION_CPP_NORM_LAUNCH_CUH
 
-#include "norm/norm_fused.cuh"
+#include "common/cuda_dropout.cuh"
+#include "common/cuda_row.cuh"
+#include "norm/norm.h"
 #include "norm/norm_math.cuh"
 #include "norm/norm_plan.h"
 
 namespace norms {
+
+// ---- in kernels ----
+
+// What a kernel with a plan gets besides its arguments.
+struct Geometry : Plan {
+  int64_t rows;
+  int cols;
+  float per_col;  // 1 / cols
+  uint64_t hint;  // of loads (cuda_cache.cuh)
+};
+
+// The kernels' parameters: the arguments, and their rows. T is the type that args.dtype names.
+template <typename T>
+struct ForwardParams : Geometry, norm_forward_args {
+  using Geometry::cols, Geometry::rows;
+  __device__ const T *x_row(int64_t r) const { return static_cast<const T *>(x) + r * x_stride; }
+  __device__ const T *residual_row(int64_t r) const {
+    return static_cast<const T *>(residual) + r * residual_stride;
+  }
+  __device__ const void *parameter(int i) const { return i == 0 ? weight : bias; }
+  __device__ bool drops_x() const { return dropout_x.seed != nullptr; }
+};
+
+template <typename T>
+struct BackwardParams : Geometry, norm_backward_args {
+  using Geometry::cols, Geometry::rows;
+  __device__ const T *x_row(int64_t r) const { return static_cast<const T *>(x) + r * x_stride; }
+  __device__ const T *grad_out_row(int64_t r) const {
+    return static_cast<const T *>(grad_out) + r * grad_out_stride;
+  }
+  __device__ const T *grad_sum_row(int64_t r) const {
+    return static_cast<const T *>(grad_sum) + r * grad_sum_stride;
+  }
+  __device__ void *gradient(int i) const { return i == 0 ? grad_weight : grad_bias; }
+  __device__ bool drops_x() const { return grad_dropped != nullptr; }
+};
+
+// The operation that is fused with the norm. HAS_RESIDUAL: forward begins with x = residual +
+// dropout(x), and backward ends with grad_x += grad_sum and grad_dropped = dropout(grad_x). DROPS_Y:
+// forward ends with y = dropout(y), and backward begins with grad_out = dropout(grad_out).
+struct Plain {
+  static constexpr bool HAS_RESIDUAL = false, DROPS_Y = false;
+};
+struct Residual {
+  static constexpr bool HAS_RESIDUAL = true, DROPS_Y = false;
+};
+struct DropoutOfY {
+  static constexpr bool HAS_RESIDUAL = false, DROPS_Y = true;
+};
+
+// The dropout mask of a thread's elements of a row: bit 1 keeps an element.
+template <int K, int N>
+struct RowMask {
+  uint32_t bits[K], edge;
+  __device__ uint32_t at(int k) const { return k < K ? bits[k] : edge; }
+
+  // Computes the mask if the form needs one.
+  template <typename Form, typename Params, typename Window>
+  __device__ void make(const Params &p, int64_t row, const Window &window) {
+    if (!Form::DROPS_Y && !(Form::HAS_RESIDUAL && p.drops_x())) return;
+    const dropout_t &dropout = Form::DROPS_Y ? p.dropout_y : p.dropout_x;
+    int64_t first[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) first[k] = row * p.cols + window.column(k);
+    keep<N>(bits, dropout, *dropout.seed, first);
+    if (window.has_edge()) edge = keep_one(dropout, *dropout.seed, row * p.cols + window.edge);
+  }
+};
+
+// ---- on the host ----
 
 // Launch the kernels for element type T, except the sum of partial rows. Instantiated in
 // norm_{forward,backward}_<dtype>.cu.
@@ -49,7 +121,7 @@ cudaError_t with_variant(const Plan &plan, F &&f) {
   return error;
 }
 
-// Calls f(norm, form) with a Norm and a Form (norm_fused.cuh).
+// Calls f(norm, form) with a Norm (norm_math.cuh) and a form.
 template <typename F>
 cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
   switch (form) {
