@@ -32,8 +32,8 @@ static const char *fault(const Problem &p, const Plan &plan) {
 }
 
 int main() {
-  const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, ~uint64_t{0}};
-  const Device old{80, 0, {80, 0, 0, 0, 0}, ~uint64_t{0}};
+  const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, ~uint64_t{0}, true};
+  const Device old{80, 0, {80, 0, 0, 0, 0}, ~uint64_t{0}, false};
   std::set<int> reached;
   int faults = 0;
   for (const Device &device : {h100, old}) {

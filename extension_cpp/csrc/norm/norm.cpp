@@ -236,10 +236,7 @@ static auto layer_norm(const Tensor &x, const Shape &normalized_shape, const Opt
                        const Optional &bias, double eps) {
   const Outputs out =
       norm_forward({"layer_norm", x, normalized_shape, weight, bias, eps, true, with_statistics});
-  if constexpr (with_statistics)
-    return std::tuple{out.y, *out.mean, *out.rstd};
-  else
-    return out.y;
+  return returned<with_statistics>(std::tuple{out.y}, out.mean, out.rstd);
 }
 
 template <bool with_statistics>
@@ -247,10 +244,7 @@ static auto rms_norm(const Tensor &x, const Shape &normalized_shape, const Optio
                      std::optional<double> eps) {
   const Outputs out =
       norm_forward({"rms_norm", x, normalized_shape, weight, NONE, eps, false, with_statistics});
-  if constexpr (with_statistics)
-    return std::tuple{out.y, *out.rstd};
-  else
-    return out.y;
+  return returned<with_statistics>(std::tuple{out.y}, out.rstd);
 }
 
 static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(

@@ -13,18 +13,16 @@ static cudaError_t ask_device(Device &device, int number) {
   device = {};
   int major = 0, l2_bytes = 0;
   cudaFuncAttributes attributes{};
-  cudaError_t error = cudaDeviceGetAttribute(&device.sms, cudaDevAttrMultiProcessorCount, number);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, number);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, number);
-  }
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, cluster_probe_kernel);
-  if (error != cudaSuccess) return error;
-  if (major == 9) device.l2_bytes = l2_bytes;
-  // Code that the driver compiled from the PTX of an older architecture does not use clusters.
-  if (attributes.ptxVersion < 90) return cudaSuccess;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, cluster_probe_kernel);
+  const auto ask = [&](int &value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, number);
+  };
+  ask(device.sms, cudaDevAttrMultiProcessorCount);
+  ask(major, cudaDevAttrComputeCapabilityMajor);
+  ask(l2_bytes, cudaDevAttrL2CacheSize);
+  device.l2_bytes = major == 9 ? l2_bytes : 0;
+  device.has_sm_90_code = attributes.ptxVersion >= 90;
+  if (error != cudaSuccess || !device.has_sm_90_code) return error;
   constexpr int SHARED = 160 << 10;  // one CTA per SM
   error = cudaFuncSetAttribute(cluster_probe_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                SHARED);
@@ -78,11 +76,7 @@ static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
 }
 
 static Problem problem_of(const norm_forward_args &args) {
-  Problem p{};
-  p.form = form_of(args);
-  p.dtype = args.dtype;
-  p.rows = args.rows;
-  p.cols = args.cols;
+  Problem p{false, form_of(args), args.dtype, args.rows, args.cols};
   p.is_congruent = is_congruent(p, args.x, args.x_stride) && is_congruent(p, args.y, p.cols) &&
                    is_congruent(p, args.residual, args.residual_stride) &&
                    is_congruent(p, args.sum, p.cols) && is_aligned(args.weight) &&
@@ -91,12 +85,7 @@ static Problem problem_of(const norm_forward_args &args) {
 }
 
 static Problem problem_of(const norm_backward_args &args) {
-  Problem p{};
-  p.is_backward = true;
-  p.form = form_of(args);
-  p.dtype = args.dtype;
-  p.rows = args.rows;
-  p.cols = args.cols;
+  Problem p{true, form_of(args), args.dtype, args.rows, args.cols};
   p.is_congruent = is_congruent(p, args.x, args.x_stride) &&
                    is_congruent(p, args.grad_out, args.grad_out_stride) &&
                    is_congruent(p, args.grad_x, p.cols) &&
@@ -152,7 +141,7 @@ static int64_t parts_of(const norm_backward_args &args, const Plan &plan, const 
 }
 
 template <typename A, typename W>
-static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts,
+static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts, const Device &device,
                                 cudaStream_t stream) {
   void *outputs[2] = {args.grad_weight, args.grad_bias};
   if (outputs[0] == nullptr) std::swap(outputs[0], outputs[1]);
@@ -162,15 +151,12 @@ static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts,
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(PARTIALS_X, PARTIALS_Y);
   config.stream = stream;
-  cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, sum_partials_kernel<A, W>);
-  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   // Code of an older architecture cannot wait for the previous kernel, so it must not start early.
-  config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;
+  config.numAttrs = device.has_sm_90_code ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_partials_kernel<A, W>,
                             static_cast<const A *>(args.partial), static_cast<W *>(outputs[0]),
                             static_cast<W *>(outputs[1]), parts, args.cols);
@@ -219,8 +205,8 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
     if (plan.kernel == Kernel::SPLIT) return error;
   }
   if (error != cudaSuccess) return error;
-  if (args->dtype == DTYPE_FLOAT64) return sum_partials<double, double>(*args, parts, on);
+  if (args->dtype == DTYPE_FLOAT64) return sum_partials<double, double>(*args, parts, device, on);
   return with_row_type(args->weight_dtype, [&](auto zero) {
-    return sum_partials<float, decltype(zero)>(*args, parts, on);
+    return sum_partials<float, decltype(zero)>(*args, parts, device, on);
   });
 }

@@ -11,10 +11,7 @@ static auto add_layer_norm(const Tensor &x, const Tensor &residual, const Shape 
                            const Optional &seed) {
   const Outputs out = norm_forward({"add_layer_norm", x, normalized_shape, weight, bias, eps, true,
                                     with_statistics, &residual, p, seed});
-  if constexpr (with_statistics)
-    return std::tuple{out.y, *out.sum, *out.mean, *out.rstd};
-  else
-    return std::tuple{out.y, *out.sum};
+  return returned<with_statistics>(std::tuple{out.y, *out.sum}, out.mean, out.rstd);
 }
 
 template <bool with_statistics>
@@ -23,10 +20,7 @@ static auto add_rms_norm(const Tensor &x, const Tensor &residual, const Shape &n
                          const Optional &seed) {
   const Outputs out = norm_forward({"add_rms_norm", x, normalized_shape, weight, NONE, eps, false,
                                     with_statistics, &residual, p, seed});
-  if constexpr (with_statistics)
-    return std::tuple{out.y, *out.sum, *out.rstd};
-  else
-    return std::tuple{out.y, *out.sum};
+  return returned<with_statistics>(std::tuple{out.y, *out.sum}, out.rstd);
 }
 
 template <bool with_statistics>
@@ -35,10 +29,7 @@ static auto layer_norm_dropout(const Tensor &x, const Shape &normalized_shape,
                                const Optional &seed) {
   const Outputs out = norm_forward({"layer_norm_dropout", x, normalized_shape, weight, bias, eps,
                                     true, with_statistics, nullptr, p, seed});
-  if constexpr (with_statistics)
-    return std::tuple{out.y, *out.mean, *out.rstd};
-  else
-    return out.y;
+  return returned<with_statistics>(std::tuple{out.y}, out.mean, out.rstd);
 }
 
 // add_layer_norm_backward and add_rms_norm_backward return the gradients of x and of residual.

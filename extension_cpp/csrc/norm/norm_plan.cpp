@@ -17,7 +17,7 @@ EXPORTED const char *extension_cpp_norm_plan(int form, int dtype, int is_backwar
                                              int64_t cols) {
   using namespace norms;
   static thread_local char text[256];
-  const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, allowed_shapes};
+  const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, allowed_shapes, true};
   const Problem problem{is_backward != 0,
                         static_cast<Form>(form),
                         static_cast<dtype_t>(dtype),

@@ -52,6 +52,8 @@ struct Device {
   int64_t l2_bytes;  // on Hopper, where eviction hints help; else 0
   int clusters[5];   // [i]: clusters of 2^i CTAs that run at once, one CTA per SM; 0 before sm_90
   uint64_t shapes;   // bit i: row i of the table may be picked
+  // False for code that the driver compiled from an older architecture's PTX: it uses no clusters.
+  bool has_sm_90_code;
 };
 
 // For benchmarks/norm_plans.py, which times one shape beside another (norm_plan.cpp).

@@ -38,6 +38,15 @@ struct Outputs {
 
 Outputs norm_forward(const Forward &call);
 
+// What an op returns: the results and the statistics; its no-grad overload the results alone.
+template <bool with_statistics, typename... Results, typename... Statistics>
+auto returned(const std::tuple<Results...> &results, const Statistics &...statistics) {
+  if constexpr (with_statistics)
+    return std::tuple_cat(results, std::tuple{*statistics...});
+  else
+    return results;
+}
+
 // The arguments of a backward op.
 struct Backward {
   const char *op;
