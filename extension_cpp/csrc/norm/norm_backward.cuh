@@ -28,46 +28,96 @@ __device__ inline Statistics<float> to_statistics(float2 moments) {
   return {moments.x, moments.y, 0};
 }
 
-// The weights of a thread's columns.
-template <typename T, int K, bool ALIGNED>
-struct RowWeights : RowValues<float, K, VECTOR<T>> {
-  static constexpr int N = VECTOR<T>;
+// What the loops over rows share: a thread's columns, their weights and their sums over the rows.
+template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+struct BackwardRows {
+  static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
+  using Fragment = RowFragment<T, K, ALIGNED>;
+  using Mask = RowMask<K, N>;
+
+  const BackwardParams<T> &p;
+  RowSlice<T, ALIGNED> slice;
+  RowWindow<T, K, ALIGNED> window;
+  RowValues<float, K, N> weights;
+  RowValues<float[P], K, N> columns{};
+
+  __device__ BackwardRows(const BackwardParams<T> &p, int64_t row, int rank)
+      : p(p), slice(p.cols, row, p.slice, rank), window(slice) {}
 
   template <typename W>
-  __device__ void load_as(const BackwardParams<T> &p, const RowWindow<T, K, ALIGNED> &window) {
+  __device__ void load_weights_as() {
     ParameterVector<W, N, ALIGNED> vectors[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       vectors[k].load(static_cast<const W *>(p.weight), window.column(k), p.cols, window.has(k), 1);
     }
 #pragma unroll
-    for (int k = 0; k < K; ++k) vectors[k].unpack(this->v[k]);
-    if (window.has_edge()) this->edge[0] = load_parameter<W>(p.weight, window.edge, 1);
+    for (int k = 0; k < K; ++k) vectors[k].unpack(weights.v[k]);
+    if (window.has_edge()) weights.edge[0] = load_parameter<W>(p.weight, window.edge, 1);
   }
 
-  __device__ void load(const BackwardParams<T> &p, const RowWindow<T, K, ALIGNED> &window) {
+  __device__ void load_weights() {
     if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
-      load_as<float>(p, window);
+      load_weights_as<float>();
     } else {
-      load_as<T>(p, window);
+      load_weights_as<T>();
     }
   }
-};
 
-// The sums of a thread's columns over the rows, P per column.
-template <int K, int N, int P>
-struct ColumnSums : RowValues<float[P], K, N> {
+  // Replaces x by xhat, and grad by g = weighted(grad_out).
+  template <int M>
+  __device__ void normalize_part(Part<M> part, float (&x)[M], float (&grad)[M],
+                                 const Statistics<float> &statistics) {
+#pragma unroll
+    for (int j = 0; j < M; ++j) {
+      x[j] = Norm::xhat(x[j], statistics);
+      grad[j] = weighted(grad[j], weights.at(part)[j], statistics);
+    }
+  }
+
+  // The same, and adds the elements to the sums of their columns and to `sums` of their row.
+  template <int M>
+  __device__ void sum_part(Part<M> part, float (&x)[M], float (&grad)[M],
+                           const Statistics<float> &statistics, float (&sums)[P]) {
+#pragma unroll
+    for (int j = 0; j < M; ++j) {
+      x[j] = Norm::xhat(x[j], statistics);
+      Norm::add(columns.at(part)[j], grad[j], x[j]);
+      grad[j] = weighted(grad[j], weights.at(part)[j], statistics);
+      Norm::add(sums, grad[j], x[j]);
+    }
+  }
+
+  // Writes grad_x and grad_dropped. `x` holds xhat, `grad` holds g; means = the row's sums / cols.
+  template <int M>
+  __device__ void write_part(Part<M> part, int64_t row, const float (&x)[M], const float (&grad)[M],
+                             const float (&means)[P], const Fragment &grad_sum,
+                             const Mask &mask) const {
+    if (!window.has(part.k)) return;
+    const int64_t at = row * p.cols + window.column(part.k);
+    float grad_x[M], more[M];
+    if (Form::HAS_RESIDUAL) grad_sum.unpack(more, part.k);
+#pragma unroll
+    for (int j = 0; j < M; ++j) {
+      grad_x[j] = Norm::grad_x(grad[j], x[j], means);
+      if (Form::HAS_RESIDUAL) grad_x[j] += more[j];
+    }
+    store<T, M>(static_cast<T *>(p.grad_x) + at, grad_x);
+    if (!Form::HAS_RESIDUAL || p.grad_dropped == nullptr) return;
+    drop(grad_x, p.dropout_x, mask.at(part.k));
+    store<T, M>(static_cast<T *>(p.grad_dropped) + at, grad_x);
+  }
+
   // Writes sum i of each column to out[column].
-  template <bool ALIGNED, typename Window>
-  __device__ void write(float *out, const Window &window, int i) const {
+  __device__ void write_columns(float *out, int i) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       if (!window.has(k)) continue;
       float *const mine = out + window.column(k);
+      const auto &sums = columns.v[k];
 #pragma unroll
       for (int j = 0; j < N; j += 4) {
-        const auto &v = this->v[k];
-        const float four[4] = {v[j][i], v[j + 1][i], v[j + 2][i], v[j + 3][i]};
+        const float four[4] = {sums[j][i], sums[j + 1][i], sums[j + 2][i], sums[j + 3][i]};
         if (ALIGNED) {
           *reinterpret_cast<float4 *>(mine + j) = {four[0], four[1], four[2], four[3]};
         } else {
@@ -76,76 +126,23 @@ struct ColumnSums : RowValues<float[P], K, N> {
         }
       }
     }
-    if (window.has_edge()) out[window.edge] = this->edge[0][i];
+    if (window.has_edge()) out[window.edge] = columns.edge[0][i];
+  }
+
+  // Partial row `unit` (of `units`) of the gradient of parameter i.
+  __device__ float *partial_row(int i, int64_t unit, int64_t units) const {
+    const int64_t number = (i == 1 && p.grad_weight != nullptr ? units : 0) + unit;
+    return static_cast<float *>(p.partial) + number * p.cols;
+  }
+
+  // Marks the lines of one of the last rows evict_normal again (Plan::release_from).
+  __device__ void release(int64_t row) const {
+    if (row < p.release_from || row >= p.rows) return;
+    release_row(p.x_row(row), slice);
+    release_row(p.grad_out_row(row), slice);
+    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) release_row(p.grad_sum_row(row), slice);
   }
 };
-
-// Replaces x by xhat, and grad by g = weighted(grad_out), in M elements: a vector or an edge.
-template <typename Norm, int M>
-__device__ inline void normalize_elements(float (&x)[M], float (&grad)[M], const float (&weight)[M],
-                                          const Statistics<float> &statistics) {
-#pragma unroll
-  for (int j = 0; j < M; ++j) {
-    x[j] = Norm::xhat(x[j], statistics);
-    grad[j] = weighted(grad[j], weight[j], statistics);
-  }
-}
-
-// The same, and adds the elements to the sums of their columns and of their row.
-template <typename Norm, int M, int P>
-__device__ inline void sum_elements(float (&x)[M], float (&grad)[M], const float (&weight)[M],
-                                    const Statistics<float> &statistics, float (&columns)[M][P],
-                                    float (&row)[P]) {
-#pragma unroll
-  for (int j = 0; j < M; ++j) {
-    x[j] = Norm::xhat(x[j], statistics);
-    Norm::add_to_column(columns[j], grad[j], x[j]);
-    grad[j] = weighted(grad[j], weight[j], statistics);
-    Norm::add_to_row(row, grad[j], x[j]);
-  }
-}
-
-// Writes grad_x and grad_dropped of a vector or an edge. `x` holds xhat, `grad` holds g; means = the
-// row's sums / cols.
-template <typename Norm, typename Form, typename Part, typename T, int K, bool ALIGNED, int M,
-          int P>
-__device__ inline void write_elements(const BackwardParams<T> &p, int64_t row,
-                                      const RowWindow<T, K, ALIGNED> &window, Part part,
-                                      const float (&x)[M], const float (&grad)[M],
-                                      const float (&means)[P],
-                                      const RowFragment<T, K, ALIGNED> &grad_sum, uint32_t mask) {
-  if (!window.has(part.k)) return;
-  const int64_t at = row * p.cols + window.column(part.k);
-  float grad_x[M], more[M];
-  if (Form::HAS_RESIDUAL) grad_sum.unpack(more, part.k);
-#pragma unroll
-  for (int j = 0; j < M; ++j) {
-    grad_x[j] = Norm::grad_x(grad[j], x[j], means);
-    if (Form::HAS_RESIDUAL) grad_x[j] += more[j];
-  }
-  store<T, M>(static_cast<T *>(p.grad_x) + at, grad_x);
-  if (!Form::HAS_RESIDUAL || p.grad_dropped == nullptr) return;
-  drop(grad_x, p.dropout_x, mask);
-  store<T, M>(static_cast<T *>(p.grad_dropped) + at, grad_x);
-}
-
-// Partial row `unit` (of `units`) of the gradient of parameter i.
-template <typename T>
-__device__ inline float *partial_row(const BackwardParams<T> &p, int i, int64_t unit,
-                                     int64_t units) {
-  const int64_t number = (i == 1 && p.grad_weight != nullptr ? units : 0) + unit;
-  return static_cast<float *>(p.partial) + number * p.cols;
-}
-
-// Marks the lines of one of the last rows evict_normal again (Plan::release_from).
-template <typename Form, typename T, bool ALIGNED>
-__device__ inline void release(const BackwardParams<T> &p, int64_t row,
-                               const RowSlice<T, ALIGNED> &slice) {
-  if (row < p.release_from || row >= p.rows) return;
-  release_row(p.x_row(row), slice);
-  release_row(p.grad_out_row(row), slice);
-  if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) release_row(p.grad_sum_row(row), slice);
-}
 
 // ---- persistent CTAs: the loads of the next row are in flight while the threads exchange the sums
 // of the current row ----
@@ -158,35 +155,28 @@ constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form:
 
 // LOOPS: false in the split kernel, which processes one row per group.
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED, bool LOOPS = true>
-struct PersistentRows {
-  static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
+struct PersistentRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
+  using Base = BackwardRows<T, Norm, Form, K, ALIGNED>;
+  using Base::N, Base::P, Base::p, Base::slice, Base::window;
+  using typename Base::Fragment, typename Base::Mask;
   // float32 with two sums per column leaves no registers for the weights: they are loaded from the
   // cache for every row.
   static constexpr bool HOLDS_WEIGHTS = sizeof(T) == 2 || P == 1;
-  using Window = RowWindow<T, K, ALIGNED>;
   using Sum = RowSum<float, 2, true>;
-  using Fragment = RowFragment<T, K, ALIGNED>;
 
-  const BackwardParams<T> &p;
   Sum row_sum;
-  const int64_t first;  // row of this group of threads; the next is first + p.groups
-  const RowSlice<T, ALIGNED> slice;
-  const Window window;
+  const int64_t first;       // row of this group of threads; the next is first + p.groups
   Fragment x{}, grad_out{};  // of the next row
   float2 moments{};          // of the next row
   // The mask of the next row's grad_out or of the current row's grad_dropped. It is computed while
   // loads are in flight.
-  RowMask<K, N> mask;
-  RowWeights<T, K, ALIGNED> weights;
-  ColumnSums<K, N, P> columns{};
+  Mask mask;
   int turn = 0;
 
   __device__ PersistentRows(const BackwardParams<T> &p, typename Sum::Shared &shared, int64_t cta)
-      : p(p),
+      : Base(p, cta * blockDim.y + threadIdx.y, 0),
         row_sum(shared, 1, 0),
-        first(cta * blockDim.y + threadIdx.y),
-        slice(p.cols, first, p.slice, 0),
-        window(slice) {}
+        first(cta * blockDim.y + threadIdx.y) {}
 
   // A group without a row has zeros, because its threads still take part in the warp's sums.
   __device__ void load(int64_t row) {
@@ -216,7 +206,7 @@ struct PersistentRows {
     load(first);
     if (LOOPS) prefetch(first + p.groups);
     if (Form::DROPS_Y || !LOOPS) mask.template make<Form>(p, first, window);
-    if (HOLDS_WEIGHTS) weights.load(p, window);
+    if (HOLDS_WEIGHTS) this->load_weights();
   }
 
   __device__ void process(int64_t row) {
@@ -225,7 +215,7 @@ struct PersistentRows {
     if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && is_row) {
       grad_sum.load(p.grad_sum_row(row), window, p.hint);
     }
-    if (!HOLDS_WEIGHTS) weights.load(p, window);
+    if (!HOLDS_WEIGHTS) this->load_weights();
     const auto statistics = to_statistics<T>(moments);
     RowValues<float, K, N> xhat, g;
     float sums[P] = {};
@@ -233,8 +223,7 @@ struct PersistentRows {
       x.unpack(xhat.at(part), part.k);
       grad_out.unpack(g.at(part), part.k);
       if (Form::DROPS_Y) drop(g.at(part), p.dropout_y, mask.at(part.k));
-      sum_elements<Norm>(xhat.at(part), g.at(part), weights.at(part), statistics, columns.at(part),
-                         sums);
+      this->sum_part(part, xhat.at(part), g.at(part), statistics, sums);
     });
     if (LOOPS) {
       load(row + p.groups);
@@ -247,8 +236,7 @@ struct PersistentRows {
 #pragma unroll
     for (int i = 0; i < P; ++i) sums[i] *= p.per_col;
     window.for_each([&](auto part) {
-      write_elements<Norm, Form>(p, row, window, part, xhat.at(part), g.at(part), sums, grad_sum,
-                                 mask.at(part.k));
+      this->write_part(part, row, xhat.at(part), g.at(part), sums, grad_sum, mask);
     });
   }
 
@@ -258,9 +246,9 @@ struct PersistentRows {
     for (int i = 0; i < P; ++i) {
       if (p.gradient(i) == nullptr) continue;
       __syncthreads();
-      columns.template write<ALIGNED>(shared + threadIdx.y * p.cols, window, i);
+      this->write_columns(shared + threadIdx.y * p.cols, i);
       __syncthreads();
-      float *const out = partial_row(p, i, blockIdx.x, gridDim.x);
+      float *const out = this->partial_row(i, blockIdx.x, gridDim.x);
       for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < p.cols; c += threads) {
         float sum = 0;
         for (int group = 0; group < static_cast<int>(blockDim.y); ++group) {
@@ -285,7 +273,7 @@ __global__ void __launch_bounds__((PERSISTENT_THREADS<T, Form, ALIGNED>), 1)
   // All groups of the CTA make the same number of iterations, because groups may share a warp.
   for (int64_t row = rows.first; row - threadIdx.y < p.rows; row += p.groups) {
     rows.process(row);
-    release<Form>(p, row, rows.slice);
+    rows.release(row);
   }
   rows.write_partial(partial);
 }

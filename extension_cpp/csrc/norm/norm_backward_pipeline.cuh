@@ -25,43 +25,35 @@ struct Place {
 
 #if HAS_CLUSTERS
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
-struct PipelineRows {
-  static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
-  using Window = RowWindow<T, K, ALIGNED>;
-  using Fragment = RowFragment<T, K, ALIGNED>;
-  using Mask = RowMask<K, N>;
+struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
+  using Base = BackwardRows<T, Norm, Form, K, ALIGNED>;
+  using Base::N, Base::P, Base::p, Base::slice, Base::window;
+  using typename Base::Fragment, typename Base::Mask;
   using Sum = RowSum<float, 4>;
   struct Shared {
     typename Sum::Shared sums;
     uint64_t filled[MAX_STAGES];
   };
 
-  const BackwardParams<T> &p;
   const uint32_t memory;  // address of the first stage
   Shared &shared;
   Sum row_sum;
   const int rank;
-  RowSlice<T, ALIGNED> slice;
-  Window window;
   Place fetched{0, 0, -1, 0};  // the last row whose copies have started
   int turn = 0;                // rows that are finished
-  RowWeights<T, K, ALIGNED> weights;
-  ColumnSums<K, N, P> columns;
 
   __device__ PipelineRows(const BackwardParams<T> &p, const uint4 *memory, Shared &shared, int rank)
-      : p(p),
+      : Base(p, 0, rank),
         memory(shared_address(memory)),
         shared(shared),
         row_sum(shared.sums, p.cluster, rank),
-        rank(rank),
-        slice(p.cols, 0, p.slice, rank),
-        window(slice) {}
+        rank(rank) {}
 
   __device__ void begin(const Segment &segment) {
     slice = RowSlice<T, ALIGNED>(p.cols, segment.first, p.slice, rank);
-    window = Window(slice);
-    weights.load(p, window);
-    columns = {};
+    window = RowWindow<T, K, ALIGNED>(slice);
+    this->load_weights();
+    this->columns = {};
   }
 
   // The place of a row, after the place of the row before. Rows keep their offset from a multiple of
@@ -122,7 +114,7 @@ struct PipelineRows {
     float sums[P] = {};
     wait_phase(&shared.filled[place.stage], place.parity);
     for_each(row, place, mask, [&](auto part, auto &x, auto &grad) {
-      sum_elements<Norm>(x, grad, weights.at(part), statistics, columns.at(part), sums);
+      this->sum_part(part, x, grad, statistics, sums);
     });
     row_sum.post(sums, turn);
   }
@@ -135,8 +127,8 @@ struct PipelineRows {
 #pragma unroll
     for (int n = 0; n < P; ++n) sums[n] *= p.per_col;
     for_each(row, place, mask, [&](auto part, auto &x, auto &grad) {
-      normalize_elements<Norm>(x, grad, weights.at(part), statistics);
-      write_elements<Norm, Form>(p, row, window, part, x, grad, sums, grad_sum, mask.at(part.k));
+      this->normalize_part(part, x, grad, statistics);
+      this->write_part(part, row, x, grad, sums, grad_sum, mask);
     });
   }
 
@@ -175,7 +167,7 @@ struct PipelineRows {
         if (p.grad_x != nullptr) {
           finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
         }
-        release<Form>(p, row, slice);
+        this->release(row);
       }
       now = next;
       mask = next_mask;
@@ -190,8 +182,7 @@ struct PipelineRows {
   __device__ void write_partial(int64_t number) const {
     for (int i = 0; i < P; ++i) {
       if (p.gradient(i) == nullptr) continue;
-      float *const out = partial_row(p, i, number, p.groups + p.period - 1);
-      columns.template write<ALIGNED>(out, window, i);
+      this->write_columns(this->partial_row(i, number, p.groups + p.period - 1), i);
     }
   }
 
@@ -220,7 +211,7 @@ struct PipelineRows {
       if (segment.count <= 0) continue;
       run(segment);
       if (begins_with_class) {
-        columns = {};
+        this->columns = {};
         write_partial(group + c - 1);
       }
     }

@@ -52,7 +52,7 @@ __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int f
       }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        Norm::add_to_column(sums[j], grad[j], Norm::xhat(values[j], statistics[r]));
+        Norm::add(sums[j], grad[j], Norm::xhat(values[j], statistics[r]));
       }
     }
   }

@@ -11,19 +11,6 @@
 
 namespace norms {
 
-// Replaces x by y. parameters[i][j] is parameter i of element j.
-template <typename Norm, int M>
-__device__ inline void apply_norm(float (&x)[M], const float (&parameters)[Norm::PARAMETERS][M],
-                                  const Statistics<float> &statistics) {
-#pragma unroll
-  for (int j = 0; j < M; ++j) {
-    float of_element[Norm::PARAMETERS];
-#pragma unroll
-    for (int i = 0; i < Norm::PARAMETERS; ++i) of_element[i] = parameters[i][j];
-    x[j] = Norm::y(Norm::xhat(x[j], statistics), of_element);
-  }
-}
-
 // Replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
 template <typename T, int K, bool ALIGNED>
 __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
@@ -56,11 +43,18 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   constexpr int BATCH = P * sizeof(W) * N > 32 || !ALIGNED ? 1 : 2;
   T *const y = static_cast<T *>(p.y) + row * p.cols;
+  // parameters[i][j] is parameter i of element j.
   const auto finish = [&](auto part, const auto &parameters) {
     constexpr int M = decltype(part)::SIZE;
     float values[M];
     x.unpack(values, part.k);
-    apply_norm<Norm>(values, parameters, statistics);
+#pragma unroll
+    for (int j = 0; j < M; ++j) {
+      float of_element[P];
+#pragma unroll
+      for (int i = 0; i < P; ++i) of_element[i] = parameters[i][j];
+      values[j] = Norm::y(Norm::xhat(values[j], statistics), of_element);
+    }
     if (Form::DROPS_Y) drop(values, p.dropout_y, mask.at(part.k));
     store<T, M>(y + window.column(part.k), values);
   };

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(256)
     const GenericRow<T> in{p, row < p.rows ? row : 0};
     A sums[P] = {};
     for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
-      Norm::add_to_row(sums, in.g(c), in.template xhat<Norm>(c));
+      Norm::add(sums, in.g(c), in.template xhat<Norm>(c));
     }
     row_sum.sum_cta(sums, turn++);
 #pragma unroll
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
   A sums[P] = {};
   for (int64_t row = begin + threadIdx.y; row < end && c < p.cols; row += COLUMNS_Y) {
     const GenericRow<T> in{p, row};
-    Norm::add_to_column(sums, in.grad(c), in.template xhat<Norm>(c));
+    Norm::add(sums, in.grad(c), in.template xhat<Norm>(c));
   }
 #pragma unroll
   for (int i = 0; i < P; ++i) shared[threadIdx.y][threadIdx.x][i] = sums[i];

@@ -49,16 +49,11 @@ struct RmsNorm {
     return xhat * parameters[0];
   }
 
-  // Adds an element to the sum of its column, grad_weight.
+  // Adds an element to the sums of its column, with grad = grad_out, or of its row, with grad = g =
+  // grad_out * rstd * weight.
   template <typename A>
-  __device__ static void add_to_column(A (&sums)[1], A grad_out, A xhat) {
-    sums[0] += grad_out * xhat;
-  }
-
-  // Adds an element to the sum of its row; g = grad_out * rstd * weight.
-  template <typename A>
-  __device__ static void add_to_row(A (&sums)[1], A g, A xhat) {
-    sums[0] += g * xhat;
+  __device__ static void add(A (&sums)[1], A grad, A xhat) {
+    sums[0] += grad * xhat;
   }
 
   // means = the row's sums / cols.
@@ -142,15 +137,9 @@ struct LayerNorm {
   }
 
   template <typename A>
-  __device__ static void add_to_column(A (&sums)[2], A grad_out, A xhat) {
-    sums[0] += grad_out * xhat;
-    sums[1] += grad_out;
-  }
-
-  template <typename A>
-  __device__ static void add_to_row(A (&sums)[2], A g, A xhat) {
-    sums[0] += g * xhat;
-    sums[1] += g;
+  __device__ static void add(A (&sums)[2], A grad, A xhat) {
+    sums[0] += grad * xhat;
+    sums[1] += grad;
   }
 
   template <typename A>
