@@ -96,14 +96,9 @@ struct Shape {
 
 constexpr Shape SHAPES[] = {
     // Forward, narrow rows: 2 to 4 vectors per thread keep 32 to 64 KB per SM in flight.
-    {Kernel::ROW, 2, 2, 4, 4, 128, 1},
-    {Kernel::ROW, 2, 2, 8, 8, 128, 1},
-    {Kernel::ROW, 3, 3, 8, 8, 128, 1},
-    {Kernel::ROW, 4, 4, 8, 8, 128, 1},
-    {Kernel::ROW, 3, 3, 16, 16, 128, 1},
-    {Kernel::ROW, 4, 4, 16, 16, 128, 1},
-    {Kernel::ROW, 3, 3, 32, 32, 128, 1},
-    {Kernel::ROW, 4, 4, 32, 32, 128, 1},
+    {Kernel::ROW, 2, 2, 4, 8, 128, 1},
+    {Kernel::ROW, 3, 3, 8, 32, 128, 1},
+    {Kernel::ROW, 4, 4, 8, 32, 128, 1},
     // One CTA per row.
     {Kernel::ROW, 3, 3, 64, 512, 0, 1},
     {Kernel::ROW, 4, 4, 64, 512, 0, 1},
@@ -117,17 +112,12 @@ constexpr Shape SHAPES[] = {
     {Kernel::ROW, 4, 4, 64, 512, 0, 16},
     // Backward: 16 elements per thread. Their column sums, their weights and the current row take
     // so many registers that an SM holds only 512 threads.
-    {Kernel::PERSISTENT, 2, 4, 4, 4, 512, 1},
-    {Kernel::PERSISTENT, 2, 4, 8, 8, 512, 1},
-    {Kernel::PERSISTENT, 2, 4, 16, 16, 512, 1},
-    {Kernel::PERSISTENT, 2, 4, 32, 32, 512, 1},
-    {Kernel::PERSISTENT, 2, 4, 64, 512, 512, 1},
+    {Kernel::PERSISTENT, 2, 4, 4, 512, 512, 1},
     {Kernel::PIPELINE, 2, 4, 64, 512, 0, 2},
     {Kernel::PIPELINE, 2, 4, 64, 512, 0, 4},
     {Kernel::PIPELINE, 2, 4, 64, 512, 0, 8},
     {Kernel::PIPELINE, 2, 4, 64, 512, 0, 16},
-    {Kernel::SPLIT, 2, 2, 32, 32, 256, 1},
-    {Kernel::SPLIT, 2, 2, 64, 512, 256, 1},
+    {Kernel::SPLIT, 2, 2, 32, 512, 256, 1},
 };
 constexpr int SHAPE_COUNT = sizeof SHAPES / sizeof SHAPES[0];
 
@@ -188,11 +178,11 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   plan.is_aligned = is_aligned;
   plan.vectors = p.dtype == DTYPE_FLOAT32 ? shape.float_vectors : shape.vectors;
   plan.cluster = shape.cluster;
-  const int64_t wanted = ceil_div(mine, plan.vectors);
-  const int64_t threads =
-      shape.least <= 32 ? shape.least : std::max<int64_t>(shape.least, ceil_div(wanted, 32) * 32);
-  if (wanted > threads || threads > shape.most) return false;
-  if (!is_aligned && threads < 2 * (vector - 1)) return false;  // a thread for each edge
+  const int64_t edges = is_aligned ? 0 : 2 * (vector - 1);  // one per thread
+  const int64_t wanted = std::max(ceil_div(mine, plan.vectors), edges);
+  int64_t threads = shape.least;
+  while (threads < wanted) threads += std::min<int64_t>(threads, 32);
+  if (threads > shape.most) return false;
   const int most = shape.kernel == Kernel::PERSISTENT
                        ? most_persistent_threads(p.dtype == DTYPE_FLOAT32, p.form == Form::RESIDUAL,
                                                  p.form == Form::DROPOUT_OF_Y, is_aligned)
