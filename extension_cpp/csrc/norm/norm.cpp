@@ -127,11 +127,6 @@ static Tensor allocate_statistics(const Tensor &x, const Problem &problem) {
 
 // ---- forward and backward of all norms ----
 
-// The fewest rows per CPU thread: 128 KiB of traffic.
-static int64_t row_grain(const Problem &problem, int64_t element_size) {
-  return ceil_div(128 << 10, std::max<int64_t>(2 * problem.cols * element_size, 1));
-}
-
 Outputs norm_forward(const Forward &call) {
   const Tensor &x = call.x;
   const Problem problem = check_inputs(call.op, x, call.normalized_shape, call.weight, call.bias);
@@ -169,8 +164,10 @@ Outputs norm_forward(const Forward &call) {
     args.residual_stride = residual_rows.stride;
     args.sum = out.sum->mutable_data_ptr();
   }
-  launch(call.op, KERNEL(norm_forward), args, x, problem.rows,
-         row_grain(problem, x.element_size()));
+  // The fewest rows per CPU thread: 128 KiB of traffic.
+  const int64_t row_bytes = problem.cols * x.element_size();
+  const int64_t grain = ceil_div(128 << 10, std::max<int64_t>(2 * row_bytes, 1));
+  launch(call.op, KERNEL(norm_forward), args, x, problem.rows, grain);
   return out;
 }
 

@@ -1,11 +1,7 @@
-// Backward of the norms on the GPU. norm_plan.h picks one of three kernels:
-//
-// persistent_kernel (this file): CTAs loop over rows in registers.
-// pipeline_kernel (norm_backward_pipeline.cuh): clusters loop over wide rows in shared memory.
-//   Both write grad_x. Each CTA or cluster also writes a partial row of the parameters' gradients.
-//   sum_partials_kernel (norm_generic.cuh) adds these rows in a fixed order.
-// split_kernel (norm_backward_split.cuh): all gradients of few rows, or grad_x alone.
-// No kernel uses atomics, so every run gives the same bits.
+// Backward of the norms on the GPU: what its kernels share, and persistent_kernel. Each of its CTAs
+// and each cluster of pipeline_kernel writes a partial row of the parameters' gradients besides
+// grad_x. sum_partials_kernel (norm_generic.cuh) adds these rows in a fixed order. No kernel uses
+// atomics, so every run gives the same bits.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_CUH
 
@@ -144,16 +140,14 @@ struct BackwardRows {
   }
 };
 
-// ---- persistent CTAs: the loads of the next row are in flight while the threads exchange the sums
-// of the current row ----
-
 constexpr int PERSISTENT_ELEMENTS = 16;  // per thread and row
 // The most threads of a CTA; an SM has one CTA.
 template <typename T, typename Form, bool ALIGNED>
 constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form::HAS_RESIDUAL,
                                                            Form::DROPS_Y, ALIGNED);
 
-// LOOPS: false in the split kernel, which processes one row per group.
+// The rows of a persistent CTA. The loads of the next row are in flight while the threads exchange
+// the sums of the current row. LOOPS: false in the split kernel, which has one row per group.
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED, bool LOOPS = true>
 struct PersistentRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
   using Base = BackwardRows<T, Norm, Form, K, ALIGNED>;

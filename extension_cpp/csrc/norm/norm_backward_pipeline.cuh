@@ -56,8 +56,8 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
     this->columns = {};
   }
 
-  // The place of a row, after the place of the row before. Rows keep their offset from a multiple of
-  // 128 bytes, because bulk copies are slower otherwise.
+  // The place of a row, after that of the row before. Rows keep their offset from a multiple of 128
+  // bytes, because bulk copies are slower otherwise.
   __device__ Place next_place(const Place &before, int64_t row) const {
     const auto offset = [&](const T *data) {
       return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data + slice.begin) / 16 % 8 * 16);
@@ -189,9 +189,8 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
   // Processes all rows of the cluster. With period 1 the clusters take rows round-robin. Else rows
   // are ordered by alignment class (row % period), and each cluster (group) takes an equal range of
   // that order. Class c of group g has partial row g + c. If group g begins with class c > 0, no
-  // segment has partial row g + c - 1, so the group writes zeros to it.
-  //
-  // run() is called in one place, because it is most of the kernel's code.
+  // segment has partial row g + c - 1, so the group writes zeros to it. run() is called in one
+  // place, because it is most of the kernel's code.
   __device__ void run_all() {
     const int64_t group = blockIdx.x / p.cluster;
     const int64_t begin = p.rows * group / p.groups, end = p.rows * (group + 1) / p.groups;

@@ -1,11 +1,10 @@
 // Backward of few rows in one kernel with two kinds of CTAs. No CTA waits for another.
 //
 // Row CTAs hold rows in registers, as in forward, and write grad_x. Column CTAs sum a few columns
-// over all rows and write the parameters' gradients. Both read x and grad_out; the tensors are
-// small, so the second read hits the L2. Column CTAs take longest, so they come first in the grid.
-//
-// There are no partial rows, so no second kernel has to add them. If only grad_x is computed, there
-// are only row CTAs, for any number of rows.
+// over all rows and write the parameters' gradients, without partial rows and a second kernel. Both
+// read x and grad_out; the tensors are small, so the second read hits the L2. Column CTAs take
+// longest, so they come first in the grid. If only grad_x is computed, there are only row CTAs, for
+// any number of rows.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 
@@ -14,15 +13,6 @@
 namespace norms {
 
 constexpr int SPLIT_THREADS = 512;
-
-template <typename Norm, typename Form, int K, typename T>
-__device__ inline void split_rows(const BackwardParams<T> &p) {
-  using Rows = PersistentRows<T, Norm, Form, K, true, false>;
-  __shared__ typename Rows::Sum::Shared shared;
-  Rows rows(p, shared, blockIdx.x - p.column_ctas);
-  rows.start();
-  rows.process(rows.first);
-}
 
 // Sums N columns over the rows first, first + step, ..., with the loads of two rows in flight.
 template <typename Norm, typename Form, typename T>
@@ -93,11 +83,12 @@ __device__ inline void split_columns(const BackwardParams<T> &p) {
 
 template <typename T, typename Norm, typename Form, int K>
 __global__ void __maxnreg__(64) split_kernel(const __grid_constant__ BackwardParams<T> p) {
-  if (static_cast<int64_t>(blockIdx.x) < p.column_ctas) {
-    split_columns<Norm, Form>(p);
-  } else {
-    split_rows<Norm, Form, K>(p);
-  }
+  using Rows = PersistentRows<T, Norm, Form, K, true, false>;
+  __shared__ typename Rows::Sum::Shared shared;
+  if (static_cast<int64_t>(blockIdx.x) < p.column_ctas) return split_columns<Norm, Form>(p);
+  Rows rows(p, shared, blockIdx.x - p.column_ctas);
+  rows.start();
+  rows.process(rows.first);
 }
 
 template <typename T>

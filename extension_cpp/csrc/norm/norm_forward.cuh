@@ -11,7 +11,7 @@
 
 namespace norms {
 
-// Replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
+// The prologue: replaces x by residual + dropout(x), rounded to T, and writes it to `sum`.
 template <typename T, int K, bool ALIGNED>
 __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
                                     const RowFragment<T, K, ALIGNED> &residual,

@@ -1,10 +1,6 @@
 // The fallback kernels of the norms on the GPU: for float64, for tensors of different alignment,
 // and for rows wider than a cluster can hold. They read element by element, and read a row again in
-// each pass. The formulas are in norm_math.cuh.
-//
-// generic_forward_kernel, generic_rows_kernel: blockDim.x threads process a row.
-// generic_columns_kernel: a CTA sums 32 columns over a chunk of the rows, for one partial row.
-// sum_partials_kernel: adds the partial rows of these and of the other kernels.
+// each pass. blockDim.x threads process a row. sum_partials_kernel is for the other kernels, too.
 #ifndef EXTENSION_CPP_NORM_GENERIC_CUH
 #define EXTENSION_CPP_NORM_GENERIC_CUH
 
@@ -74,7 +70,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // The inputs of backward for one row.
-template <typename T>
+template <typename T, typename Norm>
 struct GenericRow {
   using A = acc_t<T>;
   const norm_backward_args &p;
@@ -84,10 +80,7 @@ struct GenericRow {
   const Statistics<A> statistics = {p.mean == nullptr ? A(0) : static_cast<const A *>(p.mean)[row],
                                     static_cast<const A *>(p.rstd)[row], 0};
 
-  template <typename Norm>
-  __device__ A xhat(int64_t c) const {
-    return Norm::xhat(to_acc(x[c]), statistics);
-  }
+  __device__ A xhat(int64_t c) const { return Norm::xhat(to_acc(x[c]), statistics); }
   __device__ A grad(int64_t c) const {
     return drop_element(to_acc(grad_out[c]), p.dropout_y, row * p.cols + c);
   }
@@ -110,10 +103,10 @@ __global__ void __launch_bounds__(256)
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows;
        first += step) {
     const int64_t row = first + threadIdx.y, cols = row < p.rows ? p.cols : 0;
-    const GenericRow<T> in{p, row < p.rows ? row : 0};
+    const GenericRow<T, Norm> in{p, row < p.rows ? row : 0};
     A sums[P] = {};
     for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
-      Norm::add(sums, in.g(c), in.template xhat<Norm>(c));
+      Norm::add(sums, in.g(c), in.xhat(c));
     }
     row_sum.sum_cta(sums, turn++);
 #pragma unroll
@@ -121,7 +114,7 @@ __global__ void __launch_bounds__(256)
     const T *const grad_sum = static_cast<const T *>(p.grad_sum) + row * p.grad_sum_stride;
     for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
       const int64_t at = row * p.cols + c;
-      A grad_x = Norm::grad_x(in.g(c), in.template xhat<Norm>(c), sums);
+      A grad_x = Norm::grad_x(in.g(c), in.xhat(c), sums);
       if (p.grad_sum != nullptr) grad_x += to_acc(grad_sum[c]);
       static_cast<T *>(p.grad_x)[at] = from_acc<T>(grad_x);
       if (p.grad_dropped == nullptr) continue;
@@ -132,7 +125,7 @@ __global__ void __launch_bounds__(256)
 
 constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;
 
-// CTA (i, j) sums 32 columns from 32 * i on over `chunk` rows from j * chunk on.
+// CTA (i, j) sums 32 columns from 32 * i on over `chunk` rows from j * chunk on: partial row j.
 template <typename T, typename Norm>
 __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
     generic_columns_kernel(const __grid_constant__ norm_backward_args p, int64_t chunk) {
@@ -143,8 +136,8 @@ __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
   const int64_t begin = blockIdx.y * chunk, end = min(begin + chunk, p.rows);
   A sums[P] = {};
   for (int64_t row = begin + threadIdx.y; row < end && c < p.cols; row += COLUMNS_Y) {
-    const GenericRow<T> in{p, row};
-    Norm::add(sums, in.grad(c), in.template xhat<Norm>(c));
+    const GenericRow<T, Norm> in{p, row};
+    Norm::add(sums, in.grad(c), in.xhat(c));
   }
 #pragma unroll
   for (int i = 0; i < P; ++i) shared[threadIdx.y][threadIdx.x][i] = sums[i];

@@ -46,9 +46,10 @@ struct BackwardParams : Geometry, norm_backward_args {
   __device__ bool drops_x() const { return grad_dropped != nullptr; }
 };
 
-// The operation that is fused with the norm. HAS_RESIDUAL: forward begins with x = residual +
-// dropout(x), and backward ends with grad_x += grad_sum and grad_dropped = dropout(grad_x). DROPS_Y:
-// forward ends with y = dropout(y), and backward begins with grad_out = dropout(grad_out).
+// The operation that is fused with the norm. HAS_RESIDUAL: the prologue of forward is x = residual
+// + dropout(x), the epilogue of backward grad_x += grad_sum, grad_dropped = dropout(grad_x).
+// DROPS_Y: the epilogue of forward is y = dropout(y), the prologue of backward grad_out =
+// dropout(grad_out).
 struct Plain {
   static constexpr bool HAS_RESIDUAL = false, DROPS_Y = false;
 };
