@@ -46,10 +46,9 @@ struct BackwardParams : Geometry, norm_backward_args {
   __device__ bool drops_x() const { return grad_dropped != nullptr; }
 };
 
-// The operation that is fused with the norm. HAS_RESIDUAL: the prologue of forward is x = residual
-// + dropout(x), the epilogue of backward grad_x += grad_sum, grad_dropped = dropout(grad_x).
-// DROPS_Y: the epilogue of forward is y = dropout(y), the prologue of backward grad_out =
-// dropout(grad_out).
+// The operation that is fused with the norm. HAS_RESIDUAL: forward's prologue is x = residual +
+// dropout(x), backward's epilogue grad_x += grad_sum, grad_dropped = dropout(grad_x). DROPS_Y:
+// forward's epilogue is y = dropout(y), backward's prologue grad_out = dropout(grad_out).
 struct Plain {
   static constexpr bool HAS_RESIDUAL = false, DROPS_Y = false;
 };
@@ -104,9 +103,8 @@ inline Form form_of(const norm_backward_args &args) {
 }
 
 inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
-  const uint64_t hint = plan.priority == Hint::LAST    ? EVICT_LAST
-                        : plan.priority == Hint::FIRST ? EVICT_FIRST
-                                                       : NO_HINT;
+  constexpr CacheHint HINTS[] = {NO_HINT, EVICT_FIRST, EVICT_LAST};
+  const uint64_t hint = HINTS[static_cast<int>(plan.priority)];
   return {plan, rows, static_cast<int>(cols), 1 / static_cast<float>(cols), hint};
 }
 

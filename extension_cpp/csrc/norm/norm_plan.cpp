@@ -13,19 +13,12 @@ EXPORTED int extension_cpp_norm_plan_shapes() { return norms::SHAPE_COUNT; }
 
 // The plan on an H100 (SXM) for contiguous tensors and all gradients, as words "name=value". The
 // string is valid until the thread's next call.
-EXPORTED const char *extension_cpp_norm_plan(int form, int dtype, int is_backward, int64_t rows,
-                                             int64_t cols) {
+EXPORTED const char *extension_cpp_norm_plan(norms::Form form, dtype_t dtype, int is_backward,
+                                             int64_t rows, int64_t cols) {
   using namespace norms;
   static thread_local char text[256];
   const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, allowed_shapes, true};
-  const Problem problem{is_backward != 0,
-                        static_cast<Form>(form),
-                        static_cast<dtype_t>(dtype),
-                        rows,
-                        cols,
-                        true,
-                        true,
-                        true};
+  const Problem problem{is_backward != 0, form, dtype, rows, cols, true, true, true};
   const Plan plan = pick(problem, h100);
   constexpr const char *HINTS[] = {"none", "evict_first", "evict_last"};
   std::snprintf(text, sizeof text,
