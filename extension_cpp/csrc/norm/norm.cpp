@@ -24,7 +24,7 @@ static dtype_t statistics_dtype(dtype_t dtype) {
 
 // Fails unless weight (or bias) has normalized_shape, x's device, and x's dtype or float32.
 static dtype_t check_weight(const char *op, const char *name, const Tensor &weight, const Tensor &x,
-                            const Shape &normalized_shape) {
+                            Sizes normalized_shape) {
   check_device(op, name, weight, "x", x);
   const ScalarType dtype = weight.scalar_type();
   if (dtype != x.scalar_type() &&
@@ -33,27 +33,23 @@ static dtype_t check_weight(const char *op, const char *name, const Tensor &weig
     fail(op, "expected " + std::string(name) + " to be " + dtype_string(x) + " like x" +
                  or_float32 + ", but got " + dtype_string(weight));
   }
-  const Sizes sizes = weight.sizes();
-  if (sizes.size() != normalized_shape.size() ||
-      !std::equal(sizes.begin(), sizes.end(), normalized_shape.begin())) {
-    fail(op, "expected " + std::string(name) + " of shape " +
-                 to_string({normalized_shape.data(), normalized_shape.size()}) +
-                 ", normalized_shape, but got " + to_string(sizes));
+  if (!weight.sizes().equals(normalized_shape)) {
+    fail(op, "expected " + std::string(name) + " of shape " + to_string(normalized_shape) +
+                 ", normalized_shape, but got " + to_string(weight.sizes()));
   }
   return check_dtype(op, name, weight);
 }
 
-static Problem check_inputs(const char *op, const Tensor &x, const Shape &normalized_shape,
+static Problem check_inputs(const char *op, const Tensor &x, Sizes normalized_shape,
                             const Optional &weight, const Optional &bias) {
   Problem problem{};
   problem.dtype = problem.weight_dtype = check_dtype(op, "x", x);
   const size_t dims = normalized_shape.size(), x_dims = static_cast<size_t>(x.dim());
   if (dims == 0) fail(op, "expected normalized_shape to have at least one dimension, but got []");
   const Sizes sizes = x.sizes();
-  if (dims > x_dims ||
-      !std::equal(normalized_shape.begin(), normalized_shape.end(), sizes.end() - dims)) {
+  if (dims > x_dims || !sizes.slice(x_dims - dims).equals(normalized_shape)) {
     fail(op, "expected normalized_shape to be the last dimensions of x, of shape " +
-                 to_string(sizes) + ", but got " + to_string({normalized_shape.data(), dims}));
+                 to_string(sizes) + ", but got " + to_string(normalized_shape));
   }
   if (weight) problem.weight_dtype = check_weight(op, "weight", *weight, x, normalized_shape);
   if (bias) {
@@ -183,7 +179,7 @@ Gradients norm_backward(const Backward &call) {
   if (call.mean) check_statistics(op, "mean", *call.mean, x, problem);
   check_statistics(op, "rstd", call.rstd, x, problem);
 
-  const Sizes shape{call.normalized_shape.data(), call.normalized_shape.size()};
+  const Sizes shape = call.normalized_shape;
   const Gradients gradients{allocate_if(call.needs_x, x.sizes(), problem.dtype, x),
                             allocate_if(call.needs_weight, shape, problem.weight_dtype, x),
                             allocate_if(call.needs_bias, shape, problem.weight_dtype, x),

@@ -19,7 +19,7 @@ inline const Optional NONE;
 struct Forward {
   const char *op;
   const Tensor &x;
-  const Shape &normalized_shape;
+  Sizes normalized_shape;
   const Optional &weight;
   const Optional &bias;
   std::optional<double> eps;  // default: the machine epsilon of the accumulation type
@@ -52,7 +52,7 @@ struct Backward {
   const char *op;
   const Tensor &grad_out;
   const Tensor &x;  // the normalized tensor: sum in add_layer_norm and add_rms_norm
-  const Shape &normalized_shape;
+  Sizes normalized_shape;
   const Tensor *mean;  // nullptr: rms_norm
   const Tensor &rstd;
   const Optional &weight;
