@@ -139,21 +139,21 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
       fetched = next_place(fetched, segment.first + i * step);
       fetch(segment.first + i * step, fetched);
     };
-    Place now = fetched, next;
+    Place now = next_place(fetched, segment.first), next;
     for (int i = 0; i < p.stages && i < segment.count; ++i) start_copies(i);
     // mean and rstd are loaded two rows ahead.
-    float2 moments{}, next_moments = load_moments(p, segment.first), later_moments{};
+    float2 moments = load_moments(p, segment.first), next_moments{}, later_moments{};
+    if (segment.count > 1) next_moments = load_moments(p, segment.first + step);
     Mask mask, next_mask;
-    --turn;
-    // From the row before the first on, of which nothing is to be finished: sum() is called in one
-    // place, because a copy of it would be a third of the loop.
-    int i = -1;
-    for (int64_t row = segment.first - step; row < end; row += step, ++i, ++turn) {
+    mask.template make<Form>(p, segment.first, window);
+    sum(segment.first, turn, now, mask, to_statistics<T>(moments));
+    int i = 0;
+    for (int64_t row = segment.first; row < end; row += step, ++i, ++turn) {
       const int64_t next_row = row + step;
       if (next_row + step < end) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
       if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {  // grad_sum has no stages
-        if (i >= 0) grad_sum.load(p.grad_sum_row(row), window, p.hint);
+        grad_sum.load(p.grad_sum_row(row), window, p.hint);
         if (next_row < end) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
       }
       if (next_row < end) {
@@ -163,12 +163,10 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
         // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
         if (i > 0 && i - 1 + p.stages < segment.count) start_copies(i - 1 + p.stages);
       }
-      if (i >= 0) {
-        if (p.grad_x != nullptr) {
-          finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
-        }
-        this->release(row);
+      if (p.grad_x != nullptr) {
+        finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
       }
+      this->release(row);
       now = next;
       mask = next_mask;
       moments = next_moments;
