@@ -31,9 +31,10 @@ BUILDS: dict[str, list[str]] = {
     # -Og keeps the source's loads and stores, and compiles in less time than -O1. null and object-size look for
     # accesses that address sees as well: at 0, and beyond an array. alignment and pointer-overflow would find nothing
     # that is wrong on a machine: vectors are loaded as unaligned ones. The four take half of the time to compile.
+    # CPU_SMALL: a kernel once, not for each constant that it is called with. Its accesses are the same ones.
     "sanitized": [
         *["-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=null,object-size,alignment,pointer-overflow"],
-        "-fno-sanitize-recover=all",
+        *["-fno-sanitize-recover=all", "-DCPU_SMALL"],
     ],
 }
 SWEEPS = ["exp", "softmax_math", "mish", "stores"]  # over the floats
@@ -63,8 +64,6 @@ TESTS = [
     "loss_reduce",
     "rotary",
 ]
-# gcc: a call for each access, in place of code of its own; a quarter less to compile.
-OUTLINED = ["--param", "asan-instrumentation-with-call-threshold=0"]
 # What these tests compiled of sources that have not changed since.
 COMPILED = build_library.ROOT / "build" / "tests-c"
 # Every 199th float; sanitizers look for other things than the last bit, and cost more. With a step beyond 1000 tests
@@ -120,12 +119,10 @@ def compile_program(build: str, folder: Path, levels: Collection[str]) -> Path:
     """With the flags of `build` at these levels, and at the others those of the library."""
     compiler = build_library.compiler("CC", "cc", "gcc")
     include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
-    c_flags = build_library.c_flags(compiler)
-    outlined = OUTLINED if build == "sanitized" and {*build_library.GCC_FLAGS} <= {*c_flags} else []
     optimised = ["-O2", *build_library.c_optimise(compiler)]
     own = optimised if build == "plain" else BUILDS[build]
     plain = [*optimised, "-fno-sanitize=all"]  # behind the flags of sanitizers, it takes them back
-    flags = [*compiler, *c_flags, *build_library.COMMON_FLAGS, *own, *outlined]
+    flags = [*compiler, *build_library.c_flags(compiler), *build_library.COMMON_FLAGS, *own]
     headers = sorted(path for place in (build_library.CSRC, SOURCES) for path in place.rglob("*.h"))
     version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
     seen = version + b"".join(path.read_bytes() for path in headers)
