@@ -12,6 +12,12 @@ from typing import Any
 # OpenMP reads this when torch is loaded, here and in what the tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Workers share the machine: each has one thread, and so has what its tests start. Two threads that wait for each other
+# while another worker has a core take three times as long as one. That results do not depend on the number of threads
+# is in battery/test_runtime.py.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 # transformers as it is without Hugging Face's `kernels`, whose hooks make its models impossible to pickle (test_hub.py
 # runs it with them).
 os.environ.setdefault("USE_HUB_KERNELS", "0")
@@ -22,10 +28,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import pytest
-import torch
-
-# Workers share the machine. That results do not depend on the number of threads is in battery/test_runtime.py.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ or os.environ.get("OMP_NUM_THREADS") == "1" else 2)
 
 # Fresh blocks of the C allocator are filled with 0x7f bytes (3.4e38 in float32 and bfloat16, NaN in float16); the
 # compiled ops allocate without PyTorch's own fill_uninitialized_memory. M_PERTURB takes the complement of the fill.
@@ -49,9 +51,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not config.getoption("--slow"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    if config.getoption("dist", "no") == "no":  # else this process has the tests run, and needs no torch
+        import torch
+
+        torch.set_num_threads(1 if os.environ.get("OMP_NUM_THREADS") == "1" else 2)
 
 
 def _devices(config: pytest.Config) -> list[str]:
+    import torch
+
     asked = config.getoption("--device")
     there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if asked == "all":
@@ -108,5 +116,7 @@ def poisoned_gpu_memory(request: pytest.FixtureRequest) -> None:
     """Leaves NaN in the blocks that PyTorch's CUDA allocator will hand out next."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if parameters.get("device") == "cuda":
+        import torch
+
         blocks = [torch.full((elements,), float("nan"), device="cuda") for elements in [256] * 512 + [1 << 19] * 32]
         del blocks
