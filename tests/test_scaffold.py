@@ -2,6 +2,7 @@
 
 import compileall
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -44,11 +45,24 @@ def run_python(*words, **options) -> subprocess.CompletedProcess:
     return done
 
 
+@functools.lru_cache(2000)
+def read(path: str, of: tuple[int, ...]) -> bytes:
+    """A file, once while it has these marks."""
+    return Path(path).read_bytes()
+
+
 def contents(folder: Path) -> dict[Path, bytes | None]:
     """Every file and folder (None) below."""
-    skipped = ("__pycache__", ".ruff_cache", ".mypy_cache")
-    paths = [path for path in folder.rglob("*") if not set(skipped) & set(path.parts)]
-    return {path.relative_to(folder): None if path.is_dir() else path.read_bytes() for path in paths}
+    found: dict[Path, bytes | None] = {}
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in ("__pycache__", ".ruff_cache", ".mypy_cache")]
+        place = Path(parent).relative_to(folder)
+        found |= {place / name: None for name in folders}
+        for name in files:
+            path = os.path.join(parent, name)
+            marks = os.stat(path)
+            found[place / name] = read(path, (marks.st_ino, marks.st_size, marks.st_mtime_ns, marks.st_ctime_ns))
+    return found
 
 
 def copy_tree(folder: Path) -> Path:
@@ -87,10 +101,10 @@ def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) ->
     run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=folder)
     run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", ".", cwd=folder)
     if mypy:
-        known = ROOT / ".mypy_cache"  # of torch, for the most part, if there is one
-        if known.exists():
-            shutil.copytree(known, folder / ".mypy_cache", dirs_exist_ok=True)
-        run(sys.executable, "-m", "mypy", *only, cwd=folder)
+        known, cache = ROOT / ".mypy_cache", ROOT / "build" / "tests-mypy"  # of torch, for the most part
+        if known.exists() and not cache.exists():
+            shutil.copytree(known, cache, dirs_exist_ok=True)
+        run(sys.executable, "-m", "mypy", "--cache-dir", cache, *only, cwd=folder)
     paths = folder.rglob("*") if new is None else new
     sources = [path for path in paths if path.suffix in scaffold.C_SUFFIXES and "build" not in path.parts]
     assert sources

@@ -70,8 +70,10 @@ PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(),
 
 
 @every_op
-def test_compile_with_inductor(spec: OpSpec, device: str) -> None:
-    """The default backend, the op between PyTorch's own, with inputs that are permuted and have gaps."""
+@pytest.mark.slow
+def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
+    """The default backend, the op between PyTorch's own, with inputs that are permuted and have gaps. The quick tier
+    has all ops in one graph (test_compile_with_inductor): most of a graph's time goes before its first op."""
     torch._dynamo.reset()
     for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
 
@@ -101,6 +103,27 @@ class EveryOp(torch.nn.Module):
             outputs = as_tuple(spec.function(*args, **sample.kwargs))
             results += [output.sum(1) if output.dim() > 1 else output for output in outputs]
         return results
+
+
+def test_compile_with_inductor(device: str) -> None:
+    """The default backend, forward and backward of every op in one graph, between PyTorch's own."""
+    torch._dynamo.reset()
+    make = maker(device, torch.float32, layout=PERMUTED)
+    samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
+    tensors = [[x for x in sample.args if isinstance(x, torch.Tensor)] for _, sample in samples]
+    inputs = [x for each in tensors for x in each if x.requires_grad]
+    model = EveryOp(samples)
+    results = []
+    for each in (torch.compile(model, fullgraph=True), model):
+        outputs = each(tensors)
+        grads = [random_grad()(output) for output in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, inputs, grads)])
+    names = [f"result {i}" for i in range(len(outputs))]
+    names += [
+        f"{spec}: gradient" for (spec, _), each in zip(samples, tensors, strict=True) for x in each if x.requires_grad
+    ]
+    for name, ours, eager in zip(names, *results, strict=True):
+        torch.testing.assert_close(ours, eager, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
