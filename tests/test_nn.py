@@ -64,8 +64,10 @@ def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
     torch.testing.assert_close(loaded.module()(*inputs), module(*inputs), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_ahead_of_time_inductor(tmp_path) -> None:
-    """A library that Inductor makes of a program calls our ops in it."""
+    """A library that Inductor makes of a program calls our ops in it, for any number of rows. The quick tier makes one
+    of every op (tests/battery/test_graphs.py), and exports these modules."""
     model = torch.nn.Sequential(LayerNorm(33), torch.nn.Linear(33, 8), RMSNorm(8))
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     with torch.no_grad():
