@@ -47,6 +47,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from extension_cpp import demo
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is taken then, too
+WRITTEN = 400  # bytes that the model writes at the end
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
 WARMUP, WEIGHT_DECAY, CLIP = 20, 0.1, 1.0
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of a checkpoint: gathered by the first process
@@ -477,7 +478,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     writer = Training(options.ops, text, settings, compiled=False)
     writer.model.load_state_dict(read_checkpoint(checkpoint)["model"])
     console.rule("what the model writes")
-    console.print(writer.write(400), markup=False, highlight=False)
+    console.print(writer.write(WRITTEN), markup=False, highlight=False)
     console.rule()
     console.print(f"The loss curves: {draw(options.out, settings)}", highlight=False, soft_wrap=True)
 

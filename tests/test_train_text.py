@@ -25,7 +25,7 @@ torch.set_num_threads(1)  # the model is too small for more
 sys.path.insert(0, {str(Path(train_text.__file__).parent.parent)!r})
 from examples import train_text
 train_text.SIZES["cpu"] = {json.dumps(SIZES)}
-train_text.CHECKPOINT_EVERY = 4
+train_text.CHECKPOINT_EVERY, train_text.WRITTEN = 4, 40
 sys.exit(train_text.main(sys.argv[1:]))
 """
 STEPS = 60
@@ -34,6 +34,7 @@ STEPS = 60
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(train_text.SIZES, "cpu", SIZES)
+    monkeypatch.setattr(train_text, "WRITTEN", 40)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is too small for more
     yield
