@@ -125,8 +125,7 @@ def test_models(name: str, dtype: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compiled(name: str, device: str) -> None:
-    """By Inductor. In the quick tier test_convert_loss.py compiles one model by it, and test_convert_models.py compiles
-    more without it."""
+    """By Inductor. In the quick tier test_convert_loss.py and test_convert_models.py compile models without it."""
     stock = make(name, torch.float32, device)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     convert(stock)
