@@ -1,6 +1,7 @@
 """The build: what the variables mean, what is compiled again, and that each mistake gets one sentence."""
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -235,10 +237,14 @@ def small_tree(tmp_path_factory) -> Path:
     return build_small_tree(tmp_path_factory.mktemp("a $tree $ of $$: one"))
 
 
-def touch(path: Path) -> None:
-    """Makes a file newer than every object, however coarse the clock."""
+@contextlib.contextmanager
+def touched(path: Path) -> Iterator[None]:
+    """For now a file is newer than every object, however coarse the clock."""
+    before = path.stat().st_mtime_ns
     later = max(file.stat().st_mtime_ns for file in path.parents[3].rglob("*") if file.is_file()) + 10**9
     os.utime(path, ns=(later, later))
+    yield
+    os.utime(path, ns=(before, before))
 
 
 @pytest.fixture
@@ -406,11 +412,11 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     folder = small_tree / "build" / "release-cpu"
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder)]
     assert steps(folder) == [] and build_library.steps_to_do(ninja) == 0
-    touch(small_tree / "extension_cpp" / "csrc" / "muladd" / "muladd.h")
     levels = ["baseline", "v3", "v4"] if build_library.platform.machine() == "x86_64" else ["baseline"]
     expected = [f"{level}/muladd/muladd_cpu.c.o" for level in levels] + ["muladd/muladd.cpp.o", build_library.LIBRARY]
-    assert sorted(steps(folder)) == sorted(expected)
-    assert build_library.steps_to_do(ninja) == len(expected)
+    with touched(small_tree / "extension_cpp" / "csrc" / "muladd" / "muladd.h"):
+        assert sorted(steps(folder)) == sorted(expected)
+        assert build_library.steps_to_do(ninja) == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -422,8 +428,8 @@ def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others,
     folder = small_tree / "build" / "release-cpu"
     listed = run(sys.executable, "-m", "ninja", "-C", folder, "-t", "deps", f"{rule}.gch").stdout
     assert f"common/{header}" in listed and others in listed
-    touch(small_tree / "extension_cpp" / "csrc" / "common" / header)
-    assert f"{rule}.gch" in steps(folder)
+    with touched(small_tree / "extension_cpp" / "csrc" / "common" / header):
+        assert f"{rule}.gch" in steps(folder)
 
 
 def test_no_precompiled_header_with_a_cache(monkeypatch, tmp_path):
@@ -456,11 +462,11 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     assert built.returncode == 0, built.stdout
     assert target not in steps(folder)
     first = (folder / target).read_bytes()
-    touch(tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h")
-    assert target in steps(folder)
-    if int(build_library.cuda_version(build_library.find_nvcc()).split(".")[0]) >= 13:
-        assert run(*compile_target).returncode == 0
-        assert (folder / target).read_bytes() == first  # nvcc's object has the number of its process in it
+    with touched(tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h"):
+        assert target in steps(folder)
+        if int(build_library.cuda_version(build_library.find_nvcc()).split(".")[0]) >= 13:
+            assert run(*compile_target).returncode == 0
+            assert (folder / target).read_bytes() == first  # nvcc's object has the number of its process in it
 
 
 def test_gpu_code_is_compiled_without_special_functions():
