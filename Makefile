@@ -107,8 +107,9 @@ wheel: $(READY)  ## dist/*.whl: one file for every Python from 3.10 and torch fr
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
-release: wheel  ## the sdist beside that wheel, both checked in clean environments of every Python here, and checksums
-	$(call need,rich)
+release: export GLIBC ?= 2.28
+release: wheel  ## that wheel for glibc 2.28 and the sdist, both checked in clean environments of every Python here
+	$(call need,rich ziglang)
 	@$(PYTHON) -m scripts.release $(ARGS)
 
 hub: $(READY)  ## build/torch-stable-abi*/: copies for Hugging Face's kernels, for CPUs and for CUDA if there is nvcc

@@ -10,7 +10,7 @@ Environment variables:
                         unset: every architecture from 7.5 up that nvcc knows, PTX for the newest
   DEBUG                 1: -O0 -g, and -lineinfo for CUDA; C for the baseline instruction set alone
   MAX_JOBS              compilations at a time
-  CC, CXX, NVCC         the compilers
+  CC, CXX, NVCC         the compilers; gcc for another processor, such as aarch64-linux-gnu-gcc, makes its library
   CUDA_HOME             the CUDA toolkit
   GLIBC                 2.28: links for systems with this glibc or a newer one, and any C++ library (needs ziglang)
 """
@@ -256,6 +256,12 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
     return command, [*libraries, "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
 
 
+def machine() -> str:
+    """The processor that the C compiler makes code for: x86_64 or aarch64."""
+    command = [*compiler("CC", "cc", "gcc"), "-dumpmachine"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("-")[0]
+
+
 def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
     """The command that links, and the C++ library that it takes: the system's, or with GLIBC gcc's static one."""
     glibc = os.environ.get("GLIBC", "")
@@ -272,7 +278,7 @@ def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
     files = [answer.stdout.strip() for answer in asked]
     if missing := [name for name, file in zip(names, files, strict=True) if file in ("", name)]:
         raise BuildError(f"GLIBC={glibc} links gcc's static libraries, and '{shlex.join(cxx)}' has no {missing[0]}.")
-    zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{platform.machine()}-linux-gnu.{glibc}"]
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine()}-linux-gnu.{glibc}"]
     # Without what nobody calls: parts of gcc's library need a newer glibc.
     return [*zig, "-Wl,--gc-sections"], files
 
@@ -334,7 +340,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     debug = os.environ.get("DEBUG", "0") == "1"
     unoptimised = ["-O0", "-g"] if debug else []
     optimise = unoptimised or ["-O2"]
-    levels = X86_LEVELS if platform.machine() == "x86_64" and not debug else {"baseline": []}
+    levels = X86_LEVELS if machine() == "x86_64" and not debug else {"baseline": []}
     optimise_kernel = [] if debug else c_optimise(cc)
     flags = {level: [*([] if "-DCPU_SMALL" in own else optimise_kernel), *own] for level, own in levels.items()}
     only = ["-DCPU_BASELINE_ONLY"] if debug else []
@@ -351,10 +357,13 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
     write_if_new(folder / "exports.map", EXPORTS)
     write_if_new(folder / "old_glibc.c", OLD_GLIBC)
-    # With -z defs undefined symbols are errors of the link, not of the first import.
     link_command, stdcxx = linker(cxx)
-    link = [*stdcxx, "-shared", "-Wl,-z,defs", "-Wl,--version-script=exports.map", *HARDENED_LINK]
-    link += [f"-L{torch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
+    link = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
+    if is_cross := machine() != platform.machine():
+        link += ["-L."]  # empty libraries of the names that the library asks for
+    else:  # with -z defs undefined symbols are errors of the link, not of the first import
+        link += ["-Wl,-z,defs", f"-L{torch}/lib"]
+    link += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
     if nvcc:
         shim += ["-DWITH_CUDA", "-DUSE_CUDA"]
         nvcc, toolkit = nvcc_command(nvcc, cxx, debug, archs)
@@ -385,7 +394,13 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         if link_command != cxx:
             objects.append("old_glibc.c.o")
             file.write("build old_glibc.c.o: c old_glibc.c\n")
-        ninja.build([own + LIBRARY], "link", objects, implicit=["exports.map"])
+        names = ["libtorch.so", "libtorch_cpu.so"] if is_cross else []
+        if is_cross:
+            write_if_new(folder / "empty.c", "")
+            ninja.rule("empty", quote(cxx, ["-shared", "-x", "c"]) + " $in -Wl,-soname,$out -o $out")
+        for name in names:
+            ninja.build([name], "empty", ["empty.c"])
+        ninja.build([own + LIBRARY], "link", objects, implicit=["exports.map", *names])
         ninja.default([own + LIBRARY])
 
 
@@ -409,7 +424,8 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
     nvcc = find_nvcc()
     archs = "-".join(architectures(nvcc)).replace("+", "") if nvcc else "cpu"
     debug = "debug" if os.environ.get("DEBUG", "0") == "1" else "release"
-    folder = ROOT / "build" / f"{debug}-{archs}"
+    other = "" if machine() == platform.machine() else f"-{machine()}"
+    folder = ROOT / "build" / f"{debug}-{archs}{other}"
     folder.mkdir(parents=True, exist_ok=True)
     write_ninja(folder, namespace)
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
@@ -431,7 +447,7 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
 
 def glibc_required(library: Path) -> tuple[int, int]:
     """The newest glibc version whose symbols the library needs."""
-    table = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
     return max((int(a), int(b)) for a, b in re.findall(r"GLIBC_(\d+)\.(\d+)", table))
 
 

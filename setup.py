@@ -1,7 +1,6 @@
 """The package's metadata is in pyproject.toml; here are the two commands that differ from setuptools' own."""
 
 import os
-import platform
 import re
 import sys
 from pathlib import Path
@@ -41,10 +40,10 @@ class StableWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         library = Path(self.bdist_dir) / "extension_cpp" / build_library.LIBRARY
         if not library.exists():  # an editable install asks before it builds; its wheel never leaves this machine
-            return "py3", "none", f"linux_{platform.machine()}"
+            return "py3", "none", f"linux_{build_library.machine()}"
         asked = tuple(int(part) for part in os.environ.get("GLIBC", "0.0").split("."))
         major, minor = max(build_library.glibc_required(library), asked)
-        return "py3", "none", f"manylinux_{major}_{minor}_{platform.machine()}"
+        return "py3", "none", f"manylinux_{major}_{minor}_{build_library.machine()}"
 
 
 class TaggedVersion(egg_info):

@@ -387,6 +387,28 @@ def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
     assert said == "[3.0, 3.0, 3.0]\nextension_cpp::muladd: expected b of shape [3] like a, but got [4]\n"
 
 
+def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
+    """The compiler decides which. No torch for it is needed: the library names torch's, and takes the symbols that this
+    machine's library takes of them."""
+    compilers = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
+    if missing := [name for name in compilers.values() if not shutil.which(name)]:
+        pytest.skip(f"no {missing[0]} (Debian: apt install g++-aarch64-linux-gnu)")
+    tree = build_small_tree(tmp_path / "other", **compilers)
+    library = tree / "extension_cpp" / build_library.LIBRARY
+    assert "AArch64" in run("readelf", "-h", library).stdout
+    needed = re.findall(r"NEEDED.*\[(libtorch\S*)\]", run("readelf", "-d", library).stdout)
+    assert needed == ["libtorch.so", "libtorch_cpu.so"]
+
+    def of_torch(library: Path) -> set[str]:
+        return set(re.findall(r"UND ((?:aoti_)?torch_\w+)", run("readelf", "--dyn-syms", "-W", library).stdout))
+
+    here = of_torch(small_tree / "extension_cpp" / build_library.LIBRARY)
+    assert here and of_torch(library) == here
+    with monkeypatch.context() as patch:
+        patch.setenv("CC", compilers["CC"])
+        assert build_library.machine() == "aarch64"
+
+
 def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
