@@ -2,7 +2,7 @@
  * gelu(x) = x Phi(x), with Phi(x) = erfc(-x / sqrt 2) / 2
  * gelu_tanh(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 = x s(u), u = c x + d x^3,
  *   c = 2 sqrt(2 / pi), d = 0.044715 c
- * activation: y[i] = f(x[i]), f one of these
+ * activation_forward: y[i] = f(x[i]), where f is one of these
  * activation_backward: grad_x[i] = grad_out[i] f'(x[i])
  * activation_double_backward: grad_x[i] = grad_grad_x[i] grad_out[i] f''(x[i])
  *   every pointer  (numel), dense, all of one type and one element order, no overlap
@@ -12,7 +12,7 @@
  *   silu' = s + x S                  silu'' = S (2 + x (1 - 2 s))
  *   gelu' = Phi + x phi              gelu'' = phi (2 - x^2)
  *   gelu_tanh' = s + x S u'          gelu_tanh'' = S (2 u' + x u'' + x u'^2 (1 - 2 s))
- * activation_cpu_math.h and activation_math.cuh calculate them, and say how.
+ * The arithmetic is in activation_cpu_math.h and activation_math.cuh.
  * Source: Hendrycks and Gimpel 2016, arXiv:1606.08415 (gelu, silu). */
 #ifndef EXTENSION_CPP_ACTIVATION_H
 #define EXTENSION_CPP_ACTIVATION_H

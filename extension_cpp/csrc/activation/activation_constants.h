@@ -1,4 +1,4 @@
-/* Numbers that the activations have on the CPU and on the GPU, in C and in CUDA C. */
+/* Constants that the C and the CUDA code of the activations share. */
 #ifndef EXTENSION_CPP_ACTIVATION_CONSTANTS_H
 #define EXTENSION_CPP_ACTIVATION_CONSTANTS_H
 
@@ -7,14 +7,14 @@
 /* u = TANH_C x + TANH_D x^3 */
 #define TANH_C 1.5957691216057308
 #define TANH_D 0.071354816272600249
-/* If x^2 is this or larger, s(u) is 0 or 1 to the last bit of every type. u and u' use this number
- * in place of a larger x^2, so that no finite x overflows. */
+/* u and u' use this number in place of a larger x^2, so that no finite x overflows. s(u) is 0 or 1
+ * there, to the last bit of every type. */
 #define TANH_SQUARE 1600
 
-/* erfc(z / sqrt 2) / 2 = exp(-z^2 / 2) t G(t), t = 1 / (z + shift), 0 <= z <= 15. G is between 0.4
- * and 2, and a polynomial in t suffices for it: the coefficients from degree 0 on, by Sollya's
- * fpminimax for the relative error (scripts/erfc_polynomial.sollya). It is 2^-26.7 with degree 9,
- * and 2^-17.7 with degree 5, which serves 16-bit types. */
+/* erfc(z / sqrt 2) / 2 = exp(-z^2 / 2) t G(t), t = 1 / (z + shift), 0 <= z <= 15. G lies between
+ * 0.4 and 2. A polynomial in t approximates it: Sollya's fpminimax minimises its relative error
+ * (scripts/erfc_polynomial.sollya). The error is 2^-26.7 with degree 9, and 2^-17.7 with degree 5,
+ * which 16-bit types use. Coefficients begin with degree 0. */
 #define ERFC_SHIFT 4.0f
 #define ERFC_COEFFICIENTS                                                                    \
   {                                                                                          \

@@ -1,4 +1,4 @@
-/* What activation_cpu_math.h needs before it is included once per element type. */
+/* What activation_cpu_math.h needs. That file is compiled once per element type, this one once. */
 #ifndef EXTENSION_CPP_ACTIVATION_CPU_H
 #define EXTENSION_CPP_ACTIVATION_CPU_H
 
@@ -8,9 +8,9 @@
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
 
-/* exp(-x) is taken to be 0 above this: x exp(-x) is 0 in float above 110. */
+/* For x above this, exp(-x) counts as 0: in float x exp(-x) rounds to 0, in double exp(-x) does. */
 #define ACTIVATION_ZERO(x) _Generic((x), float : 110.0f, double : 750.0)
-/* exp(-x^2 / 2) is 0 here, by ACTIVATION_ZERO. */
+/* At this |x|, x^2 / 2 is above ACTIVATION_ZERO. */
 #define GELU_ZERO(x) _Generic((x), float : 15.0f, double : 39.0)
 
 /* Calls f(kind, ...) with a constant kind, for functions that are inlined. */

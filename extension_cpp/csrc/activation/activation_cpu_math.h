@@ -1,9 +1,9 @@
 /* The activations and their derivatives on the CPU. Included by files that are compiled once per
  * element type (common/for_each_dtype.h defines T, ACC and NAME). Formulas: activation.h.
  *
- * A function gives the value and both derivatives; the compiler leaves out what is not used. Each
- * needs one exp and one division. exp has an argument of 0 or less, so that nothing overflows, and
- * both tails keep their relative accuracy: s(u) is exp(u) / (1 + exp(u)) for u < 0. */
+ * A function returns the value and both derivatives; the compiler removes what the caller does not
+ * use. The argument of exp is 0 or less, so that exp does not overflow. Both tails keep their
+ * relative accuracy: for u < 0, s(u) is computed as exp(u) / (1 + exp(u)). */
 
 /* 16-bit results need shorter polynomials. */
 #define HALF (sizeof(T) == 2)
@@ -12,7 +12,8 @@ typedef struct {
   ACC value, first, second;
 } NAME(jet_t);
 
-/* exp(-size). It is 0 where every result is, which is also where the scaled exp is not valid. */
+/* exp(-size). Above ACTIVATION_ZERO it is 0, as every result is; there the scaled exp may not be
+ * valid. */
 ALWAYS_INLINE ACC NAME(exp_minus)(ACC size) {
   const ACC scaled = HALF ? (ACC)exp_scaled_short_float((float)-size) : EXP_SCALED(-size);
   const ACC e = scaled * EXP_UNSCALE(size);
@@ -40,16 +41,16 @@ ALWAYS_INLINE NAME(jet_t) NAME(gelu_tanh)(ACC x) {
   const NAME(logistic_t) s = NAME(logistic)(x * FMA(square, (ACC)TANH_D, (ACC)TANH_C));
   const ACC u1 = FMA(square, (ACC)(3 * TANH_D), (ACC)TANH_C), xu2 = (ACC)(6 * TANH_D) * square;
   const ACC bend = (x < 0 ? -x : x) * s.slope * s.balance;
-  /* x s.slope is 0 before x u' overflows. */
+  /* x s.slope comes first: it is 0 for every x for which x u' would overflow. */
   return (NAME(jet_t)){x * s.value, FMA(x * s.slope, u1, s.value),
                        s.slope * (2 * u1 + xu2) - bend * (u1 * u1)};
 }
 
-/* Phi(-size) for a gauss of exp(-size^2 / 2). */
+/* Phi(-size), where gauss = exp(-size^2 / 2). */
 ALWAYS_INLINE float NAME(erfc_float)(float size, float gauss) {
   static const float c[] = ERFC_COEFFICIENTS, h[] = ERFC_HALF_COEFFICIENTS;
   const float t = 1 / (size + (HALF ? ERFC_HALF_SHIFT : ERFC_SHIFT));
-  /* Written out: gcc vectorises no loop around another one. */
+  /* Unrolled by hand: gcc does not vectorise a loop that contains a loop. */
   float g = HALF ? h[5] : c[9];
   if (!HALF) {
     g = fma_float(g, t, c[8]);
@@ -73,7 +74,7 @@ ALWAYS_INLINE double NAME(erfc_double)(double size, double gauss) {
 
 ALWAYS_INLINE NAME(jet_t) NAME(gelu)(ACC x) {
   const ACC all = x < 0 ? -x : x, size = all > GELU_ZERO(x) ? GELU_ZERO(x) : all;
-  /* exp(-x^2 / 2), with the rounding error of x^2 taken into account. */
+  /* exp(-x^2 / 2), corrected for the rounding error of x^2. */
   const ACC square = size * size, low = FMA(size, size, -square);
   const ACC rounded = NAME(exp_minus)(square / 2);
   const ACC gauss = HALF ? rounded : FMA(rounded, low / -2, rounded);
@@ -83,7 +84,7 @@ ALWAYS_INLINE NAME(jet_t) NAME(gelu)(ACC x) {
 }
 #undef GELU_TAIL
 
-/* `kind` is a constant where this is inlined. */
+/* Callers pass a constant `kind`: inlining leaves one branch. */
 ALWAYS_INLINE NAME(jet_t) NAME(activation)(activation_t kind, ACC x) {
   return kind == SILU ? NAME(silu)(x) : kind == GELU ? NAME(gelu)(x) : NAME(gelu_tanh)(x);
 }

@@ -1,10 +1,10 @@
 // The activations and their derivatives on the GPU. Formulas: activation.h.
 //
-// activation<KIND, T>(x) gives the value and both derivatives in T's accumulation type; the
-// compiler leaves out what is not used. float32 keeps the relative accuracy of both tails, as the
-// CPU does. Half types are limited by instructions, with eight elements per vector, and take a
-// shorter way to the value and the first derivative: one exp2 and one reciprocal, no range
-// reduction. Its relative error is below 2^-15.
+// activation<KIND, T>(x) returns the value and both derivatives in T's accumulation type; the
+// compiler removes what the caller does not use. float32 keeps the relative accuracy of both tails,
+// as on the CPU. Half types have eight elements per vector, so that instructions limit their speed,
+// not memory. Their value and first derivative take one exp2 and one reciprocal, without range
+// reduction. The relative error is below 2^-15.
 #ifndef EXTENSION_CPP_ACTIVATION_MATH_CUH
 #define EXTENSION_CPP_ACTIVATION_MATH_CUH
 
@@ -36,7 +36,7 @@ __device__ inline Logistic<A> logistic(A u) {
     // 2^-64 (1 + exp(-u)) stays in float's range wherever s(u) does.
     const float inverse = 0x1p-64f + exp2_fast(fmaf(u, -LOG2_E, -64.0f));
     const float s = reciprocal_fast(inverse) * 0x1p-64f;
-    // 1 - s is exactly 0 where a factor x may be large.
+    // Exactly 0 for large u: a large factor x would magnify the rounding error of s - s^2.
     return {s, u > 32.0f ? 0.0f : fmaf(-s, s, s), fabsf(1 - 2 * s)};
   } else {
     // The argument of exp is 0 or less, so that nothing overflows.
@@ -53,11 +53,11 @@ __device__ inline Jet<A> silu(A x) {
 
 template <typename T, typename A = acc_t<T>>
 __device__ inline Jet<A> gelu_tanh(A x) {
-  const A square = fmin(x * x, A(TANH_SQUARE));  // of NaN too: what it is multiplied by is NaN
+  const A square = fmin(x * x, A(TANH_SQUARE));  // of NaN, too: the factor x of u is NaN
   const Logistic<A> s = logistic<T>(x * fma(square, A(TANH_D), A(TANH_C)));
   const A u1 = fma(square, A(3 * TANH_D), A(TANH_C)), xu2 = A(6 * TANH_D) * square;
   const A bend = fabs(x) * s.slope * s.balance;
-  // x s.slope is 0 before x u' overflows.
+  // x s.slope comes first: it is 0 for every x for which x u' would overflow.
   return {x * s.value, fma(x * s.slope, u1, s.value), s.slope * (2 * u1 + xu2) - bend * (u1 * u1)};
 }
 
@@ -84,7 +84,7 @@ __device__ inline Gauss<A> gauss(A x) {
     const float t = reciprocal_fast(fabsf(x) + ERFC_HALF_SHIFT);
     return {e, e * (t * horner(c, t)), square};
   } else {
-    // Above `zero` exp(-x^2 / 2) is 0.
+    // For |x| above `zero`, exp(-x^2 / 2) counts as 0.
     const A zero = std::is_same_v<A, float> ? 15 : 39;
     const A size = fabs(x) > zero ? zero : fabs(x), square = size * size;
     const A rounded = Exp<T>::scaled(-square / 2) * Exp<T>::UNSCALE;
@@ -119,8 +119,9 @@ __device__ inline A second_derivative(A x) {
   return activation<KIND, A>(x).second;
 }
 
-// The C++ type of a dtype and the kind as a constant, for host code: with_types(dtype, kind,
-// [&](auto zero, auto constant) { using T = decltype(zero); ... decltype(constant)::value ... })
+// For host code: calls f with a zero of the dtype's C++ type and with the kind as a constant:
+//   with_types(dtype, kind, [&](auto zero, auto constant) {
+//     using T = decltype(zero); ... decltype(constant)::value ... })
 template <typename F>
 cudaError_t with_types(dtype_t dtype, activation_t kind, F &&f) {
   return with_dtype(dtype, [&](auto zero) {

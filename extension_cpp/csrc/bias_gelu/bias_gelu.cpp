@@ -5,8 +5,8 @@
 
 namespace extension_cpp {
 
-// The kernels work on rows: contiguous memory, with the bias along the last dimension. At the end
-// the result gets x's strides.
+// The kernels take contiguous rows, because the bias runs along the last dimension. If x has other
+// strides, the result is copied into them at the end.
 static Tensor bias_gelu(const Tensor &x, const Tensor &bias, bool tanh) {
   const dtype_t dtype = check_bias("bias_gelu", x, bias);
   const Tensor y = allocate_like(x);

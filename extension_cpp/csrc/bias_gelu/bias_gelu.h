@@ -7,10 +7,10 @@
  *   partial                 scratch of column_sums_partial_cpu() or _cuda() doubles; NULL if
  *                           grad_bias is NULL
  *   kind                    GELU or GELU_TANH
- * rows = 0 gives grad_bias = 0 and writes nothing else. NaN propagates. x + bias is in float, for
- * float64 in double; results are rounded to the type once, and the sum is of terms that are not.
- * grad_bias: float lanes sum each part of the rows and are flushed to double. The parts, which the
- * shape alone fixes, are added in order. Run-to-run deterministic, at any number of threads. */
+ * rows = 0 gives grad_bias = 0 and writes nothing else. NaN propagates. Computed in float (float64:
+ * double); a result is rounded to the type once, and grad_bias sums terms that are not rounded.
+ * grad_bias: float lanes sum parts of the rows, and the parts are added in order in double. The
+ * shape alone fixes the parts. Run-to-run deterministic, for any number of threads. */
 #ifndef EXTENSION_CPP_BIAS_GELU_H
 #define EXTENSION_CPP_BIAS_GELU_H
 

@@ -2,7 +2,7 @@
  * LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
-/* n elements from flat index i on. They lie in one row, from column c on. */
+/* n elements of one row, from flat index i and column c on. */
 ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const bias_gelu_forward_args *args,
                                        int64_t i, int64_t c, int n, int stream) {
   ACC x[BLOCK], bias[BLOCK];

@@ -22,7 +22,7 @@ struct BiasGeluBackward {
   }
 };
 
-// f(T{}, constant of the kind): GELU or GELU_TANH.
+// Calls f with a zero of the dtype's C++ type and with the kind, GELU or GELU_TANH, as a constant.
 template <typename F>
 static cudaError_t with_gelu(dtype_t dtype, activation_t kind, F &&f) {
   return with_dtype(dtype, [&](auto zero) {

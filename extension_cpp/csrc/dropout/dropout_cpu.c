@@ -1,5 +1,5 @@
 /* dropout on the CPU: flat over the elements, one block at a time. The arithmetic is in
- * dropout_cpu_kernel.h, the random bits come from common/cpu_philox.h. */
+ * dropout_cpu_kernel.h; the random bits come from common/cpu_philox.h. */
 #include "dropout/dropout.h"
 
 #include "common/cpu_block.h"

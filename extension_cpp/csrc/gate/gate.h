@@ -1,11 +1,12 @@
 /* swiglu, geglu: y[r,c] = f(gate[r,c]) up[r,c], f = silu, gelu or gelu_tanh (activation.h)
  * backward: grad_gate[r,c] = grad_out[r,c] up[r,c] f'(gate[r,c])
  *           grad_up[r,c] = grad_out[r,c] f(gate[r,c])
- *   gate, up, grad_out     (rows, cols)  unit stride in a row; from row to row a stride of its own,
- *                                        at least cols: the halves of one packed tensor
+ *   gate, up, grad_out     (rows, cols)  unit stride within a row; each its own row stride of at
+ *                                        least cols, as the halves of one packed tensor have
  *   y, grad_gate, grad_up  (rows, cols)  contiguous
  *   all of one type, no overlap
- * rows, cols >= 1. A product is rounded to the type once. NaN propagates. Deterministic.
+ * rows, cols >= 1. Computed in float (float64: double); a result is rounded to the type once. NaN
+ * propagates. Deterministic.
  * Source: Shazeer 2020, arXiv:2002.05202. */
 #ifndef EXTENSION_CPP_GATE_H
 #define EXTENSION_CPP_GATE_H

@@ -4,8 +4,8 @@
 
 /* n elements of one row. */
 typedef struct {
-  const T *gate, *up, *grad_out; /* grad_out: of backward */
-  T *y, *grad_up;                /* backward's y is grad_gate */
+  const T *gate, *up, *grad_out; /* grad_out: NULL in forward */
+  T *y, *grad_up;                /* in backward, y is grad_gate */
   int64_t n;
 } NAME(part_t);
 
@@ -41,8 +41,8 @@ ALWAYS_INLINE void NAME(block)(activation_t kind, const NAME(part_t) * part, int
     NAME(forward_block)(kind, part, i, n, stream);
 }
 
-/* The elements before the next multiple of 64 bytes are stored apart, so that the rest can be
- * streamed. */
+/* The elements before y's first multiple of 64 bytes are a block of their own, so that the stores
+ * of all other blocks can be streamed. */
 ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, int stream) {
   const int64_t to_line = stream ? elements_to_line(part->y, sizeof(T)) : 0;
   const int64_t head = to_line < part->n ? to_line : part->n;
@@ -52,7 +52,7 @@ ALWAYS_INLINE void NAME(run_part)(activation_t kind, const NAME(part_t) * part, 
   }
 }
 
-/* The part of element i's row from there to the row's end or to `end`. */
+/* The number of elements from i to the end of its row, or to `end` if that is nearer. */
 #define PART_LENGTH(args, i, end)                                                      \
   ((args)->cols - (i) % (args)->cols < (end) - (i) ? (args)->cols - (i) % (args)->cols \
                                                    : (end) - (i))
@@ -77,7 +77,8 @@ static void NAME(gate_forward)(const gate_forward_args *args, int64_t begin, int
 
 ALWAYS_INLINE void NAME(backward)(activation_t kind, const gate_backward_args *args, int64_t begin,
                                   int64_t end) {
-  /* The allocator aligns both outputs alike: they are fresh. */
+  /* Streaming needs both outputs at the same distance from a multiple of 64 bytes. The allocator
+   * aligns fresh tensors alike. */
   const int stream = cpu_should_stream(5 * args->rows * args->cols * (int64_t)sizeof(T)) &&
                      ((uintptr_t)args->grad_gate - (uintptr_t)args->grad_up) % 64 == 0;
   for (int64_t i = begin, n; i < end; i += n) {

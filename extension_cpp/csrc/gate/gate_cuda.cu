@@ -1,6 +1,6 @@
-// swiglu and geglu on the GPU: flat over the elements, two 16-byte vectors per operand and thread,
-// with a stride from row to row where the inputs have one (common/cuda_pointwise.cuh). The
-// arithmetic is in activation_math.cuh.
+// swiglu and geglu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
+// (common/cuda_pointwise.cuh). The inputs may have gaps between their rows. The arithmetic is in
+// activation_math.cuh.
 #include "activation/activation_math.cuh"
 #include "common/cuda_pointwise.cuh"
 #include "gate/gate.h"

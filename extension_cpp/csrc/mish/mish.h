@@ -8,8 +8,9 @@
  *   tanh(log(1 + e)) = ((1 + e)^2 - 1) / ((1 + e)^2 + 1) = e (e + 2) / D
  *   mish'  = e ((e + 2) D + 4 x (1 + e)) / D^2
  *   mish'' = 4 e (1 + e) / D^2 * (2 + x (D - 2 e^2 (e + 2)) / (D (1 + e)))
- * Terms do not cancel where it matters, and one exp and one division suffice. Above x = MISH_LINEAR
- * mish(x) is x to the last bit and its derivatives are 1 and 0. Below MISH_ZERO all three are 0.
+ * Each takes one exp, and terms cancel only near the zeros of mish' and mish''. For x above
+ * MISH_LINEAR, mish(x) is x to the last bit, and its derivatives are 1 and 0. Below MISH_ZERO all
+ * three are 0.
  * Source: Misra 2019, arXiv:1908.08681. */
 #ifndef EXTENSION_CPP_MISH_H
 #define EXTENSION_CPP_MISH_H

@@ -6,8 +6,8 @@
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
 
-/* exp(-746) is 0 in double. The scaled exp of float is invalid below -131, where a selection
- * replaces it; x exp(x) is 0 in float below -110. */
+/* Below MISH_ZERO a selection replaces exp(x) by 0. In float, x exp(x) rounds to 0 below -110, and
+ * the scaled exp is not valid below -131. In double, exp(x) is 0 below -746. */
 #define MISH_ZERO(x) _Generic((x), float : -110.0f, double : -750.0)
 #define MISH_LINEAR(x) _Generic((x), float : 20.0f, double : 24.0)
 

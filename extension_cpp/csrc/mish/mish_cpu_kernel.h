@@ -1,10 +1,11 @@
 /* Compiled once per element type by mish_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD
  * and STORE).
  *
- * exp is scaled (cpu_math.h): `scaled` keeps the digits of an exp(x) that is too small for float
- * until the last multiplication. So x exp(x) is right for every result that float can hold. */
+ * `scaled` is exp(x) times a power of two (EXP_SCALED in cpu_math.h). It keeps its digits where
+ * exp(x) itself underflows, and the last multiplication removes the power. So x exp(x) is accurate
+ * wherever float can hold the result. */
 
-/* exp(x), scaled. 0 where x is so small that every result is 0. */
+/* The scaled exp(x), or 0 for x so small that every result is 0. */
 ALWAYS_INLINE ACC NAME(mish_exp)(ACC x) {
   const ACC scaled = EXP_SCALED(x);
   return x < MISH_ZERO(x) ? 0 : scaled;
@@ -20,7 +21,7 @@ ALWAYS_INLINE ACC NAME(mish_value)(ACC x) {
 ALWAYS_INLINE ACC NAME(mish_derivative)(ACC x) {
   const ACC scaled = NAME(mish_exp)(x), e = scaled * EXP_UNSCALE(x);
   const ACC denominator = FMA(e, e + 2, (ACC)2);
-  /* A quarter of it, so that no finite x overflows. This and the factor 4 at the end are exact. */
+  /* A quarter of mish.h's numerator, so that no finite x overflows. Both factors of 4 are exact. */
   const ACC numerator = FMA((e + 2) / 4, denominator, x * (1 + e));
   const ACC derivative = numerator / (denominator * denominator) * scaled * (4 * EXP_UNSCALE(x));
   return x > MISH_LINEAR(x) ? 1 : derivative;

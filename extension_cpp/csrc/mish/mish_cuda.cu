@@ -1,6 +1,6 @@
 // mish on the GPU: flat over the elements, two 16-byte vectors per operand and thread
 // (common/cuda_pointwise.cuh). The formulas are in mish.h. exp2 and the division are the hardware's
-// (2 ulp each); float64 uses the exact ones.
+// approximations (2 ulp each); float64 uses exp and /.
 #include "common/cuda_exp.cuh"
 #include "common/cuda_pointwise.cuh"
 #include "mish/mish.h"
@@ -19,7 +19,7 @@ template <typename T, typename A = acc_t<T>>
 __device__ inline A mish_derivative(A x) {
   const A scaled = Exp<T>::scaled(x), e = scaled * Exp<T>::UNSCALE;
   const A denominator = fma(e, e + 2, A(2));
-  // A quarter of it, so that no finite x overflows. This and the factor 4 at the end are exact.
+  // A quarter of mish.h's numerator, so that no finite x overflows. Both factors of 4 are exact.
   const A numerator = fma((e + 2) / 4, denominator, x * (1 + e));
   return x > linear_from(x)
              ? A(1)

@@ -1,10 +1,10 @@
 /* muladd: out[i] = a[i] * b[i] + c
  * muladd_backward: grad_a[i] = grad_out[i] * b[i], grad_b[i] = grad_out[i] * a[i]
  *   every pointer  (numel), dense, all of one type and one element order; out may be a or b itself,
- *                  else no overlap
- *   c              any value of the type; bfloat16 and float16 use it in float
- * numel = 0 writes nothing. NaN propagates. The product and the sum are rounded once (fma) in
- * float, for float64 in double; the baseline instruction set rounds twice. Deterministic. */
+ *                  no other overlap
+ *   c              any value; converted to float (float64: double), not to a half type
+ * numel = 0 writes nothing. NaN propagates. Forward is one fma in float (float64: double); x86's
+ * baseline instruction set has none and rounds the product, too. Deterministic. */
 #ifndef EXTENSION_CPP_MULADD_H
 #define EXTENSION_CPP_MULADD_H
 

@@ -22,8 +22,8 @@ struct Group {
   bool summed;
 };
 
-// The dimensions that are summed. None and () mean all; a 0-d tensor has the dimensions 0 and -1,
-// as in PyTorch.
+// Which dimensions are summed. None and () mean all; a 0-d tensor has the dimensions 0 and -1, as
+// in PyTorch.
 static std::vector<bool> summed_dims(const Tensor &x,
                                      const std::optional<std::vector<int64_t>> &dim) {
   if (!dim || dim->empty()) return std::vector<bool>(x.dim(), true);
@@ -66,8 +66,8 @@ static std::vector<Group> merge(const std::vector<Group> &groups) {
 
 static int64_t round_up(int64_t a, int64_t step) { return ceil_div(a, step) * step; }
 
-// Terms per chunk on the CPU: at most 256 work items, each worth a thread, and no chain of more
-// than 1024 additions.
+// Terms per chunk on the CPU. A sum is cut into at most 256 work items of at least 128 KiB each,
+// but no chain in double has more than 1024 additions.
 static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size) {
   const int64_t tiles = reduce_sum_tiles(pass.inner),
                 step = SUM_ROWS * reduce_sum_rows_as_one(pass.inner);
@@ -76,9 +76,9 @@ static int64_t plan_chunk_cpu(const reduce_sum_args &pass, int64_t element_size)
   return round_up(std::min(std::max(for_items, for_bytes), 1024 * step), step);
 }
 
-// Terms per chunk on CUDA. A sum is cut only if fewer than 1024 CTAs would run: then into a few
-// waves of CTAs that each read at least one or two times the bytes that they have in flight (32
-// KiB). No chain has more than 8192 additions.
+// Terms per chunk on CUDA. No thread adds more than 8192 terms in one chain. If fewer than 1024
+// CTAs would run, a sum is cut into a few waves of CTAs, and each reads at least 32 KiB, the bytes
+// that it has in flight (twice that for columns).
 static int64_t plan_chunk_cuda(const reduce_sum_args &pass, int64_t element_size) {
   const bool rows = pass.inner == 1;
   const int64_t row_bytes = pass.inner * element_size, tiles = ceil_div(row_bytes, 512);
@@ -115,8 +115,8 @@ static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inn
   const int64_t chunk =
       x.is_cuda() ? plan_chunk_cuda(whole, element_size) : plan_chunk_cpu(whole, element_size);
   if (chunk >= reduce) return launch_pass(x, whole, element_size);
-  // Rows of less than 512 bytes, the read of a warp, are joined in pairs while their number is
-  // even. The second launch also adds up the joined rows.
+  // A warp reads 512 bytes. Shorter rows are joined in pairs while their number is even, and the
+  // second launch also adds up the joined rows.
   int64_t as_one = 1;
   if (x.is_cuda() && inner > 1) {
     while (as_one * inner * element_size < 512 && reduce % (2 * as_one) == 0) as_one *= 2;
@@ -137,8 +137,8 @@ static void run_pass(const Tensor &x, int64_t outer, int64_t reduce, int64_t inn
   launch_pass(x, whole, sizeof(double));
 }
 
-// Sums x, whose memory is `groups` (outermost first), into out, whose memory is the groups that are
-// kept.
+// Sums x into out. `groups` is the layout of x, outermost first; out has the kept groups in the
+// same order.
 static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor &out) {
   const auto is_summed = [](const Group &group) { return group.summed; };
   const auto product = [](int64_t n, const Group &group) { return n * group.size; };
@@ -161,8 +161,8 @@ static void run_passes(const Tensor &x, std::vector<Group> groups, const Tensor 
   }
 }
 
-// Strides for a result of these sizes, in which the kept dimensions have x's order. kept[d] is the
-// result's dimension for x's dimension d, or -1.
+// Strides for a result of these sizes whose kept dimensions have the order of x's in memory.
+// kept[d] is the result's dimension for x's dimension d, or -1.
 static std::vector<int64_t> strides_like(const std::vector<int64_t> &sizes,
                                          const std::vector<int64_t> &order,
                                          const std::vector<int64_t> &kept) {
@@ -187,7 +187,7 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
   }
   const Tensor out = allocate(sizes, dtype, x);
   if (out.numel() == 0) return out;
-  if (x.numel() == 0) {  // sums over nothing
+  if (x.numel() == 0) {  // a sum of no terms is 0
     run_pass(x, out.numel(), 0, 1, out);
     return out;
   }
@@ -203,8 +203,8 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
     run_passes(dense, merge(groups), out);
     return out;
   }
-  // The kept dimensions are in another order than in the result. Sums first and then permutes,
-  // because the sums are fewer.
+  // In memory the kept dimensions have another order than in the result. The sums are permuted, not
+  // x, because they are fewer.
   const Tensor as_x_lies = allocate_strided(sizes, strides_like(sizes, order, kept), dtype, x);
   run_passes(dense, merge(groups), as_x_lies);
   Tensor result = out;

@@ -4,8 +4,8 @@
  *   out  (outer, chunks, inner)  contiguous, of type out_dtype (dtype or float64), aligned to 16
  *                                bytes, no overlap; chunks = ceil(reduce / chunk), at least 1
  * Any size may exceed 2^31. reduce = 0 needs chunk = chunks = inner = 1 and writes zeros; outer = 0
- * or inner = 0 is not launched. NaN and infinities propagate. At most a few dozen terms are added
- * in float, all further sums in double. Run-to-run deterministic: the order depends on the shape
+ * or inner = 0 is not launched. NaN and infinities propagate. Float lanes add at most a few dozen
+ * terms; all further sums are in double. Run-to-run deterministic: the order depends on the shape
  * (on CUDA also on x's address modulo 16), never on threads or the instruction set. The op is a
  * sequence of such passes (reduce_sum.cpp): one for each run of summed dimensions, two if the run
  * is cut into chunks. */
@@ -37,8 +37,8 @@ static inline int64_t reduce_sum_tiles(int64_t inner) {
   return inner < SUM_TILE ? 1 : inner / SUM_TILE;
 }
 
-/* How many rows count as one, so that narrow rows fill whole blocks: the smallest power of two that
- * does. */
+/* How many narrow rows the CPU kernel treats as one, so that they fill whole blocks: the smallest
+ * such power of two. */
 static inline int64_t reduce_sum_rows_as_one(int64_t inner) {
   int64_t rows = 1;
   while (inner < SUM_BLOCK && rows * inner % SUM_BLOCK != 0) rows *= 2;

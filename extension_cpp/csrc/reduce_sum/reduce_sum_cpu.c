@@ -1,8 +1,9 @@
 /* reduce_sum on the CPU. An item is a tile of columns over the rows of one chunk. Lanes add eight
- * rows of a block of 32 columns, and then go to totals in double, which stay in the first-level
- * cache. Several rows narrower than a block count as one. So a sum over the last dimension (rows of
- * one column) runs the same loop, with 32 rows as one, and adds up the 32 totals at the end. The
- * source fixes the order of every sum: no instruction set and no thread changes it. */
+ * rows of a block of 32 columns. Their sums are added to totals in double, which stay in the
+ * first-level cache. Rows narrower than a block are joined: several are treated as one. A sum over
+ * the last dimension runs the same loop on rows of 32 terms, and adds up the 32 totals at the end.
+ * The source fixes the order of every sum: it is the same for every instruction set and number of
+ * threads. */
 #include "reduce_sum/reduce_sum.h"
 
 #include "common/cpu_block.h"
@@ -10,8 +11,8 @@
 
 _Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
 
-/* Where block b of a tile of `width` columns begins. The last block overlaps its neighbour instead
- * of being cut; both compute the same sums. */
+/* The first column of block b in a tile of `width` columns. The last block overlaps its neighbour
+ * instead of being cut; both compute the same sums. */
 ALWAYS_INLINE int64_t block_begin(int64_t b, int64_t width) {
   return b * BLOCK < width - BLOCK ? b * BLOCK : width - BLOCK;
 }

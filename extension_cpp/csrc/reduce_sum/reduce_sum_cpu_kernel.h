@@ -24,9 +24,9 @@ ALWAYS_INLINE void NAME(add_row)(double *restrict total, const T *restrict p) {
   for (int k = 0; k < BLOCK; ++k) total[k] += (double)row[k];
 }
 
-/* total[b][k] = the sum over the rows of lane k of block b, (blocks, BLOCK). Rows are `stride`
- * elements apart. Prefetches the next eight rows, at least 4 KiB ahead: without that, bfloat16
- * reads a fifth slower. */
+/* total (blocks, BLOCK): total[b][k] is the sum over the rows for lane k of block b. Rows are
+ * `stride` elements apart. Prefetches the next eight rows, at least 4 KiB ahead: without that,
+ * bfloat16 reads a fifth slower. */
 ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t rows,
                                     int64_t stride, int64_t width) {
   const int64_t blocks = ceil_div(width, BLOCK);
@@ -45,7 +45,7 @@ ALWAYS_INLINE void NAME(sum_blocks)(double *restrict total, const T *p, int64_t 
   }
 }
 
-/* Stores a block's totals in memory order. */
+/* Moves a block's totals from the order of the lanes to the order of memory. */
 ALWAYS_INLINE void NAME(order_block)(double *total) {
   double lane[BLOCK];
   if (NAME(column)(1) == 1) return;
@@ -53,7 +53,7 @@ ALWAYS_INLINE void NAME(order_block)(double *total) {
   for (int k = 0; k < BLOCK; ++k) total[NAME(column)(k)] = lane[k];
 }
 
-/* A contiguous span shorter than two blocks: in double lanes from the start. */
+/* Sums a contiguous span shorter than two blocks, in double lanes from the start. */
 ALWAYS_INLINE double NAME(sum_short)(const T *p, int64_t n) {
   double lane[8] = {0};
   int64_t i = 0;
@@ -65,7 +65,7 @@ ALWAYS_INLINE double NAME(sum_short)(const T *p, int64_t n) {
   return (lane[0] + lane[2]) + (lane[1] + lane[3]);
 }
 
-/* A contiguous span: rows of one block. */
+/* Sums a contiguous span as rows of one block each. */
 static double NAME(sum_long)(const T *p, int64_t n) {
   double total[BLOCK];
   NAME(sum_blocks)(total, p, n / BLOCK, BLOCK, BLOCK);
@@ -101,7 +101,7 @@ static void NAME(sum_spans)(const reduce_sum_args *args, int64_t begin, int64_t 
   }
 }
 
-/* Rows narrower than a block: several count as one, and a tree adds up their totals. */
+/* Sums rows narrower than a block: several are treated as one, and a tree adds up their totals. */
 static void NAME(sum_narrow)(const reduce_sum_args *args, const T *p, int64_t rows, int64_t out) {
   double total[BLOCK * BLOCK];
   const int64_t inner = args->inner, as_one = reduce_sum_rows_as_one(inner), width = as_one * inner;

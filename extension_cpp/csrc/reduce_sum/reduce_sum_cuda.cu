@@ -10,10 +10,10 @@
 //                  vectors); with G row groups, each walks down every G-th row. The row groups are
 //                  added up in shared memory.
 //
-// sum_many_rows reads aligned vectors whatever the width of a row: the number of row groups is a
-// multiple of a vector's elements, so all rows of a thread have the same misalignment, and its
-// columns begin that many elements earlier. The columns of a tile then take one vector more than
-// they fill; the neighbouring tile reads it again.
+// sum_many_rows reads aligned vectors for any width of a row. The rows of a thread are G apart, and
+// G is a multiple of a vector's elements, so they all have the same misalignment. The thread's
+// columns begin that many elements earlier. A tile then reads one vector more than its columns
+// fill; the neighbouring tile reads that vector again.
 #include "common/cuda_reduce.cuh"
 #include "common/cuda_vector.cuh"
 #include "reduce_sum/reduce_sum.h"
@@ -29,8 +29,8 @@ constexpr int LOG_TILE_VECTORS = 5;  // 512 bytes of a row
 template <typename T>
 constexpr int LANES = 16 / sizeof(T);  // elements of a vector
 
-// The vector at p, or zeros without access to memory. A predicated load: nvcc turns an if into a
-// branch, and then has one load in flight instead of many.
+// The vector at p, or zeros without access to memory. The load is predicated, because nvcc turns an
+// if into a branch and then has one load in flight instead of many.
 template <typename T, int N>
 __device__ inline Vector<T, N> load_if(bool valid, const T *p) {
   Vector<T, N> v;
@@ -55,9 +55,9 @@ __device__ inline Vector<T, N> load_if(bool valid, const T *p) {
   return v;
 }
 
-// Loads the vectors at p + j * stride, j < count, and calls add(sum) with the sums over every U of
-// them. The next batch is in flight while one is added: within one batch nvcc would mix additions
-// with loads and wait for the first load.
+// Loads the vectors at p + j * stride, j < count, in batches of U, and calls add(sum) with the sums
+// of each batch. The next batch is in flight while one is added: with one batch at a time nvcc
+// mixes additions with loads and waits for the first load.
 template <typename T, int N, int U, typename Add>
 __device__ inline void walk(const T *p, int64_t count, int64_t stride, Add &&add) {
   Vector<T, N> x[U], next[U];
@@ -110,7 +110,7 @@ __device__ inline int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 }
 
-// The rows [begin, end) of chunk number oc = o * chunks + c, and where the rows of o begin.
+// The rows [begin, end) of chunk number oc = o * chunks + c, and the offset of o's first row.
 struct Rows {
   int64_t begin, end, base;
 };
@@ -134,8 +134,8 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   const int width = 1 << log_width;
   const int64_t head = smaller((16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / sizeof(T), n);
   const int64_t vectors = (n - head) / N, tail = head + vectors * N;
-  // At most N - 1 elements at either end, and at least N lanes. They are loaded here and added at
-  // the end, so that nothing waits for them.
+  // There are at most N - 1 elements at either end, and at least N lanes. The elements are loaded
+  // here and added at the end, so that nothing waits for them.
   const acc_t<T> first = lane < head ? to_acc(p[lane]) : acc_t<T>(0);
   const acc_t<T> last = tail + lane < n ? to_acc(p[tail + lane]) : acc_t<T>(0);
   double total = 0;
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 3)
                   row_begin = rows.base + row * args.inner + tile_begin;
     const int shift = static_cast<int>(
         reinterpret_cast<uintptr_t>(static_cast<const T *>(args.x) + row_begin) % 16 / sizeof(T));
-    const int column = vector * N - shift;  // of this thread's first element, from tile_begin
+    const int column = vector * N - shift;  // of the thread's first element, in the tile
     const int64_t count = (rows.end - row + row_groups - 1) >> (LOG_THREADS - log_vectors);
     double total[N] = {0};
     if (column < width)
@@ -276,10 +276,10 @@ __global__ void __launch_bounds__(THREADS, 3)
 
 // ---- launchers ----
 
-// If the grid is too small, the loops inside the kernels process the rest.
+// At most 2^30 CTAs: the loops inside the kernels process the rest.
 unsigned grid(int64_t blocks) { return static_cast<unsigned>(smaller(blocks, 1 << 30)); }
 
-// The smallest power of two that is at least n, but at most 2^limit.
+// The logarithm of the smallest power of two that is at least n, but at most `limit`.
 int log_at_least(int64_t n, int limit) {
   int log = 0;
   while ((1 << log) < n && log < limit) ++log;
@@ -327,7 +327,8 @@ void launch_columns(const reduce_sum_args &args, cudaStream_t stream) {
     return static_cast<int64_t>((1 << log_vectors) - shared) * N;
   };
   int log_vectors = log_at_least(ceil_div(args.inner, N) + shared, LOG_TILE_VECTORS);
-  // 64 bytes of a row suffice for full speed, and more CTAs are needed to read from all of memory.
+  // Fewer than 128 CTAs cannot use all memory bandwidth, and 64 bytes of a row suffice for full
+  // speed.
   while (log_vectors > 2 && spans * ceil_div(args.inner, columns(log_vectors)) < 128) --log_vectors;
   const int64_t blocks = spans * ceil_div(args.inner, columns(log_vectors));
   sum_many_rows<T><<<grid(blocks), THREADS, 0, stream>>>(args, log_vectors, columns(log_vectors));

@@ -1,7 +1,7 @@
 /* relu: y[i] = x[i] < 0 ? 0 : x[i]
  * relu_backward: grad_x[i] = y[i] <= 0 ? 0 : grad_out[i]
  *   every pointer  (numel), dense, all of one type and one element order, no overlap
- * numel = 0 writes nothing. A NaN in x is a NaN in y, and grad_x there is grad_out, as in PyTorch.
+ * numel = 0 writes nothing. Where x is NaN, y is NaN and grad_x is grad_out, as in PyTorch.
  * Deterministic. */
 #ifndef EXTENSION_CPP_RELU_H
 #define EXTENSION_CPP_RELU_H

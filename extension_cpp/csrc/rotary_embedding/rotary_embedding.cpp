@@ -95,7 +95,7 @@ static rotary_strides strides_of(const Tensor &x) {
   return {from_end(4), from_end(3), from_end(2)};
 }
 
-// q or k, as the kernel reads and writes it. If rows do not have stride 1, the kernel uses copies.
+// q or k, as the kernel reads and writes it: copies, if the last dimension does not have stride 1.
 struct Rotated {
   Tensor x, y, result;
 

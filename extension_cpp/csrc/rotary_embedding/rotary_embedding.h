@@ -1,16 +1,16 @@
-/* rotary_embedding of q and k. Of each row x of `cols` elements, the first `rotated` go in pairs
- * (i, j) through the matrix of their token, and the others are copied:
+/* rotary_embedding of q and k. In each row x of `cols` elements, the matrix of the row's token
+ * multiplies the first `rotated` in pairs (i, j), and the others are copied:
  *   y[i] = cos[i] * x[i] - sin[i] * x[j]    transposed:  y[i] = cos[i] * x[i] + sin[j] * x[j]
  *   y[j] = cos[j] * x[j] + sin[j] * x[i]                 y[j] = cos[j] * x[j] - sin[i] * x[i]
- * with j = i + rotated / 2, or interleaved: i even, j = i + 1. Backward is the transposed matrix.
+ * with j = i + rotated / 2, or if interleaved: i even, j = i + 1. Backward uses the transposed.
  * tensors  q and k, each (batch, heads, tokens, cols) of type dtype, unit stride in cols and any
- *   other strides, at any address valid for that type; heads may be 0, and is each tensor's own.
- *   y has strides of its own, where no two elements share memory, and does not overlap x.
- * cos, sin  (batch, tokens, rotated), unit stride in rotated, stride 0 over batch where all share
- *   them; of type dtype, or float with wide_factors, which only 16-bit types may have.
+ *   other strides, at any address valid for that type. q and k have their own heads, which may be
+ *   0. y has its own strides; no two of its elements overlap, and none overlaps x.
+ * cos, sin  (batch, tokens, rotated), unit stride in rotated, batch stride 0 if all sequences share
+ *   them; of type dtype, or float if wide_factors, which only 16-bit dtypes may have.
  * rotated is even and at most cols. Any size may exceed 2^31; a call with no element is not
- * launched. Computed in float (float64: double): a product is rounded, and then the result. No
- * element depends on another pair, so that results are deterministic and batch-invariant.
+ * launched. Computed in float (float64: double): the product with sin is rounded, the rest is one
+ * fma. A result depends on its own pair alone: deterministic and batch-invariant.
  * Source: Su et al. 2021, arXiv:2104.09864, in the layouts of Hugging Face transformers. */
 #ifndef EXTENSION_CPP_ROTARY_EMBEDDING_H
 #define EXTENSION_CPP_ROTARY_EMBEDDING_H
@@ -45,7 +45,7 @@ typedef struct {
   int wide_factors, interleaved, transposed;
 } rotary_embedding_args;
 
-/* On the CPU an item is a row: those of q come first, then those of k. */
+/* The rows of a tensor. On the CPU an item is a row: first the rows of q, then the rows of k. */
 static inline int64_t rotary_rows(const rotary_embedding_args *args, int tensor) {
   return args->batch * args->tensors[tensor].heads * args->tokens;
 }

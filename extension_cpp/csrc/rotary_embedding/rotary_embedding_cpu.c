@@ -1,15 +1,15 @@
-/* rotary_embedding on the CPU, row by row: a row is one head of one token. Rows are taken in the
- * order of the memory, so that they stream: the heads of a token one after the other where they lie
- * side by side, else the tokens of a head. (Tiles of tokens, head by head, would keep cos and sin
- * in the first-level cache, and took 1.4 times as long.) A token's cos and sin are widened again
- * for each head; they come from the caches. The arithmetic is in rotary_embedding_cpu_kernel.h. */
+/* rotary_embedding on the CPU, row by row: a row is one head of one token. Rows follow in the order
+ * of memory, so that stores can be streamed: all heads of a token, if they are neighbours in
+ * memory, else all tokens of a head. (Tiles of tokens, head by head, would keep cos and sin in the
+ * first-level cache, but took 1.4 times as long.) A token's cos and sin are read from a cache and
+ * widened again for each head. The arithmetic is in rotary_embedding_cpu_kernel.h. */
 #include "rotary_embedding/rotary_embedding.h"
 
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
 
-/* A row's place. */
+/* The indices of a row. */
 typedef struct {
   int64_t batch, head, token;
 } place_t;
@@ -26,7 +26,7 @@ ALWAYS_INLINE place_t place_of(const rotary_embedding_args *args, const rotary_t
   return (place_t){batch, rest / tokens, rest % tokens};
 }
 
-/* The place of the next row, without a division. */
+/* Moves on to the next row, without a division. */
 ALWAYS_INLINE void advance(place_t *place, const rotary_embedding_args *args,
                            const rotary_tensor *tensor) {
   int64_t *inner = &place->token, *outer = &place->head;
@@ -51,7 +51,7 @@ ALWAYS_INLINE int64_t offset_of(rotary_strides strides, place_t place) {
 
 static void rotary_embedding_cpu_range(int64_t begin, int64_t end,
                                        const rotary_embedding_args *args) {
-  int64_t first = 0; /* the tensor's first row */
+  int64_t first = 0; /* the number of the tensor's first row */
   for (int i = 0; i < 2; ++i) {
     const int64_t rows = rotary_rows(args, i);
     const int64_t from = begin > first ? begin - first : 0;

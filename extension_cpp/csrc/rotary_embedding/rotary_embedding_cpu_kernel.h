@@ -9,7 +9,7 @@ typedef struct {
   const void *sin;
 } NAME(row_t);
 
-/* n factors from number i on, in T's block order. */
+/* Loads n factors from index i on, in the order of T's lanes. */
 ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i, int n, int wide) {
   if (!wide) {
     LOAD(v, (const T *)p + i, n);
@@ -21,8 +21,8 @@ ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i,
   }
 }
 
-/* Pairs (i, i + half), (i + 1, i + 1 + half) and so on, n of them. The sin that y[i] takes is at
- * `low`, that of y[i + half] at `high`. */
+/* Rotates n pairs: (i, i + half), (i + 1, i + 1 + half) and so on. sin[i + low] is the factor for
+ * y[i], and sin[i + high] for y[i + half]. */
 ALWAYS_INLINE void NAME(half_block)(const NAME(row_t) * row, int64_t i, int64_t half, int64_t low,
                                     int64_t high, ACC sign, int n, int wide, int stream) {
   ACC a[BLOCK], b[BLOCK], cos_a[BLOCK], cos_b[BLOCK], sin_a[BLOCK], sin_b[BLOCK], y[BLOCK];
@@ -38,13 +38,13 @@ ALWAYS_INLINE void NAME(half_block)(const NAME(row_t) * row, int64_t i, int64_t 
   STORE(row->y + i + half, y, n, stream);
 }
 
-/* Where a block in memory order has the lane of a pair's first or second element: bfloat16 has them
- * apart already. */
+/* The lane of a pair's first or second element. bfloat16's lanes hold the even elements first and
+ * then the odd ones; the other types' lanes have the order of memory. */
 ALWAYS_INLINE int NAME(lane_of)(int pair, int second) {
   return NAME(column)(1) == 1 ? 2 * pair + second : pair + second * (BLOCK / 2);
 }
 
-/* The n elements from i on, pairs of neighbours. */
+/* Rotates n elements from i on, where pairs are neighbours. */
 ALWAYS_INLINE void NAME(neighbour_block)(const NAME(row_t) * row, int64_t i, ACC sign,
                                          int is_transposed, int n, int wide, int stream) {
   ACC x[BLOCK], cos[BLOCK], sin[BLOCK], y[BLOCK];
@@ -95,7 +95,7 @@ static void NAME(rotate_rows)(const rotary_embedding_args *args, const rotary_te
                              (T *)tensor->y + offset_of(tensor->y_strides, place),
                              (const char *)args->cos + of_cos * factor_size,
                              (const char *)args->sin + of_sin * factor_size};
-    /* Both halves of the row have to be aligned. */
+    /* Streaming needs both halves of the row aligned to 64 bytes. */
     const int stream =
         should_stream && (uintptr_t)row.y % 64 == 0 && rotated / 2 * sizeof(T) % 64 == 0;
     if (wide)

@@ -1,11 +1,11 @@
 // rotary_embedding on the GPU: one launch for q and k, whose heads count as one list of heads.
 //
-// A thread rotates two vectors of N elements with each other. They are at the same place in the
-// rows of one token in up to HEADS heads. The thread loads cos and sin once for all heads, and all
-// its vectors of x are in flight before it uses the first. The numbers of the threads follow the
-// memory order of q: the vectors of a row, then `tile` tokens of a head, then the heads, then the
-// tokens. If the heads of a token are neighbours in memory, the tile is one token. Elements that
-// are not rotated are copied by further threads of the same rows, two vectors each.
+// A thread rotates two vectors of N elements with each other, at the same columns of one token in
+// up to HEADS heads. The thread loads cos and sin once for all heads, and all its vectors of x are
+// in flight before it uses the first. Threads are numbered in q's memory order: the vectors of a
+// row, then `tile` tokens of a head, then the heads, then the tokens. If the heads of a token are
+// neighbours in memory, the tile is one token. Elements that are not rotated are copied by further
+// threads of the same rows, two vectors each.
 #include "common/cuda_vector.cuh"
 #include "common/range.h"
 #include "rotary_embedding/rotary_embedding.h"
@@ -14,7 +14,7 @@ namespace rotary_embedding_kernels {
 
 constexpr int THREADS = 128;
 constexpr int HEADS = 4;
-constexpr int TILE_THREADS = 64;  // on neighbouring memory of one head
+constexpr int TILE_THREADS = 64;  // at least, on neighbouring memory of one head
 
 struct Problem {
   rotary_embedding_args args;
@@ -69,9 +69,9 @@ __device__ inline bool find_work(const Problem &p, Work &work) {
   return work.token < p.args.tokens;
 }
 
-// The factors of N rotated pairs: y[a] = cos_a x[a] + minus_sin x[b], y[b] = cos_b x[b] + plus_sin
-// x[a], where a is in the first vector and b in the second. With neighbours, both are in one
-// vector, and first and second are alike.
+// The factors of a thread's two vectors. After sign_factors, element k of vector v becomes
+// cos[v][k] times itself plus sin[v][k] times the other element of its pair. A pair is element k of
+// both vectors, or two neighbours in one vector.
 template <typename A, int N>
 struct Factors {
   A cos[2][N], sin[2][N];
@@ -102,8 +102,7 @@ __device__ inline void load_factors(Factors<A, N> &f, const rotary_embedding_arg
   load_factors<A, C, N>(f.sin[1], sin + work.apart);
 }
 
-// Changes sin at each place into the factor of the pair's other element in the result at this
-// place.
+// Turns sin[v][k] into the signed factor of the other element of the pair.
 template <typename A, int N>
 __device__ inline void sign_factors(Factors<A, N> &f, bool are_neighbours, bool transposed) {
   const A sign = transposed ? A(-1) : A(1);

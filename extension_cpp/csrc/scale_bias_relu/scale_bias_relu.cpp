@@ -6,8 +6,8 @@
 
 namespace extension_cpp {
 
-// The kernels work on rows: contiguous memory, with the bias along the last dimension. At the end
-// the result gets x's strides.
+// The kernels take contiguous rows, because the bias runs along the last dimension. If x has other
+// strides, the result is copied into them at the end.
 static Tensor scale_bias_relu(const Tensor &x, const Tensor &bias, double scale) {
   const dtype_t dtype = check_bias("scale_bias_relu", x, bias);
   const Tensor y = allocate_like(x);

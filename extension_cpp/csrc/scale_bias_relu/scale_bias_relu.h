@@ -1,16 +1,15 @@
 /* scale_bias_relu: y[r,c] = relu(x[r,c] * scale + bias[c])
- * scale_bias_relu_backward, with g[r,c] = y[r,c] > 0 or NaN ? grad_out[r,c] : 0:
+ * scale_bias_relu_backward, with g[r,c] = grad_out[r,c] where y[r,c] > 0 or y[r,c] is NaN, else 0:
  *   grad_x[r,c] = g[r,c] * scale,  grad_bias[c] = sum_r g[r,c]
  *   x, y, grad_out, grad_x  (rows, cols)  contiguous, one type, no overlap
  *   bias, grad_bias         (cols)        the same type
  *   grad_x, grad_bias       either may be NULL: it is not computed
  *   partial                 scratch of column_sums_partial_cpu() or _cuda() doubles; NULL if
  *                           grad_bias is NULL
- * rows = 0 gives grad_bias = 0 and writes nothing else. NaN propagates. x * scale + bias is rounded
- * once (fma) in float, for float64 in double. Backward computes it the same way, so that its mask
- * is forward's.
- * grad_bias: float lanes sum each part of the rows and are flushed to double. The parts, which the
- * shape alone fixes, are added in order. Run-to-run deterministic, at any number of threads. */
+ * rows = 0 gives grad_bias = 0 and writes nothing else. NaN propagates. x * scale + bias is one fma
+ * in float (float64: double). Backward computes it in the same way, so that it has forward's mask.
+ * grad_bias: float lanes sum parts of the rows, and the parts are added in order in double. The
+ * shape alone fixes the parts. Run-to-run deterministic, for any number of threads. */
 #ifndef EXTENSION_CPP_SCALE_BIAS_RELU_H
 #define EXTENSION_CPP_SCALE_BIAS_RELU_H
 
