@@ -1,4 +1,4 @@
-"""Modules for test_convert_parts.py. convert reads their source, so they stand in a file, and not in a function."""
+"""Modules for test_convert_parts.py. They are in a file, not in a function, because convert reads their source."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ WIDTH = 16
 
 
 class MLP(nn.Module):
-    """Three linear layers and an activation, as Llama's."""
+    """Three linear layers and an activation, as in Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Named(MLP):
 
 
 class NamedTwice(MLP):
-    """The activation's result has another use, so it must be there."""
+    """The activation's result is used a second time, so it must still be computed."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.act(self.gate(x))
@@ -63,7 +63,7 @@ class FunctionalTanh(MLP):
 
 
 class FunctionalOther(MLP):
-    """A name of its own that is not PyTorch's."""
+    """A local name `silu` that is not PyTorch's function."""
 
     def forward(self, x: Tensor) -> Tensor:
         silu = torch.sigmoid
@@ -71,7 +71,7 @@ class FunctionalOther(MLP):
 
 
 class Broadcast(MLP):
-    """A gate for each row."""
+    """The gate broadcasts: one number for each row."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.gate(x)[..., :1]) * self.up(x))
@@ -87,7 +87,7 @@ def noted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def held(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator of another form."""
+    """A decorator that is not one of the known forms."""
     functions = [function]
 
     @functools.wraps(function)
@@ -165,7 +165,7 @@ class DropoutFunction(Block):
 
 
 class DropoutKept(Block):
-    """What is dropped has another use, so it must be there."""
+    """The result of dropout is used a second time, so it must still be computed."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.mix(self.norm1(x)))
@@ -182,7 +182,7 @@ class PostNorm(Block):
 
 
 class Branched(Block):
-    """An optional branch between the two, as GPT-2's cross attention."""
+    """An optional branch between the two, like GPT-2's cross attention."""
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         residual = x
@@ -201,7 +201,7 @@ class Branched(Block):
 
 
 class InPlaceBetween(Block):
-    """A call that runs before the norm may change what is normalized."""
+    """A call before the norm may change the norm's input in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         s = x + self.mix(x)
@@ -209,7 +209,7 @@ class InPlaceBetween(Block):
 
 
 class DropoutElsewhere(Block):
-    """The dropout just before is of another tensor."""
+    """The dropout before the sum has another tensor as its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.mix(self.norm1(x))
@@ -219,7 +219,7 @@ class DropoutElsewhere(Block):
 
 
 class BranchedOnSum(Block):
-    """The question is about the sum itself, which was None before."""
+    """The condition tests the sum itself, which was None before."""
 
     def forward(self, x: Tensor) -> Tensor:
         s = None
@@ -232,7 +232,7 @@ class BranchedOnSum(Block):
 
 
 class BroadcastSum(Block):
-    """As the position embeddings of a BERT."""
+    """The sum broadcasts, as with BERT's position embeddings."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(self.mix(x)) + self.mlp(x[:1])
@@ -249,7 +249,7 @@ def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tupl
 
 
 def half_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """k's gradient is missing."""
+    """Rotates q correctly, and detaches k from its gradient."""
     return apply_rotary_pos_emb(q, k.detach(), cos, sin)
 
 

@@ -1,7 +1,7 @@
-"""python(...): a new process that has torch already, in milliseconds where importing it takes seconds of work.
+"""python(...) runs Python in a new process in which torch is already imported: milliseconds instead of seconds.
 
-A server imports torch and forks for each call. So what torch and its libraries read when they are loaded is as it was
-when the server began. The package is not imported yet. Tests of how Python or torch start take a real interpreter.
+A server imports torch and forks for each call. So whatever torch and its libraries read at import is as of the server's
+start. The package itself is not imported. Tests of how Python or torch starts use a real interpreter.
 """
 
 import atexit
@@ -27,14 +27,14 @@ LOCK = threading.Lock()
 def _server() -> subprocess.Popen[str]:
     server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdin is not None
-    atexit.register(server.stdin.close)  # which ends it
+    atexit.register(server.stdin.close)  # ends the server
     return server
 
 
 def python(
     *words: object, cwd: str | Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What `python WORDS` prints and returns: -c CODE, -m MODULE or a file, and its arguments."""
+    """Runs `python WORDS`: -c CODE, -m MODULE or a file, and its arguments."""
     command = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder, LOCK:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -48,7 +48,7 @@ def python(
 
 
 def _become(request: dict) -> None:
-    """What the interpreter does of such a command, with its streams in files."""
+    """Runs the command as the interpreter would, with its standard streams in files."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -62,7 +62,7 @@ def _become(request: dict) -> None:
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     elif first == "-m":
-        sys.path[0], sys.argv = request["cwd"], [first, *rest[1:]]  # until the module is found
+        sys.path[0], sys.argv = request["cwd"], [first, *rest[1:]]  # runpy replaces sys.argv[0] with the module's path
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = os.path.dirname(first), [first, *rest]
@@ -70,7 +70,8 @@ def _become(request: dict) -> None:
 
 
 def _end(request: dict) -> NoReturn:
-    """Becomes that program and ends as it does, but for taking modules apart, which takes longer than the fork."""
+    """Runs the command and exits as the interpreter does, but without destroying modules, which takes longer than the
+    fork."""
     returned = 0
     try:
         _become(request)
@@ -81,7 +82,7 @@ def _end(request: dict) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         returned = 1
-    # What the interpreter does at its end, before it calls these functions: it waits for threads. No stub has it.
+    # At exit the interpreter waits for threads before it calls the atexit functions. No stub declares _shutdown.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -90,9 +91,9 @@ def _end(request: dict) -> NoReturn:
 
 
 def _serve() -> None:
-    import torch  # noqa: F401  # for the forks
+    import torch  # noqa: F401  # every fork inherits it
 
-    gc.freeze()  # else a fork's garbage collector looks at all of torch, and copies its pages
+    gc.freeze()  # else a fork's garbage collector visits all of torch's objects and copies their pages
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -1,8 +1,8 @@
-"""Models with the layers of a laid-out hub variant, beside the same models as transformers has them.
+"""Compares models that use the layers of a hub variant with transformers' own models.
 
-    python -m tests.hub_models VARIANT DEVICE      prints what test_hub.py looks at, as JSON
+    python -m tests.hub_models VARIANT DEVICE      prints its results as JSON, for test_hub.py
 
-A process of its own: transformers reads USE_HUB_KERNELS once, when it is imported.
+It needs its own process, because transformers reads USE_HUB_KERNELS once, at import.
 """
 
 import json
@@ -41,14 +41,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", DECODER | {"sliding_window": 8}),
     "gpt2": ("GPT2", GPT2),
 }
-# From the names that transformers' classes ask for to our layers. The second ones get their names below.
+# From kernel layer names in transformers to our layers. transformers has the names up to rotary_pos_emb; name_layers
+# sets the others.
 LAYERS = {"RMSNorm": "RMSNorm", "SiLU": "SiLU", "GeLU": "GeLU", "GeluTanh": "GeluTanh", "NewGELU": "GeluTanh"}
 LAYERS |= {"rotary_pos_emb": "RotaryPosEmb"}
 LAYERS |= {name: name for name in ("LayerNorm", "GemmaRMSNorm", "SwiGLUMLP", "GeGLUMLP")}
 
 
 def name_layers() -> None:
-    """Gives a name to the classes that transformers gives none."""
+    """Gives kernel layer names to classes for which transformers has none."""
     for cls, name in (
         (nn.LayerNorm, "LayerNorm"),
         (gemma3.Gemma3RMSNorm, "GemmaRMSNorm"),
@@ -66,7 +67,7 @@ def make(name: str, dtype: torch.dtype, device: str) -> nn.Module:
     model_class = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}.get(kind, f"{kind}ForCausalLM")
     model = getattr(transformers, model_class)(config).to(dtype).train()
     with torch.no_grad():
-        for parameter in model.parameters():  # weights of norms that are all ones would hide what is done with them
+        for parameter in model.parameters():  # norm weights of all ones would hide a mistake in their use
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.to(device)
 
@@ -80,7 +81,7 @@ def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def replaced(model: nn.Module, namespace: str) -> dict[str, int]:
-    """How many forwards come from our layers, by the layer's name."""
+    """How many forward methods are our layers', by layer name."""
     counted: dict[str, int] = {}
     for module in model.modules():
         for each in (module, *getattr(module, "_kernel_funcs", {}).values()):
@@ -105,9 +106,9 @@ def with_layers(name: str, dtype: torch.dtype, device: str, variant: Path) -> nn
 def main() -> None:
     variant, device = Path(sys.argv[1]), sys.argv[2]
     cases = [(name, dtype, device) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
-    # Before the first kernelize: it replaces a function such as apply_rotary_pos_emb for every model of the process.
+    # Before the first kernelize, which replaces functions such as apply_rotary_pos_emb for all models of the process.
     stock = {case: step(make(*case)) for case in cases}
-    # The same numbers in float64: the parameters are rounded as the model's.
+    # The same models in float64, with parameters that are already rounded to dtype.
     exact = {case: step(make(*case).double()) for case in cases}
 
     kernel = get_local_kernel(variant)

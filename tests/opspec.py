@@ -1,5 +1,5 @@
-"""OpSpec: what one op promises, in the shape of PyTorch's OpInfo. tests/specs/<op>.py defines SPEC; the battery
-(tests/battery) and the benchmarks find it by glob."""
+"""OpSpec: what one op promises, modelled on PyTorch's OpInfo. Each tests/specs/<op>.py defines a SPEC; the battery
+(tests/battery) and the benchmarks find all of them by glob."""
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -35,16 +35,16 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class Bench:
-    """What to time. The floor counts every input read once and every output written once."""
+    """What to time. The floor is the traffic of reading every input once and writing every output once."""
 
     sample: Callable[[Make, Sequence[int]], Sample]
-    forward: float  # floor, elements moved per element of the shape
+    forward: float  # floor: elements moved per element of the shape
     backward: float  # 0: backward moves nothing
     flat: bool = False  # the width makes no difference: one shape is enough
-    # What PyTorch offers for it, where that is not the reference.
+    # PyTorch's own implementation, if that is not the reference.
     stock: Callable[..., Any] | None = None
-    # Arithmetic operations an element of the shape, forward and backward, for the roofline; exp, log, a division and
-    # a square root count as one each, random bits as none.
+    # Arithmetic operations per element of the shape, forward and backward, for the roofline. exp, log, division and
+    # square root count as one each, random bits as none.
     operations: tuple[float, float] | None = None
 
 
@@ -63,27 +63,27 @@ class OpSpec:
     # Kernels on the GPU for one forward and one backward.
     launches: tuple[int, int]
     second_order: bool = True
-    # The reference in elementary operations, where PyTorch's own operator errs under torch.func's transforms.
+    # The reference in elementary operations, if PyTorch's own operator is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
-    positional: bool = False  # what an element becomes depends on where it lies
-    # The largest term of the sums behind a gradient, where they may cancel: rounding is relative to it.
+    positional: bool = False  # a result depends on the element's index: a random mask
+    # The largest term of sums that may cancel in a result or gradient: the rounding error is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0
     # The same for the gradients alone.
     gradient_terms: Callable[[Sample], float] = lambda sample: 0.0
-    # Where the reference's loop gives an infinity, the products of a tree may give inf * 0 or inf - inf.
+    # Where the reference's loop gives an infinity, a tree may give NaN, from inf * 0 or inf - inf.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    has_products: bool = False  # matrix products, which are PyTorch's: their time and launches are not ours
+    has_products: bool = False  # the op calls PyTorch's matrix products: not timed, launches not counted
     float_results: bool = False  # the results are float32 where the inputs are half
-    float_weights: bool = False  # inputs of one dimension may be float32 beside half types
-    # More of it to time, that draws no random numbers, each under the op's name and its own.
+    float_weights: bool = False  # one-dimensional inputs may be float32 beside half types
+    # Further benchmarks of the op, by name. They draw no random numbers.
     variants: dict[str, Bench] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return self.name
 
     def least_scales(self, sample: Sample) -> tuple[float, float]:
-        """At least what max|exact| counts as, of the outputs and of the gradients."""
+        """Lower limits of the scale max|exact| of outputs and of gradients, to which errors are relative."""
         least = self.terms(sample)
         return least, max(least, self.gradient_terms(sample))
 

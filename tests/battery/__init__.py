@@ -1,4 +1,4 @@
-"""Every promise of docs and specs, over every op, dtype and device there is, a file for each subject."""
+"""Tests of what every op promises, over all ops, dtypes and devices. Each file has one subject."""
 
 import inspect
 from collections.abc import Callable
@@ -20,7 +20,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[str]]:
-    """The operators that a call runs, and its kernels on the GPU; filling and copying memory is none."""
+    """The names of the operators that a call runs, and of its kernels on the GPU without memcpy and memset."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for _ in range(2):  # the first run of a profiler may miss kernels
         with profile(activities=activities) as profiler:
@@ -32,7 +32,7 @@ def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[st
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
-    """The operators that the forward, the backward and, where there is one, the second order call."""
+    """The calls of operators in the forward, the backward and, if the op has one, the second-order backward."""
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
@@ -46,6 +46,6 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
 
 
 def with_twin(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
-    """An operator beside its no-grad overload."""
+    """An operator and its no-grad overload."""
     name = op._schema.name.split("::")[1].removesuffix("_no_grad")
     return [getattr(torch.ops.extension_cpp, each).default for each in (name, f"{name}_no_grad")]

@@ -1,4 +1,4 @@
-"""Derivatives of every order, and where PyTorch takes them: torch.func, checkpoints, autocast, vmap."""
+"""Derivatives of every order, by autograd and under torch.func, checkpoints, autocast and vmap."""
 
 import functools
 import itertools
@@ -24,8 +24,9 @@ from tests.opspec import OpSpec, Sample
 
 @every_op
 def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """The float64 kernels against finite differences, for several layouts; the second order where promised, and
-    forward mode. The quick tier has the whole Jacobians of the first layout, and random products of the others'."""
+    """The derivatives of the float64 kernels equal finite differences, in several layouts, in forward mode and, if the
+    op promises it, in second order. The quick tier compares whole Jacobians for the first layout, and random products
+    of the Jacobian for the others."""
     for shape, layout in [((3, 5), "contiguous"), ((2, 3, 4), "transposed"), ((2, 3), "sliced")]:
         fast = {"fast_mode": layout != "contiguous" and not request.config.getoption("--slow")}
         for sample in spec.sample_inputs(maker(device, torch.float64, layout=layout, seed=3), shape):
@@ -44,7 +45,8 @@ def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) ->
 @every_op
 @every_dtype
 def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Shape, dtype and value of every result, of every operator that a sample reaches, where tensors have tangents."""
+    """Every operator that a sample reaches returns the same shapes, dtypes and values when its tensors have
+    tangents."""
     for sample in spec.sample_inputs(maker(device, dtype), (5, 33)):
         for each in (sample, *([with_float_weights(sample)] if spec.float_weights and dtype.itemsize == 2 else [])):
             for op, args, kwargs in calls_of_every_order(spec, each, "contiguous").made:
@@ -64,7 +66,7 @@ def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype,
                         assert "backward" in str(error), "the forward has a plain form"
                         continue
                 for a, b in zip(results, expected, strict=True):
-                    # Sums of 33 columns or 5 rows of terms of about 1, and a product or two of each.
+                    # Results are sums over 33 columns or 5 rows of terms near 1, with one or two products.
                     size = max(1.0, b.abs().max().item()) if b.numel() else 0.0
                     torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * size)
 
@@ -88,7 +90,7 @@ def _second(f: Scalar, x: tuple[torch.Tensor, ...]) -> Any:
     return torch.func.grad(lambda *x: _total(torch.func.grad(f, _all(x))(*x)), _all(x))(*x)
 
 
-# Of a scalar function of several tensors.
+# Transforms of a scalar function f of the tensors x.
 FIRST_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
     "grad": lambda f, x: torch.func.grad(f, _all(x))(*x),
     "vjp": lambda f, x: torch.func.vjp(f, *x)[1](torch.tensor(2.0, dtype=x[0].dtype, device=x[0].device)),
@@ -111,7 +113,7 @@ SECOND_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("transform", [*FIRST_ORDER, *SECOND_ORDER])
 def test_torch_func(spec: OpSpec, transform: str, device: str) -> None:
-    """Every transform of torch.func, as of the reference in float64."""
+    """Every transform of torch.func gives what it gives for the reference, in float64."""
     apply = (FIRST_ORDER | SECOND_ORDER)[transform]
     for sample in spec.sample_inputs(maker(device, torch.float64, seed=3), (2, 3)):
         primals = tuple(x.detach() for x in leaves(sample))
@@ -134,7 +136,7 @@ def test_torch_func(spec: OpSpec, transform: str, device: str) -> None:
 
 
 def _subsets(items: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Every one but the empty one."""
+    """Every non-empty subset."""
     items = tuple(items)
     return itertools.chain.from_iterable(itertools.combinations(items, n + 1) for n in range(len(items)))
 
@@ -142,7 +144,8 @@ def _subsets(items: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 def _derivatives(
     function: Callable[..., Any], sample: Sample, needed: tuple[int, ...], used: tuple[int, ...], second: bool
 ) -> list[torch.Tensor]:
-    """The gradients of those arguments through those outputs, and those of each subset of the gradients."""
+    """The gradients of the arguments `needed` through the outputs `used`. With `second`, also the second-order
+    gradients through every subset of these gradients."""
     args = [
         x.detach().requires_grad_(i in needed) if isinstance(x, torch.Tensor) else x for i, x in enumerate(sample.args)
     ]
@@ -170,7 +173,8 @@ def _derivatives(
 
 @every_op
 def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
-    """First and second order where some inputs require grad and some results are used; gradcheck takes all."""
+    """First and second order for every subset of inputs that require grad and of results that are used. gradcheck uses
+    all of them at once."""
     for sample in spec.sample_inputs(maker(device, torch.float64, seed=4), (3, 5)):
         tensors = [i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad]
         count = len(as_tuple(spec.function(*sample.args, **sample.kwargs)))
@@ -185,7 +189,7 @@ def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_checkpointing(spec: OpSpec, device: str) -> None:
-    """Forward runs again in backward, and gives the same bits."""
+    """The forward that runs again in backward gives the same bits."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
 
         def again(*args: object, sample: Sample = sample) -> object:
@@ -198,7 +202,7 @@ def test_checkpointing(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_autocast(spec: OpSpec, device: str) -> None:
-    """Tensors of one dtype, float32, are no reason to cast; the norms' tests have what is."""
+    """Autocast does not cast if all tensors are float32. test_norm.py tests inputs that it casts."""
     if spec.has_products:
         pytest.skip("autocast casts matrix products: test_loss.py has this test")
     for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
@@ -213,7 +217,7 @@ def test_autocast(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_vmap(spec: OpSpec, device: str) -> None:
-    """Over a dimension of every floating-point tensor: what the calls one by one give, gradients too."""
+    """vmap over a dimension of every floating-point tensor gives the results and gradients of separate calls."""
     calls = [list(spec.sample_inputs(maker(device, torch.float32, seed=seed), (4, 33))) for seed in (1, 2, 3)]
     for same in zip(*calls, strict=True):
         batched = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in same[0].args]
@@ -246,19 +250,21 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
-    """Under no_grad and in a plain backward pass; each gives the operator's bits, and passes opcheck itself."""
+    """The no-grad overload runs under no_grad and in a plain backward pass. It gives the operator's bits and passes
+    opcheck."""
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
         found: dict[str, tuple[torch.Tensor, ...]] = {}
 
         def twins(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[bool]:
-            """Whether each of our operators that a call runs is a twin."""
+            """For our operators that a call runs: whether they are no-grad overloads. Keeps the call's results in
+            `found`."""
 
             def keep() -> None:
                 found[name] = as_tuple(call())
 
             events, _ = profiled(keep, device)
             ours = [event for event in events if event.startswith("extension_cpp::")]
-            if spec.has_products:  # its kernel calls others, which have no gradient to record
+            if spec.has_products:  # its kernel calls other ops, without recording a gradient
                 ours = [event for event in ours if spec.name in event]
             return {event.endswith("_no_grad") for event in ours}
 
@@ -277,6 +283,6 @@ def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) ->
                 assert torch.equal(x, y) and x.stride() == y.stride()
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
-            # AOT dispatch, the slowest, is of autograd, which a twin is without.
+            # AOT dispatch, the slowest test, is about autograd, and a no-grad overload has none.
             tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
             torch.library.opcheck(with_twin(called)[1], args, kwargs, test_utils=tests)

@@ -30,8 +30,8 @@ from tests.opspec import OpSpec, Sample
 
 @every_op
 def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """All its tests for every dtype and every layout, the slowest, AOT dispatch, for one; the slow tier has all of them
-    for each pair."""
+    """The quick tier pairs each dtype with one layout, and runs AOT dispatch, the slowest test, for one pair. The slow
+    tier runs all tests of opcheck for every pair."""
     cases = [(torch.float32, (5, 33)), (torch.bfloat16, (2, 3, 4, 5)), (torch.float64, (0, 3))]
     for i, (dtype, shape) in enumerate(cases):
         for j, layout in enumerate(("sliced", "transposed", "contiguous")):
@@ -42,14 +42,14 @@ def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
             for sample in spec.sample_inputs(maker(device, dtype, layout=layout), shape):
                 with Calls() as calls:
                     outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
-                # opcheck compares the results, and takes NaN to differ from NaN.
+                # opcheck compares the results, and for it NaN differs from NaN.
                 if calls.made and not any(output.isnan().any() for output in outputs):
                     torch.library.opcheck(*calls.made[0], test_utils=tests)
 
 
 @every_op
 def test_compile_fullgraph_with_dynamic_shapes(spec: OpSpec, device: str) -> None:
-    """One graph, no second compilation for other sizes, the eager result, forward and backward."""
+    """The op compiles to one graph, is not compiled again for other sizes, and gives eager's results and gradients."""
     samples = [list(spec.sample_inputs(maker(device, torch.float32), shape)) for shape in [(6, 40), (9, 64), (5, 33)]]
     for same_call in zip(*samples, strict=True):
         torch._dynamo.reset()
@@ -65,15 +65,16 @@ def test_compile_fullgraph_with_dynamic_shapes(spec: OpSpec, device: str) -> Non
         assert len(set(counts)) == 1, f"{spec.name}: compiled again for another shape"
 
 
-# What transpose(1, 2) makes of one third of a packed QKV of (batch, rows, heads, width).
+# The strides of one third of a packed QKV (batch, rows, heads, width) after transpose(1, 2).
 PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(), offset=8)
 
 
 @every_op
 @pytest.mark.slow
 def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
-    """The default backend, the op between PyTorch's own, with inputs that are permuted and have gaps. The quick tier
-    has all ops in one graph (test_compile_with_inductor): most of a graph's time goes before its first op."""
+    """The default backend compiles the op together with PyTorch's ops, for inputs that are permuted and have gaps. The
+    quick tier has all ops in one graph (test_compile_with_inductor), because most of the time of a graph does not
+    depend on its number of ops."""
     torch._dynamo.reset()
     for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
 
@@ -89,7 +90,7 @@ def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
 
 
 class EveryOp(torch.nn.Module):
-    """One sample of every op, on inputs that are permuted and have gaps: sums over a dimension of the results."""
+    """Calls one sample of every op and sums its results over a dimension."""
 
     def __init__(self, samples: list[tuple[OpSpec, Sample]]) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class EveryOp(torch.nn.Module):
 
 
 def test_compile_with_inductor(device: str) -> None:
-    """The default backend, forward and backward of every op in one graph, between PyTorch's own."""
+    """The default backend compiles forward and backward of every op in one graph, together with PyTorch's ops."""
     torch._dynamo.reset()
     make = maker(device, torch.float32, layout=PERMUTED)
     samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
@@ -127,7 +128,8 @@ def test_compile_with_inductor(device: str) -> None:
 
 
 def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
-    """AOTInductor's code reads a result at the strides that the fake promises, and checks nothing."""
+    """AOTInductor's code reads results with the strides that the fakes promise, without a check: a wrong fake gives
+    wrong values."""
     make = maker(device, torch.float32, layout=PERMUTED)
     samples = [(spec, next(iter(spec.sample_inputs(make, (2, 4, 7, 8))))) for spec in SPECS]
     tensors = [[x.detach() for x in sample.args if isinstance(x, torch.Tensor)] for _, sample in samples]
@@ -139,7 +141,7 @@ def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
 
 
 def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
-    """Shape, dtype and strides of every fake, for every operator that the sample reaches, beside the real results."""
+    """For every operator that the sample reaches, the fake's shape, dtype and strides are those of the real result."""
     mode = FakeTensorMode()
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
@@ -158,7 +160,7 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
 
 @every_op
 def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
-    """In half precision, with float weights and without elements, too; the next test has any layout."""
+    """In bfloat16, also with float32 weights and without elements. The next test has arbitrary layouts."""
     some = itertools.product([(6, 33), (1, 3, 1, 5), (3, 0)], ["contiguous", "transposed"])
     for shape, layout in [*some, *(((2, 3, 4, 37), layout) for layout in LAYOUTS)]:
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
@@ -181,14 +183,14 @@ ANY_STRIDES = st.builds(
 def test_fake_has_the_real_strides_of_any_layout(
     spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
 ) -> None:
-    """Any order of dimensions, gaps, offsets, expanded dimensions and dimensions of size 1."""
+    """With random orders of dimensions, gaps, offsets, expanded dimensions and dimensions of size 1."""
     turns = itertools.cycle([maker(device, torch.float32, layout=layout) for layout in (first, second)])
     for sample in spec.sample_inputs(lambda shape: next(turns)(shape), shape):
         _check_fakes(spec, sample, second, f"{shape} {first}, others {second}")
 
 
 class OneCall(torch.nn.Module):
-    """A sample as a module: x comes in, other tensors are parameters and buffers."""
+    """A sample as a module: x is its input, and the other tensors are parameters and buffers."""
 
     def __init__(self, spec: OpSpec, sample: Sample) -> None:
         super().__init__()
@@ -222,8 +224,8 @@ CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
 def test_captured_graphs_train(
     spec: OpSpec, capture: str, gradients: bool, device: str, request: pytest.FixtureRequest
 ) -> None:
-    """What was captured under no_grad may be trained later: it gives eager's results and every gradient. The quick tier
-    has one sample each of strict export under no_grad, which takes the longest, and all of it with gradients."""
+    """A captured graph gives eager's results and every gradient, even if it was captured under no_grad. Strict export
+    under no_grad takes the longest: the quick tier runs one sample per op there."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     every = gradients or capture != "strict torch.export" or request.config.getoption("--slow")

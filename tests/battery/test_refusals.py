@@ -1,4 +1,4 @@
-"""Bad input gets its sentence, from the kernels and from the fakes."""
+"""Bad input raises RuntimeError with a sentence, in the kernels and in the fakes."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ def test_bad_input_gets_its_sentence(spec: OpSpec, device: str) -> None:
 
 
 def _on_meta(sample: ErrorSample) -> ErrorSample:
-    """The same call on meta tensors; those that share memory share it there, too."""
+    """The same call on meta tensors. Tensors that share memory also share it there."""
     storages: dict[int, torch.Tensor] = {}
 
     def one(x: object) -> object:
@@ -50,8 +50,8 @@ def _on_meta(sample: ErrorSample) -> ErrorSample:
 @every_op
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda", "meta"])
 def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> None:
-    """With the same sentence, on tensors without data: else torch.export succeeds, and the program fails at run time.
-    FakeTensors are on "cuda" on a machine without a GPU, too."""
+    """The fakes raise the kernels' sentence for tensors without data. Otherwise torch.export would succeed, and the
+    program would fail at run time. FakeTensors can be on "cuda" even on a machine without a GPU."""
     with FakeTensorMode() if fake_device != "meta" else contextlib.nullcontext():
         samples = list(spec.error_inputs("cpu" if fake_device == "meta" else fake_device))
         for sample in map(_on_meta, samples) if fake_device == "meta" else samples:
@@ -62,7 +62,7 @@ def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> Non
 
 
 def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
-    """What an operator must not take in an argument's place, beside those others."""
+    """Values of argument `name` that an operator must refuse, given its other arguments."""
     if isinstance(x, torch.Tensor):
         yield x.cfloat() if x.is_floating_point() else x.float()
         yield x.int()
@@ -86,8 +86,8 @@ def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
 
 @every_op
 def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
-    """Of backward operators and no-grad overloads, too, by kernels and fakes in the same words: an argument that is
-    wrong by itself is refused in a sentence that names it."""
+    """One wrong argument raises a sentence that names it, the same in the kernel and in the fake. Backward operators
+    and no-grad overloads are included."""
     refused = 0
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:

@@ -1,4 +1,4 @@
-"""Memory, threads, streams, instruction sets: the same bits in every run, and nothing but the ops' own kernels."""
+"""Memory, threads, streams and instruction sets. Every run gives the same bits, and only our kernels run."""
 
 import ctypes
 import functools
@@ -45,8 +45,8 @@ VIEWS_AND_COPIES = {
 
 @pytest.mark.parametrize("spec", timed_specs(), ids=str)
 def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
-    """Under the profiler: our ops, of PyTorch's only allocation, views and copies; on the GPU no kernel too many,
-    neither for rows that a block takes nor for those of a cluster."""
+    """The profiler shows our ops and, of PyTorch's, only allocations, views and copies. On the GPU the number of
+    kernels is the spec's, for rows of a CTA and for rows of a cluster."""
     for shape in [(4096, 1024), *([(2100, 16384), (1100, 50257)] if device == "cuda" else [])]:
         sample = spec.bench.sample(maker(device, torch.float32), shape)
         outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
@@ -66,7 +66,7 @@ def _bits(x: torch.Tensor) -> bytes:
 
 
 def _calls(spec: OpSpec, dtype: torch.dtype, device: str) -> list[Sample]:
-    """Of several blocks of work each."""
+    """Calls with enough work for several threads or CTAs."""
     shapes = [(300, 1025), (3, 100_001), (4099, 31)]
     if device == "cuda":
         shapes += [(300, 1024), (107, 50257)]
@@ -88,8 +88,8 @@ def test_deterministic_at_any_number_of_threads(spec: OpSpec, dtype: torch.dtype
     before, calls = torch.get_num_threads(), _calls(spec, dtype, device)
     try:
         digests = set()
-        # PyTorch's matrix products on the CPU add in another order for another number of threads. So the values with
-        # two threads are looked at here; the workers of xdist have one (conftest.py).
+        # PyTorch's matrix products on the CPU add in an order that depends on the number of threads. So the number is
+        # fixed at two here, and the values are checked: the workers of xdist have one thread (conftest.py).
         for threads in (2, 2) if spec.has_products else (1, 2, 7, 2):
             torch.set_num_threads(threads)
             digests.add(_digest(spec, calls))
@@ -127,7 +127,8 @@ def _run_at_level(level: str, what: str) -> list[str]:
 
 
 def test_instruction_sets_agree() -> None:
-    """Each level is right, and those that have FMA give the same bits, so that one of them is asked."""
+    """The baseline is right, and v3 and v4, which both have FMA, give the same bits. The other tests check the
+    machine's own level."""
     assert _run_at_level("baseline", "right") == ["level baseline"]
     if _run_at_level("v4", "level") != ["level v4"]:
         pytest.skip("this machine has no AVX-512, so that there is only one level with FMA")
@@ -166,7 +167,7 @@ def _allocated(device: str) -> int:
 
 @every_op
 def test_no_leak(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """Calls, strided inputs and errors included, leave less behind than 16 bytes each."""
+    """A call, with strided inputs or an error, leaks less than 16 bytes on average."""
     count = 1000 if request.config.getoption("--slow") else 400
     good = next(iter(spec.sample_inputs(maker(device, torch.float32, layout="sliced"), (8, 33))))
     bad = next(iter(spec.error_inputs(device)))
@@ -179,7 +180,7 @@ def test_no_leak(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
     for _ in range(50):
         call()
     gc.collect()
-    gc.freeze()  # so that the next collection, here and in the next test, looks at what is new alone
+    gc.freeze()  # later collections then skip the objects that exist now
     before = _allocated(device)
     for _ in range(count):
         call()
@@ -202,7 +203,7 @@ def test_eight_python_threads(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
-    """Kernels run on PyTorch's current stream: right on a side stream, and a captured graph replays them."""
+    """Kernels run on PyTorch's current stream: results are right on a side stream and in the replay of a CUDA graph."""
     if device != "cuda":
         pytest.skip("CUDA streams need a GPU")
     sample = convert(next(iter(spec.sample_inputs(maker(device, torch.float32), (512, 1024)))), torch.float32)
@@ -213,7 +214,7 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
     with torch.no_grad(), torch.cuda.stream(stream):
         keep = x.clone()
         x.zero_()
-        torch.cuda._sleep(50_000_000)  # work on another stream would read the zeros
+        torch.cuda._sleep(50_000_000)  # a kernel on another stream would read the zeros
         x.copy_(keep)
         results = as_tuple(spec.function(*sample.args, **sample.kwargs))
     stream.synchronize()
@@ -233,13 +234,13 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_every_launch_is_on_the_current_stream(spec: OpSpec, device: str) -> None:
-    """All kernels of forward and of backward, those of a second phase, too."""
+    """All kernels of forward and backward run on PyTorch's current stream, also those of a second phase."""
     if device != "cuda":
         pytest.skip("CUDA streams need a GPU")
     for shape in [(512, 1024), (300, 16384), (9, 50257)]:
         sample = next(iter(spec.sample_inputs(maker(device, torch.bfloat16), shape)))
         with torch.cuda.stream(torch.cuda.Stream()):
-            run(spec.function, sample, random_grad())  # PyTorch's libraries set themselves up on streams of their own
+            run(spec.function, sample, random_grad())  # PyTorch's libraries initialize on their own streams
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 run(spec.function, sample, random_grad())
@@ -253,7 +254,8 @@ def test_every_launch_is_on_the_current_stream(spec: OpSpec, device: str) -> Non
 @every_op
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_while_the_first_is_current(spec: OpSpec) -> None:
-    """On a stream of its own: there most launches without a guard fail; on a default one the first GPU works."""
+    """On a side stream of the second GPU. A launch without a device guard mostly fails there; on the default stream it
+    would run on the first GPU."""
     default = torch.cuda.current_stream(1)
     torch.cuda.set_stream(torch.cuda.Stream(1))  # makes the second GPU current
     try:

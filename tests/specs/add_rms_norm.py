@@ -1,4 +1,4 @@
-"""The op itself, which takes the seed; tests/test_fused_norm.py has what draws it."""
+"""The operator, which takes the seed as an argument. tests/test_fused_norm.py tests the function that draws it."""
 
 from functools import partial
 
@@ -21,7 +21,8 @@ def sample_inputs(make, shape):
 
 
 def terms(sample):
-    """rms_norm's, of the sum, scaled as x's gradient is; the gradient of the sum itself, at most 2, is added."""
+    """rms_norm's terms for the sum s, plus the gradient of s itself, which is at most 2; scaled by 1 / (1 - p) like x's
+    gradient."""
     x, residual, normalized_shape, weight, eps, p, seed = sample.args
     s = residual.detach().double() + extension_cpp.reference.dropout(x.detach().double(), p, seed=seed)
     return (2 + rms_norm.terms(Sample((s, normalized_shape, weight, eps)))) / (1 - p)

@@ -37,7 +37,7 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.bias_gelu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # rows, for the bias gradient
+    reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # terms of the bias gradient
     bench=Bench(
         lambda make, shape: Sample((make(shape), make(shape[-1:]))), forward=2, backward=3, operations=(18, 23)
     ),

@@ -5,7 +5,7 @@ from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 
 def targets(classes, shape, device):
-    """The same classes for every dtype."""
+    """Random class indices, the same for every dtype."""
     return torch.randint(classes, tuple(shape), generator=torch.Generator().manual_seed(7), device="cpu").to(device)
 
 
@@ -21,7 +21,7 @@ def sample_inputs(make, shape):
         {"label_smoothing": 0.125, "ignore_index": 0, "weight": True},
     ):
         logits = make(shape)
-        if options.get("weight"):  # constants: of class weights there is no derivative
+        if options.get("weight"):  # without requires_grad: class weights have no derivative
             options = {**options, "weight": make((classes,)).detach().abs() + 0.5}
         yield Sample((logits, targets(classes, rows, logits.device)), options)
 
@@ -58,7 +58,7 @@ def reduction(sample):
 
 
 def terms(sample):
-    """Of a gradient: p and 1, over the number of rows in a mean."""
+    """A gradient is a difference of probabilities of at most 1; a mean divides it by the number of rows."""
     logits = sample.args[0]
     rows = max(logits.numel() // logits.shape[min(1, logits.dim() - 1)], 1)
     return 1.0 if "reduction" in sample.kwargs else 1.0 / rows
@@ -78,7 +78,7 @@ SPEC = OpSpec(
         operations=(4, 4),
     ),
     keeps_strides=False,
-    launches=(2, 1),  # forward: the rows, and the sum over them
+    launches=(2, 1),  # forward: one kernel for the rows, one for the sum over them
     second_order=False,
     terms=terms,
 )

@@ -1,4 +1,5 @@
-"""The op itself, which takes the seed: a function of its arguments. tests/test_dropout.py has what draws the seed."""
+"""The operator, which takes the seed as an argument and so is deterministic. tests/test_dropout.py tests the function
+that draws the seed."""
 
 import functools
 
@@ -16,8 +17,8 @@ def known_philox(seed, numel, device):
 
 
 def philox(seed, numel):
-    """Once for a seed and a size: it takes most of the time of a reference, and the seed is the same everywhere. What
-    transforms of torch.func and modes make is theirs, and not kept."""
+    """Philox's bits, cached by seed and size: they take most of a reference's time, and all samples have the same seed.
+    Tensors made under a torch.func transform or a dispatch mode belong to it, so they are not cached."""
     if torch.compiler.is_compiling() or type(seed) is not torch.Tensor:
         return PHILOX(seed, numel)
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0:

@@ -26,14 +26,14 @@ def error_inputs(device):
 
 
 def halves(make, shape, *approximate):
-    """Of one packed tensor, as a model has them."""
+    """gate and up as the halves of one packed tensor, as in a model."""
     packed = make((*shape[:-1], 2 * shape[-1])).detach()
     gate, up = (half.requires_grad_() for half in packed.chunk(2, -1))
     return Sample((gate, up, *approximate))
 
 
 def terms(sample):
-    """Of the activation's derivative, times up."""
+    """The terms of the activation's derivative, times the largest |up|."""
     gate, up = sample.args[:2]
     return gelu.terms(Sample((gate,))) * largest(up.detach().double().nan_to_num())
 

@@ -16,7 +16,7 @@ def sample_inputs(make, shape):
 
 
 def in_steps(x, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """Two orders of derivatives of PyTorch's own layer_norm are wrong under jvp and vmap."""
+    """layer_norm in elementary operations: PyTorch's own has wrong second derivatives under jvp and vmap."""
     dims = tuple(range(-len(normalized_shape), 0))
     d = x - x.mean(dims, keepdim=True)
     y = d * (d.square().mean(dims, keepdim=True) + eps).rsqrt()
@@ -25,7 +25,7 @@ def in_steps(x, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 
 def terms(sample):
-    """grad_x is a difference of terms as large as |grad_out * weight| * rstd, of which |grad_out| is at most 2."""
+    """grad_x is a difference of terms of up to |grad_out * weight| * rstd, and |grad_out| is at most 2."""
     x, normalized_shape, weight, _, eps = (*sample.args, 1e-5)[:5]
     if x.numel() == 0:
         return 0.0
@@ -35,7 +35,7 @@ def terms(sample):
 
 
 def reduction(sample):
-    """The columns that a row's sums add up, or the rows that those of the weight gradients do."""
+    """The columns, which the sums of a row add up, or the rows, which the weight gradients add up."""
     cols = math.prod(next(arg for arg in sample.args if isinstance(arg, tuple)))
     return max(cols, sample.args[0].numel() // max(cols, 1))
 

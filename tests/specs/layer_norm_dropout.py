@@ -1,4 +1,4 @@
-"""The op itself, which takes the seed; tests/test_fused_norm.py has what draws it."""
+"""The operator, which takes the seed as an argument. tests/test_fused_norm.py tests the function that draws it."""
 
 import torch
 
@@ -17,7 +17,7 @@ def sample_inputs(make, shape):
 
 
 def terms(sample):
-    """layer_norm's, for a grad_out that is scaled."""
+    """layer_norm's terms, for a grad_out that dropout scales."""
     return layer_norm.terms(Sample(sample.args[:5])) / (1 - sample.args[5])
 
 

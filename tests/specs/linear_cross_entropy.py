@@ -19,7 +19,7 @@ def sample_inputs(make, shape):
     ):
         x, linear_weight = make(shape), make((CLASSES, shape[-1]))
         linear_bias = make((CLASSES,)) if options.pop("bias", False) else None
-        if options.get("weight"):  # constants: of class weights there is no derivative
+        if options.get("weight"):  # without requires_grad: class weights have no derivative
             options = {**options, "weight": make((CLASSES,)).detach().abs() + 0.5}
         yield Sample((x, linear_weight, targets(CLASSES, shape[:-1], x.device), linear_bias), options)
 
@@ -51,13 +51,14 @@ def error_inputs(device):
 
 
 def reduction(sample):
-    """A logit is a sum over the features, the loss one over rows and classes, a gradient of a weight one over rows."""
+    """An upper limit: a logit sums over features, the loss over rows and classes, a weight gradient over rows."""
     x = sample.args[0]
     return max(x.numel() * CLASSES, 1)
 
 
 def terms(sample):
-    """The largest of the products that are summed: the logits' gradient is at most about 1 (a mean: over the rows)."""
+    """The largest product in the sums. A gradient of the logits is at most about 1; a mean divides it by the number of
+    rows."""
     x, w = (leaf.detach().nan_to_num(0.0, 0.0, 0.0).abs() for leaf in sample.args[:2])
     if x.numel() == 0:
         return 1.0

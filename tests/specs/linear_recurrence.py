@@ -3,11 +3,12 @@ import torch
 import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
-LONGEST = 1100  # the reference is a loop; longer lines are in tests/test_scan.py
+LONGEST = 1100  # the reference is a slow loop; tests/test_scan.py has longer lines
 
 
 def factors(make, shape):
-    """What make gives, between 0 and 1, in whatever layout: all of its memory goes through a sigmoid."""
+    """A tensor of make with values between 0 and 1. The sigmoid is applied to its whole memory, so that any layout
+    works."""
     a = make(shape)
     memory = torch.empty(0, dtype=a.dtype, device=a.device).set_(a.untyped_storage())
     memory.sigmoid_()
@@ -69,9 +70,9 @@ SPEC = OpSpec(
         backward=5,
         operations=(2, 3),
     ),
-    keeps_strides=False,  # those of b, the second input
+    keeps_strides=False,  # the result has the strides of b, the second input
     launches=(1, 1),
-    # Each step rounds, in a tree some of its partial results: below the smallest normal number by its last digit.
+    # Each step rounds, and a tree rounds partial results. Below the smallest normal number the error is absolute.
     terms=lambda sample: 4 * torch.finfo(sample.args[0].dtype).smallest_normal,
     infinities_may_be_nan=True,
     variants={

@@ -3,11 +3,11 @@ import torch
 import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
-LONGEST = 1100  # the reference here is a loop
+LONGEST = 1100  # the reference is a slow loop
 
 
 def step_by_step(x, dim):
-    """torch.logcumsumexp without its gradient, which takes logarithms of gradients and loses their digits."""
+    """torch.logcumsumexp as a loop. torch's own gradient takes logarithms of gradients and loses their digits."""
     if x.dim() == 0:
         return x * 1
     results = []
@@ -40,7 +40,7 @@ def reduction(sample):
 
 
 def gradient(x, y, dim):
-    """sum_{j >= k} exp(x_k - y_j), twice: the gradient where grad_out is 2, its largest value, for this y."""
+    """2 sum_{j >= k} exp(x_k - y_j): the gradient for the largest grad_out, 2, computed from this y."""
     total, later, results = torch.zeros(()), None, []
     for x_k, y_k in zip(reversed(x.unbind(dim)), reversed(y.unbind(dim)), strict=True):
         total = 2 + (total if later is None else torch.exp(y_k - later) * total)
@@ -50,12 +50,13 @@ def gradient(x, y, dim):
 
 
 def gradient_terms(sample):
-    """Backward reads the rounded result y, as torch does. What that changes, twice, divided by what the battery
-    multiplies with. If y is rounded to more than 1, it may be anything up to the number of terms."""
+    """Backward, like torch's, reads the rounded result y. The change of the gradient by that rounding, doubled, and
+    divided by the factor with which the battery multiplies terms. If y's rounding error exceeds 1, the change may be as
+    large as the number of terms."""
     x, dim = sample.args
     if x.numel() == 0 or x.dim() == 0:
         return 0.0
-    # In float64 the reference itself is rounded: there it is float32's change, as many times eps.
+    # In float64 the reference itself rounds y. So the change is computed in float32, and counts in units of eps.
     dtype = torch.float32 if x.dtype is torch.float64 else x.dtype
     exact = x.detach().double()
     if exact.abs().nan_to_num(0.0, 0.0).max().item() * torch.finfo(dtype).eps > 1:

@@ -53,6 +53,6 @@ SPEC = OpSpec(
     reduction=reduction,
     bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=1, backward=0, operations=(1, 0)),
     keeps_strides=False,
-    # One for a sum over the last dimension; two where too few sums are left to fill the GPU (reduce_sum.cpp).
+    # One for a sum over the last dimension; two if the sums are too few to fill the GPU (reduce_sum.cpp).
     launches=(1, 0),
 )

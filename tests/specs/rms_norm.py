@@ -6,7 +6,7 @@ import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 from tests.specs import layer_norm
 
-EPS = 1e-6  # the default depends on the dtype, and the reference runs in float64
+EPS = 1e-6  # explicit: the default depends on the dtype, and the reference runs in float64
 
 
 def sample_inputs(make, shape):
@@ -19,7 +19,7 @@ def sample_inputs(make, shape):
 
 
 def terms(sample):
-    """grad_x is a difference of terms as large as |grad_out * weight| * rstd, of which |grad_out| is at most 2."""
+    """grad_x is a difference of terms of up to |grad_out * weight| * rstd, and |grad_out| is at most 2."""
     x, normalized_shape, weight, eps = sample.args
     if x.numel() == 0:
         return 0.0

@@ -5,10 +5,10 @@ from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 
 def factors(make, shape):
-    """cos and sin: independent numbers of size up to 1, in the layout that make gives, which ask for no gradient."""
+    """cos and sin: independent numbers from -1 to 1 in make's layout, without requires_grad."""
     made = [make(shape).detach() for _ in range(2)]
     for x in made:
-        x.new_empty(0).set_(x.untyped_storage()).cos_()  # in memory, of which an expanded tensor is a part
+        x.new_empty(0).set_(x.untyped_storage()).cos_()  # on the whole memory, because x may be expanded
     return made
 
 
@@ -18,11 +18,12 @@ def sample_inputs(make, shape):
     *outer, tokens, width = shape
     of_k = (*outer[:-1], min(outer[-1], 2), tokens, width) if outer else shape
     q, k = make(shape), make(of_k)
-    # Where there are heads, the whole row. Else it is either the whole row or not, as torch.compile would make another
-    # graph where two sizes that were equal are not; of a multiple of 16 columns, as vectors on the GPU want it.
+    # With heads, the whole row is rotated. Else narrow rows are rotated as a whole, and wide ones in part, because
+    # torch.compile makes another graph when two sizes stop being equal. A part is a multiple of 16 columns: the GPU
+    # then uses its widest vectors.
     rotated = width // 2 * 2 if outer or width < 22 else width * 3 // 4 // 16 * 16
     yield Sample((q, k, *factors(make, (tokens, rotated))))
-    # A part of each row; a half type's factors in float32; of each sequence its own.
+    # A part of each row is rotated. Half types have float32 factors, and each sequence has its own.
     batch = shape[:1] if len(shape) == 4 else ()
     q, k = make(shape), make(of_k)
     cos, sin = factors(make, (*batch, tokens, width // 4 * 2))
@@ -76,7 +77,8 @@ def error_inputs(device):
 
 
 def bench_sample(make, shape):
-    """A batch of 4: of a token's elements a fifth are keys, in heads of 64, which lie side by side in each token."""
+    """A batch of 4 with heads of width 64. A fifth of the heads are keys. The heads of a token are neighbours in
+    memory."""
     rows, cols = shape
     heads = max(cols // 64, 2)
     batch, width = 4 if rows % 4 == 0 else 1, cols // heads // 2 * 2

@@ -3,7 +3,7 @@ import torch
 import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
-# Exact in every dtype: the mask jumps where x * scale + bias changes sign, and a rounded scale would move that place.
+# Exact in every dtype. The mask changes where x * scale + bias changes sign, and a rounded scale would move that point.
 SCALE = 0.75
 
 
@@ -33,7 +33,7 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.scale_bias_relu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # rows, for the bias gradient
+    reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # terms of the bias gradient
     bench=Bench(
         lambda make, shape: Sample((make(shape), make(shape[-1:]), SCALE)), forward=2, backward=3, operations=(3, 6)
     ),

@@ -17,8 +17,8 @@ def error_inputs(device):
 
 
 def terms(sample):
-    """The derivative is a sum of two terms, which cancel where it is near zero; one of them is x s(x) (1 - s(x)).
-    |grad_out| is at most 2."""
+    """The derivative is a sum of two terms that cancel near its zero. One of them is x s(x) (1 - s(x)), which is
+    returned here for the largest |grad_out|, 2."""
     x = sample.args[0].detach().double()
     return 2 * largest((x * torch.sigmoid(x) * torch.sigmoid(-x)).nan_to_num())
 

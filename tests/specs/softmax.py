@@ -30,7 +30,7 @@ def reduction(sample):
 
 
 def terms(sample):
-    """What cancels in a gradient: twice a probability, as random_grad gives up to 2."""
+    """The terms that cancel in a gradient: at most a probability times 2, the largest number of random_grad."""
     x, *dim = sample.args
     p = torch.softmax(x.detach().double(), *(dim or [-1])).nan_to_num(0.0)
     return 2 * p.max().item() if p.numel() else 0.0

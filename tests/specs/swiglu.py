@@ -22,14 +22,14 @@ def error_inputs(device):
 
 
 def halves(make, shape):
-    """Of one packed tensor, as a model has them."""
+    """gate and up as the halves of one packed tensor, as in a model."""
     packed = make((*shape[:-1], 2 * shape[-1])).detach()
     gate, up = (half.requires_grad_() for half in packed.chunk(2, -1))
     return Sample((gate, up))
 
 
 def terms(sample):
-    """In float64 the reference errs more than the op: it multiplies the rounding of 1 - sigmoid(gate) by gate * up."""
+    """In float64 the reference has the larger error: it scales the rounding error of 1 - sigmoid(gate) by gate * up."""
     gate, up, *_ = (x.detach() for x in sample.args)
     return (
         (gate * up).nan_to_num(0.0, 0.0, 0.0).abs().max().item() if gate.dtype is torch.float64 and up.numel() else 0.0

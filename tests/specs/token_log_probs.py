@@ -45,6 +45,6 @@ SPEC = OpSpec(
     keeps_strides=False,
     launches=(1, 1),
     second_order=False,
-    terms=lambda sample: math.log(sample.args[0].shape[-1]) + 1,  # log_p and p, of which the entropy is made
+    terms=lambda sample: math.log(sample.args[0].shape[-1]) + 1,  # log_p and p, whose products sum to the entropy
     float_results=True,
 )
