@@ -1,7 +1,8 @@
-"""extension_cpp.autograd keeps what torch.library.register_autograd promises, and calls twins where it may.
+"""extension_cpp.autograd behaves as torch.library.register_autograd, and calls no-grad overloads where no gradient is
+recorded.
 
-opcheck, torch.compile, second derivatives, no_grad, inference mode and threads are the battery's, for every op, and
-autocast is test_norm.py's.
+The battery tests opcheck, torch.compile, second derivatives, no_grad, inference mode and threads for every op;
+test_norm.py tests autocast.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def test_what_comes_after_autograd_is_what_pytorch_says() -> None:
     assert _AFTER_AUTOGRAD.raw_repr() == torch._C._after_autograd_keyset.raw_repr()
 
 
-# An operator with a default and a keyword-only argument, and what its setup_context was given.
+# An operator with defaults and a keyword-only argument. `given` keeps the arguments of its setup_context.
 
 library = torch.library.Library("autograd_test", "DEF")
 library.define("scaled(Tensor x, Tensor? y=None, float factor=2.0, *, bool negate=False) -> Tensor")
@@ -123,7 +124,7 @@ def test_other_schemas_are_refused(schema) -> None:
         register_autograd(f"autograd_test::{name}", _backward)
 
 
-# layer_norm: three outputs, of which one has a derivative.
+# layer_norm has three outputs; one of them has a derivative.
 
 
 def test_outputs_and_the_name_of_the_node(tensors) -> None:
@@ -135,7 +136,7 @@ def test_outputs_and_the_name_of_the_node(tensors) -> None:
 
 
 def test_saved_tensors_are_guarded(tensors) -> None:
-    """Against changes in place, and against a second backward that finds them freed."""
+    """A change in place raises, and so does a second backward after the tensors were freed."""
     x = tensors[0]
     y = layer_norm(*tensors)
     with torch.no_grad():
@@ -184,7 +185,7 @@ def test_checkpointing(use_reentrant, tensors) -> None:
 
 
 def test_vmap(tensors) -> None:
-    """Over x; the gradient of what vmap gives is that of the whole."""
+    """vmap over x gives the result and the gradients of one call on the whole tensor."""
     expected = gradients(layer_norm, tensors)
     mapped = torch.func.vmap(layer_norm, (0, None, None))
     torch.testing.assert_close(mapped(*tensors), layer_norm(*tensors))
@@ -192,7 +193,7 @@ def test_vmap(tensors) -> None:
 
 
 def test_func_grad_is_autograds(tensors) -> None:
-    """The same bits; the battery has every transform."""
+    """torch.func.grad gives autograd's bits. The battery tests every transform."""
     (expected,) = torch.autograd.grad(layer_norm(*tensors).sin().sum(), tensors[:1])
     got = torch.func.grad(lambda x: layer_norm(x, *tensors[1:]).sin().sum())(tensors[0].detach())
     assert torch.equal(got, expected)
@@ -206,7 +207,7 @@ def test_forward_mode_without_a_plain_form_raises() -> None:
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_dual_tensors(gradients, tensors) -> None:
-    """Outside of torch.func; no_grad switches off the other mode alone. Without a tangent the kernel runs."""
+    """Forward mode outside torch.func. no_grad does not disable it. Without a tangent the kernel runs."""
     x, weight, bias = (tensor.detach() for tensor in tensors)
     with torch.set_grad_enabled(gradients), forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x.cos())
@@ -243,11 +244,12 @@ def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
     assert_equal(grads, expected)
 
 
-# Twins.
+# No-grad overloads ("twins").
 
 
 def test_what_autograd_knows_has_a_twin() -> None:
-    """Of the same arguments, and of the same results but for those that only a backward pass reads."""
+    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. It lacks the results that
+    only backward reads."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
     twins = {name for name in names if name.endswith("_no_grad")}
@@ -277,7 +279,7 @@ def test_a_twin_called_with_what_requires_grad_warns_at_its_backward(tensors) ->
 
 
 def compiled_graphs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], dict[str, list[str]]]:
-    """The function under torch.compile, and which of our operators its graphs have."""
+    """The compiled function, and the names of our operators in its graphs."""
     graphs: dict[str, list[str]] = {"forward": [], "backward": []}
 
     def keep(which: str) -> Callable[..., Any]:
@@ -308,7 +310,7 @@ def test_compiled_graphs_have_twins_where_nothing_is_recorded(tensors) -> None:
 
 
 def test_many_gradients_at_once(tensors) -> None:
-    """A backward pass under vmap."""
+    """is_grads_batched runs a backward pass under vmap."""
     y = layer_norm(*tensors)
     many = torch.randn(3, *y.shape, dtype=y.dtype, device=y.device)
     at_once = torch.autograd.grad(y, tensors, many, retain_graph=True, is_grads_batched=True)
@@ -318,7 +320,7 @@ def test_many_gradients_at_once(tensors) -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
 def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -> None:
-    """Transforms record gradients of their own."""
+    """Transforms record gradients regardless of an outer no_grad."""
     x = tensors[0].detach()
 
     def function(x: Tensor) -> Tensor:
@@ -334,7 +336,7 @@ def test_no_grad_around_a_transform_does_not_reach_into_it(transform, tensors) -
 
 
 def test_no_grad_inside_a_transform(tensors) -> None:
-    """The twin is a constant to both of two nested ones."""
+    """The result of a no-grad overload is a constant for one transform and for two nested ones."""
     x = tensors[0].detach()
 
     def function(x: Tensor) -> Tensor:
@@ -386,6 +388,6 @@ print("works")
 
 
 def test_importing_again_and_reloading() -> None:
-    """As notebooks and test runners do."""
+    """Notebooks and test runners import and reload the package several times."""
     done = python("-c", AGAIN)
     assert done.stdout == "works\n", done.stderr

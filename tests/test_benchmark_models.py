@@ -1,4 +1,4 @@
-"""python -m benchmarks.models on small models: what it writes, and one sentence an error."""
+"""python -m benchmarks.models on small models: what it writes, and one sentence per error."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def test_contenders_share_their_weights(device: str) -> None:
 
 
 def test_what_liger_replaces_is_there_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library of the same form stands for Liger: it changes a global function and the given model."""
+    """A stand-in for Liger changes a global function and the given model, as Liger does."""
     stock, tokens = models.make(models.SMALL["llama-3.2-1b"], "cpu")
     module = sys.modules[type(stock).__module__]
     rotate, seen = module.apply_rotary_pos_emb, []

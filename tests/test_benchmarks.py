@@ -1,4 +1,4 @@
-"""python -m benchmarks on tiny tensors: what it writes, continues and keeps; compare; one sentence an error."""
+"""python -m benchmarks on tiny tensors: what it writes, continues and keeps; compare; one sentence per error."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtyp
 
 @pytest.fixture
 def bench(tmp_path: Path, device: str):
-    """Runs into one results file and returns what is in it."""
+    """Returns a function that runs the benchmarks into one results file and returns the file's content."""
     path = tmp_path / "deep" / "figures.json"
 
     def call(*words: str) -> dict:
@@ -62,7 +62,7 @@ def test_a_row_has_its_figures(bench, device) -> None:
 
 
 def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
-    """Of the norms; relu has no weights, and so no such row."""
+    """bfloat16+float32 means float32 weights for the norms. relu has no weights, so it gets no row."""
     seen = set()
 
     def layer_norm(x, normalized_shape, weight, bias):
@@ -77,7 +77,7 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
 
 
 def test_eager_takes_them_in_float32_on_a_gpu() -> None:
-    """PyTorch's layer_norm there refuses weights of a type of their own."""
+    """PyTorch's layer_norm on a GPU refuses weights whose dtype is not x's."""
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
     case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
 
@@ -129,7 +129,7 @@ def test_a_file_of_other_settings_is_refused(bench) -> None:
 
 
 def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
-    """Rows of a GPU have no threads."""
+    """On the CPU each number of threads is a row; on a GPU there are no threads."""
     monkeypatch.setattr(run, "SMALL", ((32, 512), (128, 1024)))
     on_cpu = device == "cpu"
     on_threads = ["--threads", "1", "2"] if on_cpu else []
@@ -144,7 +144,7 @@ def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
 
 
 def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device) -> None:
-    """Inductor writes their number into the code, and its cache goes by the configuration."""
+    """Inductor writes the number of threads into its code, and its cache key includes the configuration."""
     if device == "cuda":
         pytest.skip("threads are the CPU's")
     prepare, seen = run.prepare, []
@@ -197,7 +197,7 @@ def test_every_op_is_judged_right(spec, device) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> None:
-    """PyTorch's own is right, and one whose results are a hundredth too large is not."""
+    """PyTorch's function passes, and one whose results are 1 % too large fails."""
     (row,) = bench("--op", name, "--pass", "forward")["rows"]
     assert "eager" in row["seconds"] and "failed" not in row
     contenders = run.contenders
@@ -221,9 +221,9 @@ def test_compare(bench, tmp_path, device, capsys) -> None:
     capsys.readouterr()
     assert command.main(["compare", str(bench.path), str(tmp_path / "other.json")]) == 0
     printed = capsys.readouterr().out
-    keys = ("seconds", *(key for key, _ in results.OTHERS))  # ways to time them
+    keys = ("seconds", *(key for key, _ in results.OTHERS))  # keys of the timings
     times = sum(len(row.get(key, {})) for row in found["rows"] for key in keys)
-    assert times >= 2 * 3  # rows and contenders; other libraries are more where they are installed
+    assert times >= 2 * 3  # rows times contenders; installed libraries add more
     assert f"Of {times} times 1 are slower, 1 faster, and {times - 2} within the spread." in printed
     assert command.main(["compare", str(bench.path), str(bench.path)]) == 0
     assert f"Of {times} times 0 are slower, 0 faster, and {times} within the spread." in capsys.readouterr().out
@@ -255,13 +255,13 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
         assert word in printed
     time = found["rows"][0]["seconds"]["median"]
     assert f"| native | torch.nn.functional.layer_norm | {1e6 * time:.1f} |" in table(path)
-    # Each turn of the plain registration begins, and the whole ends, with ours.
+    # Our registration is active before each turn of the plain one, and at the end.
     assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
     with registered_plainly():
         assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
 
 
-@pytest.mark.parametrize("way", [way for way in host.WAYS if way != "shim"])  # which computes nothing
+@pytest.mark.parametrize("way", [way for way in host.WAYS if way != "shim"])  # the shim computes nothing
 def test_the_ways_of_host_do_the_same(way, device) -> None:
     calls = host.Calls(device)
     with host.registered_plainly() if way == "register_autograd" else contextlib.nullcontext():
@@ -281,7 +281,7 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(device) -
 
 
 def made_up() -> dict:
-    """Results of two widths, three sizes and two numbers of threads."""
+    """Made-up results of two widths, three sizes and two numbers of threads."""
     rows = []
     shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
     shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
@@ -333,7 +333,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
 
 @pytest.mark.parametrize("name", ["h200", "h200-sizes", "cpu"])
 def test_tables_fit_into_80_columns(name: str, capsys) -> None:
-    """No cell is cut or broken over lines."""
+    """No cell is truncated or wrapped."""
     found = results.read(results.ROOT / "benchmarks" / "results" / f"{name}.json")
     run.show(Console(width=80), found, found["rows"])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -343,7 +343,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
 
 
 def test_points_lie_inside_their_axes() -> None:
-    """Forward and backward share their limits: what only one of them needs must not be cut off in the other."""
+    """Forward and backward share their axis limits, and neither panel cuts off points."""
     for name in ("h200", "cpu", "h200-sizes"):
         for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
             for axes in (each for each in figure.axes if each.lines):
@@ -358,7 +358,7 @@ def test_pictures_of_time_over_size_on_a_gpu_say_what_is_timed() -> None:
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
-    """Of large ones it copies one tensor: test_a_row_has_its_figures."""
+    """The copy of large tensors copies one tensor (test_a_row_has_its_figures)."""
     found = bench("--op", "muladd", "--pass", "backward", "--sizes", "small")
     for row in found["rows"]:
         assert row["floor_bytes"] == 5 * row["rows"] * row["cols"] * 4
@@ -376,7 +376,7 @@ def test_report(tmp_path) -> None:
     assert text.index("<svg") < text.index("<table") and text.rindex("</svg>") < text.index("<table")
     for unit in ("copy, GB/s, us", "ours, % of copy, us", "liger, % of copy, us"):
         assert f"<th>{unit}</th>" in text
-    assert text.count('class="best"') >= 13  # of each row the fastest, here both
+    assert text.count('class="best"') >= 13  # the fastest of each row; a tie marks both
     assert "src=" not in text and "@import" not in text
 
 
@@ -410,7 +410,7 @@ def test_a_file_that_is_none(tmp_path, text, message) -> None:
 
 
 def test_shapes_of_the_norms(tmp_path: Path, monkeypatch, capsys) -> None:
-    """Each shape that holds a width is timed alone, and all may be picked again afterwards."""
+    """Each kernel shape that fits a width is timed alone, and afterwards all shapes are allowed again."""
     allowed = []
     allow = norm_plans.allow
 
@@ -445,7 +445,7 @@ def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
 
 
 def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The figures of each number of processes, and the speed-up. The processes themselves: test_sharding.py."""
+    """The figures of each number of processes, and the speed-up. test_sharding.py tests the processes themselves."""
     sizes = {"width": 32, "layers": 1, "heads": 2, "context": 32, "batch": 4, "accumulate": 1, "learning_rate": 2e-3}
     monkeypatch.setitem(processes.SIZES, "cpu", sizes)
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
@@ -477,5 +477,6 @@ def test_the_loop_in_c_is_a_recurrence(dim: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
         exact = extension_cpp.reference.linear_recurrence(a.double(), b.double(), dim=dim)
         error = (c_loop.recurrence(a, b, dim) - exact).abs().max()
-    # Each step rounds a product and a sum, which later factors reduce; the state is a float, rounded once.
+    # Each step rounds a product and a sum in float, and later factors reduce the error. The result is rounded once
+    # more.
     assert error <= (torch.finfo(dtype).eps / 2 + 2 * 130 * torch.finfo(torch.float32).eps) * exact.abs().max()

@@ -1,4 +1,4 @@
-"""bias_gelu: what its results are rounded from, and which derivatives it has."""
+"""bias_gelu: results are rounded once, and the third derivative is refused."""
 
 import pytest
 import torch
@@ -11,18 +11,19 @@ both = pytest.mark.parametrize("approximate", ["none", "tanh"])
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None:
-    """Half a unit of the type beside float32's errors; PyTorch's x + bias is rounded before gelu."""
+    """The error is half a unit of the type plus float32's. PyTorch has a larger one: it rounds x + bias before gelu."""
     torch.manual_seed(0)
     x, bias = torch.randn(64, 4096, device=device).to(dtype), torch.randn(4096, device=device).to(dtype)
     s = x.double() + bias.double()
-    # PyTorch's own 1 + erf and 1 + tanh cancel in the left tail.
+    # Not PyTorch's gelu: its 1 + erf and 1 + tanh cancel in the left tail.
     phi = torch.special.erfc(s * -(0.5**0.5)) / 2
     if approximate == "tanh":
         phi = torch.sigmoid((8 / torch.pi) ** 0.5 * (s + 0.044715 * s**3))
     exact = s * phi
     ours = extension_cpp.bias_gelu(x, bias, approximate)
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-    # 2^-15: the relative error of the shorter way of half types. In the left tail gelu multiplies that of x + bias.
+    # 2^-15 is the relative error of the shorter arithmetic for half types. It covers the rounding error of x + bias,
+    # which gelu magnifies in the left tail.
     bound = exact.abs() * (eps / 2 + 2.0**-15) + eps * smallest
     assert ((ours.double() - exact).abs() <= bound).all()
     eager = torch.nn.functional.gelu(x + bias, approximate=approximate)
@@ -31,7 +32,7 @@ def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None
 
 @both
 def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, device: str) -> None:
-    """4096 rows: terms rounded to bfloat16 first, or a bfloat16 sum, would be far off."""
+    """With 4096 rows, rounded terms or a sum in bfloat16 would give a much larger error."""
     torch.manual_seed(0)
     x, bias = torch.randn(4096, 65, device=device).bfloat16(), torch.randn(65, device=device).bfloat16()
     leaf = bias.clone().requires_grad_()
@@ -39,7 +40,7 @@ def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, d
     exact = bias.double().requires_grad_()
     y = torch.nn.functional.gelu(x.double() + exact, approximate=approximate)
     (expected,) = torch.autograd.grad(y.sum(), exact)
-    # Half a unit, and float32's errors of terms of at most 1.2, whose relative error is below 2^-15.
+    # Half a unit, plus the errors of 4096 terms of at most 1.2, each with a relative error below 2^-15.
     assert ((ours.double() - expected).abs() <= expected.abs() * 2.0**-8 + 4096 * 1.2 * 2.0**-15).all()
 
 

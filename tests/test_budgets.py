@@ -26,7 +26,7 @@ build libextension_cpp.so: link relu/relu_cuda.cu.o
 
 @pytest.fixture
 def architecture() -> str:
-    """The one that the library is built for, as cuobjdump names it."""
+    """The architecture that the library is built for, as cuobjdump names it."""
     build = info.read_build()
     assert build is not None
     if build.cuda is None:

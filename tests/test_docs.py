@@ -1,6 +1,6 @@
-"""The documents say what the repository holds, their links lead somewhere, and their code runs.
+"""The documents agree with the repository, their links resolve, and their code runs.
 
-What a block of code is stands behind its three backticks:
+The words after a block's three backticks say how it is tested:
 
     python          runs, the blocks of one document in order and in one namespace
     python no-run   compiles: a part of a file, or what needs a GPU
@@ -10,8 +10,8 @@ What a block of code is stands behind its three backticks:
     c, cpp, text    is not looked at
     cpp some/file   (or another language) stands in that file
 
-A path that begins with one of the root's folders exists, whether it stands in `backticks` or in a sh block, unless my_
-in it says that it is the reader's own.
+A path in `backticks` or in a sh block that begins with a folder of the root must exist, unless it contains my_, which
+marks the reader's own files.
 """
 
 import doctest
@@ -47,7 +47,7 @@ each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 
 def blocks(document: Path, *languages: str) -> Iterator[tuple[int, str, str]]:
-    """The line, language and code of every block."""
+    """The line number, language and code of every block."""
     text = document.read_text()
     for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if not languages or match[1].strip() in languages:
@@ -59,12 +59,12 @@ def prose(document: Path) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """What GitHub makes of the headings."""
+    """The anchors that GitHub generates for the headings."""
     titles = re.findall(r"^#+ +(.+?) *$", prose(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-# What the documents hold
+# Contents
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_pictures_are_those_of_the_results(name: str) -> None:
     there, fresh = (ROOT / name).read_text(), plot.published(name)
     digest = re.search(r"<dc:description>[0-9a-f]{64}</dc:description>", fresh)
     assert digest and digest[0] in there, f"{name} is stale: python -m benchmarks plot"
-    # Another version lays out the same figures a little differently.
+    # Other versions of Matplotlib lay out the same figures slightly differently.
     if f"Matplotlib v{matplotlib.__version__}," in there:
         assert there == fresh, f"{name} is stale: python -m benchmarks plot"
 
 
 def test_results_can_be_measured_again() -> None:
-    """Each file is listed with the command that writes it, and all of them are small."""
+    """README.md lists each file with the command that writes it, and all files together are small."""
     folder = ROOT / "benchmarks" / "results"
     files = [path for path in folder.iterdir() if path.name != "README.md"]
     text = (folder / "README.md").read_text()
@@ -118,13 +118,13 @@ def test_decisions_fit_on_a_page(record: Path) -> None:
 
 @each_document
 def test_documents_are_short(document: Path) -> None:
-    """docs/ops.md and docs/performance_tables.md are generated."""
+    """At most 200 lines, except docs/ops.md and docs/performance_tables.md, which are generated."""
     if document.name not in ("ops.md", "performance_tables.md"):
         assert len(document.read_text().splitlines()) <= 200
 
 
 def test_compatibility_rows_name_their_tests() -> None:
-    """A row without a test, or with one that is not there, promises nothing."""
+    """Every row names at least one test, and the test exists."""
     rows = [line for line in (ROOT / "docs" / "compatibility.md").read_text().splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith("| with ")]
     assert len(rows) > 25
@@ -146,7 +146,8 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
 def test_workflows(workflow: Path) -> None:
-    """They run commands of the repository, read it alone, and name actions by the commit, which nobody can move."""
+    """Workflows run commands of the repository, have read permission only, and pin actions to a commit, which nobody
+    can move."""
     content = yaml.safe_load(workflow.read_text())
     make_targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert content["permissions"] == {"contents": "read"}
@@ -159,7 +160,7 @@ def test_workflows(workflow: Path) -> None:
     assert all(re.search(r"@[0-9a-f]{40}$", step["uses"]) for step in steps if "uses" in step)
 
 
-# Where they lead
+# Links
 
 
 @each_document
@@ -176,7 +177,7 @@ def test_links(document: Path) -> None:
 
 
 def names(document: Path) -> Iterator[str]:
-    """Commands in the text and lines of shell blocks."""
+    """Everything in `backticks`, and the lines of shell blocks."""
     yield from re.findall(r"`([^`\n]+)`", prose(document))
     for _, _, code in blocks(document, "sh", "bash"):
         yield from (line.partition(" #")[0].strip() for line in code.replace("\\\n", " ").splitlines())
@@ -196,7 +197,7 @@ def test_files_and_commands_exist(document: Path) -> None:
             assert command in commands, f"`{text}`: python -m extension_cpp has no command {command}"
 
 
-# Their code
+# Code
 
 
 @each_document
@@ -210,9 +211,9 @@ def test_blocks_say_what_they_are(document: Path) -> None:
 
 
 def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
-    """Its shell lines in order, and its first lines of Python, in a copy of the checkout in which nothing was set up.
+    """Runs QUICKSTART's shell lines and its first Python block in a fresh copy of the checkout.
 
-    pip and the compilation stand still: what they would bring is there already.
+    pip and the compilation are replaced by stubs, because their results are already there.
     """
     checkout = tmp_path / "a checkout"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "out", "site", "__pycache__", "tests", "benchmarks")
@@ -228,13 +229,13 @@ def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
     quickstart = ROOT / "docs" / "QUICKSTART.md"
     _, _, python = next(blocks(quickstart, "python"))
     lines = [*(code for _, _, code in blocks(quickstart, "sh")), f"python - <<'END'\n{python}END\n"]
-    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # a python3 first that is new enough
+    path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # begins with a python3 that is new enough
     shell = ["env", "-i", f"PATH={path}", f"HOME={tmp_path}", "OMP_NUM_THREADS=1", "bash", "--norc", "-euc"]
     done = subprocess.run([*shell, "".join(lines)], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pip install --disable-pip-version-check -r requirements.txt\n" in done.stdout
     assert "Do they fit?" in done.stdout and "x.grad   (1024, 2048)" in done.stdout
-    assert f"library        {checkout / 'extension_cpp'}" in done.stdout  # that of the checkout
+    assert f"library        {checkout / 'extension_cpp'}" in done.stdout  # the library of the checkout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What only dropout promises: the mask, bit for bit and as statistics; what draws the seed; the module."""
+"""What only dropout promises: the bits and the statistics of the mask, how seeds are drawn, and the module."""
 
 import math
 
@@ -17,8 +17,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def philox_bits(seed: int, first: int, count: int) -> numpy.ndarray:
-    """The words of Philox 4x32-7 (the paper's definition, in numpy), each followed by itself with its halves
-    exchanged: number first and count - 1 more."""
+    """The words `first` to `first + count - 1` of Philox 4x32-7, by the paper's definition, in numpy. Each word is
+    followed by itself with exchanged halves."""
     groups = numpy.arange(first // 8, (first + count + 7) // 8, dtype=numpy.uint64)
     low, half = numpy.uint64(0xFFFFFFFF), numpy.uint64(32)
     words = [groups & low, groups >> half, numpy.zeros_like(groups), numpy.zeros_like(groups)]
@@ -43,7 +43,8 @@ def op(x: Tensor, p: float, seed: int) -> Tensor:
 
 
 def test_philox_known_answers() -> None:
-    """The test's own Philox, and reference.py's, against a vector that the authors publish; tests/c has all three."""
+    """The Philox of this test and of reference.py give a vector that the authors publish. tests/c has all three
+    vectors."""
     zeros = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     assert philox_bits(0, 0, 8)[::2].tolist() == zeros
     assert philox_bits(0, 0, 8)[1::2].tolist() == [0xB7095F6F, 0x3F640D89, 0x1F814F12, 0x0A484F73]
@@ -69,8 +70,9 @@ def test_mask_is_philox_bit_for_bit(dtype: torch.dtype, seed: int, p: float, dev
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_statistics_of_the_mask(p: float, device: str) -> None:
-    """Mean, variance, and the correlation of elements k apart, of n independent bits: each within 6 standard errors,
-    which a right generator leaves once in 5e8 times. The seeds are fixed, so the test passes always or never."""
+    """The mean, the variance and the correlation of elements k apart are those of independent bits, within 6 standard
+    errors. A right generator exceeds that once in 5e8 times. The seeds are fixed, so the test passes always or
+    never."""
     n = 1 << 22
     for seed in range(3):
         y = op(torch.ones(n, device=device, dtype=torch.float64), p, seed)
@@ -78,7 +80,8 @@ def test_statistics_of_the_mask(p: float, device: str) -> None:
         deviation = math.sqrt(p / (1 - p))
         assert abs(y.mean().item() - 1) < 6 * deviation / math.sqrt(n)
         z = (y - 1) / deviation  # mean 0, variance 1
-        # The variance of z^2 is the fourth moment less 1; at p = 0.5, where z is 1 or -1, it is 0 but for rounding.
+        # The variance of z^2 is the fourth moment minus 1. At p = 0.5 z is 1 or -1, and the variance is 0 up to
+        # rounding.
         fourth = (p**3 + (1 - p) ** 3) / (p * (1 - p))
         assert abs(z.square().mean().item() - 1) <= 6 * math.sqrt((fourth - 1) / n) + 1e-12
         for k in (1, 2, 3, 4, 5, 8, 32, 128, 1024, 4096):
@@ -100,7 +103,8 @@ def test_cpu_and_cuda_give_the_same_bits(dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_same_mask_for_every_layout_and_number_of_threads(dtype: torch.dtype, device: str) -> None:
-    """The mask goes by the element's logical index: slices, offsets and transposes of memory make no difference."""
+    """The mask depends on the element's logical index, not on its place in memory: slices, offsets and transposes have
+    the same mask."""
     values = torch.randn(37, 6, 65, device=device).to(dtype)
     expected = op(values, 0.4, 5)
     threads = torch.get_num_threads()
@@ -118,7 +122,8 @@ def test_same_mask_for_every_layout_and_number_of_threads(dtype: torch.dtype, de
 
 
 def test_ends(device: str) -> None:
-    """p = 0 and evaluation give x itself; p = 1 zeros, for any x, with gradients of zero; neither draws."""
+    """p = 0 and evaluation return x itself. p = 1 gives zeros and zero gradients, even for NaN and infinity. None of
+    them draws a seed."""
     x = torch.tensor([1.0, -2.0, float("nan"), float("inf")], device=device, requires_grad=True)
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     assert extension_cpp.dropout(x, 0.0) is x
@@ -159,7 +164,7 @@ def test_one_draw_serves_forward_and_backward(device: str) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         extension_cpp.dropout(x, 0.3)
-    assert [t.numel() for t in saved] == [1]  # the seed, no mask
+    assert [t.numel() for t in saved] == [1]  # the seed, not a mask
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -196,7 +201,8 @@ def test_compiled_masks_are_eagers_with_fallback_random(device: str) -> None:
 
 
 def test_compiled_masks_without_fallback_random(device: str) -> None:
-    """Other bits than eager's, but fresh ones at every call, as many, and one draw for forward and backward."""
+    """Compiled code draws other bits than eager, but with the same probability, new ones at every call, and the same
+    ones for forward and backward."""
     torch._dynamo.reset()
     x = torch.ones(100_000, device=device, requires_grad=True)
     compiled = torch.compile(lambda x: extension_cpp.dropout(x, 0.4), fullgraph=True)
@@ -204,7 +210,7 @@ def test_compiled_masks_without_fallback_random(device: str) -> None:
     assert not torch.equal(a, b)
     (grad,) = torch.autograd.grad(a, x, torch.ones_like(a))
     assert torch.equal(grad != 0, a != 0)
-    # A count of 1e5 bits of probability 0.6, within 6 standard deviations.
+    # The count of 1e5 bits with probability 0.6 is within 6 standard deviations.
     assert abs((a != 0).sum().item() - 60_000) < 6 * math.sqrt(100_000 * 0.6 * 0.4)
 
 
@@ -236,7 +242,7 @@ def test_module_is_torchs(device: str) -> None:
 
 
 def test_module_in_place(device: str) -> None:
-    """The input holds the result, and gradients reach what it was computed from."""
+    """The input's memory holds the result, and gradients reach the leaf."""
     leaf = torch.randn(1000, device=device, requires_grad=True)
     x = leaf * 1
     y = Dropout(0.3, inplace=True)(x)
@@ -248,7 +254,7 @@ def test_module_in_place(device: str) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(device: str) -> None:
-    """The last elements of 2^31 + 5 have the masks of their 64-bit indices."""
+    """The last of 2^31 + 5 elements have the mask of their 64-bit indices."""
     x = torch.ones(2**31 + 5, dtype=torch.bfloat16, device=device)
     y = op(x, 0.5, 8)[-4099:]
     assert torch.equal(y.cpu() != 0, mask(8, 0.5, 2**31 + 5 - 4099, 4099))
@@ -256,8 +262,8 @@ def test_more_than_two_to_the_31_elements(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
-    """An element is dropped where its 32 random bits are below p * 2^32: at p of just those bits it is kept, and at the
-    next p it is dropped."""
+    """An element is dropped if its 32 random bits are below p * 2^32. With p = bits / 2^32 it is kept; with p = (bits +
+    1) / 2^32 it is dropped."""
     seed = seed_of(device)
     x = torch.ones(4099, dtype=dtype, device=device)
     bits = extension_cpp.reference.philox(seed, x.numel()).tolist()
@@ -270,7 +276,7 @@ def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_no_tensor_to_draw_a_seed_for(name: str) -> None:
-    """The functions look at x before the operator does."""
+    """The functions need x's device for the seed, so they check x themselves."""
     function, more = getattr(extension_cpp, name), {} if name == "dropout" else {"normalized_shape": (6,)}
     x = {"residual": torch.ones(4, 6)} if name.startswith("add") else {}
     for other, got in ((None, "None"), ([1.0], "list")):

@@ -1,4 +1,4 @@
-"""swiglu and geglu on the halves of one packed tensor: read where they lie, the same bits as dense tensors give."""
+"""swiglu and geglu on the halves of one packed tensor: no copies, and the same bits as for dense tensors."""
 
 import itertools
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def result(f: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tensor, grad
 @every_gate
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
-    """Widths of whole vectors, of narrower ones and of none; rows that share a chunk, and that take several; a packed
-    tensor that begins anywhere, and a gradient with gaps of its own."""
+    """Widths that allow 16-byte vectors, narrower ones or none; several rows in a chunk, and rows of several chunks;
+    any alignment of the packed tensor; gradients with and without gaps."""
     widths = (1, 2, 6, 8, 31, 32, 64, 65, 66, 128, 1023, 1024, 9000)
     for width, rows, offset in itertools.product(widths, ((5,), (2, 3), (70,)), (0, 1, 2)):
         memory = torch.randn(offset + 2 * width * torch.Size(rows).numel(), dtype=torch.float64)
@@ -45,7 +45,7 @@ def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
 
 @every_gate
 def test_halves_are_not_copied(name: str, device: str) -> None:
-    """Forward and backward allocate their results and nothing more."""
+    """Forward and backward allocate only their results."""
     gate, up = torch.randn(3, 40, 256, device=device).chunk(2, -1)
     gate, up = gate.requires_grad_(), up.requires_grad_()
     grad_out = torch.randn(3, 40, 200, device=device)[..., :128]
@@ -66,7 +66,7 @@ def test_third_derivative_is_refused(name: str, device: str) -> None:
 
 
 def test_modules(device: str) -> None:
-    """A packed input, the gate first; the gradient arrives in the packed tensor."""
+    """The modules take a packed input, with the gate first, and its gradient is packed, too."""
     x = torch.randn(4, 66, device=device, requires_grad=True)
     gate, up = x[:, :33], x[:, 33:]
     pairs = [

@@ -1,4 +1,5 @@
-"""The layers for Hugging Face's `kernels`, without `kernels`: beside the classes whose forward they replace."""
+"""The layers for Hugging Face's `kernels`, compared with the classes whose forward they replace. `kernels` is not
+needed."""
 
 from types import MethodType
 
@@ -19,7 +20,7 @@ MLP = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4}
 
 
 def with_layer(module: nn.Module, layer: type[nn.Module]) -> nn.Module:
-    """What kernelize does."""
+    """Replaces a module's forward, as kernelize does."""
     module.forward = MethodType(layer.forward, module)
     return module
 
@@ -33,7 +34,7 @@ def norm(dtype: torch.dtype, device: str, width: int = 192) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 def test_rms_norm_rounds_where_the_class_does(dtype, device) -> None:
-    """Bit for bit, but for a row's statistic: ours is rounded once, and the class's three times."""
+    """The results differ only by a row's statistic: ours is rounded once, and the class's three times."""
     torch.manual_seed(0)
     x = torch.randn(2048, 192, device=device).to(dtype)
     module = norm(dtype, device)
@@ -108,7 +109,7 @@ def test_rotary_pos_emb(unsqueeze_dim, device) -> None:
 
 
 def test_layers_are_what_kernels_accepts() -> None:
-    """Stateless: no constructor and no members of their own, but the two that say what they can do."""
+    """The layers are stateless: they have no constructor and no own members except the two capability flags."""
     own = [value for value in vars(layers).values() if isinstance(value, type) and value.__module__ == layers.__name__]
     assert len(own) == 10
     for layer in own:

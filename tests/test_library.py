@@ -1,4 +1,4 @@
-"""The library: what it asks of its host. One file has to serve every Python and every torch from the minimum on."""
+"""What the library requires of its host. One file must work with every Python and every torch from the minimum on."""
 
 import re
 import subprocess
@@ -34,7 +34,7 @@ def symbols(library: Path, which: str) -> list[str]:
 
 def test_library_asks_torch_for_c_functions_only(library):
     undefined = symbols(library, "--undefined-only")
-    assert any(name.startswith("aoti_torch_") for name in undefined)  # or the next two lines would prove nothing
+    assert any(name.startswith("aoti_torch_") for name in undefined)  # else the next two lines prove nothing
     assert [name for name in undefined if re.match(r"_Z\w*?(2at|3c10|5torch)", name)] == []
     assert [name for name in undefined if re.match(r"_*(cuda|cu|nv)[A-Z]|Py|_Py", name)] == []
 
@@ -45,7 +45,7 @@ def test_library_is_no_python_module_and_exports_its_own_names_only(library):
 
 
 def test_library_is_hardened(library):
-    """Full RELRO, no stack or data that can be executed, no code that is written, guards, and no search path."""
+    """Full RELRO, no executable stack or data, no text relocations, stack guards, no RPATH."""
     segments = re.findall(r"^  (\w+) .* 0x\w+ ([R ][W ][E ]) \w+$", run("readelf", "-lW", library).stdout, re.MULTILINE)
     assert {"LOAD", "GNU_STACK", "GNU_RELRO"} <= {kind for kind, _ in segments}
     assert [segment for segment in segments if segment[1].endswith("WE")] == []
@@ -81,7 +81,8 @@ def test_torch_minimum_is_the_same_everywhere():
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
-    """In place of each tensor of a call; PyTorch's own words are many lines, or a path of the build."""
+    """A non-tensor in place of each tensor argument gives our sentence. PyTorch's own message has many lines or shows a
+    build path."""
     others = {
         "None": None,
         "numpy.ndarray; torch.from_numpy makes a tensor of it": np.ones((4, 6), np.float32),

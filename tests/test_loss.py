@@ -1,4 +1,4 @@
-"""The losses: targets that are no class, chunks of linear_cross_entropy, autocast, and rows read where they lie."""
+"""The losses: invalid targets, chunks of linear_cross_entropy, autocast, and strided rows without copies."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ROWS, CLASSES, FEATURES = 5, 7, 3
 
 
 def _call(name: str, target: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A loss for each row, and the leaves."""
+    """The loss of each row, and the leaves."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, FEATURES, generator=generator).to(target.device).requires_grad_()
     w = torch.randn(CLASSES, FEATURES, generator=generator).to(target.device).requires_grad_()
@@ -35,7 +35,8 @@ LOSSES = ["cross_entropy", "token_log_probs", "linear_cross_entropy"]
 @pytest.mark.parametrize("wrong", [-1, CLASSES, 2**40, -(2**62)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
-    """The CPU says which; a GPU, which would have to wait to say so, gives NaN in that row alone."""
+    """The CPU raises an error that names the target. A GPU would have to synchronize for that, so it gives NaN in that
+    row only."""
     good = torch.arange(ROWS, device=device) % CLASSES
     bad = good.clone()
     bad[2] = wrong
@@ -57,7 +58,7 @@ def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_rows_ignored(reduction: str, device: str) -> None:
-    """A mean over no row is NaN, as PyTorch's, and no row gets a gradient, whatever its logits."""
+    """The mean over no rows is NaN, as in PyTorch. Gradients are zero, even for a row of NaN."""
     logits = torch.randn(ROWS, CLASSES, device=device)
     logits[1] = math.nan
     target = torch.full((ROWS,), -100, device=device)
@@ -79,7 +80,7 @@ def test_one_class(device: str) -> None:
 
 
 def test_padded_rows_are_read_where_they_lie(device: str) -> None:
-    """A vocabulary that was padded, and cut off again, costs no copy."""
+    """Logits that are a slice of a padded vocabulary are not copied."""
     padded = torch.randn(64, 1024, device=device)
     target = torch.arange(64, device=device)
     logits = padded[:, :1000]
@@ -98,7 +99,7 @@ def test_autocast_leaves_the_logits_and_gives_a_float32_loss(device: str) -> Non
         function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
         with torch.autocast(device, torch.bfloat16):
             loss = function(logits, target)
-        # On CUDA eager rounds the logarithms of the probabilities to the logits' type, also under autocast.
+        # In float32, because on CUDA eager rounds the log-probabilities to the logits' type, also under autocast.
         eager = F.cross_entropy(logits.float(), target)
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, eager)
@@ -110,7 +111,7 @@ def test_autocast_leaves_the_logits_and_gives_a_float32_loss(device: str) -> Non
 
 
 def test_autocast_of_linear_cross_entropy(device: str) -> None:
-    """The products have the dtype of autocast, and the loss is float32."""
+    """The products are in autocast's dtype, and the loss is float32."""
     x = torch.randn(33, 16, device=device, requires_grad=True)
     w = torch.randn(40, 16, device=device, requires_grad=True)
     target = torch.arange(33, device=device)
@@ -125,7 +126,7 @@ def test_autocast_of_linear_cross_entropy(device: str) -> None:
         results.append((loss, *torch.autograd.grad(loss, (x, w))))
     for ours, eager in zip(*results, strict=True):
         assert ours.dtype == torch.float32
-        # Logits of about 4 are rounded to bfloat16, by 4 * 2^-9 at most, and so are the gradients.
+        # Logits of about 4 are rounded to bfloat16, with an error of at most 4 * 2^-9, and so are the gradients.
         torch.testing.assert_close(ours, eager, rtol=2**-7, atol=2**-7 * eager.abs().max().item())
 
 
@@ -140,7 +141,8 @@ def _linear(dtype: torch.dtype, device: str, rows: int = 700) -> tuple[Tensor, T
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Chunks of at most 128 rows of float32 with 50 classes; the rows of every product that makes logits."""
+    """Limits chunks to 128 rows of float32 with 50 classes. Returns a list that collects the rows of every chunk of
+    logits."""
     monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 128 * 52 * 4)
     seen: list[int] = []
     make = linear_loss.Logits.of
@@ -155,7 +157,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_logits_are_never_whole(reduction: str, small_chunks: list[int], device: str) -> None:
-    """700 rows go in chunks of 128 at most, and give what whole logits give."""
+    """700 rows are processed in chunks of at most 128, with the results of whole logits."""
     x, w, b, target = _linear(torch.float32, device)
     loss = extension_cpp.linear_cross_entropy(x, w, target, b, reduction=reduction)
     grad_out = torch.rand_like(loss)
@@ -170,7 +172,7 @@ def test_logits_are_never_whole(reduction: str, small_chunks: list[int], device:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks: list[int], device: str) -> None:
-    """50 classes are no whole number of 16 bytes. Class number 50, which lies in the padding, may be ignore_index."""
+    """A row of 50 classes is padded to a multiple of 16 bytes. ignore_index may be 50, an index in the padding."""
     x, w, b, target = _linear(dtype, device)
     target = target.clamp(min=0)
     target[::3] = 50
@@ -180,7 +182,7 @@ def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks:
     expected = F.cross_entropy(F.linear(*exact), target, **options)
     ours = torch.autograd.grad(loss, (x, w, b), torch.ones_like(loss))
     eps = torch.finfo(dtype).eps
-    # Logits, their gradient and the results are rounded; of several chunks the sum for w once more for each.
+    # Logits, their gradient and the results are rounded. w's gradient is rounded once more for each further chunk.
     torch.testing.assert_close(loss.double(), expected, atol=8 * eps, rtol=8 * eps)
     for a, e in zip(ours, torch.autograd.grad(expected, exact, torch.ones_like(expected)), strict=True):
         torch.testing.assert_close(a.double(), e, atol=8 * eps * e.abs().max().item(), rtol=8 * eps)
@@ -198,9 +200,9 @@ def test_chunks_cover_all_rows() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [4096, 1024, 128])
 def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """In bfloat16, beside eager's. Of n chunks each but the first rounds the sum so far once more. The sum of i chunks
-    is about sqrt(i / n) of the whole, so that n - 1 roundings add (n - 1) / 2 of the variance of the last one. A tenth
-    for chance; both errors are norms over 24,000 numbers."""
+    """In bfloat16, compared with eager's error. Each of the n chunks except the first rounds the sum so far once more.
+    The sum of i chunks is about sqrt(i / n) of the whole, so n - 1 roundings add (n - 1) / 2 times the variance of the
+    last one. 10 % are for chance: both errors are norms over 24,000 numbers."""
     monkeypatch.setattr(linear_loss, "CHUNK_BYTES", chunk_rows * 1000 * 2)
     generator = torch.Generator().manual_seed(5)
     x, w = (torch.randn(n, 24, generator=generator).bfloat16().to(device).requires_grad_() for n in (4096, 1000))
@@ -216,8 +218,9 @@ def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_has_the_scale_of_the_loss(reduction: str, device: str) -> None:
-    """A GradScaler multiplies the loss, lest small gradients underflow; a sum divided by a number of tokens must not
-    overflow before the division. Error as of eager's, whose logits' gradient is scaled too."""
+    """A GradScaler multiplies the loss, so that small gradients do not underflow. A sum that is divided by the number
+    of tokens must not overflow before the division. The error is near that of eager, which also scales the logits'
+    gradient."""
     generator = torch.Generator().manual_seed(6)
     x = (torch.rand(4096, 8, generator=generator) * 20).half().to(device).requires_grad_()
     w = torch.zeros(700, 8, dtype=torch.float16, device=device, requires_grad=True)
@@ -227,7 +230,7 @@ def test_float16_has_the_scale_of_the_loss(reduction: str, device: str) -> None:
         leaves = [t if dtype is None else t.detach().double().requires_grad_() for t in (x, w)]
         loss = function(*leaves, target, reduction=reduction).double()
         found.append(torch.autograd.grad(loss * 512 / (1 if reduction == "mean" else 4096), leaves[1])[0].double())
-    ours, eager, right = (gradient[1:] for gradient in found)  # but the one class that all rows have
+    ours, eager, right = (gradient[1:] for gradient in found)  # without class 0, the target of all rows
     assert right.abs().max() > 0 and ours.isfinite().all()
     assert (ours - right).norm() <= 2 * (eager - right).norm() + 2**-10 * right.norm()
 
@@ -237,25 +240,25 @@ def _eager_linear(x: Tensor, w: Tensor, target: Tensor, reduction: str) -> Tenso
 
 
 def test_probabilities_are_at_most_one(device: str) -> None:
-    """Whatever rounding does: a trainer may assert it."""
+    """log_probs are at most 0 and entropies at least 0, despite rounding: a trainer may assert that."""
     logits = torch.arange(1.0, 61.0, device=device)[:, None].repeat(1, 2) * torch.tensor([1.0, -1.0], device=device)
     for temperature in (0.7, 1.3):
         for rows in (logits, logits[:, :1], torch.rand(1000, 2, device=device)):
             target = torch.zeros(rows.shape[0], dtype=torch.int64, device=device)
             log_probs, entropy = extension_cpp.token_log_probs(rows, target, temperature)
             assert (log_probs <= 0).all() and (entropy >= 0).all()
-            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # the last digit of a sum of 1
+            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # one class: 0 up to the last digit of 1
 
 
-# Rows of a group of threads, of a CTA and of clusters, on the GPU; the last are not whole vectors.
+# On the GPU: rows of a group of threads, of a CTA and of a cluster. The last three are not whole vectors.
 WIDTHS = (16, 100, 1000, 4096, 16384, 20000, 40000, 128256, 33, 1001, 50257)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_chunk_is_forward_and_backward(width: int, dtype: torch.dtype, device: str) -> None:
-    """cross_entropy_chunk writes what cross_entropy's backward gives, for targets anywhere in a row and ignored ones,
-    and rows with -inf and NaN."""
+    """cross_entropy_chunk writes the gradients of cross_entropy's backward, for targets anywhere in a row, an ignored
+    target, and rows with -inf and NaN."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(9, width, generator=generator).to(dtype).to(device)
     logits[3, : width // 2] = -math.inf
@@ -266,12 +269,12 @@ def test_chunk_is_forward_and_backward(width: int, dtype: torch.dtype, device: s
     (expected,) = torch.autograd.grad(losses, leaf, torch.full_like(losses, 0.5))
     scale = torch.tensor([0.5], dtype=torch.promote_types(dtype, torch.float32), device=device)
     ours = torch.ops.extension_cpp.cross_entropy_chunk(logits, target, None, -100, 0.0, 0.0, None, scale)
-    # One rounding of the result, and the order of the sum of exponentials.
+    # The result is rounded once, and the sum of exponentials may have another order.
     eps = torch.finfo(dtype).eps
     tolerance = {"rtol": 4 * eps, "atol": 1e-9, "equal_nan": True}
     torch.testing.assert_close(ours.double(), losses.detach(), **tolerance | {"atol": 20 * eps})
-    # exp(d) of a rounded d in float32 errs by |d| eps / 2 of itself, and the conversion to a power of two by as much.
-    # Normal logits lie within 12 of their log-sum-exp but for one in a million, which is within 16.
+    # Rounding d in float32 gives exp(d) a relative error of |d| eps / 2, and the conversion to a power of two adds as
+    # much. |d|, the distance to the log-sum-exp, is at most 16 for these logits.
     tolerance["rtol"] += 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     torch.testing.assert_close(logits, expected, **tolerance)
 
@@ -279,7 +282,7 @@ def test_chunk_is_forward_and_backward(width: int, dtype: torch.dtype, device: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [64, 1000, 4096, 20000, 50257])
 def test_batch_invariant(width: int, dtype: torch.dtype, device: str) -> None:
-    """The first rows of a call have the same bits whatever the number of rows."""
+    """A row has the same bits for any number of rows in the call."""
     x = torch.randn(133, width, device=device, dtype=dtype)
     target = torch.arange(133, device=device) % width
     functions: list[Callable[[int], tuple[Tensor, ...]]] = [
@@ -296,7 +299,7 @@ def test_batch_invariant(width: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) -> None:
-    """Adapters train beside a frozen lm_head: what needs no gradient has none made."""
+    """Only the gradients that are needed are computed: adapters may train with a frozen lm_head."""
     x, w, b, target = _linear(torch.float32, device, 64)
     tensors = [t.detach().requires_grad_(i in needed) for i, t in enumerate((x, w, b))]
     options = target, tensors[2], None, 1, -100, 0.0, 0.0, None, False, *(t.requires_grad for t in tensors)
@@ -311,7 +314,8 @@ def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
-    """A product in float32, of a factor that a half type does not have, rounded once; of any layout."""
+    """The product with a factor that half types cannot represent is computed in float32 and rounded once, for any
+    layout."""
     acc = torch.promote_types(dtype, torch.float32)
     factor = torch.tensor(1 / 3, dtype=acc, device=device)
     for shape in [(), (0,), (1,), (1000,), (33, 70)]:
@@ -323,7 +327,7 @@ def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
 
 
 def test_backward_twice(device: str) -> None:
-    """The gradients that forward made are not used up."""
+    """A second backward may use the gradients that forward computed."""
     x, w, b, target = _linear(torch.float32, device, 64)
     loss = extension_cpp.linear_cross_entropy(x, w, target, b)
     first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
