@@ -24,7 +24,7 @@ def test_out_is_written_and_returned(device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "offset"])
 def test_out_of_any_strides(layout: str, device: str) -> None:
-    """The strides of out are its own; what lies between its elements stays as it was."""
+    """out keeps its strides, and memory between its elements is not written."""
     a, b, expected = inputs((33, 65), device)
     if layout == "transposed":
         out = torch.zeros(65, 33, device=device).t()
@@ -48,7 +48,7 @@ def test_out_may_be_an_input(device: str) -> None:
 
 
 def test_out_may_interleave_with_an_input(device: str) -> None:
-    """Even and odd columns of one buffer overlap in extent but share no element."""
+    """Even and odd columns of one buffer overlap in address range but share no element."""
     a, b, expected = inputs((33, 65), device)
     buffer = torch.zeros(33, 130, device=device)
     buffer[:, ::2] = a
@@ -58,8 +58,8 @@ def test_out_may_interleave_with_an_input(device: str) -> None:
 
 
 def test_out_may_overlap_what_is_read_first(device: str) -> None:
-    """Tensors with gaps are read as a whole before one is written, also where they share elements, of many blocks and
-    threads."""
+    """If out has gaps, all inputs are read before out is written. So out may share elements with an input, here over
+    many blocks and threads."""
     rows, cols = 4099, 130
     buffer = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(device)
     b = buffer[1:, ::2].cos()
@@ -75,7 +75,7 @@ def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
         for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
             with pytest.raises(RuntimeError, match="to share no memory with it, but they overlap in part"):
                 extension_cpp.muladd(first, second, 1.0, out=out)
-    a, out = buffer[: 1 << 19], buffer[1 << 19 :]  # neighbours
+    a, out = buffer[: 1 << 19], buffer[1 << 19 :]  # out begins where a ends
     assert torch.equal(extension_cpp.muladd(a, a, 1.0, out=out), torch.ones_like(a))
 
 
@@ -90,7 +90,7 @@ def test_out_with_one_input_frozen(frozen: str, device: str) -> None:
 
 
 def test_out_with_inputs_that_require_grad(device: str) -> None:
-    """No silent loss of gradients: an error with grad on, a result under no_grad."""
+    """out= with inputs that require grad raises, so that no gradient is lost silently. Under no_grad it works."""
     a, b, expected = inputs((5,), device)
     a.requires_grad_()
     out = torch.empty_like(b)
@@ -102,7 +102,7 @@ def test_out_with_inputs_that_require_grad(device: str) -> None:
 
 
 def test_out_is_functionalized(device: str) -> None:
-    """The schema says that out is written, so a compiled graph orders its readers behind it."""
+    """The schema marks out as written, so that a compiled graph reads out after the op."""
     a, b, expected = inputs((33, 65), device)
 
     def step(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +118,7 @@ def test_out_is_functionalized(device: str) -> None:
 
 
 def test_gradients_only_for_what_needs_them(device: str) -> None:
-    """With one input frozen the other is not kept: backward is one product."""
+    """If only b needs a gradient, only a is saved."""
     a, b, _ = inputs((33, 65), device)
     b.requires_grad_()
     saved: list[torch.Tensor] = []
@@ -151,8 +151,8 @@ print(level().decode())
 
 @pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
 def test_rounded_once_where_the_instruction_exists(level: str) -> None:
-    """What a * b loses when it is rounded is what is left of a * b - 1 where b is 1 / a. The baseline of x86 has no
-    fused multiply-add and rounds the product, too."""
+    """With b = 1 / a rounded, only the rounding error of 1 / a is left of a * b - 1. Rounding the product first would
+    change that. The baseline of x86 has no fused multiply-add and rounds the product, too."""
     environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
     done = python("-c", FUSED, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Jagged nested tensors: what the ops do with their values, and what they refuse."""
+"""Jagged nested tensors: the ops run on their values, or refuse with a sentence."""
 
 import copy
 import warnings
@@ -17,18 +17,18 @@ every_op = pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec
 
 
 def offsets(device: str) -> Tensor:
-    """Rows of 3, none, 4 and 1."""
+    """The offsets of four rows with 3, 0, 4 and 1 elements."""
     return torch.tensor([0, 3, 3, 7, 8], device=device)
 
 
 @every_op
 @pytest.mark.parametrize("shape", [(8, 6), (8, 4, 6)], ids=str)
 def test_nested_is_on_values(spec: OpSpec, shape: tuple[int, ...], device: str) -> None:
-    """The same bits as on values(), with and without gradients; the offsets of the input."""
+    """The result has the bits of a call on values(), with and without gradients, and the input's offsets."""
     lengths = offsets(device)
     for sample in spec.sample_inputs(maker(device, torch.float32), shape):
         if any(isinstance(arg, tuple) and len(arg) == len(shape) for arg in sample.args):
-            continue  # normalized over the jagged dimension: refused, below
+            continue  # normalizes over the jagged dimension; test_refused has that
 
         def run(is_nested: bool, sample=sample) -> list[Tensor]:
             leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in sample.args]
@@ -58,13 +58,13 @@ def test_converted_modules(norm: torch.nn.Module, device: str) -> None:
     assert convert(ours).changed
     values = torch.randn(8, 6, device=device)
     x = torch.nested.nested_tensor_from_jagged(values, offsets(device))
-    with warnings.catch_warnings():  # PyTorch's own rms_norm says that it is not fused here
+    with warnings.catch_warnings():  # PyTorch's rms_norm warns that it is not fused here
         warnings.simplefilter("ignore")
         torch.testing.assert_close(ours(x).values(), stock(x).values())
 
 
 def refused() -> dict[str, tuple]:
-    """A sentence, and the call that gets it."""
+    """Each sentence, and a call that raises it."""
     values, weight = torch.ones(8, 6), torch.ones(6)
     x = torch.nested.nested_tensor_from_jagged(values, offsets("cpu"))
     others = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 2, 4, 8]))

@@ -1,4 +1,4 @@
-"""The modules: the ops they call, and what torch.nn users expect of a module."""
+"""The modules: which ops they call, and what users of torch.nn expect from a module."""
 
 import ast
 import copy
@@ -49,7 +49,8 @@ def test_copies_and_pickles(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("module", MODULES + ADD, ids=lambda module: type(module).__name__)
 def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
-    """For any number of rows, after a turn through a file; what stands in them has a derivative."""
+    """An exported program works for any number of rows after it was saved and loaded. It contains the operators with a
+    derivative, not the no-grad overloads."""
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     inputs = tuple(torch.randn(4, 33) for _ in range(1 + (module in ADD)))
     with torch.set_grad_enabled(gradients):
@@ -66,8 +67,8 @@ def test_exported_programs(module: torch.nn.Module, gradients: bool) -> None:
 
 @pytest.mark.slow
 def test_ahead_of_time_inductor(tmp_path) -> None:
-    """A library that Inductor makes of a program calls our ops in it, for any number of rows. The quick tier makes one
-    of every op (tests/battery/test_graphs.py), and exports these modules."""
+    """A library that AOTInductor compiles from a program calls our ops, for any number of rows. The quick tier compiles
+    one of every op (tests/battery/test_graphs.py), and exports these modules."""
     model = torch.nn.Sequential(LayerNorm(33), torch.nn.Linear(33, 8), RMSNorm(8))
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     with torch.no_grad():
@@ -88,7 +89,7 @@ def test_modules_call_their_ops() -> None:
 
 @pytest.mark.parametrize("kind, torch_kind", [(ReLU, torch.nn.ReLU), (Mish, torch.nn.Mish)])
 def test_inplace_activations(kind: type, torch_kind: type) -> None:
-    """The input is overwritten and returned, and the gradient is that of torch.nn's module."""
+    """The input is overwritten and returned. The gradient is that of torch.nn's module."""
     ours, theirs = kind(inplace=True), torch_kind(inplace=True)
     assert isinstance(ours, torch_kind) and repr(ours) == repr(theirs)
     leaf = torch.randn(4, 33, requires_grad=True)
@@ -105,7 +106,7 @@ def test_inplace_activations(kind: type, torch_kind: type) -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support Python 3.14")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_onnx_does_not_know_the_operators() -> None:
-    """docs/compatibility.md says so; a reverted model is exported as any other."""
+    """docs/compatibility.md says that ONNX export is not supported."""
     model = torch.nn.Sequential(LayerNorm(8))
     with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="extension_cpp::layer_norm"):
         torch.onnx.export(model, (torch.ones(2, 8),), io.BytesIO(), dynamo=False)
@@ -143,7 +144,7 @@ def test_trains_in_a_sequential_model(device: str) -> None:
 
 
 def test_third_derivative_of_mish_is_refused() -> None:
-    """An error, in place of the silent zero that an op without autograd gives."""
+    """An error, not the silent zero of an op without autograd."""
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(extension_cpp.mish(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
@@ -152,7 +153,7 @@ def test_third_derivative_of_mish_is_refused() -> None:
 
 
 def test_saved_tensors_are_few() -> None:
-    """scale_bias_relu keeps x and bias alone; relu its result; the mask is never stored."""
+    """scale_bias_relu saves only x and bias, and relu only its result. No mask is stored."""
     x, bias = torch.randn(64, 33, requires_grad=True), torch.randn(33, requires_grad=True)
     for function, kept in [
         (lambda: extension_cpp.scale_bias_relu(x, bias, 0.5), 2),
@@ -169,7 +170,7 @@ CAPTURED = [*MODULES, Dropout(0.3), AddLayerNorm(33, p=0.3), AddRMSNorm(33, p=0.
 
 @pytest.mark.parametrize("module", CAPTURED, ids=lambda module: type(module).__name__)
 def test_symbolic_trace(module: torch.nn.Module) -> None:
-    """In training, too; the graph draws other random numbers at each run."""
+    """symbolic_trace works also in training, and the graph draws new random numbers at each run."""
     inputs = [torch.randn(4, 33) for _ in range(1 + isinstance(module, (AddLayerNorm, AddRMSNorm)))]
     with torch.no_grad():
         traced = torch.fx.symbolic_trace(module)
@@ -232,7 +233,7 @@ def test_scripting_a_loss_gets_a_sentence(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("name", ["Softmax", "LogSoftmax"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_softmax_beside_torch(name: str, dim: int, device: str) -> None:
-    """Sums of 5 terms, relative to the largest: 8 roundings, half an eps each."""
+    """The bound is 8 roundings of half an eps each, for sums of 3 to 5 terms, relative to the largest result."""
     ours, stock = getattr(extension_cpp.nn, name)(dim=dim), getattr(torch.nn, name)(dim=dim)
     assert repr(ours) == repr(stock) and isinstance(ours, type(stock))
     x = torch.randn(3, 4, 5, device=device)
@@ -259,8 +260,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=", ".join)
 def test_cross_entropy_loss_beside_torch(options: dict[str, Any], device: str) -> None:
-    """Loss and gradient, of class indices and of probabilities; the state_dict is torch's. Rows of 8 classes, 16 of
-    them, add up: 24 roundings, half an eps each, relative to the sum of the largest."""
+    """Loss, gradient and state_dict are torch's, for class indices and for probabilities. The bound is 24 roundings of
+    half an eps each, for sums over 8 classes and 16 rows, relative to the largest loss."""
     ours, stock = CrossEntropyLoss(**options).to(device), torch.nn.CrossEntropyLoss(**options).to(device)
     assert repr(ours) == repr(stock) == "CrossEntropyLoss()"
     assert list(ours.state_dict()) == list(stock.state_dict()) == ["weight"] * ("weight" in options)
@@ -269,7 +270,7 @@ def test_cross_entropy_loss_beside_torch(options: dict[str, Any], device: str) -
     largest = torch.nn.functional.cross_entropy(logits, logits.argmin(1), reduction="sum").item()
     for target in (torch.randint(0, 8, (16,), device=device), torch.rand(16, 8, device=device)):
         if target.is_floating_point() and "ignore_index" in options:
-            continue  # torch refuses both together
+            continue  # torch refuses probabilities with ignore_index
         got, want = ours(logits, target), stock(logits, target)
         assert ("cross_entropy" in type(got.grad_fn).__name__) != target.is_floating_point()
         gradients = (torch.autograd.grad(loss.sum(), logits)[0] for loss in (got, want))
@@ -287,7 +288,7 @@ def test_cross_entropy_loss_with_more_than_torch_has() -> None:
 
 
 def test_linear_cross_entropy_loss(device: str) -> None:
-    """The op's result, torch.nn.Linear's parameters, and every option."""
+    """The module gives the op's result with every option, and has torch.nn.Linear's parameters."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(33, 8, device=device)
     torch.manual_seed(0)
@@ -312,7 +313,7 @@ def test_linear_cross_entropy_loss(device: str) -> None:
 
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
-    """At import; a function may import what it likes."""
+    """Only imports at module level count; imports inside functions may form a circle."""
     imports: dict[str, set[str]] = {}
     for path in Path(extension_cpp.__file__).parent.glob("*.py"):
         found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
@@ -323,7 +324,7 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
 
 
 def test_out_of_memory_gets_a_sentence() -> None:
-    """The first words are PyTorch's (on a GPU "CUDA out of memory."), and no path of the build is shown."""
+    """The message begins like PyTorch's (on a GPU "CUDA out of memory.") and shows no build path."""
     with pytest.raises(RuntimeError) as error:
         extension_cpp.relu(torch.empty(1).expand(1 << 48))
     sentence = "Out of memory. extension_cpp tried to allocate a tensor of shape [281474976710656] on cpu"

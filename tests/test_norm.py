@@ -26,8 +26,8 @@ HALF = [torch.bfloat16, torch.float16]
 def test_weights_of_half_inputs(
     dtype: torch.dtype, weights: str, rows: int, cols: int, name: str, given: str, device: str
 ) -> None:
-    """Weights of float32 or of x's type, or one of them alone: the result has x's dtype, the weights' gradients
-    theirs; against float64."""
+    """Weight and bias, or one of them, in float32 or in x's type. The result has x's dtype, and each gradient its
+    leaf's; values are near float64's."""
     rows = rows_for(device, rows, cols)
     x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
     weight_dtype = torch.float32 if weights == "float32" else dtype
@@ -46,7 +46,7 @@ def test_weights_of_half_inputs(
     assert (y.double() - exact).abs().max() <= 2 * eps * exact.abs().max()
     for got, want, of in zip(gradients, exact_gradients, inputs, strict=True):
         assert got.dtype == of.dtype
-        # grad_x is rounded to half; weight gradients are sums of as many float32 products as rows, then of their type.
+        # grad_x is rounded to x's type. Weight gradients are float32 sums of `rows` products, rounded to their type.
         bound = 2 * eps if of is x else rows * torch.finfo(torch.float32).eps + torch.finfo(of.dtype).eps
         assert (got.double() - want).abs().max() <= bound * want.abs().max()
 
@@ -74,7 +74,8 @@ def test_backward_saves_x_itself_and_numbers_a_row(name: str, device: str) -> No
 
 
 def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
-    """float32's for half types: at x of the size of its root, every other eps shows."""
+    """The default eps for half types is float32's. x is of the size of sqrt(eps), so that another eps would give
+    another result."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x = torch.full((3, 8), 2.0**-13 if dtype is not torch.float64 else 2.0**-27, device=device, dtype=dtype)
         torch.testing.assert_close(extension_cpp.rms_norm(x, (8,)), reference.rms_norm(x, (8,)))
@@ -83,7 +84,8 @@ def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
 @pytest.mark.parametrize("cols", [8, 33, 1025, 4096, 16384, 20008, 20011, 40960])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device: str) -> None:
-    """As PyTorch's. A mean that is off by its last bit would show: 1 / sqrt(eps) times 4e4 times 2 ** -24 is near 1."""
+    """If all elements of a row are equal, the result is the bias, as in PyTorch. An error in the last bit of the mean
+    would be magnified by 1 / sqrt(eps): 4e4 * 2**-24 / sqrt(eps) is near 1."""
     values = torch.tensor([0.0, -3.0, 0.1, 4e4, -4.6e4], device=device).to(dtype)
     x = values[:, None].expand(-1, cols).contiguous()
     weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
@@ -95,13 +97,14 @@ def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device:
 @pytest.mark.parametrize("cols", [33, 64, 1000, 5120, 20000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, cols: int, device: str) -> None:
-    """The variance is summed around a number near the mean, which the first elements are taken to show."""
+    """The kernels sum the variance around an estimate of the mean, taken from the first elements. A bad estimate must
+    not cost accuracy."""
     for far, count in itertools.product((1e3, -1e5), (1, 16, 31, 32)):
         x = torch.randn(5, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x[:, :count] += far
         x = x.to(dtype).to(device).requires_grad_()
         exact = x.detach().double().requires_grad_()
-        if dtype is torch.float64:  # PyTorch's own is no better; two passes over the rows are
+        if dtype is torch.float64:  # PyTorch's float64 is not more accurate than ours; two passes are
             centered = exact - exact.mean(-1, keepdim=True)
             want = centered * (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         else:
@@ -110,13 +113,14 @@ def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, col
         grad_out = torch.randn(5, cols, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
         (grad,), (wanted,) = torch.autograd.grad(got, x, grad_out.to(dtype)), torch.autograd.grad(want, exact, grad_out)
         eps = torch.finfo(dtype).eps
-        for a, b in ((got, want), (grad, wanted)):  # 32 roundings of the largest of a row
+        for a, b in ((got, want), (grad, wanted)):  # 32 roundings, relative to the largest element of a row
             assert ((a.double() - b).abs().amax(-1) <= 32 * eps * b.abs().amax(-1)).all(), (far, count)
 
 
 @pytest.mark.parametrize("cols", [24, 33, 768, 1025, 1536, 6144, 20484, 20483, 49152])
 def test_float32_rows_of_one_value_have_no_negative_variance(cols: int, device: str) -> None:
-    """Where deviations are rounding errors, so is what is left of their squares, of either sign: rstd would be NaN."""
+    """In a row of equal elements the deviations are rounding errors. A difference of their squares may be negative, and
+    rstd would be NaN."""
     x = (torch.rand(64, 1, device=device) * 10 ** torch.linspace(0, 9, 64, device=device)[:, None]).expand(-1, cols)
     y, mean, rstd = torch.ops.extension_cpp.layer_norm(x.contiguous(), (cols,), None, None, 1e-12)
     assert y.isfinite().all() and rstd.isfinite().all()
@@ -126,12 +130,12 @@ def test_float32_rows_of_one_value_have_no_negative_variance(cols: int, device: 
 @pytest.mark.parametrize("cols", [8, 33, 1025, 4096, 16384, 20008, 20011, 40960, 50257, 131072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_whose_squares_are_beyond_float(dtype: torch.dtype, cols: int, device: str) -> None:
-    """Of numbers up to 1e16 the squares add up within float, but not the square of half a row's sum."""
+    """For numbers up to 1e16 the sum of squares fits into float, but the square of the sum of half a row does not."""
     x = (10 ** torch.linspace(0, 16, 33, device=device))[:, None].repeat(1, cols).to(dtype)
     x[:, cols // 2 :].neg_()
     y = extension_cpp.layer_norm(x, (cols,))
     exact = torch.nn.functional.layer_norm(x.double(), (cols,))
-    statistics = 4 * torch.finfo(torch.float32).eps * cols**0.5  # which are float's; y is rounded to its own type
+    statistics = 4 * torch.finfo(torch.float32).eps * cols**0.5  # the statistics are float32's, y is rounded again
     assert (y - exact).abs().max() <= (statistics + torch.finfo(dtype).eps) * exact.abs().max()
 
 
@@ -160,7 +164,7 @@ def test_only_what_needs_a_gradient_gets_one(dtype: torch.dtype, rows: int, cols
 
 @every_norm
 def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
-    """Sums over many rows: in bfloat16 they would stop growing at 256."""
+    """Sums over 131072 rows: in bfloat16 they would stop growing at 256."""
     x = torch.randn(131072, 64, device=device).bfloat16()
     weight = torch.ones(64, device=device, requires_grad=True)
     bias = torch.zeros(64, device=device, requires_grad=True)
@@ -171,15 +175,15 @@ def test_131072_rows_of_bfloat16(name: str, device: str) -> None:
     exact = getattr(reference, name)(*norm_arguments(name, x.double(), *doubles))
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
     for a, b in zip(got, want, strict=True):
-        # Partial sums in float32 of terms near 1, of which sqrt(rows) survive, and their magnitudes add up to rows.
+        # Partial sums in float32 of terms near 1: the errors grow as sqrt(rows), relative to a sum of up to rows.
         assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.float32).eps * 131072**0.5 * max(b.abs().max(), 1)
 
 
 @every_norm
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: str) -> None:
-    """float32 parameters, as a model under autocast has them: the same dtype of result and gradients, the same values
-    but for the rounding of each; compiled as well, where the cast is part of the graph."""
+    """With float32 parameters, as in a model under autocast, results and gradients have PyTorch's dtypes, and its
+    values up to a rounding. Compiled code, whose graph contains the cast, gives eager's bits."""
     ours = getattr(extension_cpp, name)
     inputs = [
         torch.randn(9, 33, device=device).to(dtype),
@@ -200,7 +204,8 @@ def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: s
 
 @pytest.mark.parametrize("module", [LayerNorm(48), RMSNorm(48)], ids=lambda module: type(module).__name__)
 def test_gradients_accumulate_over_micro_batches(module: torch.nn.Module, device: str) -> None:
-    """float32 weights under bfloat16 activations: four backward calls add up to one over the whole batch."""
+    """With float32 weights and bfloat16 activations, the gradients of four micro-batches add up to that of the whole
+    batch."""
     module = module.to(device)
     x, grad_out = (torch.randn(64, 48, device=device).bfloat16() for _ in range(2))
     module.zero_grad()
@@ -250,7 +255,7 @@ def test_empty_as_pytorch(name: str, shape: tuple, normalized: tuple, device: st
 @every_norm
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_gpu_and_one_model_a_gpu_in_two_threads(name: str) -> None:
-    """Device 1 while device 0 is current; then both at once."""
+    """Calls on device 1 while device 0 is current; then on both at once."""
     cases = {}
     for index in range(2):
         x = torch.randn(300, 16384, generator=torch.Generator().manual_seed(index)).to(f"cuda:{index}").requires_grad_()

@@ -1,5 +1,5 @@
-"""The norms' kernels, of which a GPU has many: rows of every width, few and many of them, where they begin
-in memory, and how far apart."""
+"""The norms' kernels, of which there are many on a GPU: all widths, few and many rows, all alignments, and strided
+rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights: torch.dtype, device: str) -> None:
-    """Against float64."""
+    """Compares the gradients with float64's."""
     x, grad_out = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(weights) for _ in range(2))
 
@@ -30,16 +30,16 @@ def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights
     got = gradients(getattr(extension_cpp, name), x, weight, bias)
     want = gradients(getattr(reference, name), *(t.detach().double() for t in (x, weight, bias)))
     for a, b in zip(got, want, strict=True):
-        # Weights: float32 sums of as many products as rows, of whose roundings sqrt(rows) survive; others: trees of
-        # log2(cols) roundings.
+        # Weight gradients are float32 sums of `rows` products, whose errors grow as sqrt(rows). The others are sums in
+        # trees of log2(cols) roundings.
         sums = torch.finfo(torch.float32).eps * (4 * rows**0.5 if b.dim() == 1 else 16)
         assert ((a.double() - b).abs() <= torch.finfo(a.dtype).eps * b.abs() + sums * b.abs().max()).all(), cols
 
 
 def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
-    """Op, dtype, rows and columns: problems for each row of the table of plans (csrc/norm/norm_plan.h).
+    """Problems (op, dtype, rows, columns) for each row of the table of plans (csrc/norm/norm_plan.h).
 
-    One for each number of threads that share a warp, and one for more than a warp.
+    A row of the table has one problem for each number of threads within a warp, and one for more than a warp.
     """
     seen: set[tuple[int, int]] = set()
     found = []
@@ -76,7 +76,7 @@ def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
 
 
 def test_every_plan(device: str) -> None:
-    """One problem for each row of the table, forward and backward."""
+    """Every row of the table of plans gives right results, forward and backward."""
     problems = problems_of_every_plan()
     if device != "cuda":
         pytest.skip("there is a problem for each row of the table; only a GPU runs it by that row")
@@ -91,7 +91,7 @@ ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """A row's results are the same bits whatever the number of rows: cut from a call of 4096."""
+    """A row has the same bits in a call with few rows as in a call with 4096 rows."""
     widths = (31, 64, 257, 1024) if device == "cpu" else (31, 64, 257, 768, 1024, 1025, 2560, 4096, 8192, 20480, 40000)
     for cols in widths:
         sample = next(iter(spec.sample_inputs(maker(device, dtype), (4096, cols))))
@@ -110,8 +110,8 @@ def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_a_row_does_not_depend_on_how_many_there_are(
     dtype: torch.dtype, gap: int, cols: int, name: str, device: str
 ) -> None:
-    """On a GPU large tensors have a policy for the L2, and other clusters take a row: none differs."""
-    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # fewer bytes would be for other kernels
+    """On a GPU, large tensors use an L2 policy, and another cluster may process a row. The bits are the same."""
+    parts, size = (5, 34 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels
     step = max(1, size // (cols * dtype.itemsize) // 8) * 8  # parts begin at multiples of 16 bytes
     x, grad_out = (torch.randn(parts * step, cols + gap, device=device).to(dtype)[:, :cols] for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in range(2))
@@ -140,7 +140,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(
 def test_gradients_of_large_tensors(
     dtype: torch.dtype, weights: str, cols: int, mib: int, name: str, device: str
 ) -> None:
-    """On a GPU smaller ones are for other kernels."""
+    """On a GPU, smaller tensors use other kernels."""
     rows = (mib << 20) // (2 * cols) // (1 if device == "cuda" else 64)
     check_gradients(name, rows, cols, dtype, torch.float32 if weights == "float32" else dtype, device)
 
@@ -150,7 +150,7 @@ def test_gradients_of_large_tensors(
     "dtype, weights", [(torch.float32, torch.float32), *((x, w) for x in HALF for w in (x, torch.float32))], ids=str
 )
 def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name: str, device: str) -> None:
-    """On a GPU rows have a kernel a width and kind of weights. Fewer than these bytes would be for another."""
+    """On a GPU the kernel depends on the width and on the kind of weights. Smaller tensors would use other kernels."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = (17 << 20) // (dtype.itemsize * cols) // (1 if device == "cuda" else 128) + 1
         check_gradients(name, rows, cols, dtype, weights, device)
@@ -165,7 +165,7 @@ def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name
     ids=str,
 )
 def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: int, name: str, device: str) -> None:
-    """On a GPU rows have a kernel a width and kind of weights, and another where they are few."""
+    """On a GPU the kernel depends on the width, the kind of weights and whether rows are few or many."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = bytes_of_x // (cols * dtype.itemsize) // (1 if device == "cuda" else 16) + 1
         x = torch.randn(rows, cols, device=device).to(dtype)
@@ -177,7 +177,7 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
         )
         y = getattr(extension_cpp, name)(*given)
         exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
-        # As below, with log2(16384) roundings, and two of weight and bias.
+        # As in the next test, but with log2(16384) roundings, and two of weight and bias.
         bound = torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps
         assert (y - exact).abs().max() <= bound * exact.abs().max(), cols
 
@@ -196,15 +196,15 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
     ids=str,
 )
 def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: int, name: str, device: str) -> None:
-    """Other kernels on a GPU than with weights of x's type, a shape or two a width."""
+    """On a GPU these weights have other kernels than weights of x's type, with one or two shapes for each width."""
     rows = (130 << 20) // (cols * dtype.itemsize) // (1 if device == "cuda" else 64)
     x = torch.randn(rows, cols, device=device).to(dtype)
     pair = (None, None) if weights == "none" else [torch.randn(cols, device=device) for _ in "wb"]
     given = norm_arguments(name, x, *pair)
     exact = getattr(reference, name)(*(t.double() if isinstance(t, Tensor) else t for t in given))
     y = getattr(extension_cpp, name)(*given)
-    # y is rounded once; its row's sums are trees of log2(131081) roundings, of which rstd and the mean bring half each;
-    # weight and bias bring two.
+    # y is rounded once. The sums of a row are trees of log2(131081) roundings; the mean and rstd each contribute half
+    # of them. Weight and bias contribute two.
     bound = torch.finfo(dtype).eps + 20 * torch.finfo(torch.float32).eps
     assert (y - exact).abs().max() <= bound * exact.abs().max()
 
@@ -217,7 +217,8 @@ def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: in
 def test_wide_rows_do_not_depend_on_those_behind_them(
     dtype: torch.dtype, weights: torch.dtype, cols: int, name: str, device: str
 ) -> None:
-    """On a GPU a cluster has several rows, or the last fewer; a write behind them compute-sanitizer sees."""
+    """On a GPU a cluster processes several rows, the last cluster perhaps fewer. compute-sanitizer sees a write beyond
+    the last row."""
     x = torch.randn(33, cols, device=device).to(dtype)
     weight, bias = (torch.randn(cols, device=device).to(weights) for _ in "wb")
     whole = getattr(extension_cpp, name)(*norm_arguments(name, x, weight, bias))
@@ -229,8 +230,7 @@ def test_wide_rows_do_not_depend_on_those_behind_them(
 @every_norm
 @pytest.mark.parametrize("rows", [1, 7, 20, 37])
 def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
-    """Scratch for the partial rows of the weight gradients is no larger than the rows; a write behind it
-    compute-sanitizer sees."""
+    """The scratch for partial weight gradients is no larger than the rows. compute-sanitizer sees a write beyond it."""
     x, grad_out = (torch.randn(rows, 50257, device=device).requires_grad_() for _ in range(2))
     weight, bias = (torch.randn(50257, device=device, requires_grad=True) for _ in range(2))
     inputs = [x, weight, bias] if name == "layer_norm" else [x, weight]
@@ -239,7 +239,7 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
     doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     exact = getattr(reference, name)(*norm_arguments(name, *doubles))
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
-    for got, right in zip(gradients, want, strict=True):  # a row's sums are trees of log2(50257) roundings
+    for got, right in zip(gradients, want, strict=True):  # the sums of a row are trees of log2(50257) roundings
         assert (got - right).abs().max() <= 16 * torch.finfo(torch.float32).eps * right.abs().max()
 
 
@@ -247,8 +247,8 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layout: str, device: str) -> None:
-    """On a GPU the widest clusters', or the plain kernels': rows that shared memory holds as a whole and in part, of
-    whole vectors and odd ones; the same bits in every run."""
+    """On a GPU the widest clusters or the plain kernels process these rows. Shared memory holds a row as a whole or in
+    part, and widths are whole vectors or odd. Every run gives the same bits."""
     if device != "cuda":
         pytest.skip("the width decides only on the GPU which kernel takes a row")
     for shape in [(40, 131081), (40, 163848), (9, 262144), (9, 270345), (3, 1 << 20)]:
@@ -262,8 +262,8 @@ def test_rows_wider_than_a_cluster_takes(spec: OpSpec, dtype: torch.dtype, layou
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, elements: int, device: str) -> None:
-    """What is read begins so many elements behind a multiple of 16 bytes, or the gradient one, but not the weights; on
-    a GPU also rows that shared memory holds in part."""
+    """x begins `elements` after a multiple of 16 bytes, or grad_out begins one element after it; weights stay aligned.
+    On a GPU also for rows that shared memory holds in part."""
     make = maker(device, dtype)
 
     def make_off(shape: Sequence[int]) -> Tensor:
@@ -280,7 +280,7 @@ def test_rows_begin_anywhere_in_memory(spec: OpSpec, dtype: torch.dtype, element
 @every_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, device: str) -> None:
-    """A packed QKV: the result of its contiguous copy, bit for bit, and no copy is made."""
+    """Slices of a packed QKV give the bits of their contiguous copies, and no copy is made."""
     packed = torch.randn(5, 7, 3 * 64, device=device).to(dtype)
     function = getattr(extension_cpp, name)
     for part in packed.split(64, dim=-1):
@@ -300,7 +300,8 @@ def test_strided_rows_are_read_where_they_lie(name: str, dtype: torch.dtype, dev
 @pytest.mark.parametrize("rows, cols", [(40, 1024), (2100, 320), (2100, 1024), (2100, 1025), (40, 50257)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: int, device: str) -> None:
-    """x and grad_out are slices, or one of them: the gradients of their contiguous copies, on a GPU bit for bit."""
+    """If x or grad_out or both are slices, the gradients are those of contiguous copies, on a GPU with the same
+    bits."""
     wide_x, wide_grad = (torch.randn(rows, cols + 8, device=device).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(cols, device=device).to(dtype).requires_grad_() for _ in range(2))
 
@@ -318,5 +319,5 @@ def test_strided_rows_backward(name: str, dtype: torch.dtype, rows: int, cols: i
         for got, want in zip(gradients(*inputs), wanted, strict=True):
             if device == "cuda":
                 assert torch.equal(got, want)
-            else:  # sums begin at another place of the row, where it begins at another place in memory
+            else:  # on the CPU a row's alignment in memory changes the order of its sums
                 torch.testing.assert_close(got, want)

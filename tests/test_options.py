@@ -1,4 +1,4 @@
-"""Options of the public functions away from their defaults, in every combination, against the reference."""
+"""The public functions with options other than the defaults, in every combination, compared with the reference."""
 
 import inspect
 import itertools
@@ -17,7 +17,7 @@ P = ({}, {"p": 0.0}, {"p": 0.3}, {"p": 1.0}, {"p": 0.3, "training": False}, {"p"
 
 
 def affine(*names: str) -> Iterator[dict[str, Any]]:
-    """Each weight, given by name, or not."""
+    """Every subset of the named weights as keyword arguments."""
     for given in itertools.product((True, False), repeat=len(names)):
         yield {name: torch.randn(6) for name, is_given in zip(names, given, strict=True) if is_given}
 
@@ -45,7 +45,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_options(dtype: torch.dtype, device: str) -> None:
-    """Results and gradients; both draw the same seed."""
+    """Results and gradients are the reference's. Both draw the same seed."""
 
     def leaf(x: Any) -> Any:
         return x.to(device, dtype).requires_grad_() if isinstance(x, torch.Tensor) else x
@@ -65,7 +65,7 @@ def test_options(dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(ours, exact, msg=lambda text, message=message: f"{message}: {text}")
 
 
-# Under another name here, or torch.nn.functional's.
+# PyTorch's functions where they are not torch.nn.functional's.
 OF_TORCH = {"reduce_sum": torch.sum, "softmax": torch.softmax, "log_softmax": torch.log_softmax}
 
 
@@ -77,7 +77,7 @@ OF_TORCH = {"reduce_sum": torch.sum, "softmax": torch.softmax, "log_softmax": to
     ),
 )
 def test_arguments_have_the_names_of_torch(name: str) -> None:
-    """A call by keyword can be moved from PyTorch's function to ours."""
+    """A call of PyTorch's function with keywords works with ours."""
     function = getattr(extension_cpp, name)
     assert next(iter(inspect.signature(function).parameters)) == "input"
     assert inspect.signature(getattr(extension_cpp.reference, name)).parameters.keys() >= {"input"}

@@ -1,4 +1,5 @@
-"""scripts/profile.sh: the page made of Nsight Compute's report, the CPU's profile, and what is said without a tool."""
+"""scripts/profile.sh: the summary of Nsight Compute's report, the CPU's profile, and the messages if a tool is
+missing."""
 
 import os
 import re
@@ -84,7 +85,7 @@ def test_summary_of_a_report(tmp_path: Path) -> None:
 def test_what_a_report_lacks_is_a_dash(missing: str) -> None:
     (kernel,) = ncu_summary.kernels(csv_of({name: about for name, about in METRICS.items() if name != missing}))
     changed = set(ncu_summary.describe(kernel).splitlines()) - set(PAGE.splitlines())
-    if missing.startswith("smsp__"):  # the shares of the other reasons grow
+    if missing.startswith("smsp__"):  # without one stall reason, the shares of the others grow
         assert len(changed) == (missing != STALLED.format("long_scoreboard_not_issued"))
     else:
         assert 1 <= len(changed) <= 2 and all(re.search(r"(^|\s)-(\s|$)", line) for line in changed)
@@ -114,7 +115,7 @@ def profile(
 def test_profile_on_the_cpu() -> None:
     if shutil.which("perf") is None:
         pytest.skip("there is no perf; valgrind, which would take its place, takes minutes")
-    # On a busy machine half a second is some dozens of samples, of which forward may have none.
+    # On a busy machine half a second gives a few dozen samples, perhaps none in forward.
     told = profile("relu", "--cpu", "--dtype", "float32", "--mib", "8", "--seconds", "3")
     if told.returncode != 0 and "perf_event_paranoid" in told.stderr:
         pytest.skip("perf may not measure here")
@@ -134,7 +135,7 @@ esac
 
 @pytest.mark.parametrize("works", [True, False])
 def test_profile_on_a_gpu(tmp_path: Path, works: bool) -> None:
-    """With stand-ins for nvidia-smi and ncu: what the script makes of them."""
+    """What the script makes of the output of nvidia-smi and ncu, here stand-ins."""
     (tmp_path / "report.csv").write_text(csv_of(METRICS))
     for name, text in {"nvidia-smi": "#!/bin/sh\n", "ncu": NCU.replace("report.csv", f"{tmp_path}/report.csv")}.items():
         (tmp_path / name).write_text(text)
@@ -167,13 +168,13 @@ echo "a line of another kind"
 
 
 def with_few_tools(folder: Path) -> None:
-    """Programs that the script itself needs, and no profiler."""
+    """Links the programs that the script itself needs, but no profiler."""
     for tool in ("bash", "cat", "env", "dirname", "mkdir", "sed", "grep"):
         (folder / tool).symlink_to(shutil.which(tool) or "/nowhere")
 
 
 def test_profile_under_callgrind(tmp_path: Path) -> None:
-    """Where there is no perf; with stand-ins for valgrind and its reader."""
+    """Without perf the script uses valgrind. valgrind and callgrind_annotate are stand-ins."""
     with_few_tools(tmp_path)
     for name, text in {"valgrind": VALGRIND, "callgrind_annotate": ANNOTATE}.items():
         (tmp_path / name).write_text(text)

@@ -11,8 +11,8 @@ from extension_cpp import reduce_sum
 from tests.forked import python
 from tests.opspec import DTYPES
 
-# The kernels' edges: blocks of 32 columns, narrow rows taken several as one, tiles of 1024 columns and of 512 bytes,
-# rows a group of lanes, a warp or a block sums, and runs of terms long enough to be cut in chunks.
+# Cases of the kernels: blocks of 32 columns, joined narrow rows, tiles of 1024 columns and of 512 bytes, rows for a
+# group of lanes, a warp or a CTA, and sums long enough to be cut into chunks.
 SHAPES = [
     (70000,),
     (300, 33),
@@ -31,7 +31,8 @@ SHAPES = [
 
 
 def layouts(shape, dtype, device):
-    """The shape contiguous, offset by one element, reversed and rotated in memory, and channels_last."""
+    """Tensors of the shape: contiguous, offset by one element, with reversed or rotated dimensions in memory, and
+    channels_last."""
 
     def make(*sizes):
         return torch.randn(sizes, dtype=torch.float64, device=device).to(dtype)
@@ -69,7 +70,7 @@ def test_no_worse_than_eager_on_long_sums(device):
     n = 1 << 24
     ramp = torch.linspace(0, 1, n, device=device)
     spike = torch.ones(n, device=device)
-    spike[0] = 2.0**24  # adding ones to it one by one in float32 would lose every one of them
+    spike[0] = 2.0**24  # in float32, adding ones to it one by one would lose all of them
     alternating = torch.randn(n, device=device) * 1e4
     alternating[1::2] = -alternating[::2] + 1e-3
     for x in (torch.rand(n, device=device), ramp, spike, alternating):
@@ -82,7 +83,7 @@ def test_no_worse_than_eager_on_long_sums(device):
 def test_one_large_term_keeps_the_small_ones():
     x = torch.ones(1 << 20)
     x[5] = 2.0**24
-    # Only the terms that share a lane and a batch with it can be lost.
+    # Only the terms that share a float lane and a batch with the large term can be lost.
     assert abs(reduce_sum(x).item() - (2.0**24 + 2.0**20)) <= 64
 
 
@@ -107,7 +108,7 @@ torch.save(sums, sys.argv[1])
 
 def test_same_bits_for_any_threads_and_instruction_set(tmp_path):
     saved = []
-    for level in ("baseline", "v3", "v4"):  # a level the machine lacks runs as its highest one
+    for level in ("baseline", "v3", "v4"):  # instead of a level that the machine lacks, its highest one runs
         path = tmp_path / f"{level}.pt"
         environment = {**os.environ, "EXTENSION_CPP_CPU_LEVEL": level}
         done = python("-c", DETERMINISM, path, env=environment)
@@ -158,8 +159,8 @@ def test_dims_are_what_torch_takes(dim: object, device: str) -> None:
     "shape, dim", [((3, 70001), 1), ((70001, 3), 0), ((300, 40, 301), (0, 2)), ((700, 1100), None)]
 )
 def test_sums_that_cancel(shape: tuple[int, ...], dim: object, dtype: torch.dtype, device: str) -> None:
-    """Between passes and chunks sums stay in double: the result is the exact sum rounded once, but for float32 lanes of
-    a few dozen terms each. Partial sums are beyond float16's range, and large beside the total."""
+    """Sums stay in double between passes and chunks, so the result is the exact sum rounded once, apart from float32
+    lanes of a few dozen terms. Partial sums exceed float16's range and are much larger than the total."""
     generator = torch.Generator().manual_seed(0)
     size = 500.0 if dtype is torch.float16 else 1e4
     half = torch.randn(shape, generator=generator).mul(size).to(dtype)
@@ -176,7 +177,7 @@ def test_sums_that_cancel(shape: tuple[int, ...], dim: object, dtype: torch.dtyp
 
 
 def test_partial_sums_beyond_float16(device: str) -> None:
-    """60000 several times, and as often less 60000."""
+    """Sums of 200,000 terms of 60000 and as many of -60000 are 0."""
     for shape, dim in (((2, 400_000), 1), ((400_000, 2), 0)):
         x = torch.full(shape, 60000.0, dtype=torch.float16, device=device)
         x.narrow(dim, 200_000, 200_000).neg_()

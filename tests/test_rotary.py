@@ -1,4 +1,5 @@
-"""rotary_embedding beside the functions of Hugging Face transformers, in the layouts of models, without copies."""
+"""rotary_embedding compared with the functions of Hugging Face transformers, in the layouts of models, without
+copies."""
 
 import itertools
 
@@ -16,14 +17,14 @@ BATCH, HEADS, KEY_HEADS, TOKENS = 2, 6, 2, 9
 
 
 def angles(width: int, device: str) -> tuple[Tensor, Tensor]:
-    """cos and sin of (BATCH, TOKENS, width / 2) angles, each sequence from a position of its own."""
+    """cos and sin of angles (BATCH, TOKENS, width / 2). Each sequence begins at its own position."""
     position = torch.arange(TOKENS, device=device)[None, :, None] + torch.tensor([[[0]], [[100]]], device=device)
     angle = position * 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
     return angle.cos(), angle.sin()
 
 
 def packed(width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """q and k as views of what one linear layer makes of each token: heads of q, of k and of v side by side."""
+    """q and k as views of the output of one linear layer: the heads of q, k and v are neighbours in each token."""
     heads = HEADS + 2 * KEY_HEADS
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(BATCH, TOKENS, heads * width, generator=generator).to(device, dtype)
@@ -32,7 +33,8 @@ def packed(width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """Two products and a sum of numbers that the dtype holds: the others round each, and ours once; numbers to 5."""
+    """The results are two products and a sum of numbers up to 5. transformers rounds each step, and our op rounds
+    once."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * 5 * torch.finfo(ours.dtype).eps)
 
@@ -51,7 +53,7 @@ def test_as_llama(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_phi_and_gpt_neox(dtype: torch.dtype, device: str) -> None:
-    """Which rotate a part of each row, and put it before the rest of the row."""
+    """These models rotate the first part of each row and keep the rest."""
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
     q, k = packed(80, dtype, device)
@@ -65,7 +67,7 @@ def test_as_phi_and_gpt_neox(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_cohere_and_gpt_j(dtype: torch.dtype, device: str) -> None:
-    """Which rotate neighbours, by factors that each occur twice in a row."""
+    """These models rotate neighbours, and each factor occurs twice in a row."""
     from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
     from transformers.models.gptj import modeling_gptj
 
@@ -75,14 +77,14 @@ def test_as_cohere_and_gpt_j(dtype: torch.dtype, device: str) -> None:
     ours = extension_cpp.rotary_embedding(q, k, cos, sin, interleaved=True)
     for y, theirs in zip(ours, apply_rotary_pos_emb(q, k, cos, sin), strict=True):
         assert_near(y, theirs)
-    for x, y in zip((q, k), ours, strict=True):  # (batch, tokens, heads, width) there
+    for x, y in zip((q, k), ours, strict=True):  # GPT-J's function takes (batch, tokens, heads, width)
         cos_j, sin_j = (f.to(dtype) for f in halves)
         assert_near(y, modeling_gptj.apply_rotary_pos_emb(x.transpose(1, 2), sin_j, cos_j).transpose(1, 2))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_float_factors_beside_half(interleaved: bool, device: str) -> None:
-    """The float32 factors are not rounded: the result is the float32 one, rounded once."""
+    """float32 factors beside half types are not rounded: the result is the float32 result, rounded once."""
     for dtype in (torch.bfloat16, torch.float16):
         q, k = packed(80, dtype, device)
         cos, sin = factors(maker(device, torch.float32), (BATCH, TOKENS, 72))
@@ -94,7 +96,8 @@ def test_float_factors_beside_half(interleaved: bool, device: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_backward_with_unequal_halves(interleaved: bool, device: str) -> None:
-    """Each gradient against the matrix itself, which the op gives row by row; a pair has four numbers of its own."""
+    """The gradient is the product with the transposed matrix, which the op gives for unit vectors. Each pair has four
+    independent factors."""
     width = 6
     cos, sin = factors(maker(device, torch.float64), (TOKENS, width))
     eye = torch.eye(width, device=device, dtype=torch.float64)[:, None].expand(width, TOKENS, width)
@@ -107,8 +110,8 @@ def test_backward_with_unequal_halves(interleaved: bool, device: str) -> None:
     torch.testing.assert_close(ours, torch.einsum("hto,fto->htf", grad, matrix))
 
 
-# Of a row, and of its rotated part: both halves, or not, in whole vectors of 16, 8 and 4 bytes, and rests of one and of
-# two vectors; on the CPU one block, several, and tails.
+# The widths of a row and of its rotated part. Halves are whole vectors of 16, 8 or 4 bytes, or not; the rest has one or
+# two vectors. On the CPU they are one block, several blocks, and tails.
 WIDTHS = [(64, 64), (128, 128), (80, 32), (96, 96), (72, 48), (40, 24), (20, 8), (18, 12), (10, 10), (7, 6), (5, 0)]
 WIDTHS += [(256, 192), (65, 64), (200, 136)]
 
@@ -116,8 +119,8 @@ WIDTHS += [(256, 192), (65, 64), (200, 136)]
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_widths_and_layouts(dtype: torch.dtype, interleaved: bool, device: str) -> None:
-    """q and k contiguous, as views of packed memory, and at addresses between two vectors; numbers of heads that a
-    thread's list of heads does not divide; tokens that a tile does not divide."""
+    """q and k are contiguous, views of packed memory, or unaligned. The heads are not a multiple of a thread's heads,
+    and the tokens not a multiple of a tile."""
     make = maker(device, dtype)
     for (width, rotated), heads in zip(WIDTHS, itertools.cycle([(1, 1), (6, 2), (4, 0), (7, 1), (0, 3)]), strict=False):
         for layout in ("contiguous", "packed", "offset"):
@@ -134,7 +137,7 @@ def test_widths_and_layouts(dtype: torch.dtype, interleaved: bool, device: str) 
 
 @pytest.mark.parametrize("rows", ["transposed", "packed", "broadcast"])
 def test_reads_rows_where_they_lie(rows: str, device: str) -> None:
-    """PyTorch's allocator and copy see nothing but the two results; both directions."""
+    """Forward and backward allocate only the two results and copy nothing."""
     q, k = packed(64, torch.float32, device)
     if rows == "transposed":
         q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
@@ -151,7 +154,8 @@ def test_reads_rows_where_they_lie(rows: str, device: str) -> None:
 
 
 def test_results_in_the_order_of_the_inputs(device: str) -> None:
-    """Of packed memory the results have (batch, tokens, heads, width), which attention reads as it is."""
+    """For packed inputs the results are (batch, tokens, heads, width) in memory, which attention reads without a
+    copy."""
     q, k = packed(64, torch.bfloat16, device)
     cos, sin = (torch.cat([f, f], -1).bfloat16() for f in angles(64, device))
     for y in extension_cpp.rotary_embedding(q, k, cos, sin):
@@ -172,7 +176,8 @@ def test_one_result_used(device: str) -> None:
 
 
 def test_autocast_of_mixed_dtypes(device: str) -> None:
-    """The type of q and k after autocast is the wider of theirs; factors go to it, and beside half types to float32."""
+    """Autocast converts q and k to the wider of their types. It converts the factors to that type too, or to float32
+    beside half types."""
     q, k = packed(64, torch.float32, device)
     cos, sin = (torch.cat([f, f], -1) for f in angles(64, device))
     half = torch.bfloat16

@@ -1,4 +1,4 @@
-"""scripts/sass_diff.py: what it reads of cuobjdump's output, how kernels are paired, and what it prints."""
+"""scripts/sass_diff.py: how it parses cuobjdump's output, how it pairs kernels, and what it prints."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from scripts import sass_diff
 from scripts.sass_diff import compare, parse, rename, table
 
-# As `cuobjdump -sass` prints a library of two kernels; the code is shortened.
+# The output of `cuobjdump -sass` for a library of two kernels, shortened.
 SASS = """\
 Fatbin elf code:
 ================

@@ -1,4 +1,4 @@
-"""Scans: long lines that several threads share, strides that are read as they are, and what may reach what."""
+"""Scans: long lines that several threads share, bits that do not depend on other lines, recurrences, autocast."""
 
 import itertools
 import subprocess
@@ -25,7 +25,7 @@ def randn(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("shape, dim", [((5 * PART + 7,), 0), ((PART + 1, 2), 0), ((2 * PART, 33), 0), ((1, PART), 1)])
 def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """The values, the same bits at any number of threads, and those of a line among others."""
+    """Values are right. The bits are the same for any number of threads, and for a line alone or among others."""
     x = randn(shape, dtype, device)
     before = torch.get_num_threads()
     for exclusive, reverse in itertools.product((False, True), repeat=2):
@@ -39,7 +39,8 @@ def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device
         for other in results[1:]:
             assert torch.equal(other, results[0])
         exact = extension_cpp.reference.cumsum(x.double(), dim, **options)
-        # Half types only round the result; the others round many sums of up to 2^14 numbers, too, as exact does.
+        # Half types round only the result. The others also round sums of up to 2^14 numbers, and in float64 so does
+        # exact.
         roundings = {torch.float64: x.shape[dim] ** 0.5, torch.float32: 32}.get(dtype, 1)
         bound = roundings * torch.finfo(dtype).eps * exact.abs().max().item()
         assert (results[0].double() - exact).abs().max().item() <= bound
@@ -64,7 +65,7 @@ def test_a_line_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype
 def test_logcumsumexp_keeps_small_terms_beside_0(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
 ) -> None:
-    """log(1 + 63 exp(-17)): the result is smaller than the rounding of its sum. 64 terms are rounded twice each."""
+    """log(1 + 63 exp(-17)) is smaller than the rounding error of 1 + 63 exp(-17). Each of 64 terms is rounded twice."""
     x = torch.full(shape, -17.0, dtype=dtype, device=device)
     x.select(dim, 0).zero_()
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
@@ -75,8 +76,8 @@ def test_logcumsumexp_keeps_small_terms_beside_0(
 def loop(
     a: Tensor, b: Tensor, h0: Tensor | None, grad_h: Tensor, dim: int, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All states, and the gradients of a, b and h0, step by step in float64; by Python's numbers, which are faster than
-    tensors of a number or three."""
+    """All states, and the gradients of a, b and h0, step by step in float64. Python's numbers are faster here than
+    tensors of one to three elements."""
     size, lines = b.shape[dim], b.numel() // b.shape[dim]
     given = [x.double().movedim(dim, 0).reshape(size, lines).t().tolist() for x in (a.expand(b.shape), b, grad_h)]
     firsts = [0.0] * lines if h0 is None else h0.double().reshape(lines).tolist()
@@ -105,8 +106,8 @@ def loop(
 @pytest.mark.parametrize("shape, dim", [((2 * PART + 7,), 0), ((PART + 33, 3), 0), ((1, PART + 1), 1)])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_long_recurrences(shape: tuple[int, ...], dim: int, reverse: bool, dtype: torch.dtype, device: str) -> None:
-    """Factors near 1, so that a state is felt in the next part; the same bits at any number of threads and beside
-    other lines."""
+    """Factors are near 1, so that a state influences the next part. The bits are the same for any number of threads and
+    beside other lines."""
     make = maker(device, dtype, seed=dim)
     a = (1 - make(shape).detach().sigmoid() / 512).to(dtype)
     b, g = make(shape).detach(), make(shape).detach()
@@ -134,7 +135,8 @@ def test_long_recurrences(shape: tuple[int, ...], dim: int, reverse: bool, dtype
 @every_dtype
 @pytest.mark.parametrize("shape, dim", [((2 * PART + 7,), 0), ((PART + 33, 3), 0), ((1, PART + 1), 1)])
 def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Slowly rising, so that sums of many parts count; the same bits at any number of threads and beside others."""
+    """x rises slowly, so that the sums of many parts matter. The bits are the same for any number of threads and beside
+    other lines."""
     x = maker(device, dtype)(shape).detach()
     x = (x + torch.linspace(0, 4, shape[dim], device=device).view(-1, *(1,) * (len(shape) - 1 - dim))).to(dtype)
     g = maker(device, dtype, seed=1)(shape).detach()
@@ -155,7 +157,7 @@ def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype,
     exact_y = torch.logcumsumexp(x.double(), dim)
     y, grad = (t.double() for t in results[0])
     eps = torch.finfo(dtype).eps
-    # In float64 exact_y rounds as often.
+    # In float64 exact_y has as many roundings as y.
     assert (y - exact_y).abs().max() <= (64 if dtype is torch.float64 else 4) * eps * exact_y.abs().max()
     # Each gradient is a sum over later steps: exp(x[k]) * sum(g[j] * exp(-y[j])).
     z = x.double().requires_grad_()
@@ -164,7 +166,8 @@ def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype,
 
 
 def test_min_gru_beside_a_loop(device: str) -> None:
-    """States and all gradients; the second half goes on from the first's last state; and backward in time."""
+    """States and all gradients equal a loop's, in both directions. The second half continues from the last state of the
+    first."""
     for reverse in (False, True):
         layer = MinGRU(5, 7, reverse=reverse, device=device, dtype=torch.float64)
         x = torch.randn(2, 9, 5, device=device, dtype=torch.float64, requires_grad=True)
@@ -187,7 +190,7 @@ def test_min_gru_beside_a_loop(device: str) -> None:
 
 
 def test_autocast_promotes(device: str) -> None:
-    """Outside of it mixed dtypes are refused; cumsum is float32 on CUDA, as torch's is."""
+    """Autocast promotes mixed dtypes, which are refused without it. cumsum gives float32 on CUDA, as torch's does."""
     a, b = torch.rand(4, 3, device=device), torch.randn(4, 3, device=device, dtype=torch.bfloat16)
     with torch.autocast(device, torch.bfloat16):
         h = extension_cpp.linear_recurrence(a, b, b[0])
@@ -219,7 +222,8 @@ int main() {
 
 
 def test_a_line_is_cut_by_its_length_alone_on_a_gpu(tmp_path: Path) -> None:
-    """So that its bits do not depend on the other lines: one plan for rows and one for columns of each length."""
+    """The plan for a length depends only on whether lines are rows or columns, so a line's bits do not depend on other
+    lines."""
     source, program = tmp_path / "plans.cpp", tmp_path / "plans"
     source.write_text(PLANS)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", f"-I{build_library.CSRC}"]

@@ -1,7 +1,7 @@
-"""The CUDA kernels of csrc/scan, compiled for the CPU (tests/c/cuda_on_cpu) and judged as the battery judges an op.
+"""The CUDA kernels of csrc/scan, compiled for the CPU (tests/c/cuda_on_cpu) and checked as the battery checks an op.
 
-So they are tested without a GPU, by threads that take turns in a random order. There are fewer threads and tiles in a
-group, so that lines of some thousand steps have all levels of the tree.
+So the kernels are tested without a GPU, and their threads run in a random order. CTAs have fewer threads and groups
+fewer tiles than on a GPU, so that lines of a few thousand steps reach all levels of the tree.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from tests.checks import check, leaves, maker
 from tests.opspec import OpSpec, all_specs
 
 ON_CPU = Path(build_library.__file__).parent / "tests" / "c" / "cuda_on_cpu"
-# What the C++ compiler does not know, and the sizes.
+# Replacements in the sources: code that a C++ compiler does not know, and smaller sizes.
 CHANGES = {
     "scan_memory.cuh": {"extern __shared__ uint4 held[];": "static thread_local uint4 held[8192];"},
     "scan_tile.cuh": {
@@ -40,7 +40,7 @@ CHANGES = {
     },
     "scan_plan.h": {"THREADS = 256": "THREADS = 64", "FAN = 32": "FAN = 4"},
 }
-DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}  # of common/dtype.h
+DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2}  # the numbers of common/dtype.h
 
 
 class Operand(ctypes.Structure):
@@ -56,7 +56,7 @@ class Shape(ctypes.Structure):
 
 
 def arguments(operands: int, exclusive: bool = False) -> type[ctypes.Structure]:
-    """The struct of an op in scan.h: the shape, the inputs, the outputs and, of cumsum, whether it is exclusive."""
+    """An op's argument struct in scan.h: the shape, the inputs, the outputs and, for cumsum, `exclusive`."""
     fields: list[Any] = [("shape", Shape), *((f"operand{i}", Operand) for i in range(operands))]
 
     class Arguments(ctypes.Structure):
@@ -66,19 +66,19 @@ def arguments(operands: int, exclusive: bool = False) -> type[ctypes.Structure]:
 
 
 class Kernels:
-    """Lines of a tensor along dim; each method returns what the op does."""
+    """Calls the kernels on the lines of tensors along dim."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
     @staticmethod
     def lines(x: Tensor, dim: int) -> Tensor:
-        """(outer, length, inner), without a copy where the strides allow it."""
+        """x as (outer, length, inner), without a copy if the strides allow it."""
         dim %= x.dim()
         return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
 
     def run(self, op: str, dim: int, reverse: bool, tensors: list[Tensor | None], *exclusive: int) -> None:
-        """`tensors`: as in the op's struct; h0 and its gradient lack the dimension dim."""
+        """Launches an op. `tensors` has the order of the op's struct; h0 and its gradient lack the dimension dim."""
         first = tensors[0]
         assert first is not None
         lines = self.lines(first, dim)
@@ -103,7 +103,7 @@ class Kernels:
         bytes_of = getattr(self.library, f"{op}_state_bytes_cuda")
         bytes_of.restype = ctypes.c_int64
         size = bytes_of(ctypes.byref(args))
-        state = torch.ones(size + 8, dtype=torch.uint8)  # the launcher clears it, and no more
+        state = torch.ones(size + 8, dtype=torch.uint8)  # the launcher clears `size` bytes, not the 8 behind them
         args.shape.state = state.data_ptr()
         assert getattr(self.library, f"{op}_cuda")(ctypes.byref(args), None) == 0
         assert (state[size:] == 1).all(), "written behind the state"
@@ -114,8 +114,8 @@ def poisoned(like: Tensor) -> Tensor:
 
 
 def functions(kernels: Kernels) -> dict[str, Callable[..., Tensor]]:
-    """The ops with their gradients, of one or more dimensions and with elements."""
-    # mypy wants *args in backward, as PyTorch's base class has it: hence the marks below.
+    """The ops with their gradients. Inputs have at least one dimension and one element."""
+    # PyTorch's base class has *args in backward, hence the type: ignore comments below.
 
     class Cumsum(torch.autograd.Function):
         @staticmethod
@@ -179,7 +179,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
             text = text.replace(old, new)
         (folder / "scan" / source.name).write_text(text)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-O1", "-Wno-unknown-pragmas", "-shared"]
-    command += ["-U_FORTIFY_SOURCE"]  # whose longjmp takes no other stack
+    command += ["-U_FORTIFY_SOURCE"]  # the fortified longjmp refuses to switch stacks
     command += ["-fPIC", "-pthread", f"-I{folder}", f"-I{ON_CPU}", f"-I{build_library.CSRC}"]
     subprocess.run([*command, "-x", "c++", folder / "scan/scan_cuda.cu", "-o", folder / "libscan.so"], check=True)
     return Kernels(folder / "libscan.so")
@@ -192,7 +192,8 @@ def spec(request: pytest.FixtureRequest, kernels: Kernels) -> OpSpec:
 
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-# Rows of part of a warp, of warps, of tiles; columns of a tile and of many; widths that vectors do not divide.
+# Rows for a part of a warp, for warps and for tiles; columns in one tile and in many; widths that are not whole
+# vectors.
 SHAPES = [(1,), (3, 1), (70, 5), (3, 32), (2, 33), (1, 1000), (5, 3, 7), (2, 40, 8), (1, 900, 3), (600, 33), (2, 1024)]
 
 
@@ -205,7 +206,7 @@ def test_right(spec: OpSpec, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_vectors_at_any_address(spec: OpSpec, dtype: torch.dtype) -> None:
-    """Rows with a gap of three elements."""
+    """Rows have a gap of three elements, so that they begin at any alignment."""
     for shape in [(5, 33), (9, 64), (3, 40, 16)]:
         for sample in spec.sample_inputs(maker("cpu", dtype, layout="padded"), shape):
             check(spec, sample, "padded", "padded rows")
@@ -216,7 +217,7 @@ def test_vectors_at_any_address(spec: OpSpec, dtype: torch.dtype) -> None:
 def test_nan_and_inf(spec: OpSpec, dtype: torch.dtype, value: float) -> None:
     for sample in spec.sample_inputs(maker("cpu", dtype), (2, 67)):
         for x in leaves(sample):
-            for index in range(0, x.numel(), 22):  # 0 and 66 among the columns
+            for index in range(0, x.numel(), 22):  # includes columns 0 and 66
                 keep = x.detach().clone()
                 x.detach().view(-1)[index] = value
                 check(spec, sample, what=f"{value} at {index}", limits=value == value)
@@ -232,7 +233,7 @@ def test_hostile_numbers(spec: OpSpec, dtype: torch.dtype, mean: float, spread: 
 
 @pytest.mark.parametrize("shape, dim", [((3, 64), 1), ((64, 40), 0)])
 def test_logcumsumexp_keeps_small_terms_beside_0(kernels: Kernels, shape: tuple[int, ...], dim: int) -> None:
-    """As the test of this name in test_scan.py."""
+    """The same as the test of this name in test_scan.py."""
     x = torch.full(shape, -17.0)
     x.select(dim, 0).zero_()
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
@@ -242,8 +243,8 @@ def test_logcumsumexp_keeps_small_terms_beside_0(kernels: Kernels, shape: tuple[
 
 @pytest.mark.parametrize("shape, dim", [((2, 120_001), 1), ((1, 5_000, 3), 1)])
 def test_all_levels_of_the_tree(kernels: Kernels, shape: tuple[int, ...], dim: int) -> None:
-    """More than FAN * FAN tiles: exact sums of small whole numbers, and of others the same bits in every run and beside
-    other lines."""
+    """More than FAN * FAN tiles. Sums of small whole numbers are exact. Other numbers give the same bits in every run
+    and beside other lines."""
     cumsum, log_sum, recurrence = functions(kernels).values()
     whole = torch.randint(-3, 4, shape).float()
     for exclusive, reverse in itertools.product((False, True), repeat=2):
@@ -258,7 +259,7 @@ def test_all_levels_of_the_tree(kernels: Kernels, shape: tuple[int, ...], dim: i
     a, b = torch.rand(shape), torch.randn(shape)
     first = results(a, b)
     assert all(map(torch.equal, first, results(a, b)))
-    # A number passes at most 64 steps of a thread and 36 joins, each with the rounding of an exp and of a sum.
+    # A number passes at most 64 steps of a thread and 36 joins. Each rounds an exp and a sum.
     atol = 100 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(first[1].double(), b.double().logcumsumexp(dim), rtol=0, atol=atol)
     some = (slice(None), slice(None), slice(2)) if len(shape) == 3 else (slice(1),)

@@ -1,5 +1,4 @@
-"""The kernels of examples/scan_steps: what they compute, on the CPU (tests/c/cuda_on_cpu) and on a GPU, and that they
-compile."""
+"""The kernels of examples/scan_steps: they compile, and are right on the CPU (tests/c/cuda_on_cpu) and on a GPU."""
 
 import subprocess
 from pathlib import Path
@@ -20,14 +19,14 @@ def compiled_for_cpu(source: Path, folder: Path) -> steps.Scans:
     library = folder / f"lib{source.stem}.so"
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'tests/c/cuda_on_cpu'}"]
-    command += ["-U_FORTIFY_SOURCE"]  # whose longjmp takes no other stack
+    command += ["-U_FORTIFY_SOURCE"]  # the fortified longjmp refuses to switch stacks
     subprocess.run([*command, "-x", "c++", source, "-o", library], check=True)
     return steps.Scans(library)
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> steps.Scans:
-    """The kernels with CTAs of 64 threads and tiles of 256 elements, so that a tree of 1,100 tiles is soon done."""
+    """The kernels with CTAs of 64 threads and tiles of 256 elements, so that a tree of 1,100 tiles is fast."""
     folder = tmp_path_factory.mktemp("on_cpu")
     for name, old, new in (
         ("first_steps.cuh", "THREADS = 256", "THREADS = 64"),
@@ -52,13 +51,13 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> steps.Scans:
 
 
 def is_right(scans: steps.Scans, step: str, shape: tuple[int, int], device: str) -> bool:
-    """For whole numbers, whose sums are exact: an element too many, too few or twice is seen."""
+    """Uses whole numbers, whose sums are exact: a missing or repeated element changes the result."""
     whole = torch.randint(-9, 10, shape, device=device).float()
     y = measure.poisoned(lambda x: scans(step, x), whole)
     return torch.equal(y.double(), whole.cumsum(1, dtype=torch.float64))
 
 
-# Ends of warps, chunks and tiles of the small build; rows that are not aligned; more rows than CTAs at once.
+# Lengths at the ends of warps, chunks and tiles of the small build; unaligned rows; more rows than concurrent CTAs.
 SHAPES = [(0, 5), (3, 0), (1, 1), (3, 31), (5, 32), (70, 33), (4, 255), (4, 256), (3, 257), (3, 1020), (2, 9003)]
 
 
@@ -70,13 +69,13 @@ def test_right(step: str, on_cpu: steps.Scans) -> None:
 
 
 def test_every_level_of_the_tree(on_cpu: steps.Scans) -> None:
-    """More than 1,024 tiles: whole groups, and the sum through a block of groups."""
+    """More than 1,024 tiles: whole groups, and a sum over a block of groups."""
     torch.manual_seed(0)
     assert is_right(on_cpu, "fixed_tree", (1, 256 * 1070 + 3), "cpu")
 
 
 def test_right_as_it_is(tmp_path: Path) -> None:
-    """With the tile that the GPU has."""
+    """The kernels are right with the GPU's tile size."""
     scans = compiled_for_cpu(steps.SOURCE, tmp_path)
     torch.manual_seed(0)
     for shape in ((2, 4096 + 4), (1, 4096 * 2 + 1)):
@@ -100,7 +99,7 @@ def test_numbers_that_are_not_finite_spread_forward_only(step: str, on_cpu: step
 
 
 def test_measured(on_cpu: steps.Scans, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every contender in every shape, and the table of them; a slow step is called once."""
+    """Every contender is measured in every shape, and the table lists all. A slow step is called once."""
     calls = measure.contenders(on_cpu)
     rows = [row for shape in ((6, 32), (1, 300)) for row in measure.measure(calls, torch.randn(shape), 9)]
     assert [*calls] == [*steps.STEPS, "torch.cumsum", "extension_cpp.cumsum"]
@@ -131,7 +130,7 @@ def test_bad_input(on_cpu: steps.Scans) -> None:
 
 
 def test_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, too."""
+    """The kernels also compile without a GPU."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     library = steps.build(tmp_path)
     if library is None:

@@ -1,4 +1,4 @@
-"""`make site`: the API reference has every public name, the navigation every document, and every link holds."""
+"""`make site`: the API reference has every public name, the navigation has every document, and every link works."""
 
 import inspect
 import re
@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A site of its own. A broken link is an error, as mkdocs.yml says, and so is a document that no page lists."""
+    """Builds the site into a temporary folder. By mkdocs.yml, a broken link or a document that no page lists is an
+    error."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(module, reason=f"{module}, of requirements.txt, is not installed")
     folder = tmp_path_factory.mktemp("site")
@@ -38,7 +39,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 def test_every_document_is_in_the_navigation(site: Path) -> None:
-    page = (site / "404.html").read_text().replace('href="/."', 'href="/"')  # whose links begin at the root
+    page = (site / "404.html").read_text().replace('href="/."', 'href="/"')  # its links begin at the root
     navigation = re.search(r'<nav class="md-nav md-nav--primary".*?</nav>\s*</div>', page, re.DOTALL)
     assert navigation is not None
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):

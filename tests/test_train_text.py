@@ -1,4 +1,5 @@
-"""examples/train_text.py: a killed run ends as one that was not, both --ops train alike, one sentence an error."""
+"""examples/train_text.py: a killed and resumed run ends like an unbroken one, both --ops train alike, one sentence per
+error."""
 
 import json
 import os
@@ -17,7 +18,7 @@ from examples import train_text
 from tests.forked import python
 
 SIZES = {"width": 32, "layers": 2, "heads": 2, "context": 32, "batch": 4, "accumulate": 2, "learning_rate": 2e-3}
-# The program itself, with a smaller model.
+# Runs the program with a smaller model.
 SMALL = f"""
 import sys
 import torch
@@ -84,8 +85,8 @@ def free_port() -> int:
 
 
 def test_two_nodes(small: None, tmp_path: Path) -> None:
-    """Two torchruns that meet on the loopback, as they would on two machines; then one process has their checkpoint.
-    tests/test_sharding.py has the losses."""
+    """Two torchruns meet on the loopback, as they would on two machines. Then one process resumes from their
+    checkpoint. tests/test_sharding.py compares the losses."""
     script = tmp_path / "small.py"
     script.write_text(SMALL)
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
@@ -131,8 +132,8 @@ def test_a_checkpoint_is_never_half_written(small: None, tmp_path: Path, monkeyp
 
 
 def test_both_ops_train_alike(small: None) -> None:
-    """Ours compiled, PyTorch's eager, with one layer: a second one would be compiled, too. A loss may move by
-    bfloat16's step, in which the products round."""
+    """Our ops compiled and PyTorch's eager give near losses. One layer suffices, and a second one would take more time
+    to compile. Products round to bfloat16, so a loss may differ by one eps of bfloat16."""
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 12, text.digest, **SIZES | {"layers": 1})
     ours, stock = (train_text.Training(ops, text, settings, compiled=ops == "ours") for ops in ("ours", "torch"))
@@ -199,8 +200,8 @@ def test_a_damaged_checkpoint_of_the_other_ops_does_no_harm(
 
 
 def test_gradients_accumulate(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's gradient is that of all its sequences at once, but for where bfloat16's products round: twice, each
-    side, and once more where a loss is divided by the number of parts."""
+    """The gradient of a step with two parts is that of all its sequences at once, up to roundings of bfloat16 products:
+    two on each side, and one more where a loss is divided by the number of parts."""
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 2, text.digest, **SIZES)
     training = train_text.Training("ours", text, settings, compiled=False)

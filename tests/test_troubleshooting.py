@@ -1,4 +1,4 @@
-"""The messages in docs/troubleshooting.md are the real ones: each is provoked here, as far as this machine can."""
+"""The messages in docs/troubleshooting.md are real: the tests provoke each one that this machine can produce."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 def run(*command: object, **options) -> str:
-    """What a command that must fail says."""
+    """Runs a command that must fail, and returns its output."""
     return failed(subprocess.run([str(word) for word in command], capture_output=True, text=True, **options))
 
 
@@ -82,7 +82,7 @@ def headers_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As the kernel does it, to a compiler that waits for its source."""
+    """Kills a compiler that waits for its source, as the kernel's out-of-memory killer does."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     options = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | {"LC_ALL": "C"}}
@@ -95,7 +95,7 @@ def out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def package(folder: Path, library: Path | None) -> str:
-    """What importing a copy of the package says that has another library, or none."""
+    """Imports a copy of the package with another library or without one, and returns the message."""
     ignore = shutil.ignore_patterns("csrc", "__pycache__", "*.so")
     shutil.copytree(extension_cpp.LIBRARY.parent, folder / "extension_cpp", ignore=ignore)
     if library:
@@ -143,7 +143,7 @@ def driver_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def cuda_runtime(error: int) -> Callable[[Path, pytest.MonkeyPatch], str]:
-    """What the CUDA runtime calls an error, by its number."""
+    """Returns a function that gives the CUDA runtime's message for an error number."""
 
     def provoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         packages = Path(torch.__file__).parent.parent
@@ -162,7 +162,8 @@ def gradcheck_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         return message_of(lambda: torch.autograd.gradcheck(extension_cpp.mish, torch.ones(3, requires_grad=True)))
 
 
-# Under its heading, in the order of the page; a heading with two messages has them from one call or from two.
+# Headings and the functions that provoke their messages, in the order of the page. A heading with two messages is
+# listed twice.
 PROVOKED = [
     ("nvcc not found", nvcc_not_found),
     ("CUDA_HOME not set", cuda_home_not_set),
@@ -187,7 +188,7 @@ PROVOKED = [
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """Heading and message, in order."""
+    """The headings and messages of the page, in order."""
     for part in re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         for message in re.findall(r"^```text\n(.*?)\n```$", part, re.MULTILINE | re.DOTALL):
             yield part.split("\n")[0], message

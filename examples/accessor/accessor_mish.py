@@ -27,7 +27,7 @@ _ops = torch.ops.accessor_mish
 
 
 def reference(x: Tensor) -> Tensor:
-    """The same in plain PyTorch: what it means, and the truth of its test (run in float64)."""
+    """The same in plain PyTorch. It documents the op, and its test compares with it in float64."""
     return x * torch.tanh(torch.nn.functional.softplus(x))
 
 

@@ -1,4 +1,4 @@
-"""The public functions. A section an op: function, fake, setup_context, backward, register_autograd."""
+"""The public functions. One section for each op: function, fake, setup_context, backward, register_autograd."""
 
 from typing import Any
 

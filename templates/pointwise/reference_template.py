@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch, with the same signature: what it means, and the truth of its tests (run in float64)."""
+"""Every op in plain PyTorch, with the same signature. It documents the op, and its tests compare with it in float64."""
 
 from torch import Tensor
 

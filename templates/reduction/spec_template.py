@@ -11,7 +11,7 @@ def sample_inputs(make, shape):
 
 
 def terms(sample):
-    """grad_x is a difference of terms as large as |grad_out * weight| * rstd, of which |grad_out| is at most 2."""
+    """grad_x is a difference of terms of up to |grad_out * weight| * rstd, and |grad_out| is at most 2."""
     x, weight, *eps = sample.args
     if x.numel() == 0:
         return 0.0
@@ -20,7 +20,7 @@ def terms(sample):
 
 
 def reduction(sample):
-    """Columns behind an element of the result, rows behind one of the weight's gradient."""
+    """The number of terms in a sum: the columns for the result, the rows for the weight's gradient."""
     x, weight = sample.args[:2]
     return max(weight.numel(), x.numel() // max(weight.numel(), 1))
 

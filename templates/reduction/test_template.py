@@ -1,4 +1,4 @@
-"""What only kernel_template promises; what every op promises is in tests/battery."""
+"""What only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch

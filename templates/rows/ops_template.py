@@ -1,4 +1,4 @@
-"""The public functions. A section an op: function, fake, setup_context, backward, register_autograd."""
+"""The public functions. One section for each op: function, fake, setup_context, backward, register_autograd."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def kernel_template(x: Tensor) -> Tensor:
 
 
 def _check_kernel_template(op: str, x: Tensor) -> None:
-    """The kernel's checks, with its sentences."""
+    """The kernel's checks, with the same sentences."""
     checks.check_dtype(op, "x", x)
     checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
 

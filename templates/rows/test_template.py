@@ -1,4 +1,4 @@
-"""What only kernel_template promises; what every op promises is in tests/battery."""
+"""What only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_known_values(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 4), (0, 0)], ids=str)
 def test_empty(shape: tuple[int, ...], device: str) -> None:
-    """No features: NaN, as torch.mean's, and an empty gradient."""
+    """A row without elements gives NaN, as torch.mean does, and an empty gradient."""
     x = torch.ones(shape, device=device, requires_grad=True)
     y = extension_cpp.kernel_template(x)
     y.sum().backward()

@@ -1,4 +1,4 @@
-"""The public functions. A section an op: function, fake, setup_context, backward, register_autograd."""
+"""The public functions. One section for each op: function, fake, setup_context, backward, register_autograd."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def kernel_template(x: Tensor, decay: float) -> Tensor:
 
 
 def _check_kernel_template(op: str, name: str, x: Tensor, decay: float) -> None:
-    """The kernel's checks, with its sentences."""
+    """The kernel's checks, with the same sentences."""
     checks.check_dtype(op, name, x)
     checks.check(op, x.dim() > 0, f"expected {name} to have at least one dimension, but got shape []")
     if not 0 <= decay <= 1:
@@ -63,8 +63,8 @@ def _kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 def _kernel_template_plain(x: Tensor, decay: float) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation: after each turn of the loop an element
-    holds the sum of twice as many steps."""
+    """The same in plain tensor operations, for forward-mode differentiation: each turn of the loop doubles the number
+    of steps in an element's sum."""
     y, offset = x.to(torch.promote_types(x.dtype, torch.float32), copy=True), 1
     while offset < x.shape[-1]:
         y = y + decay**offset * torch.nn.functional.pad(y[..., :-offset], (offset, 0))

@@ -1,12 +1,12 @@
-"""Every op in plain PyTorch, with the same signature: what it means, and the truth of its tests (run in float64)."""
+"""Every op in plain PyTorch, with the same signature. It documents the op, and its tests compare with it in float64."""
 
 import torch
 from torch import Tensor
 
 
 def kernel_template(x: Tensor, decay: float) -> Tensor:
-    """Of the loop y_k = decay * y_(k-1) + x_k the logarithmic form: after each turn an element holds the sum of twice
-    as many steps."""
+    """The loop y_k = decay * y_(k-1) + x_k in logarithmically many turns: each turn doubles the number of steps in an
+    element's sum."""
     y, offset = x.clone(), 1
     while offset < x.shape[-1]:
         y = y + decay**offset * torch.nn.functional.pad(y[..., :-offset], (offset, 0))

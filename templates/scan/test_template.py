@@ -1,4 +1,4 @@
-"""What only kernel_template promises; what every op promises is in tests/battery."""
+"""What only kernel_template promises. tests/battery tests what every op promises."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ import extension_cpp
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_known_values(dtype: torch.dtype, device: str) -> None:
-    """Small binary fractions are exact in every dtype: the value, the first derivative, and the derivative of that by
-    what comes in."""
+    """Small binary fractions are exact in every dtype: the value, the gradient, and the derivative of the gradient in
+    grad_out."""
     x = torch.tensor([[1.0, 2.0, 3.0], [0.0, 4.0, -2.0]], dtype=dtype, device=device, requires_grad=True)
     grad_out = torch.ones_like(x, requires_grad=True)
     y = extension_cpp.kernel_template(x, 0.5)
@@ -22,7 +22,7 @@ def test_known_values(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_step_counts_once(reverse: bool, device: str) -> None:
-    """Sums of ones are exact: across blocks of the CPU, and warps and carries of the GPU."""
+    """Sums of ones are exact, across blocks on the CPU and across warps and carries on the GPU."""
     ops = torch.ops.extension_cpp
     op = ops.kernel_template_backward if reverse else ops.kernel_template
     for steps in (1, 31, 32, 33, 255, 256, 257, 1000, 4097):

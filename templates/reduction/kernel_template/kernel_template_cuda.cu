@@ -13,7 +13,7 @@ using forward_args = kernel_template_forward_args;
 using backward_args = kernel_template_backward_args;
 
 constexpr int THREADS = 256;
-constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x ends at 2^31 - 1
+constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS) forward_kernel(forward_args args) {

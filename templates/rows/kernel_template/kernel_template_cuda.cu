@@ -11,7 +11,7 @@ using forward_args = kernel_template_forward_args;
 using backward_args = kernel_template_backward_args;
 
 constexpr int THREADS = 256;
-constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x ends at 2^31 - 1
+constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 
 // What an element adds to its row's sum, and the derivative of that.
 template <typename A>

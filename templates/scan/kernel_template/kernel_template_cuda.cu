@@ -10,11 +10,11 @@ namespace {
 using scan_args = kernel_template_args;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x ends at 2^31 - 1
+constexpr int64_t MOST_BLOCKS = INT64_C(1) << 30;  // gridDim.x is at most 2^31 - 1
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// What two neighbouring parts of a row make together; `weight` is decay to the power of the number
-// of steps in the later part. It must be associative, because the parts are joined along a tree.
+// Joins two neighbouring parts of a row. `weight` is decay to the power of the number of steps in
+// the later part. The join must be associative, because the parts are joined along a tree.
 template <typename A>
 __device__ A join(A earlier, A later, A weight) {
   return weight * earlier + later;
