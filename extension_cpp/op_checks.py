@@ -1,7 +1,7 @@
-"""The checks of csrc/<op>/<op>.cpp that several functions share: the same conditions, order and sentences as there."""
+"""What several operators share: fakes, and the checks of csrc/<op>/<op>.cpp in the same order and the same words."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,20 @@ from torch import Tensor
 from . import checks, linear_loss
 
 # ---- pointwise ops, gates, reduce_sum, softmax and scans ----
+
+
+def fake_like(op: str, *names: str) -> Callable[..., Tensor]:
+    """The fake of an operator whose first arguments are the tensors `names`. The others and the result are like the
+    last one."""
+
+    def fake(*args: Any) -> Tensor:
+        *others, like = args[: len(names)]
+        checks.check_dtype(op, names[-1], like)
+        for name, other in zip(names, others, strict=False):
+            checks.check_like(op, name, other, names[-1], like)
+        return torch.empty_like(like)
+
+    return fake
 
 
 def check_bias(op: str, x: Tensor, bias: Tensor) -> None:
@@ -63,6 +77,19 @@ def norm_statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
     """An empty tensor with one number for each row, in a shape that broadcasts against x."""
     shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
     return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
+
+
+def norm_gradients(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weights: Sequence[Tensor | None],
+    needs_x: bool,
+    needs_weights: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Empty gradients of x and of the weights. A gradient that is not needed has no elements."""
+    like = next((w for w in weights if w is not None), x)
+    of_weights = (like.new_empty(list(normalized_shape) if needs else 0) for needs in needs_weights)
+    return x.new_empty(x.shape if needs_x else 0), *of_weights
 
 
 def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:

@@ -53,7 +53,9 @@ from .op_checks import (
     check_statistic,
     check_tokens,
     class_dim,
+    fake_like,
     loss_type,
+    norm_gradients,
     norm_statistics,
 )
 
@@ -137,10 +139,7 @@ def _muladd_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 register_autograd("muladd", _muladd_backward, setup_context=_muladd_setup_context, plain=plain.muladd)
 register_autograd(
-    "muladd_backward",
-    second_order.muladd,
-    setup_context=second_order.save_inputs,
-    plain=plain.muladd_backward,
+    "muladd_backward", second_order.muladd, setup_context=second_order.save_inputs, plain=plain.muladd_backward
 )
 
 
@@ -253,10 +252,7 @@ def _relu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 register_autograd("relu", _relu_backward, setup_context=_relu_setup_context, plain=plain.relu)
 register_autograd(
-    "relu_backward",
-    second_order.relu,
-    setup_context=second_order.relu_setup_context,
-    plain=plain.relu_backward,
+    "relu_backward", second_order.relu, setup_context=second_order.relu_setup_context, plain=plain.relu_backward
 )
 
 
@@ -282,29 +278,9 @@ def mish(input: Tensor) -> Tensor:
     return _ops.mish(input)
 
 
-@register_fake("mish")
-def _(x: Tensor) -> Tensor:
-    checks.check_dtype("mish", "x", x)
-    return torch.empty_like(x)
-
-
-@register_fake("mish_backward")
-def _(grad_out: Tensor, x: Tensor) -> Tensor:
-    checks.check_dtype("mish_backward", "x", x)
-    checks.check_like("mish_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x)
-
-
-@register_fake("mish_double_backward")
-def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor) -> Tensor:
-    checks.check_dtype("mish_double_backward", "x", x)
-    checks.check_like("mish_double_backward", "grad_grad_x", grad_grad_x, "x", x)
-    checks.check_like("mish_double_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x)
-
-
-def _mish_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
+register_fake("mish")(fake_like("mish", "x"))
+register_fake("mish_backward")(fake_like("mish_backward", "grad_out", "x"))
+register_fake("mish_double_backward")(fake_like("mish_double_backward", "grad_grad_x", "grad_out", "x"))
 
 
 def _mish_backward(ctx: Any, grad_out: Tensor) -> Gradients:
@@ -312,7 +288,7 @@ def _mish_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.mish_backward(grad_out, x)}
 
 
-register_autograd("mish", _mish_backward, setup_context=_mish_setup_context, plain=plain.mish)
+register_autograd("mish", _mish_backward, setup_context=second_order.save_inputs, plain=plain.mish)
 register_autograd("mish_backward", second_order.mish, setup_context=second_order.save_inputs, plain=plain.mish_backward)
 register_autograd("mish_double_backward", second_order.not_implemented("mish", "third"))
 
@@ -338,29 +314,9 @@ def silu(input: Tensor) -> Tensor:
     return _ops.silu(input)
 
 
-@register_fake("silu")
-def _(x: Tensor) -> Tensor:
-    checks.check_dtype("silu", "x", x)
-    return torch.empty_like(x)
-
-
-@register_fake("silu_backward")
-def _(grad_out: Tensor, x: Tensor) -> Tensor:
-    checks.check_dtype("silu_backward", "x", x)
-    checks.check_like("silu_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x)
-
-
-@register_fake("silu_double_backward")
-def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor) -> Tensor:
-    checks.check_dtype("silu_double_backward", "x", x)
-    checks.check_like("silu_double_backward", "grad_grad_x", grad_grad_x, "x", x)
-    checks.check_like("silu_double_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x)
-
-
-def _silu_setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
+register_fake("silu")(fake_like("silu", "x"))
+register_fake("silu_backward")(fake_like("silu_backward", "grad_out", "x"))
+register_fake("silu_double_backward")(fake_like("silu_double_backward", "grad_grad_x", "grad_out", "x"))
 
 
 def _silu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
@@ -368,7 +324,7 @@ def _silu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.silu_backward(grad_out, x)}
 
 
-register_autograd("silu", _silu_backward, setup_context=_silu_setup_context, plain=plain.silu)
+register_autograd("silu", _silu_backward, setup_context=second_order.save_inputs, plain=plain.silu)
 register_autograd("silu_backward", second_order.silu, setup_context=second_order.save_inputs, plain=plain.silu_backward)
 register_autograd("silu_double_backward", second_order.not_implemented("silu", "third"))
 
@@ -403,25 +359,9 @@ def _is_tanh(op: str, approximate: str) -> bool:
     return approximate == "tanh"
 
 
-@register_fake("gelu")
-def _(x: Tensor, tanh: bool = False) -> Tensor:
-    checks.check_dtype("gelu", "x", x)
-    return torch.empty_like(x)
-
-
-@register_fake("gelu_backward")
-def _(grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    checks.check_dtype("gelu_backward", "x", x)
-    checks.check_like("gelu_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x)
-
-
-@register_fake("gelu_double_backward")
-def _(grad_grad_x: Tensor, grad_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    checks.check_dtype("gelu_double_backward", "x", x)
-    checks.check_like("gelu_double_backward", "grad_grad_x", grad_grad_x, "x", x)
-    checks.check_like("gelu_double_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x)
+register_fake("gelu")(fake_like("gelu", "x"))
+register_fake("gelu_backward")(fake_like("gelu_backward", "grad_out", "x"))
+register_fake("gelu_double_backward")(fake_like("gelu_double_backward", "grad_grad_x", "grad_out", "x"))
 
 
 def _gelu_setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
@@ -436,10 +376,7 @@ def _gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 register_autograd("gelu", _gelu_backward, setup_context=_gelu_setup_context, plain=plain.gelu)
 register_autograd(
-    "gelu_backward",
-    second_order.gelu,
-    setup_context=second_order.gelu_setup_context,
-    plain=plain.gelu_backward,
+    "gelu_backward", second_order.gelu, setup_context=second_order.gelu_setup_context, plain=plain.gelu_backward
 )
 register_autograd("gelu_double_backward", second_order.not_implemented("gelu", "third"))
 
@@ -496,12 +433,7 @@ def _bias_gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": grad_x, "bias": grad_bias}
 
 
-register_autograd(
-    "bias_gelu",
-    _bias_gelu_backward,
-    setup_context=_bias_gelu_setup_context,
-    plain=plain.bias_gelu,
-)
+register_autograd("bias_gelu", _bias_gelu_backward, setup_context=_bias_gelu_setup_context, plain=plain.bias_gelu)
 register_autograd(
     "bias_gelu_backward",
     second_order.bias_gelu,
@@ -554,10 +486,7 @@ def _swiglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 register_autograd("swiglu", _swiglu_backward, setup_context=second_order.save_inputs, plain=plain.swiglu)
 register_autograd(
-    "swiglu_backward",
-    second_order.swiglu,
-    setup_context=second_order.save_inputs,
-    plain=plain.swiglu_backward,
+    "swiglu_backward", second_order.swiglu, setup_context=second_order.save_inputs, plain=plain.swiglu_backward
 )
 
 
@@ -612,10 +541,7 @@ def _geglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 register_autograd("geglu", _geglu_backward, setup_context=_geglu_setup_context, plain=plain.geglu)
 register_autograd(
-    "geglu_backward",
-    second_order.geglu,
-    setup_context=second_order.geglu_setup_context,
-    plain=plain.geglu_backward,
+    "geglu_backward", second_order.geglu, setup_context=second_order.geglu_setup_context, plain=plain.geglu_backward
 )
 
 
@@ -791,11 +717,8 @@ def _(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_norm("layer_norm", x, normalized_shape, weight, bias)
-    return (
-        x.new_empty(x.shape),
-        norm_statistics(x, normalized_shape),
-        norm_statistics(x, normalized_shape),
-    )
+    mean, rstd = norm_statistics(x, normalized_shape), norm_statistics(x, normalized_shape)
+    return x.new_empty(x.shape), mean, rstd
 
 
 @register_fake("layer_norm_backward")
@@ -810,13 +733,10 @@ def _(
     needs_grad_x: bool,
     needs_grad_weight: bool,
     needs_grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     statistics = {"mean": mean, "rstd": rstd}
     check_norm_backward("layer_norm_backward", grad_out, x, normalized_shape, statistics, weight, bias)
-    some = next((w for w in (weight, bias) if w is not None), x)
-    grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
-    grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)
-    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight, grad_bias
+    return norm_gradients(x, normalized_shape, (weight, bias), needs_grad_x, (needs_grad_weight, needs_grad_bias))
 
 
 def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -897,10 +817,9 @@ def _(
     weight: Tensor | None,
     needs_grad_x: bool,
     needs_grad_weight: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     check_norm_backward("rms_norm_backward", grad_out, x, normalized_shape, {"rstd": rstd}, weight)
-    grad_weight = (x if weight is None else weight).new_empty(list(normalized_shape) if needs_grad_weight else 0)
-    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
+    return norm_gradients(x, normalized_shape, (weight,), needs_grad_x, (needs_grad_weight,))
 
 
 def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -967,13 +886,20 @@ def add_layer_norm(
     Without dropout one tensor is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as for
     layer_norm, except that the mask depends on the elements' positions in ``x``.
     """
-    checks.check_probability("add_layer_norm", p)
+    x, residual, p, seed = _branches("add_layer_norm", x, residual, p, training)
+    return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)
+
+
+def _branches(
+    op: str, x: Tensor, residual: Tensor, p: float, training: bool
+) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    """x and residual in one dtype, the p that applies, and the seed if p is not 0."""
+    checks.check_probability(op, p)
     for name, tensor in (("x", x), ("residual", residual)):
-        checks.check_tensor("add_layer_norm", name, tensor)
+        checks.check_tensor(op, name, tensor)
     p = p if training else 0.0
     x, residual = _under_autocast(x, residual)
-    seed = _seed(x, p) if p else None
-    return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)
+    return x, residual, p, _seed(x, p) if p else None
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
@@ -1015,12 +941,8 @@ def _add_norm_gradients(
     needs_weights: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """The tensors that the backward of add_layer_norm and of add_rms_norm allocates."""
-    some = next((w for w in weights if w is not None), s)
-    return (
-        s.new_empty(s.shape if needs_x and p > 0 else 0),
-        s.new_empty(s.shape if needs_x or needs_residual else 0),
-        *(some.new_empty(list(normalized_shape) if needs else 0) for needs in needs_weights),
-    )
+    grad_x = s.new_empty(s.shape if needs_x and p > 0 else 0)
+    return grad_x, *norm_gradients(s, normalized_shape, weights, needs_x or needs_residual, needs_weights)
 
 
 @register_fake("add_layer_norm_backward")
@@ -1040,17 +962,8 @@ def _(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, ...]:
-    check_add_norm_backward(
-        "add_layer_norm_backward",
-        grad_out,
-        grad_sum,
-        sum,
-        normalized_shape,
-        {"mean": mean, "rstd": rstd},
-        (weight, bias),
-        p,
-        seed,
-    )
+    op, statistics = "add_layer_norm_backward", {"mean": mean, "rstd": rstd}
+    check_add_norm_backward(op, grad_out, grad_sum, sum, normalized_shape, statistics, (weight, bias), p, seed)
     needs = (needs_grad_weight, needs_grad_bias)
     return _add_norm_gradients(sum, (weight, bias), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
 
@@ -1085,10 +998,7 @@ def _add_layer_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor
 
 
 register_autograd(
-    "add_layer_norm",
-    _add_layer_norm_backward,
-    setup_context=_add_layer_norm_setup_context,
-    plain=plain.add_layer_norm,
+    "add_layer_norm", _add_layer_norm_backward, setup_context=_add_layer_norm_setup_context, plain=plain.add_layer_norm
 )
 register_autograd(
     "add_layer_norm_backward",
@@ -1121,25 +1031,18 @@ def add_rms_norm(
         training: False: nothing is dropped.
 
     Returns:
-        ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and the rounded ``s`` is normalized. Under autocast ``x`` and ``residual`` may differ in dtype; both are then
-        cast to the dtype of ``residual + x``.
+        ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. Rounding and autocast are as for
+        add_layer_norm.
 
     Raises:
         RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
             argument is not what rms_norm takes.
 
-    Differentiable in ``x``, ``residual`` and ``weight`` through both results, to any order. The mask is dropout's mask
-    for the same seed, and is not stored: backward saves ``s``, one number for each row, and the seed. Without dropout
-    one tensor is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as for layer_norm,
-    except that the mask depends on the elements' positions in ``x``.
+    Differentiable in ``x``, ``residual`` and ``weight`` through both results, to any order. Backward saves ``s``, one
+    number for each row, and the seed. The mask, gradients without dropout and batch invariance are as for
+    add_layer_norm.
     """
-    checks.check_probability("add_rms_norm", p)
-    for name, tensor in (("x", x), ("residual", residual)):
-        checks.check_tensor("add_rms_norm", name, tensor)
-    p = p if training else 0.0
-    x, residual = _under_autocast(x, residual)
-    seed = _seed(x, p) if p else None
+    x, residual, p, seed = _branches("add_rms_norm", x, residual, p, training)
     return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)
 
 
@@ -1201,10 +1104,7 @@ def _add_rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor |
 
 
 register_autograd(
-    "add_rms_norm",
-    _add_rms_norm_backward,
-    setup_context=_add_rms_norm_setup_context,
-    plain=plain.add_rms_norm,
+    "add_rms_norm", _add_rms_norm_backward, setup_context=_add_rms_norm_setup_context, plain=plain.add_rms_norm
 )
 register_autograd(
     "add_rms_norm_backward",
@@ -1262,11 +1162,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_norm("layer_norm_dropout", x, normalized_shape, weight, bias)
     check_dropout("layer_norm_dropout", p, seed, x)
-    return (
-        x.new_empty(x.shape),
-        norm_statistics(x, normalized_shape),
-        norm_statistics(x, normalized_shape),
-    )
+    mean, rstd = norm_statistics(x, normalized_shape), norm_statistics(x, normalized_shape)
+    return x.new_empty(x.shape), mean, rstd
 
 
 @register_fake("layer_norm_dropout_backward")
@@ -1283,14 +1180,11 @@ def _(
     needs_grad_x: bool,
     needs_grad_weight: bool,
     needs_grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     check_dropout("layer_norm_dropout_backward", p, seed, x)
     statistics = {"mean": mean, "rstd": rstd}
     check_norm_backward("layer_norm_dropout_backward", grad_out, x, normalized_shape, statistics, weight, bias)
-    some = next((w for w in (weight, bias) if w is not None), x)
-    grad_weight = some.new_empty(list(normalized_shape) if needs_grad_weight else 0)
-    grad_bias = some.new_empty(list(normalized_shape) if needs_grad_bias else 0)
-    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight, grad_bias
+    return norm_gradients(x, normalized_shape, (weight, bias), needs_grad_x, (needs_grad_weight, needs_grad_bias))
 
 
 def _layer_norm_dropout_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -1524,10 +1418,7 @@ def _logcumsumexp_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd(
-    "logcumsumexp",
-    _logcumsumexp_backward,
-    setup_context=_logcumsumexp_setup_context,
-    plain=plain.logcumsumexp,
+    "logcumsumexp", _logcumsumexp_backward, setup_context=_logcumsumexp_setup_context, plain=plain.logcumsumexp
 )
 register_autograd("logcumsumexp_backward", second_order.not_implemented("logcumsumexp", "second"))
 
@@ -1760,10 +1651,7 @@ def _cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grad
 
 
 register_autograd(
-    "cross_entropy",
-    _cross_entropy_backward,
-    setup_context=_cross_entropy_setup_context,
-    plain=plain.cross_entropy,
+    "cross_entropy", _cross_entropy_backward, setup_context=_cross_entropy_setup_context, plain=plain.cross_entropy
 )
 register_autograd("cross_entropy_backward", second_order.not_implemented("cross_entropy", "second"))
 # The logits are not cast and the loss is float32: casting half logits to float32 would double the bytes to read.
@@ -2080,10 +1968,7 @@ def _rotary_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Gradients:
 
 
 register_autograd(
-    "rotary_embedding",
-    _rotary_backward,
-    setup_context=_rotary_setup_context,
-    plain=plain.rotary_embedding,
+    "rotary_embedding", _rotary_backward, setup_context=_rotary_setup_context, plain=plain.rotary_embedding
 )
 register_autograd(
     "rotary_embedding_backward",
