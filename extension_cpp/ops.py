@@ -1645,9 +1645,7 @@ def _cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grad
     if grad_out is None:
         return {}
     logits, target, weight, lse, total = ctx.saved_tensors
-    return {
-        "logits": _ops.cross_entropy_backward(grad_out, logits, target, lse, total, weight, *ctx.options),
-    }
+    return {"logits": _ops.cross_entropy_backward(grad_out, logits, target, lse, total, weight, *ctx.options)}
 
 
 register_autograd(

@@ -35,7 +35,7 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
     """The calls of operators in the forward, the backward and, if the op has one, the second-order backward."""
     grad_out = random_grad(layout)
     with Calls() as calls:
-        outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]
         first = torch.autograd.grad(
             outputs, leaves(sample), [grad_out(output) for output in outputs], create_graph=spec.second_order
         )

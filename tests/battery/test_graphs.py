@@ -20,6 +20,7 @@ from tests.checks import (
     Calls,
     Strides,
     as_tuple,
+    leaves,
     maker,
     random_grad,
     run,
@@ -166,6 +167,16 @@ def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
             for each in (sample, *([with_float_weights(sample)] if spec.float_weights else [])):
                 _check_fakes(spec, each, layout, f"{shape} {layout}")
+
+
+@every_op
+def test_fakes_of_backward_with_frozen_inputs(spec: OpSpec, device: str) -> None:
+    """If one input alone needs a gradient, the fake of backward has the shapes of the real results, some without
+    elements."""
+    for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
+        for trained in leaves(sample):
+            args = [x.detach() if isinstance(x, torch.Tensor) and x is not trained else x for x in sample.args]
+            _check_fakes(spec, Sample(tuple(args), sample.kwargs), "contiguous", "frozen")
 
 
 ANY_STRIDES = st.builds(
