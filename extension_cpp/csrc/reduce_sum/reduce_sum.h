@@ -30,7 +30,7 @@ typedef struct {
 } reduce_sum_args;
 
 /* How the CPU kernel tiles columns. It sums SUM_BLOCK columns at once, SUM_ROWS rows at a time. A
- * tile has at least SUM_TILE columns (fewer only if inner has) and less than twice as many. */
+ * tile has at least SUM_TILE columns (fewer only if inner is less) and less than twice as many. */
 enum { SUM_BLOCK = 32, SUM_ROWS = 8, SUM_TILE = 1024 };
 
 static inline int64_t reduce_sum_tiles(int64_t inner) {

@@ -151,7 +151,7 @@ __device__ inline double sum_span(const T *p, int64_t n, int lane, int log_width
   return total + first + last;
 }
 
-// A group of 2^log_width lanes per span. WHOLE_BLOCK: a CTA per span, 2^log_width is THREADS.
+// A group of 2^log_width lanes sums a span. WHOLE_BLOCK: the group is the CTA.
 template <typename T, int U, bool WHOLE_BLOCK>
 __global__ void __launch_bounds__(THREADS) sum_spans(reduce_sum_args args, int log_width) {
   const int64_t spans = args.outer * args.chunks;
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(THREADS, 3) sum_few_rows(reduce_sum_args args)
   }
 }
 
-// ---- inner > 1: a block sums a tile of columns ----
+// ---- inner > 1: a CTA sums a tile of columns ----
 
 // total[k] += the sum of x[offset + j * stride + k] over j < count, for the indices inside x.
 template <typename T>

@@ -2,7 +2,7 @@
  * multiplies the first `rotated` in pairs (i, j), and the others are copied:
  *   y[i] = cos[i] * x[i] - sin[i] * x[j]    transposed:  y[i] = cos[i] * x[i] + sin[j] * x[j]
  *   y[j] = cos[j] * x[j] + sin[j] * x[i]                 y[j] = cos[j] * x[j] - sin[i] * x[i]
- * with j = i + rotated / 2, or if interleaved: i even, j = i + 1. Backward uses the transposed.
+ * with j = i + rotated / 2; if interleaved, i is even and j = i + 1. Backward is `transposed`.
  * tensors  q and k, each (batch, heads, tokens, cols) of type dtype, unit stride in cols and any
  *   other strides, at any address valid for that type. q and k have their own heads, which may be
  *   0. y has its own strides; no two of its elements overlap, and none overlaps x.
