@@ -1,4 +1,4 @@
-"""What several operators share: fakes, and the checks of csrc/<op>/<op>.cpp in the same order and the same words."""
+"""What several operators share: options, fakes, and the checks of csrc/<op>/<op>.cpp in the same order and words."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,6 +32,13 @@ def check_bias(op: str, x: Tensor, bias: Tensor) -> None:
     checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
     expected = f"expected bias of shape [{x.shape[-1]}], the last dimension of x"
     checks.check_sizes(op, bias.shape, x.shape[-1:], f"{expected}, but got {list(bias.shape)}")
+
+
+def is_tanh(op: str, approximate: str) -> bool:
+    """`approximate` as the operators take it: a bool, since the stable ABI leaks a string at each call."""
+    if approximate not in ("none", "tanh"):
+        checks.fail(op, f"expected approximate to be 'none' or 'tanh', but got {approximate!r}")
+    return approximate == "tanh"
 
 
 def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
@@ -90,6 +97,20 @@ def norm_gradients(
     like = next((w for w in weights if w is not None), x)
     of_weights = (like.new_empty(list(normalized_shape) if needs else 0) for needs in needs_weights)
     return x.new_empty(x.shape if needs_x else 0), *of_weights
+
+
+def add_norm_gradients(
+    s: Tensor,
+    weights: Sequence[Tensor | None],
+    normalized_shape: Sequence[int],
+    p: float,
+    needs_x: bool,
+    needs_residual: bool,
+    needs_weights: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """The tensors that the backward of add_layer_norm and of add_rms_norm allocates."""
+    grad_x = s.new_empty(s.shape if needs_x and p > 0 else 0)
+    return grad_x, *norm_gradients(s, normalized_shape, weights, needs_x or needs_residual, needs_weights)
 
 
 def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:
@@ -170,6 +191,13 @@ def check_add_norm_backward(
 # ---- losses ----
 
 
+def reduction_number(op: str, reduction: str) -> int:
+    """The reduction as the operators take it: a number, as in ATen."""
+    if reduction not in ("none", "mean", "sum"):
+        checks.fail(op, f"expected reduction to be 'none', 'mean' or 'sum', but got {reduction!r}")
+    return ("none", "mean", "sum").index(reduction)
+
+
 def check_reduction(op: str, reduction: int) -> None:
     expected = f"expected reduction to be 0 (none), 1 (mean) or 2 (sum), but got {reduction}"
     checks.check(op, 0 <= reduction <= 2, expected)
@@ -216,6 +244,11 @@ def class_dim(logits: Tensor) -> int:
 def loss_type(logits: Tensor) -> torch.dtype:
     """The dtype in which the losses are computed, and of the statistics other than lse."""
     return torch.promote_types(logits.dtype, torch.float32)
+
+
+def refuse_weight_gradient(op: str, needs: bool) -> None:
+    if needs:
+        checks.fail(op, "expected weight not to require grad: the derivative of the class weights is not implemented")
 
 
 def check_statistic(op: str, name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, logits: Tensor) -> None:

@@ -34,6 +34,7 @@ from .autograd import (
     register_fake,
 )
 from .op_checks import (
+    add_norm_gradients,
     check_add_norm_backward,
     check_bias,
     check_dim,
@@ -54,9 +55,12 @@ from .op_checks import (
     check_tokens,
     class_dim,
     fake_like,
+    is_tanh,
     loss_type,
     norm_gradients,
     norm_statistics,
+    reduction_number,
+    refuse_weight_gradient,
 )
 
 # ---- muladd ----
@@ -349,14 +353,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 
     Differentiable twice; a third derivative raises. Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
-    return _ops.gelu(input, _is_tanh("gelu", approximate))
-
-
-def _is_tanh(op: str, approximate: str) -> bool:
-    """`approximate` as the operators take it: a bool, since the stable ABI leaks a string at each call."""
-    if approximate not in ("none", "tanh"):
-        checks.fail(op, f"expected approximate to be 'none' or 'tanh', but got {approximate!r}")
-    return approximate == "tanh"
+    return _ops.gelu(input, is_tanh("gelu", approximate))
 
 
 register_fake("gelu")(fake_like("gelu", "x"))
@@ -403,7 +400,7 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     Differentiable twice in ``x`` and ``bias``; a third derivative raises. Backward saves only ``x`` and ``bias``. It
     reads and writes each tensor once, and sums the bias gradient over the rows in a fixed order.
     """
-    return _ops.bias_gelu(x, bias, _is_tanh("bias_gelu", approximate))
+    return _ops.bias_gelu(x, bias, is_tanh("bias_gelu", approximate))
 
 
 @register_fake("bias_gelu")
@@ -512,7 +509,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     Differentiable twice; a third derivative raises. Backward saves only ``gate`` and ``up``. Source: Shazeer 2020,
     arXiv:2002.05202.
     """
-    return _ops.geglu(gate, up, _is_tanh("geglu", approximate))
+    return _ops.geglu(gate, up, is_tanh("geglu", approximate))
 
 
 @register_fake("geglu")
@@ -931,20 +928,6 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape), mean, rstd
 
 
-def _add_norm_gradients(
-    s: Tensor,
-    weights: Sequence[Tensor | None],
-    normalized_shape: Sequence[int],
-    p: float,
-    needs_x: bool,
-    needs_residual: bool,
-    needs_weights: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """The tensors that the backward of add_layer_norm and of add_rms_norm allocates."""
-    grad_x = s.new_empty(s.shape if needs_x and p > 0 else 0)
-    return grad_x, *norm_gradients(s, normalized_shape, weights, needs_x or needs_residual, needs_weights)
-
-
 @register_fake("add_layer_norm_backward")
 def _(
     grad_out: Tensor,
@@ -965,7 +948,7 @@ def _(
     op, statistics = "add_layer_norm_backward", {"mean": mean, "rstd": rstd}
     check_add_norm_backward(op, grad_out, grad_sum, sum, normalized_shape, statistics, (weight, bias), p, seed)
     needs = (needs_grad_weight, needs_grad_bias)
-    return _add_norm_gradients(sum, (weight, bias), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
+    return add_norm_gradients(sum, (weight, bias), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
 
 
 def _add_layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -1080,7 +1063,7 @@ def _(
         "add_rms_norm_backward", grad_out, grad_sum, sum, normalized_shape, {"rstd": rstd}, (weight,), p, seed
     )
     needs = (needs_grad_weight,)
-    return _add_norm_gradients(sum, (weight,), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
+    return add_norm_gradients(sum, (weight,), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
 
 
 def _add_rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -1564,23 +1547,16 @@ def cross_entropy(
     Batch-invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
-    number = _reduction("cross_entropy", reduction)
+    number = reduction_number("cross_entropy", reduction)
     function = autograd.sharded_loss if isinstance(input, autograd.DTENSOR) else _ops
     return function.cross_entropy(input, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
 
 
 def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
-    number = _reduction("cross_entropy", reduction)
+    number = reduction_number("cross_entropy", reduction)
     function = autograd.sharded_loss if isinstance(logits, autograd.DTENSOR) else _ops
     return function.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
-
-
-def _reduction(op: str, reduction: str) -> int:
-    """The reduction as the operators take it: a number, as in ATen."""
-    if reduction not in ("none", "mean", "sum"):
-        checks.fail(op, f"expected reduction to be 'none', 'mean' or 'sum', but got {reduction!r}")
-    return ("none", "mean", "sum").index(reduction)
 
 
 @register_fake("cross_entropy")
@@ -1627,14 +1603,9 @@ def _(
     return logits.new_empty(logits.shape)
 
 
-def _refuse_weight_gradient(op: str, needs: bool) -> None:
-    if needs:
-        checks.fail(op, "expected weight not to require grad: the derivative of the class weights is not implemented")
-
-
 def _cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, target, weight, *ctx.options, _ = inputs
-    _refuse_weight_gradient("cross_entropy", ctx.needs_input_grad[2])
+    refuse_weight_gradient("cross_entropy", ctx.needs_input_grad[2])
     _, lse, total = output
     ctx.save_for_backward(logits, target, weight, lse, total)
     ctx.mark_non_differentiable(lse, total)
@@ -1782,7 +1753,7 @@ def linear_cross_entropy(
     16 bytes a padded copy of ``linear_weight`` is in memory, too. Deterministic. Under autocast the matrix products
     have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
-    number = _reduction("linear_cross_entropy", reduction)
+    number = reduction_number("linear_cross_entropy", reduction)
     for name, tensor in (("x", x), ("linear_weight", linear_weight), ("target", target)):
         checks.check_tensor("linear_cross_entropy", name, tensor)
     return _linear_cross_entropy(
@@ -1808,7 +1779,7 @@ def _float_linear_cross_entropy(
     softcap: float | None,
 ) -> Tensor:
     """linear_cross_entropy whose loss is float32 for half inputs, too: nn.convert gives it to language models."""
-    options = _reduction("linear_cross_entropy", reduction), ignore_index, 0.0, 0.0, softcap
+    options = reduction_number("linear_cross_entropy", reduction), ignore_index, 0.0, 0.0, softcap
     return _linear_cross_entropy(x, linear_weight, target, linear_bias, None, *options, True)
 
 
@@ -1864,7 +1835,7 @@ def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.reduction, ignore_index, label_smoothing, z_loss, softcap, _ = inputs[:11]
-    _refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
+    refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
     ctx.options, ctx.needs = (ignore_index, label_smoothing, z_loss, softcap), inputs[11:]
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[1:])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import autograd, linear_loss, ops
 from .autograd import own_ops
-from .op_checks import check_loss, check_targets
+from .op_checks import check_loss, check_targets, refuse_weight_gradient
 
 IGNORED = -1  # a target that is no class of any process
 
@@ -242,7 +242,7 @@ def _over_classes(
     float_loss: bool,
 ) -> Tensor:
     """The loss of logits whose classes are sharded."""
-    ops._refuse_weight_gradient(op, weight is not None and weight.requires_grad)
+    refuse_weight_gradient(op, weight is not None and weight.requires_grad)
     target = target.redistribute(placements=row_placements(logits, class_dim))
     if not torch.compiler.is_compiling():  # which cannot trace the checks
         check_loss(op, logits, target, class_dim, weight, label_smoothing, softcap)
