@@ -181,7 +181,7 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   const int64_t edges = is_aligned ? 0 : 2 * (vector - 1);  // one per thread
   const int64_t wanted = std::max(ceil_div(mine, plan.vectors), edges);
   int64_t threads = shape.least;
-  while (threads < wanted) threads += std::min<int64_t>(threads, 32);
+  while (threads < wanted && threads <= shape.most) threads += std::min<int64_t>(threads, 32);
   if (threads > shape.most) return false;
   const int most = shape.kernel == Kernel::PERSISTENT
                        ? most_persistent_threads(p.dtype == DTYPE_FLOAT32, p.form == Form::RESIDUAL,
