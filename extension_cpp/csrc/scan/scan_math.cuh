@@ -84,7 +84,8 @@ struct Cumsum {
   using A = acc_t<T>;
   using Algebra = Sum<A>;
   static constexpr int INPUTS = 1, OUTPUTS = 1;
-  static constexpr int ROW_VECTORS = 8, ROW_CTAS = 6, COLUMN_VECTORS = 16;
+  static constexpr int ROW_VECTORS = 8, COLUMN_VECTORS = 16;
+  static constexpr int ROW_CTAS = sizeof(T) == 8 ? 5 : 6;  // doubles do not fit in 40 registers
   static __device__ constexpr int shift(int) { return 0; }
   bool exclusive;
   __device__ Words<A, 1> part(const A (&in)[1], bool) const { return {{in[0]}}; }

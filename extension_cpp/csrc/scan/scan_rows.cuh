@@ -2,6 +2,8 @@
 #ifndef EXTENSION_CPP_SCAN_ROWS_CUH
 #define EXTENSION_CPP_SCAN_ROWS_CUH
 
+#include <algorithm>
+
 #include "scan/scan_memory.cuh"
 
 namespace scans {
@@ -162,8 +164,15 @@ struct Run {
   }
 };
 
+// The threads of an SM; ptxas warns of CTAs that would have more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int SM_THREADS = 1024;
+#else
+constexpr int SM_THREADS = 1536;
+#endif
+
 template <typename Op>
-__global__ void __launch_bounds__(THREADS, Op::ROW_CTAS)
+__global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / THREADS))
     scan_rows(const __grid_constant__ Params<Op> p) {
   using T = typename Op::T;
   using A = typename Op::A;
