@@ -20,7 +20,8 @@ RULES = {".py": "python.rules", ".cpp": "cpp.rules c_like.rules", ".c": "c.rules
 # Groups of tests, the likeliest to fail first. A group takes 1 to 2 minutes at most: what a stopped run loses.
 Group = tuple[str, ...]
 FIRST, LAST = ("refusals", "values", "autograd"), ("graphs", "runtime")  # of the battery
-NO_OP = ("test_instruction_sets_agree", "test_ahead_of_time_inductor")  # of the battery, too, for all ops at once
+# Of the battery, too, for all ops at once.
+NO_OP = ("test_instruction_sets_agree", "test_compile_with_inductor", "test_ahead_of_time_inductor")
 
 
 def files(*names: str) -> Group:

@@ -217,6 +217,9 @@ def test_each_mutant_has_the_tests_of_its_op() -> None:
             word for group in found for word in group if "/" in word and not (ROOT / word.split("::")[0]).exists()
         ]
         assert found and not missing, f"{path}: {missing}"
+    battery = "".join(path.read_text() for path in (ROOT / "tests" / "battery").glob("test_*.py"))
+    of_all_ops = re.findall(r"^def (test_\w+)\((?!\s*spec\b)", battery, re.MULTILINE)
+    assert sorted(of_all_ops) == sorted(mutants_drawn.NO_OP), "the name of an op does not select these"
 
 
 TINY = {
