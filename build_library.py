@@ -257,9 +257,13 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
 
 
 def machine() -> str:
-    """The processor that the C compiler makes code for: x86_64 or aarch64."""
+    """The processor that the C compiler makes code for, such as x86_64 or aarch64, by the kernel's name."""
     command = [*compiler("CC", "cc", "gcc"), "-dumpmachine"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("-")[0]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    name, is_named, _ = answer.stdout.partition("-")
+    if answer.returncode != 0 or not is_named:
+        raise BuildError(f"'{shlex.join(command)}' does not name a processor: CC must be gcc or clang, or act alike.")
+    return {"powerpc64le": "ppc64le"}.get(name, name)
 
 
 def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
@@ -344,6 +348,8 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     optimise_kernel = [] if debug else c_optimise(cc)
     flags = {level: [*([] if "-DCPU_SMALL" in own else optimise_kernel), *own] for level, own in levels.items()}
     only = ["-DCPU_BASELINE_ONLY"] if debug else []
+    if nvcc and machine() != platform.machine():
+        raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"

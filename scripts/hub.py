@@ -9,7 +9,6 @@ whose operators have a namespace of their own, so that it can be loaded beside t
 import hashlib
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -48,7 +47,7 @@ def variant_name() -> str:
     nvcc = build_library.find_nvcc()
     device = "cu" + build_library.cuda_version(nvcc).replace(".", "") if nvcc else "cpu"
     abi = "".join(map(str, build_library.TORCH_MINIMUM))
-    return f"torch-stable-abi{abi}-{device}-{platform.machine()}-linux"
+    return f"torch-stable-abi{abi}-{device}-{build_library.machine()}-linux"
 
 
 def lay_out(build: Path, namespace: str | None = None) -> Path:

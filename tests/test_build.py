@@ -409,6 +409,30 @@ def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
         assert build_library.machine() == "aarch64"
 
 
+@pytest.mark.parametrize(
+    "answer, processor", [("x86_64-alpine-linux-musl", "x86_64"), ("powerpc64le-linux-gnu", "ppc64le"), ("", None)]
+)
+def test_the_compiler_names_the_processor(answer, processor, tmp_path, monkeypatch):
+    """Behind a cache, too. The name is that of platform.machine()."""
+    script(tmp_path / "gcc", f"echo {answer}\n")
+    script(tmp_path / "ccache", '"$@"\n')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CC", "ccache gcc")
+    if processor:
+        assert build_library.machine() == processor
+        return
+    sentence = "'ccache gcc -dumpmachine' does not name a processor: CC must be gcc or clang, or act alike."
+    with pytest.raises(build_library.BuildError, match=re.escape(sentence)):
+        build_library.machine()
+
+
+def test_gpu_code_for_another_processor_is_refused(nvcc, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", str(script(tmp_path / "gcc", "echo s390x-linux-gnu\n")))
+    monkeypatch.setattr(build_library, "find_nvcc", lambda: nvcc)
+    with pytest.raises(build_library.BuildError, match=r"CC makes code for s390x, and GPU code .*: set USE_CUDA=0\.$"):
+        build_library.write_ninja(tmp_path)
+
+
 def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
