@@ -32,7 +32,7 @@ struct Plan {
   int64_t steps;     // per tile
   int64_t tiles;     // per line
   int64_t strips;    // columns: tiles along inner; rows: 1
-  int64_t per_tile;  // CTAs that take the same steps of different lines
+  int64_t per_tile;  // tiles that have the same steps of different lines
   int64_t ctas;
 };
 
