@@ -44,13 +44,17 @@ struct ColumnVector {
 };
 
 template <typename Op>
+using ColumnTable = Table<typename Op::Algebra, typename Op::A,
+                          THREADS * WIDTH<typename Op::T> + THREADS / MIN_LANES>;
+
+template <typename Op>
 __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant__ Params<Op> p) {
   using T = typename Op::T;
   using A = typename Op::A;
   using Algebra = typename Op::Algebra;
   using Part = typename Algebra::Part;
   constexpr int N = WIDTH<T>;
-  __shared__ Table<Algebra, A, THREADS * N + THREADS / MIN_LANES> table;
+  __shared__ ColumnTable<Op> table;
   const Plan &plan = p.plan;
   const int64_t strip = blockIdx.x % plan.strips, number = blockIdx.x / plan.strips;
   const int64_t tile = number % plan.tiles, outer = number / plan.tiles;

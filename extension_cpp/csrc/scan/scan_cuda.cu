@@ -17,9 +17,32 @@ static bool has_vectors(const void *data, int64_t outer, int64_t step, int64_t i
   return inner == 1 && has_outer && step % width == 0 && address % 16 == 0;
 }
 
+// The bytes of shared memory that a CTA may have on the current device.
+static int shared_memory() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  return bytes;
+}
+
+// Bytes of dynamic shared memory. Rows: one unused vector after the run of each thread
+// (row_vector()).
+template <typename Op>
+static int dynamic_bytes(int vectors, bool is_rows) {
+  return Op::INPUTS * (vectors + is_rows) * THREADS * 16;
+}
+
+// On devices with less shared memory than an H100 a thread has fewer vectors of columns, and where
+// a row kernel does not fit (compute capability 7.5), the column kernel takes rows, too.
 template <typename Op>
 static Plan plan_of(const scan_shape &shape) {
-  return pick(shape, WIDTH<typename Op::T>, Op::ROW_VECTORS, Op::COLUMN_VECTORS);
+  const int most = shared_memory(), room = most - static_cast<int>(sizeof(ColumnTable<Op>));
+  const bool fits =
+      dynamic_bytes<Op>(Op::ROW_VECTORS, true) + static_cast<int>(sizeof(RowTable<Op>)) <= most;
+  int vectors = Op::COLUMN_VECTORS;
+  while (vectors > 1 && dynamic_bytes<Op>(vectors, false) > room) vectors /= 2;
+  return pick(shape, WIDTH<typename Op::T>, fits ? Op::ROW_VECTORS : 0, vectors);
 }
 
 template <typename Op>
@@ -47,8 +70,7 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
   for (int i = 0; i < Op::INPUTS; ++i) p.in[i] = {in[i], is_vector(in[i])};
   for (int o = 0; o < Op::OUTPUTS; ++o) p.out[o] = {out[o], is_vector(out[o])};
   const auto ctas = static_cast<unsigned>(p.plan.ctas);
-  // Rows: one unused vector after the run of each thread (row_vector()).
-  const int bytes = Op::INPUTS * (p.plan.vectors + p.plan.is_rows) * THREADS * 16;
+  const int bytes = dynamic_bytes<Op>(p.plan.vectors, p.plan.is_rows);
   const auto kernel = p.plan.is_rows ? scan_rows<Op> : scan_columns<Op>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -37,10 +37,10 @@ struct Plan {
 };
 
 // A vector has `width` elements. In rows a thread has neighbouring vectors of a row. In columns it
-// has one vector from each of several neighbouring steps.
+// has one vector from each of several neighbouring steps. row_vectors 0: rows are taken as columns.
 inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column_vectors) {
   Plan plan{};
-  plan.is_rows = shape.inner == 1;
+  plan.is_rows = shape.inner == 1 && row_vectors > 0;
   const int vectors = plan.is_rows ? row_vectors : column_vectors;
   plan.vectors = vectors;
   plan.strips = plan.tiles = plan.rows = plan.lanes = plan.row_vectors = 1;

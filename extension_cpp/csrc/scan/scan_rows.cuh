@@ -172,6 +172,9 @@ constexpr int SM_THREADS = 1536;
 #endif
 
 template <typename Op>
+using RowTable = Table<typename Op::Algebra, typename Op::A, 2 * WARPS>;
+
+template <typename Op>
 __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / THREADS))
     scan_rows(const __grid_constant__ Params<Op> p) {
   using T = typename Op::T;
@@ -179,7 +182,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
   using Algebra = typename Op::Algebra;
   using Part = typename Algebra::Part;
   constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
-  __shared__ Table<Algebra, A, 2 * WARPS> table;
+  __shared__ RowTable<Op> table;
   const Plan &plan = p.plan;
   // The first tile of all rows comes before the second one of any, so that a tile finds most of what
   // it waits for.

@@ -230,6 +230,7 @@ T atomicAdd(T *place, T value) {
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration = 9 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
 using cudaStream_t = void *;
 
 struct cudaLaunchConfig_t {
@@ -241,9 +242,23 @@ inline const char *cudaGetErrorString(cudaError_t) { return "none"; }
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
+inline cudaError_t cudaGetDevice(int *device) {
+  *device = 0;
   return cudaSuccess;
+}
+
+// The shared memory of a CTA: an H100's, or what the environment says.
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
+  const char *asked = std::getenv("CUDA_ON_CPU_SHARED_MEMORY");
+  *value = asked == nullptr ? 232448 : std::atoi(asked);
+  return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  int most;
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
+  return bytes <= most ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 inline cudaError_t cudaMemsetAsync(void *data, int byte, size_t size, cudaStream_t) {
