@@ -46,7 +46,7 @@ OF_FILES = {
     "modules": (files("nn", "norm", "fused_norm", "dropout"), files("convert")),
     "layers": (files("layers", "nn"), files("convert")),
     "convert_loss": (files("convert_loss"), *CONVERT),
-    "norm_plan": (("tests/test_c.py::test_norm_plan",),),
+    "norm_plan": (("tests/test_c.py::test_norm_plan", "tests/test_commands.py::test_plan"),),
 }
 # Of the folder of an op, where there are others than test_FOLDER.py.
 OF_FOLDERS = {

@@ -149,6 +149,14 @@ class DropoutFirst(Block):
         return residual + self.mlp(x)
 
 
+class DropoutWithKeyword(Block):
+    """What torch.nn.Dropout does not take, but a module in its place may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.mix(self.norm1(x)), scale=3.0)
+        return x + self.mlp(self.norm2(x))
+
+
 class DropoutInside(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.mix(self.norm1(x)))

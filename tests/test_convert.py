@@ -630,6 +630,14 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
     assert {name for name, module in model.named_modules() if type(module) is not classes[name]} == names
 
 
+def test_skip_takes_a_function_for_no_module() -> None:
+    """A module may have the name of a function; and what skip names by its module is not in left, either."""
+    model = torch.nn.Sequential()
+    model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
+    assert convert(model, dry_run=True).left.keys() == {"drop"}
+    assert convert(model, skip=["layer_norm", "drop"]) == ({"layer_norm": "rms_norm"}, {})
+
+
 class FunctionalDropoutBlock(ChosenBlock):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         residual = residual + torch.nn.functional.dropout(x, p=0.5, training=self.training)

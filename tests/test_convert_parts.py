@@ -426,6 +426,21 @@ def test_what_is_put_on_a_dropout_counts(calls: list[str]) -> None:
     assert calls == ["dropout", "add_rms_norm"]
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+
+def test_what_stands_in_for_a_dropout_gets_its_keywords(calls: list[str]) -> None:
+    stock = convert_modules.DropoutWithKeyword()
+    module = copy.deepcopy(stock)
+    convert(module)
+    stock.drop, module.drop = Scaled(), Scaled()
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert calls == ["add_rms_norm"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", ["Block", "PostNorm", "MLP"])
 def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:

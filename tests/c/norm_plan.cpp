@@ -1,6 +1,7 @@
 // norm_plan.h on the host: every row of the table is picked for some problem, a shape holds its
-// row, a forward plan does not depend on the number of rows, and no thread of backward adds more
-// than MOST_ROWS rows.
+// row, a forward plan does not depend on the number of rows, no thread of backward adds more than
+// MOST_ROWS rows, all of the same alignment, and what the fast kernels cannot do gets the generic
+// one.
 #include "norm/norm_plan.h"
 
 #include <cstdio>
@@ -14,10 +15,29 @@ static bool same_shape(const Plan &a, const Plan &b) {
          a.slice == b.slice && a.ahead == b.ahead;
 }
 
+// What only backward plans have. A group adds up rows that begin at the same offset.
+static const char *backward_fault(const Problem &p, const Plan &plan, int64_t vector) {
+  const int64_t step = plan.kernel == Kernel::PIPELINE ? plan.period : plan.groups;
+  if (plan.groups > 0 && p.rows > plan.groups && step * p.cols % vector != 0) {
+    return "a group has rows of several alignments";
+  }
+  if (plan.kernel != Kernel::SPLIT) return nullptr;
+  if (!plan.is_aligned) return "the split kernel needs aligned rows";
+  const int64_t columns = plan.column_ctas * COLUMN_VECTORS * vector;
+  if (p.wants_parameters ? columns < p.cols : columns != 0) return "wrong number of column CTAs";
+  const int64_t row_ctas = plan.ctas - plan.column_ctas;
+  if (p.wants_x ? row_ctas * plan.rows_per_cta < p.rows : row_ctas != 0) {
+    return "wrong number of row CTAs";
+  }
+  return nullptr;
+}
+
 // A sentence if the plan is wrong.
 static const char *fault(const Problem &p, const Plan &plan) {
   if (plan.kernel == Kernel::GENERIC) return nullptr;
-  const int64_t vector = vector_elements(p.dtype), slices = int64_t{plan.cluster} * plan.slice;
+  const int64_t vector = p.dtype == DTYPE_FLOAT32 ? 4 : 8;  // 16 bytes
+  const int64_t slices = int64_t{plan.cluster} * plan.slice;
+  if (plan.is_aligned != (p.cols % vector == 0)) return "wrong about the alignment";
   if (slices < p.cols / vector * vector) return "the slices do not hold the row";
   if (int64_t{plan.threads} * plan.vectors * vector < plan.slice) return "the threads are too few";
   if (plan.threads > 32 ? plan.threads % 32 != 0 : (plan.threads & (plan.threads - 1)) != 0) {
@@ -28,14 +48,51 @@ static const char *fault(const Problem &p, const Plan &plan) {
   if (plan.kernel == Kernel::PIPELINE && plan.stages < 3) return "the pipeline needs three stages";
   if (plan.shared_bytes > 216 << 10) return "the stages need too much shared memory";
   if (plan.groups > 0 && ceil_div(p.rows, plan.groups) > MOST_ROWS) return "a group has many rows";
+  if (p.is_backward) return backward_fault(p, plan, vector);
+  if (plan.ctas / plan.cluster * plan.rows_per_cta < p.rows) return "some rows have no CTA";
   return nullptr;
+}
+
+// Problems that only the generic kernel computes, and the gradient of x alone, which the split
+// kernel computes for any number of rows.
+static int special_faults(const Device &device) {
+  struct Case {
+    Problem p;
+    Kernel kernel;
+  };
+  const Form plain = Form::PLAIN;
+  const Case cases[] = {
+      {{false, true, plain, DTYPE_FLOAT64, 8, 64, true, true, true}, Kernel::GENERIC},
+      {{false, true, plain, DTYPE_FLOAT32, 8, 64, false, true, true}, Kernel::GENERIC},
+      {{false, true, plain, DTYPE_FLOAT32, 0, 64, true, true, true}, Kernel::GENERIC},
+      {{false, true, plain, DTYPE_FLOAT32, 8, 0, true, true, true}, Kernel::GENERIC},
+      {{false, true, plain, DTYPE_FLOAT32, 8, (1 << 24) + 8, true, true, true}, Kernel::GENERIC},
+      {{false, true, plain, DTYPE_FLOAT32, 8, 1, true, true, true}, Kernel::ROW},
+      {{true, true, plain, DTYPE_FLOAT32, 8, 1, true, true, true}, Kernel::GENERIC},
+      {{true, true, plain, DTYPE_FLOAT32, 8, 1024, true, true, true}, Kernel::SPLIT},
+      {{true, true, plain, DTYPE_FLOAT32, 8, 1023, true, true, true}, Kernel::PERSISTENT},
+      {{true, true, plain, DTYPE_BFLOAT16, 300000, 1024, true, true, true}, Kernel::PERSISTENT},
+      {{true, true, plain, DTYPE_BFLOAT16, 300000, 1024, true, true, false}, Kernel::SPLIT},
+      {{true, true, plain, DTYPE_BFLOAT16, 300000, 1023, true, true, false}, Kernel::PERSISTENT},
+      {{true, true, plain, DTYPE_BFLOAT16, 8, 1024, true, false, true}, Kernel::SPLIT},
+  };
+  int faults = 0;
+  for (const Case &c : cases) {
+    const Plan plan = pick(c.p, device);
+    const char *wrong = plan.kernel != c.kernel ? "another kernel" : fault(c.p, plan);
+    if (wrong == nullptr) continue;
+    std::printf("%s: case %d of special_faults, kernel %s\n", wrong, static_cast<int>(&c - cases),
+                name_of(plan.kernel));
+    ++faults;
+  }
+  return faults;
 }
 
 int main() {
   const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, ~uint64_t{0}, true};
   const Device old{80, 0, {80, 0, 0, 0, 0}, ~uint64_t{0}, false};
   std::set<int> reached;
-  int faults = 0;
+  int faults = special_faults(h100);
   for (const Device &device : {h100, old}) {
     for (const bool is_backward : {false, true}) {
       for (const dtype_t dtype : {DTYPE_FLOAT32, DTYPE_BFLOAT16, DTYPE_FLOAT16}) {
