@@ -222,7 +222,7 @@ class Rewriter(ast.NodeTransformer):
         return True
 
     def norm_of_sum(self, statement: ast.stmt, done: list[ast.stmt]) -> None:
-        """self.NORM(a + b) in a simple statement (BERT)."""
+        """self.NORM(a + b) in a simple statement (BERT), as often as it has one."""
         if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
             return
         for node in ast.walk(statement):
@@ -235,7 +235,6 @@ class Rewriter(ast.NodeTransformer):
                 call = self.add_norm(node.func, node.args[0], done, target)  # type: ignore[arg-type]  # it is a sum
                 first = ast.Subscript(call, ast.Constant(0), ast.Load())
                 _Replaced(node, first).visit(statement)
-                return
 
     def forward_activation(self, statement: ast.stmt, left: list[ast.stmt]) -> None:
         """g = act(x), whose only use is a product in one of the next statements (T5)."""

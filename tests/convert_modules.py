@@ -239,6 +239,13 @@ class BranchedOnSum(Block):
         return s + self.mlp(y)
 
 
+class SumsInOneStatement(Block):
+    """One beside another, which has one inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm2(x + self.drop(self.mix(x))) * self.norm2(x + self.norm2(self.mlp(x) + x))
+
+
 class BroadcastSum(Block):
     """The sum broadcasts, as with BERT's position embeddings."""
 

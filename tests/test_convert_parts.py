@@ -5,7 +5,9 @@ import functools
 import importlib
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import activations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import extension_cpp
-from extension_cpp import convert_gated, convert_rotary, convert_source, nn
+from extension_cpp import convert_forward, convert_gated, convert_rotary, convert_source, nn
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.convert_modules import WIDTH
@@ -122,6 +124,13 @@ class DetachedGELU(torch.nn.GELU):
         return super().forward(input).detach() + (input - input.detach())
 
 
+class CutGELU(torch.nn.GELU):
+    """Its result requires grad, but not through the input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.detach().requires_grad_())
+
+
 class TrainingSiLU(torch.nn.SiLU):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * (1 if self.training else 2)
@@ -135,7 +144,7 @@ LEFT: dict[str, list[Callable[[], torch.nn.Module]]] = {
     ],
     "it works in place, which the op could only copy": [lambda: torch.nn.SiLU(inplace=True)],
     "it computes gelu, but in torch.bfloat16 it is further": [HalfGELU],
-    "it computes gelu, but its gradients are others": [DetachedGELU],
+    "it computes gelu, but its gradients are others": [DetachedGELU, CutGELU],
 }
 
 
@@ -426,6 +435,15 @@ def test_what_is_put_on_a_dropout_counts(calls: list[str]) -> None:
     assert calls == ["dropout", "add_rms_norm"]
 
 
+def test_all_sums_of_a_statement_are_added_in_norms(calls: list[str]) -> None:
+    stock = convert_modules.SumsInOneStatement(0.0)
+    module = copy.deepcopy(stock)
+    assert convert(module).changed[""] == "add_rms_norm"
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert calls == ["add_rms_norm"] * 3
+
+
 class Scaled(torch.nn.Module):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return x * scale
@@ -542,6 +560,23 @@ def test_rotary_functions_that_are_left() -> None:
     assert convert(model) == ({}, {"0": reason})
 
 
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
+    """Four roundings of the largest x and the largest of cos and sin."""
+
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
+        error = share * 4 * torch.finfo(q.dtype).eps * max(q_max, k_max) * max(cos_max, sin_max)
+        exact = convert_rotary._exact(*(each.double() for each in (q, k, cos, sin)), interleaved=False)
+        return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)  # small y have small roundings
+
+    found = convert_rotary.recognise(function, {})
+    if share < 1:
+        assert isinstance(found, convert_rotary.Rotary)
+    else:
+        assert found == "computes something else than rotary_embedding"
+
+
 def attention_inputs(dtype: torch.dtype = torch.float32, tables: torch.dtype = torch.float32) -> list[Tensor]:
     torch.manual_seed(2)
     return [torch.randn(2, 5, WIDTH, dtype=dtype), *(torch.randn(1, 5, WIDTH, dtype=tables) for _ in range(2))]
@@ -611,6 +646,37 @@ def test_source_that_is_not_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "getsourcelines", lambda code: (lines, code.co_firstlineno))
     module = convert_modules.Packed()
     assert convert(module).changed.keys() == {"act", "drop"}
+
+
+OTHER_IMPORTS = """
+import torch
+try:
+    import no_such_module
+except ImportError:
+    import torch.nn.functional as functions
+
+class Gated(torch.nn.Sequential):
+    def forward(self, gate, up):
+        return functions.silu(gate) * up
+"""
+
+
+def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python compiles the call of an import's attribute in another way."""
+    (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_imports", raising=False)
+    module = importlib.import_module("other_imports").Gated(torch.nn.Identity())
+    assert convert(module) == ({"": "swiglu"}, {})
+
+
+def test_pickles_say_why_they_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = convert_modules.MLP()
+    convert(module)
+    saved = pickle.dumps(module)
+    monkeypatch.setattr(convert_forward, "rewritten_class", lambda original, sites: "its source is not there")
+    with pytest.raises(RuntimeError, match="a converted MLP cannot be loaded here, since its source is not there"):
+        pickle.loads(saved)
 
 
 def test_a_class_on_top_survives_copies_and_revert() -> None:

@@ -243,6 +243,8 @@ def test_each_result_alone(name: str, p: float, device: str) -> None:
             pairs.append(torch.autograd.grad([outputs[k] for k in keep], needed, [grads[k] for k in keep]))
         for a, b in zip(*pairs, strict=True):
             torch.testing.assert_close(a, b)
+    total = fused(name, *leaves, p, 9)[1]
+    assert torch.autograd.grad(total.sum(), used(name, leaves)[2:], allow_unused=True) == (None,) * len(needed[2:])
 
 
 @every_add

@@ -198,6 +198,12 @@ def test_chunks_cover_all_rows() -> None:
                 assert size == 1 or size * classes * 4 <= linear_loss.CHUNK_BYTES
 
 
+def test_total_weight_counts_classes_alone() -> None:
+    labels, weight = torch.tensor([0, 4, -1, 5, 2, -100]), torch.tensor([1.0, 2, 4, 8, 16])
+    for each, total in ((None, 2), (weight, 17)):
+        assert linear_loss.total_weight(labels, 5, each, ignore_index=2, like=weight).tolist() == [total]
+
+
 @pytest.mark.parametrize("chunk_rows", [4096, 1024, 128])
 def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """In bfloat16, compared with eager's error. Each of the n chunks except the first rounds the sum so far once more.

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import extension_cpp
 from tests.forked import python
@@ -75,8 +76,13 @@ def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
         for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
             with pytest.raises(RuntimeError, match="to share no memory with it, but they overlap in part"):
                 extension_cpp.muladd(first, second, 1.0, out=out)
-    a, out = buffer[: 1 << 19], buffer[1 << 19 :]  # out begins where a ends
-    assert torch.equal(extension_cpp.muladd(a, a, 1.0, out=out), torch.ones_like(a))
+    a, b = buffer[: 1 << 19], buffer[1 << 19 :]  # one begins where the other ends
+    assert torch.equal(extension_cpp.muladd(a, a, 1.0, out=b), torch.ones_like(a))
+    assert torch.equal(extension_cpp.muladd(b, b, 1.0, out=a), torch.full_like(a, 2))
+    with FakeTensorMode() as mode:
+        a, b = mode.from_tensor(buffer).split(1 << 19)
+        for x, out in ((a, b), (b, a)):
+            assert extension_cpp.muladd(x, x, 1.0, out=out) is out
 
 
 @pytest.mark.parametrize("frozen", ["a", "b"])
