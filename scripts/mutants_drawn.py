@@ -184,10 +184,11 @@ def tests_of(mutant: Mutant) -> list[Group]:
     if stem.startswith("convert"):
         return list(CONVERT)
     ops = ops_of(mutant)
+    in_c = [(*files("c"), "-k", "plain")] if not mutant.file.endswith(".py") else []
     if not ops:
-        return [*EVERYTHING, *([files("c")] if not mutant.file.endswith(".py") else [])]
+        return [*EVERYTHING, *in_c]
     folders = [folder for folder, names in ops_of_folders().items() if set(names) & set(ops)]
     own = tuple(file for folder in folders for file in OF_FOLDERS.get(folder, files(folder)) if (ROOT / file).exists())
     these = " or ".join(ops)
-    groups = [(*battery(*FIRST), "-k", these), own, (*battery(*LAST), "-k", " or ".join([these, *NO_OP]))]
+    groups = [(*battery(*FIRST), "-k", these), own, (*battery(*LAST), "-k", " or ".join([these, *NO_OP])), *in_c]
     return [group for group in groups if group]

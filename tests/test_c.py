@@ -264,6 +264,36 @@ def test_aarch64(run, aarch64_program, test):
         ]
 
 
+# Stands in for the compiler's: a processor that has everything but $MISSING.
+CPUID_H = """
+#define __get_cpuid(leaf, a, b, c, d) \\
+  (*(a) = *(b) = *(d) = 0, *(c) = strcmp(getenv("MISSING"), "f16c") ? ~0u : ~(1u << 29), (leaf) == 1)
+#define __builtin_cpu_supports(name) (strcmp(getenv("MISSING"), name) != 0)
+"""
+PRINT_LEVEL = """
+#include <stdio.h>
+#include "common/cpu_level.h"
+int main(void) { return puts(cpu_level_name(cpu_level())) < 0; }
+"""
+
+
+@pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
+def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
+    (tmp_path / "cpuid.h").write_text(CPUID_H)
+    (tmp_path / "main.c").write_text(PRINT_LEVEL)
+    sources, program = [tmp_path / "main.c", build_library.CSRC / "common" / "cpu_level.c"], tmp_path / "level"
+    compiler = build_library.compiler("CC", "cc", "gcc")
+    subprocess.run([*compiler, f"-I{tmp_path}", f"-I{build_library.CSRC}", "-o", program, *sources], check=True)
+
+    def level(missing: str, asked: str = "v4") -> str:
+        environment = {"MISSING": missing, "EXTENSION_CPP_CPU_LEVEL": asked}
+        return subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert [level("nothing", asked) for asked in ("baseline", "v3", "v4", "")] == ["baseline", "v3", "v4", "v4"]
+    assert {level(part) for part in ("f16c", "avx2", "fma")} == {"baseline"}
+    assert {level(f"avx512{part}") for part in ("f", "bw", "vl", "dq")} == {"v3"}
+
+
 def test_norm_plan(tmp_path: Path) -> None:
     """The table of plans of the GPU's norms: every row is reached, and forward does not depend on the rows."""
     program = tmp_path / "norm_plan"

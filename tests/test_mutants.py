@@ -209,7 +209,8 @@ def test_each_mutant_has_the_tests_of_its_op() -> None:
 
     fake = groups("extension_cpp/ops.py", lines.index('@register_fake("swiglu_backward")') + 2)
     assert fake[0][-1] == "swiglu" and fake[1] == ("tests/test_gate.py",)
-    assert groups("extension_cpp/csrc/gate/gate_cpu_kernel.h")[0][-1] == "geglu or swiglu"
+    kernel = groups("extension_cpp/csrc/gate/gate_cpu_kernel.h")
+    assert kernel[0][-1] == "geglu or swiglu" and kernel[-1] == ("tests/test_c.py", "-k", "plain")
     assert len(groups("extension_cpp/checks.py")) == len(mutants_drawn.EVERYTHING)
     for path in mutants_drawn.sources([]):
         found = groups(str(path.relative_to(ROOT)))
