@@ -53,6 +53,7 @@ OF_FOLDERS = {
     "norm": files("norm", "fused_norm", "norm_kernels"),
     "scan": files("scan", "scan_kernels"),
     "rotary_embedding": files("rotary"),
+    "loss": files("loss", "convert_loss"),
 }
 
 

@@ -52,6 +52,16 @@ class NamedTwice(MLP):
         return self.down(hidden + gate)
 
 
+class InPlaceBeforeProduct(MLP):
+    """What was activated has changed when the product is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gate(x)
+        gate = self.act(h)
+        F.relu_(h)
+        return self.down(gate * self.up(x))
+
+
 class Functional(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))

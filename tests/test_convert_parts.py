@@ -193,6 +193,16 @@ def test_gated_products(name: str, calls: list[str], device: str) -> None:
     assert module.forward.__doc__ == stock.forward.__doc__
 
 
+def test_activations_stay_before_what_may_change_their_input(calls: list[str]) -> None:
+    stock = convert_modules.InPlaceBeforeProduct()
+    module = copy.deepcopy(stock)
+    assert convert(module).changed.keys() == {"act", "drop"}
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():  # autograd refuses such a change
+        torch.testing.assert_close(module(x), stock(x))
+    assert calls == ["silu"]
+
+
 def test_decorators_stay(device: str) -> None:
     module = convert_modules.Decorated()
     convert(module)
