@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +114,12 @@ def maker(
 def rows_for(device: str, rows: int, cols: int) -> int:
     """Of a matrix, that many on a GPU, where they decide which kernel takes them; on the CPU some blocks of work."""
     return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
+
+
+def last_level_cache() -> int:
+    """The bytes that the CPU streams results from, where csrc/common/cpu_level.c finds them; else its default."""
+    size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    return int(size.read_text().strip().removesuffix("K")) << 10 if size.exists() else 32 << 20
 
 
 def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:

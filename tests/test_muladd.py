@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import extension_cpp
+from tests.checks import last_level_cache
 from tests.forked import python
 
 
@@ -83,6 +84,17 @@ def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
         a, b = mode.from_tensor(buffer).split(1 << 19)
         for x, out in ((a, b), (b, a)):
             assert extension_cpp.muladd(x, x, 1.0, out=out) is out
+
+
+def test_results_larger_than_the_cache_begin_anywhere(device: str) -> None:
+    """The CPU streams them, if they begin at a cache line."""
+    a = torch.randn(last_level_cache() // 12 + 1, generator=torch.Generator().manual_seed(0)).to(device)
+    b, buffer = a.cos(), a.new_empty(len(a) + 130)
+    parts = zip(a.chunk(8), b.chunk(8), strict=True)  # small ones
+    expected = torch.cat([extension_cpp.muladd(*part, 0.5) for part in parts])
+    for begin in range(130):
+        out = buffer[begin : begin + len(a)]
+        assert torch.equal(extension_cpp.muladd(a, b, 0.5, out=out), expected)
 
 
 @pytest.mark.parametrize("frozen", ["a", "b"])

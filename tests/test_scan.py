@@ -1,6 +1,7 @@
 """Scans: long lines that several threads share, bits that do not depend on other lines, recurrences, autocast."""
 
 import itertools
+import math
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 import build_library
 import extension_cpp
 from extension_cpp.nn import MinGRU
-from tests.checks import maker
+from tests.checks import last_level_cache, maker
 from tests.opspec import DTYPES
 
 PART = 1 << 14  # SCAN_PART of csrc/scan/scan.h
@@ -58,6 +59,31 @@ def test_a_line_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype
         every = scan(slice(40))
         for count in (2, 8, 9, 33):
             assert torch.equal(scan(slice(count)), every[:, :count])
+
+
+SCANS = {
+    "cumsum": lambda x: extension_cpp.cumsum(x, 1),
+    "cumsum, reverse": lambda x: extension_cpp.cumsum(x, 1, reverse=True),
+    "cumsum, exclusive": lambda x: extension_cpp.cumsum(x, 1, exclusive=True),
+    "logcumsumexp": lambda x: extension_cpp.logcumsumexp(x, 1),
+    "linear_recurrence": lambda x: extension_cpp.linear_recurrence(x.sigmoid(), x, dim=1),
+    "linear_recurrence, reverse": lambda x: extension_cpp.linear_recurrence(x.sigmoid(), x, dim=1, reverse=True),
+}
+
+
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("line", [(4096,), (4100,), (64, 64)], ids=str)
+def test_results_larger_than_the_cache(line: tuple[int, ...], scan: str, device: str) -> None:
+    """The CPU streams them, whole cache lines at a time. They and the gradients have the bits of small ones."""
+    rows = last_level_cache() // 2 // (4 * math.prod(line)) + 1  # x and y together
+    x = randn((rows, *line), torch.float32, device).requires_grad_()
+    y = SCANS[scan](x)
+    (grad,) = torch.autograd.grad(y, x, y.detach())
+    for part in torch.arange(rows).chunk(4):
+        few = x.detach()[part].requires_grad_()
+        of_few = SCANS[scan](few)
+        assert torch.equal(y[part], of_few)
+        assert torch.equal(grad[part], torch.autograd.grad(of_few, few, of_few.detach())[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
