@@ -136,11 +136,21 @@ class TrainingSiLU(torch.nn.SiLU):
         return super().forward(input) * (1 if self.training else 2)
 
 
+class SiLUOfFewDimensions(torch.nn.SiLU):
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (1 if input.dim() <= self.most else 2)
+
+
 LEFT: dict[str, list[Callable[[], torch.nn.Module]]] = {
     "it computes none of silu, gelu, gelu with": [
         activations.QuickGELUActivation,
         lambda: activations.ClippedGELUActivation(-10, 10),
         TrainingSiLU,
+        *(functools.partial(SiLUOfFewDimensions, most) for most in (1, 2, 3)),
     ],
     "it works in place, which the op could only copy": [lambda: torch.nn.SiLU(inplace=True)],
     "it computes gelu, but in torch.bfloat16 it is further": [HalfGELU],
