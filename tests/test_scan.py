@@ -14,6 +14,7 @@ import extension_cpp
 from extension_cpp.nn import MinGRU
 from tests.checks import last_level_cache, maker
 from tests.opspec import DTYPES
+from tests.test_c import level_here
 
 PART = 1 << 14  # SCAN_PART of csrc/scan/scan.h
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -59,6 +60,19 @@ def test_a_line_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype
         every = scan(slice(40))
         for count in (2, 8, 9, 33):
             assert torch.equal(scan(slice(count)), every[:, :count])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lines", [1, 2, 33])
+def test_recurrences_round_a_step_once(lines: int, reverse: bool) -> None:
+    """Where the CPU has fused multiply-adds: the terms of every second step cancel, up to what a product rounds off."""
+    if level_here() == "baseline":
+        pytest.skip("the baseline rounds the product, too")
+    small = 2.0**-12
+    a, b = torch.tensor([[0, 1 + small], [1 + small, -1 - 2 * small]]).repeat(1, 40)
+    a, b = (x.flip(0) if reverse else x for x in (a, b))
+    h = extension_cpp.linear_recurrence(*(x[:, None].expand(80, lines) for x in (a, b)), dim=0, reverse=reverse)
+    assert torch.equal(h[(a != 0).nonzero()], torch.full((40, 1, lines), small**2))
 
 
 SCANS = {
