@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
   constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
   __shared__ RowTable<Op> table;
   const Plan &plan = p.plan;
-  // The first tile of all rows comes before the second one of any, so that a tile finds most of what
-  // it waits for.
+  // The first tile of all rows comes before the second one of any, so that a tile finds most of
+  // what it waits for.
   const int64_t tile = blockIdx.x / plan.per_tile, first_step = tile * plan.steps;
   const int64_t first_row = blockIdx.x % plan.per_tile * plan.rows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
