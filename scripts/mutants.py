@@ -6,10 +6,10 @@ universalmutator makes the mutants, and a sample of them is drawn: half from Pyt
 their shims. Each mutant is put into a copy of the tree and compiled if it is C. Then groups of tests run, the
 likeliest to fail first, until a test fails that passes without the mutant. Changes of comments and annotations, code
 that does not compile, and C that compiles to the same library do not count. build/mutants/results.jsonl keeps what is
-known, so that a run that was stopped can go on. For a mutant that survives, write a test, or add it to
-tests/equivalent_mutants.txt with the reason why it changes nothing. The exit status is 1 if fewer than 95 % of the
-others were found. One whose tests take longer than --minutes, as an endless loop does, counts as found and has its own
-column: look at it.
+known, so that a run that was stopped can go on. For a mutant that survives, write a test and delete its lines there, so
+that it is judged again, or add it to tests/equivalent_mutants.txt with the reason why it changes nothing. The exit
+status is 1 if fewer than 95 % of the others were found. One whose tests take longer than --minutes, as an endless loop
+does, counts as found and has its own column: look at it.
 """
 
 import argparse
@@ -146,6 +146,8 @@ class Judge:
                 return "timeout", " ".join(group)
             if status in (0, 5):  # 5: there is no such test
                 return "survived", ""
+            if status == 4:  # wrong arguments, such as a file that git does not know: every mutant would seem killed
+                raise RuntimeError(f"pytest could not begin:\n{output[-1000:]}")
             failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
             by = failed[0] if failed else f"exit status {status}"
             if not failed or by in left_out or not self.fails_anyway(by):
