@@ -102,7 +102,7 @@ def code(suffix: str, text: str) -> str | None:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):  # docstrings, and what may stand for one
-            node.body = [each for each in body if not is_no_code(each)]  # type: ignore[attr-defined]
+            body[:] = [each for each in body if not is_no_code(each)]
         for name in ("annotation", "returns"):  # which mypy reads
             if getattr(node, name, None) is not None:
                 setattr(node, name, ast.Constant(""))

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -267,19 +268,20 @@ def test_as_many_of_python_as_of_c_are_tried(tmp_path: Path) -> None:
     def half(file: str) -> list[mutants_drawn.Mutant]:
         return [mutants_drawn.Mutant(file, line, f"{line}", "") for line in range(100)]
 
-    class Judge:
+    class EveryThirdIsInvalid:
         def judge(self, mutant: mutants_drawn.Mutant, passed: object) -> str:
             return "invalid" if mutant.line % 3 == 0 else "killed"
 
+    judge: Any = EveryThirdIsInvalid()
     known = mutants.Results(tmp_path / "none")
     known.results[half("a.c")[1]] = "survived"
-    tried = mutants.try_all(Judge(), known, [iter(half("a.py")), iter(half("a.c"))], 9, 4)  # type: ignore[arg-type]
+    tried = mutants.try_all(judge, known, [iter(half("a.py")), iter(half("a.c"))], 9, 4)
     valid = [mutant for mutant, result in tried.items() if result != "invalid"]
     assert sorted((mutant.file, mutant.line) for mutant in valid) == [
         *(("a.c", line) for line in (1, 2, 4, 5, 7)),
         *(("a.py", line) for line in (1, 2, 4, 5)),
     ]
-    few = mutants.try_all(Judge(), known, [iter(half("a.py")[:2]), iter(half("a.c"))], 6, 4)  # type: ignore[arg-type]
+    few = mutants.try_all(judge, known, [iter(half("a.py")[:2]), iter(half("a.c"))], 6, 4)
     assert [mutant.line for mutant in few if mutant.file == "a.py"] == [0, 1]
     assert sum(mutant.file == "a.c" and few[mutant] != "invalid" for mutant in few) == 3
     assert tried[half("a.c")[1]] == "survived" and max(mutant.line for mutant in tried) <= 7
