@@ -5,10 +5,10 @@ Each figure is a batch of calls over their number; a GPU is waited for between b
 
 import argparse
 import contextlib
+import copy
 import functools
 import json
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -65,21 +65,19 @@ def by_position(op: str, backward: Callable[..., autograd.Gradients]) -> Callabl
 @contextlib.contextmanager
 def registered_plainly() -> Iterator[None]:
     """layer_norm and its backward under PyTorch's own register_autograd, in the place of ours."""
+    norm = ops.LAYER_NORM
     ours: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "extension_cpp::layer_norm": (ops._layer_norm_backward, ops._layer_norm_setup_context),
-        "extension_cpp::layer_norm_backward": (
-            second_order.layer_norm,
-            second_order.layer_norm_setup_context,
-        ),
+        "extension_cpp::layer_norm": (norm.backward, norm.setup_context),
+        "extension_cpp::layer_norm_backward": (second_order.layer_norm, norm.backward_setup_context),
     }
-    # Its backward calls the one operator that is registered here, not its twin.
-    plain = types.SimpleNamespace(layer_norm_backward=torch.ops.extension_cpp.layer_norm_backward.default)
-    backward = types.FunctionType(ops._layer_norm_backward.__code__, vars(ops) | {"_ops": plain})
+    # Its backward calls the one operator that is registered here, and not its no-grad overload.
+    plain = copy.copy(norm)
+    plain.backward_op = torch.ops.extension_cpp.layer_norm_backward.default
     library = torch.library.Library("extension_cpp", "FRAGMENT")
     try:
         for name, (function, setup_context) in ours.items():
             del autograd.registrations[name]  # PyTorch takes no second one
-            plainly = backward if function is ops._layer_norm_backward else function
+            plainly = plain.backward if function == norm.backward else function
             torch.library.register_autograd(name, by_position(name, plainly), setup_context=setup_context, lib=library)
         yield
     finally:

@@ -19,6 +19,7 @@ that, and differs in three ways:
 * It flattens lists of tensors. Here operators with such lists are refused.
 """
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -73,8 +74,10 @@ def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
 
 
 def _overload(op: str) -> Any:
+    """The overload "namespace::name" or "namespace::name.overload"."""
     namespace, name = op.split("::")
-    return getattr(getattr(torch.ops, namespace), name).default
+    name, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
 def _is_differentiable() -> bool:
@@ -140,10 +143,18 @@ def library_for(key: str, op: str) -> Library:
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator and its twin, if it has one, which returns the twin's results."""
-    op = qualified(op)
+    """torch.library.register_fake for an operator and its twin, if it has one, which returns the twin's results.
 
-    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+    The fake gets all arguments, defaults included.
+    """
+    op = qualified(op)
+    defaults = tuple(argument.default_value for argument in _overload(op)._schema.arguments if not argument.kwarg_only)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def fake(*args: Any, **keywords: Any) -> Any:
+            return function(*args, *defaults[len(args) :], **keywords)
+
         torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
         if op + TWIN not in torch._C._dispatch_get_all_op_names():
             return fake

@@ -51,6 +51,16 @@ def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
     return reduction > 0 and dtype is not torch.float16
 
 
+def empty_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of the fakes. A gradient that is not needed has no elements."""
+    needs_x, needs_weight, needs_bias = needs
+    return (
+        x.new_empty(x.shape if needs_x else 0),
+        linear_weight.new_empty(linear_weight.shape if needs_weight else 0),
+        linear_weight.new_empty(linear_weight.shape[:1] if needs_bias else 0),
+    )
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 

@@ -1,6 +1,7 @@
 """What several operators share: options, fakes, and the checks of csrc/<op>/<op>.cpp in the same order and words."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import checks, linear_loss
+from .autograd import has_tangent
 
-# ---- pointwise ops, gates, reduce_sum, softmax and scans ----
+# ---- muladd, activations, gates, reduce_sum, softmax and scans ----
 
 
 def fake_like(op: str, *names: str) -> Callable[..., Tensor]:
@@ -24,6 +26,27 @@ def fake_like(op: str, *names: str) -> Callable[..., Tensor]:
         return torch.empty_like(like)
 
     return fake
+
+
+def fake_along_dim(op: str, hint: str = "") -> Callable[..., Tensor]:
+    """The fake of an operator (x, dim, *options) whose result is like x. A wrong dtype is refused with this hint."""
+
+    def fake(x: Tensor, dim: int, *options: Any) -> Tensor:
+        checks.check_dtype(op, "x", x, hint)
+        check_dim(op, x, dim)
+        return torch.empty_like(x)
+
+    return fake
+
+
+def check_no_gradients(op: str, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Fails if a call with out= would have to be differentiated."""
+    if torch.is_grad_enabled() and out.requires_grad:
+        checks.fail(op, "expected out not to require grad, since out= is not differentiable")
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        checks.fail(op, "expected a and b not to require grad with out=, which is not differentiable")
+    if has_tangent(a, b, out):
+        checks.fail(op, "expected no tangents with out=, which is not differentiable")
 
 
 def check_bias(op: str, x: Tensor, bias: Tensor) -> None:
@@ -44,6 +67,20 @@ def is_tanh(op: str, approximate: str) -> bool:
 def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
     checks.check_dtype(op, "gate", gate)
     checks.check_like(op, "up", up, "gate", gate)
+
+
+def as_dims(dim: Any) -> tuple[int, ...] | None:
+    """The dimensions as ints. Anything with __index__ is taken, except a bool, which torch.sum refuses, too."""
+    dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
+    for d in dims or ():
+        if isinstance(d, bool) or not hasattr(d, "__index__"):
+            checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
+    return dims if dims is None else tuple(operator.index(d) for d in dims)
+
+
+def reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
+    """The dimensions that reduce_sum sums over, counted from the first."""
+    return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
 
 
 def check_dims(x: Tensor, dim: Sequence[int] | None) -> None:
@@ -75,117 +112,6 @@ def check_recurrence(op: str, a: Tensor, name: str, b: Tensor, h0: Tensor | None
     lines = [size for d, size in enumerate(b.shape) if d != dim % b.dim()]
     expected = f"expected h0 of shape {lines}, that of {name} without dim"
     checks.check_sizes(op, h0.shape, lines, f"{expected}, but got {list(h0.shape)}")
-
-
-# ---- norms ----
-
-
-def norm_statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
-    """An empty tensor with one number for each row, in a shape that broadcasts against x."""
-    shape = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
-    return x.new_empty(shape, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
-
-
-def norm_gradients(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weights: Sequence[Tensor | None],
-    needs_x: bool,
-    needs_weights: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Empty gradients of x and of the weights. A gradient that is not needed has no elements."""
-    like = next((w for w in weights if w is not None), x)
-    of_weights = (like.new_empty(list(normalized_shape) if needs else 0) for needs in needs_weights)
-    return x.new_empty(x.shape if needs_x else 0), *of_weights
-
-
-def add_norm_gradients(
-    s: Tensor,
-    weights: Sequence[Tensor | None],
-    normalized_shape: Sequence[int],
-    p: float,
-    needs_x: bool,
-    needs_residual: bool,
-    needs_weights: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """The tensors that the backward of add_layer_norm and of add_rms_norm allocates."""
-    grad_x = s.new_empty(s.shape if needs_x and p > 0 else 0)
-    return grad_x, *norm_gradients(s, normalized_shape, weights, needs_x or needs_residual, needs_weights)
-
-
-def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:
-    checks.check_device(op, name, weight, "x", x)
-    half = x.dtype.itemsize < 4
-    checks.check(
-        op,
-        weight.dtype == x.dtype or (half and weight.dtype == torch.float32),
-        f"expected {name} to be {checks.dtype_name(x)} like x{' or float32' if half else ''}, "
-        f"but got {checks.dtype_name(weight)}",
-    )
-    expected = f"expected {name} of shape {list(normalized_shape)}, normalized_shape"
-    checks.check_sizes(op, weight.shape, normalized_shape, f"{expected}, but got {list(weight.shape)}")
-
-
-def check_norm(
-    op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
-) -> None:
-    """check_inputs of csrc/norm/norm.cpp."""
-    dims = len(normalized_shape)
-    checks.check_dtype(op, "x", x)
-    checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
-    expected = f"expected normalized_shape to be the last dimensions of x, of shape {list(x.shape)}"
-    checks.check_sizes(op, x.shape[-dims:], normalized_shape, f"{expected}, but got {list(normalized_shape)}")
-    if weight is not None:
-        check_weight(op, "weight", weight, x, normalized_shape)
-    if bias is not None:
-        check_weight(op, "bias", bias, x, normalized_shape)
-        if weight is not None:
-            checks.check_same(op, "bias", bias, "weight", weight)
-
-
-def check_norm_backward(
-    op: str,
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    statistics: dict[str, Tensor],
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-) -> None:
-    """The checks of norm_backward in csrc/norm/norm.cpp. `statistics` has the saved statistics by name."""
-    check_norm(op, x, normalized_shape, weight, bias)
-    checks.check_like(op, "grad_out", grad_out, "x", x)
-    expected = norm_statistics(x, normalized_shape)
-    for name, given in statistics.items():
-        checks.check_device(op, name, given, "x", x)
-        message = f"expected {name} as the forward returned it"
-        checks.check(op, given.dtype == expected.dtype and given.is_contiguous(), message)
-        checks.check(op, given.numel() == expected.numel(), message)
-
-
-def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
-    """check_dropout of csrc/norm/norm_fused.cpp."""
-    checks.check_probability(op, p)
-    if seed is not None:
-        checks.check_seed(op, seed, x)
-    checks.check(op, p == 0 or seed is not None, "expected a seed with p > 0, but got None")
-
-
-def check_add_norm_backward(
-    op: str,
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    s: Tensor,
-    normalized_shape: Sequence[int],
-    statistics: dict[str, Tensor],
-    weights: Sequence[Tensor | None],
-    p: float,
-    seed: Tensor | None,
-) -> None:
-    if grad_sum is not None:
-        checks.check_like(op, "grad_sum", grad_sum, "sum", s)
-    check_dropout(op, p, seed, s)
-    check_norm_backward(op, grad_out, s, normalized_shape, statistics, *weights)
 
 
 # ---- losses ----
@@ -237,6 +163,21 @@ def check_loss(
         checks.check(op, 0 < softcap < math.inf, f"expected softcap to be positive or None, but got {softcap:g}")
 
 
+def check_cross_entropy(
+    op: str,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> None:
+    check_reduction(op, reduction)
+    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, softcap)
+
+
 def class_dim(logits: Tensor) -> int:
     return min(1, logits.dim() - 1)
 
@@ -284,6 +225,7 @@ def check_linear(
     reduction: int,
     ignore_index: int,
     label_smoothing: float,
+    z_loss: float,
     softcap: float | None,
 ) -> None:
     checks.check_dtype(op, "x", x)
@@ -312,17 +254,17 @@ def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> N
 
 def check_linear_values(*args: Any) -> None:
     """The checks of the kernels: those of the fake and, on the CPU, that each target is a class."""
-    x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, _, softcap, *_ = args
-    op = "linear_cross_entropy"
-    check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
+    op, (_, linear_weight, target, _, _, _, ignore_index, *_) = "linear_cross_entropy", args
+    check_linear(op, *args[:10])
     check_targets(op, target, linear_weight.shape[0], ignore_index)
 
 
 def check_linear_backward(grad_out: Tensor, *args: Any) -> None:
-    x, linear_weight, target, linear_bias, weight, *made = args[:8]
-    reduction, ignore_index, label_smoothing, _, softcap, *needs = args[8:]
+    given, made, options, needs = args[:5], args[5:8], args[8:13], args[13:]
+    x, linear_weight, target, *_ = given
+    reduction, *_ = options
     op = "linear_cross_entropy_backward"
-    check_linear(op, x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap)
+    check_linear(op, *given, *options)
     check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
     shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
     names = ("grad_x", "grad_weight", "grad_bias")

@@ -1,8 +1,8 @@
 """The public functions. One section for each op: function, fake, setup_context, backward, register_autograd.
 
 The kernels and the checks of their inputs are in csrc/<op>/. A fake promises the shape, strides and dtype that
-csrc/<op>/<op>.cpp allocates. second_order.py has the derivatives of the backward operators, reference.py has the same
-functions in plain PyTorch.
+csrc/<op>/<op>.cpp allocates. The first section has what several ops share, norms.py what the norms share.
+second_order.py has the derivatives of the backward operators, reference.py the same functions in plain PyTorch.
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It computes in float32, for float64 in float64.
 NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
@@ -14,18 +14,15 @@ Functions that PyTorch has, too, name their first argument ``input`` as there. F
 ``x``, cross_entropy's ``logits``.
 """
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _ops, autograd, checks, linear_loss, plain, second_order
+from . import _ops, autocast_rules, autograd, checks, linear_loss, plain, second_order
 from .autograd import (
     Gradients,
-    has_tangent,
     is_recorded,
     own_ops,
     register_autocast,
@@ -33,35 +30,123 @@ from .autograd import (
     register_autograd,
     register_fake,
 )
+from .norms import Norm
 from .op_checks import (
-    add_norm_gradients,
-    check_add_norm_backward,
+    as_dims,
     check_bias,
+    check_cross_entropy,
     check_dim,
     check_dims,
-    check_dropout,
     check_gate,
     check_linear,
     check_linear_backward,
     check_linear_values,
-    check_loss,
     check_loss_grad,
-    check_norm,
-    check_norm_backward,
+    check_no_gradients,
     check_recurrence,
-    check_reduction,
     check_rotary,
     check_statistic,
     check_tokens,
-    class_dim,
+    fake_along_dim,
     fake_like,
     is_tanh,
     loss_type,
-    norm_gradients,
-    norm_statistics,
+    reduced_dims,
     reduction_number,
     refuse_weight_gradient,
 )
+
+# ---- what the ops share ----
+
+
+def _register_second_order(op: str) -> None:
+    """The derivative of the operator <op>_backward, which second_order.py and plain.py have under the op's name."""
+    backward_op = f"{op}_backward"
+    setup_context = getattr(second_order, f"{op}_setup_context", second_order.save_inputs)
+    register_autograd(
+        backward_op, getattr(second_order, op), setup_context=setup_context, plain=getattr(plain, backward_op)
+    )
+
+
+def _register_activation(op: str) -> None:
+    """The fakes and derivatives of an operator (x, *options) that has a backward and a double backward operator."""
+    backward_op = getattr(_ops, f"{op}_backward")
+
+    def backward(ctx: Any, grad_out: Tensor) -> Gradients:
+        (x,) = ctx.saved_tensors
+        return {"x": backward_op(grad_out, x, *ctx.options)}
+
+    register_fake(op)(fake_like(op, "x"))
+    register_fake(f"{op}_backward")(fake_like(f"{op}_backward", "grad_out", "x"))
+    register_fake(f"{op}_double_backward")(fake_like(f"{op}_double_backward", "grad_grad_x", "grad_out", "x"))
+    register_autograd(op, backward, setup_context=second_order.save_inputs, plain=getattr(plain, op))
+    _register_second_order(op)
+    register_autograd(f"{op}_double_backward", second_order.not_implemented(op, "third"))
+
+
+def _register_biased(op: str) -> None:
+    """The fakes and derivatives of an operator (x, bias, option)."""
+    backward_op = getattr(_ops, f"{op}_backward")
+
+    def fake(x: Tensor, bias: Tensor, option: Any) -> Tensor:
+        check_bias(op, x, bias)
+        return torch.empty_like(x)
+
+    def backward_fake(
+        grad_out: Tensor, x: Tensor, bias: Tensor, option: Any, needs_grad_x: bool, needs_grad_bias: bool
+    ) -> tuple[Tensor, Tensor]:
+        check_bias(f"{op}_backward", x, bias)
+        checks.check_like(f"{op}_backward", "grad_out", grad_out, "x", x)
+        grad_x = torch.empty_like(x) if needs_grad_x else x.new_empty(0)
+        return grad_x, bias.new_empty(bias.shape if needs_grad_bias else 0)
+
+    def backward(ctx: Any, grad_out: Tensor) -> Gradients:
+        x, bias = ctx.saved_tensors
+        grad_x, grad_bias = backward_op(grad_out, x, bias, *ctx.options, *ctx.needs_input_grad[:2])
+        return {"x": grad_x, "bias": grad_bias}
+
+    register_fake(op)(fake)
+    register_fake(f"{op}_backward")(backward_fake)
+    register_autograd(op, backward, setup_context=second_order.save_inputs, plain=getattr(plain, op))
+    _register_second_order(op)
+
+
+def _register_gate(op: str) -> None:
+    """The fakes and derivatives of an operator (gate, up, *options)."""
+    backward_op = getattr(_ops, f"{op}_backward")
+
+    def fake(gate: Tensor, up: Tensor, *options: Any) -> Tensor:
+        check_gate(op, gate, up)
+        return torch.empty_like(gate)
+
+    def backward_fake(grad_out: Tensor, gate: Tensor, up: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        check_gate(f"{op}_backward", gate, up)
+        checks.check_like(f"{op}_backward", "grad_out", grad_out, "gate", gate)
+        return torch.empty_like(gate), torch.empty_like(gate)
+
+    def backward(ctx: Any, grad_out: Tensor) -> Gradients:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = backward_op(grad_out, gate, up, *ctx.options)
+        return {"gate": grad_gate, "up": grad_up}
+
+    register_fake(op)(fake)
+    register_fake(f"{op}_backward")(backward_fake)
+    register_autograd(op, backward, setup_context=second_order.save_inputs, plain=getattr(plain, op))
+    _register_second_order(op)
+
+
+def _register_norm(norm: Norm) -> None:
+    op = norm.op
+    register_fake(op)(norm.fake)
+    register_fake(f"{op}_backward")(norm.backward_fake)
+    register_autograd(op, norm.backward, setup_context=norm.setup_context, plain=getattr(plain, op))
+    register_autograd(
+        f"{op}_backward",
+        getattr(second_order, op),
+        setup_context=norm.backward_setup_context,
+        plain=getattr(plain, f"{op}_backward"),
+    )
+
 
 # ---- muladd ----
 
@@ -88,14 +173,7 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
     """
     if out is None:
         return _ops.muladd(a, b, c)
-    if out.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("extension_cpp::muladd: expected out not to require grad, since out= is not differentiable")
-    if (a.requires_grad or b.requires_grad) and torch.is_grad_enabled():
-        raise RuntimeError(
-            "extension_cpp::muladd: expected a and b not to require grad with out=, which is not differentiable"
-        )
-    if has_tangent(a, b, out):
-        raise RuntimeError("extension_cpp::muladd: expected no tangents with out=, which is not differentiable")
+    check_no_gradients("muladd", a, b, out)
     own_ops.muladd.out(a, b, c, out=out)
     return out
 
@@ -142,9 +220,7 @@ def _muladd_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd("muladd", _muladd_backward, setup_context=_muladd_setup_context, plain=plain.muladd)
-register_autograd(
-    "muladd_backward", second_order.muladd, setup_context=second_order.save_inputs, plain=plain.muladd_backward
-)
+_register_second_order("muladd")
 
 
 # ---- scale_bias_relu ----
@@ -171,45 +247,7 @@ def scale_bias_relu(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
     return _ops.scale_bias_relu(x, bias, scale)
 
 
-@register_fake("scale_bias_relu")
-def _(x: Tensor, bias: Tensor, scale: float = 1.0) -> Tensor:
-    check_bias("scale_bias_relu", x, bias)
-    return torch.empty_like(x)
-
-
-@register_fake("scale_bias_relu_backward")
-def _(
-    grad_out: Tensor, x: Tensor, bias: Tensor, scale: float, needs_grad_x: bool, needs_grad_bias: bool
-) -> tuple[Tensor, Tensor]:
-    check_bias("scale_bias_relu_backward", x, bias)
-    checks.check_like("scale_bias_relu_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
-
-
-def _scale_bias_relu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    x, bias, ctx.scale = inputs
-    ctx.save_for_backward(x, bias)
-
-
-def _scale_bias_relu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    x, bias = ctx.saved_tensors
-    needs_x, needs_bias, _ = ctx.needs_input_grad
-    grad_x, grad_bias = _ops.scale_bias_relu_backward(grad_out, x, bias, ctx.scale, needs_x, needs_bias)
-    return {"x": grad_x, "bias": grad_bias}
-
-
-register_autograd(
-    "scale_bias_relu",
-    _scale_bias_relu_backward,
-    setup_context=_scale_bias_relu_setup_context,
-    plain=plain.scale_bias_relu,
-)
-register_autograd(
-    "scale_bias_relu_backward",
-    second_order.scale_bias_relu,
-    setup_context=second_order.scale_bias_relu_setup_context,
-    plain=plain.scale_bias_relu_backward,
-)
+_register_biased("scale_bias_relu")
 
 
 # ---- relu ----
@@ -255,9 +293,7 @@ def _relu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd("relu", _relu_backward, setup_context=_relu_setup_context, plain=plain.relu)
-register_autograd(
-    "relu_backward", second_order.relu, setup_context=second_order.relu_setup_context, plain=plain.relu_backward
-)
+_register_second_order("relu")
 
 
 # ---- mish ----
@@ -271,7 +307,7 @@ def mish(input: Tensor) -> Tensor:
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
-        are ``x * exp(x)`` down to the smallest float32. Large results are ``x``. At -inf the result is NaN, as that of
+        are ``x * exp(x)`` down to the smallest float32. Large results are ``x``. At -inf the result is NaN, as in
         torch.nn.functional.mish.
 
     Raises:
@@ -282,19 +318,7 @@ def mish(input: Tensor) -> Tensor:
     return _ops.mish(input)
 
 
-register_fake("mish")(fake_like("mish", "x"))
-register_fake("mish_backward")(fake_like("mish_backward", "grad_out", "x"))
-register_fake("mish_double_backward")(fake_like("mish_double_backward", "grad_grad_x", "grad_out", "x"))
-
-
-def _mish_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    (x,) = ctx.saved_tensors
-    return {"x": _ops.mish_backward(grad_out, x)}
-
-
-register_autograd("mish", _mish_backward, setup_context=second_order.save_inputs, plain=plain.mish)
-register_autograd("mish_backward", second_order.mish, setup_context=second_order.save_inputs, plain=plain.mish_backward)
-register_autograd("mish_double_backward", second_order.not_implemented("mish", "third"))
+_register_activation("mish")
 
 
 # ---- silu ----
@@ -308,7 +332,7 @@ def silu(input: Tensor) -> Tensor:
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. Small results keep their digits: they
-        are ``x * exp(x)`` down to the smallest float32. At -inf the result is NaN, as that of torch.nn.functional.silu.
+        are ``x * exp(x)`` down to the smallest float32. At -inf the result is NaN, as in torch.nn.functional.silu.
 
     Raises:
         RuntimeError: the dtype is not floating point.
@@ -318,19 +342,7 @@ def silu(input: Tensor) -> Tensor:
     return _ops.silu(input)
 
 
-register_fake("silu")(fake_like("silu", "x"))
-register_fake("silu_backward")(fake_like("silu_backward", "grad_out", "x"))
-register_fake("silu_double_backward")(fake_like("silu_double_backward", "grad_grad_x", "grad_out", "x"))
-
-
-def _silu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    (x,) = ctx.saved_tensors
-    return {"x": _ops.silu_backward(grad_out, x)}
-
-
-register_autograd("silu", _silu_backward, setup_context=second_order.save_inputs, plain=plain.silu)
-register_autograd("silu_backward", second_order.silu, setup_context=second_order.save_inputs, plain=plain.silu_backward)
-register_autograd("silu_double_backward", second_order.not_implemented("silu", "third"))
+_register_activation("silu")
 
 
 # ---- gelu ----
@@ -356,26 +368,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return _ops.gelu(input, is_tanh("gelu", approximate))
 
 
-register_fake("gelu")(fake_like("gelu", "x"))
-register_fake("gelu_backward")(fake_like("gelu_backward", "grad_out", "x"))
-register_fake("gelu_double_backward")(fake_like("gelu_double_backward", "grad_grad_x", "grad_out", "x"))
-
-
-def _gelu_setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-    x, ctx.tanh = inputs
-    ctx.save_for_backward(x)
-
-
-def _gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    (x,) = ctx.saved_tensors
-    return {"x": _ops.gelu_backward(grad_out, x, ctx.tanh)}
-
-
-register_autograd("gelu", _gelu_backward, setup_context=_gelu_setup_context, plain=plain.gelu)
-register_autograd(
-    "gelu_backward", second_order.gelu, setup_context=second_order.gelu_setup_context, plain=plain.gelu_backward
-)
-register_autograd("gelu_double_backward", second_order.not_implemented("gelu", "third"))
+_register_activation("gelu")
 
 
 # ---- bias_gelu ----
@@ -403,40 +396,7 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     return _ops.bias_gelu(x, bias, is_tanh("bias_gelu", approximate))
 
 
-@register_fake("bias_gelu")
-def _(x: Tensor, bias: Tensor, tanh: bool = False) -> Tensor:
-    check_bias("bias_gelu", x, bias)
-    return torch.empty_like(x)
-
-
-@register_fake("bias_gelu_backward")
-def _(
-    grad_out: Tensor, x: Tensor, bias: Tensor, tanh: bool, needs_grad_x: bool, needs_grad_bias: bool
-) -> tuple[Tensor, Tensor]:
-    check_bias("bias_gelu_backward", x, bias)
-    checks.check_like("bias_gelu_backward", "grad_out", grad_out, "x", x)
-    return torch.empty_like(x) if needs_grad_x else x.new_empty(0), bias.new_empty(bias.shape if needs_grad_bias else 0)
-
-
-def _bias_gelu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
-    x, bias, ctx.tanh = inputs
-    ctx.save_for_backward(x, bias)
-
-
-def _bias_gelu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    x, bias = ctx.saved_tensors
-    needs_x, needs_bias, _ = ctx.needs_input_grad
-    grad_x, grad_bias = _ops.bias_gelu_backward(grad_out, x, bias, ctx.tanh, needs_x, needs_bias)
-    return {"x": grad_x, "bias": grad_bias}
-
-
-register_autograd("bias_gelu", _bias_gelu_backward, setup_context=_bias_gelu_setup_context, plain=plain.bias_gelu)
-register_autograd(
-    "bias_gelu_backward",
-    second_order.bias_gelu,
-    setup_context=second_order.bias_gelu_setup_context,
-    plain=plain.bias_gelu_backward,
-)
+_register_biased("bias_gelu")
 
 
 # ---- swiglu ----
@@ -462,29 +422,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _ops.swiglu(gate, up)
 
 
-@register_fake("swiglu")
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    check_gate("swiglu", gate, up)
-    return torch.empty_like(gate)
-
-
-@register_fake("swiglu_backward")
-def _(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    check_gate("swiglu_backward", gate, up)
-    checks.check_like("swiglu_backward", "grad_out", grad_out, "gate", gate)
-    return torch.empty_like(gate), torch.empty_like(gate)
-
-
-def _swiglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    gate, up = ctx.saved_tensors
-    grad_gate, grad_up = _ops.swiglu_backward(grad_out, gate, up)
-    return {"gate": grad_gate, "up": grad_up}
-
-
-register_autograd("swiglu", _swiglu_backward, setup_context=second_order.save_inputs, plain=plain.swiglu)
-register_autograd(
-    "swiglu_backward", second_order.swiglu, setup_context=second_order.save_inputs, plain=plain.swiglu_backward
-)
+_register_gate("swiglu")
 
 
 # ---- geglu ----
@@ -494,9 +432,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """The GeGLU gate: ``gelu(gate, approximate) * up``.
 
     Args:
-        gate: any shape.
-        up: shape, dtype and device of ``gate``. ``gate`` and ``up`` may be the halves of one packed tensor,
-            ``packed.chunk(2, -1)``: forward and backward read them without a copy.
+        gate, up: as for swiglu.
         approximate: "none" or "tanh", as for gelu.
 
     Returns:
@@ -512,34 +448,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return _ops.geglu(gate, up, is_tanh("geglu", approximate))
 
 
-@register_fake("geglu")
-def _(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
-    check_gate("geglu", gate, up)
-    return torch.empty_like(gate)
-
-
-@register_fake("geglu_backward")
-def _(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    check_gate("geglu_backward", gate, up)
-    checks.check_like("geglu_backward", "grad_out", grad_out, "gate", gate)
-    return torch.empty_like(gate), torch.empty_like(gate)
-
-
-def _geglu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
-    gate, up, ctx.tanh = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _geglu_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    gate, up = ctx.saved_tensors
-    grad_gate, grad_up = _ops.geglu_backward(grad_out, gate, up, ctx.tanh)
-    return {"gate": grad_gate, "up": grad_up}
-
-
-register_autograd("geglu", _geglu_backward, setup_context=_geglu_setup_context, plain=plain.geglu)
-register_autograd(
-    "geglu_backward", second_order.geglu, setup_context=second_order.geglu_setup_context, plain=plain.geglu_backward
-)
+_register_gate("geglu")
 
 
 # ---- reduce_sum ----
@@ -562,27 +471,14 @@ def reduce_sum(input: Tensor, dim: int | Sequence[int] | None = None, keepdim: b
     Differentiable, to any order; the gradient is an expanded view and costs nothing. At most a few dozen terms are
     added in float32 (float64: float64), and these partial sums in float64, in an order that only the shape decides.
     """
-    return _ops.reduce_sum(input, (dim,) if type(dim) is int else _as_dims(dim), keepdim)
-
-
-def _as_dims(dim: Any) -> tuple[int, ...] | None:
-    """The dimensions as ints. Anything with __index__ is taken, except a bool, which torch.sum refuses, too."""
-    dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
-    for d in dims or ():
-        if isinstance(d, bool) or not hasattr(d, "__index__"):
-            checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
-    return dims if dims is None else tuple(operator.index(d) for d in dims)
-
-
-def _reduced_dims(x: Tensor, dim: Sequence[int] | None) -> set[int]:
-    return {d % x.dim() for d in dim} if dim and x.dim() else set(range(x.dim()))
+    return _ops.reduce_sum(input, (dim,) if type(dim) is int else as_dims(dim), keepdim)
 
 
 @register_fake("reduce_sum")
-def _(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def _(x: Tensor, dim: Sequence[int] | None, keepdim: bool) -> Tensor:
     checks.check_dtype("reduce_sum", "x", x)
     check_dims(x, dim)
-    reduced = _reduced_dims(x, dim)
+    reduced = reduced_dims(x, dim)
     shape = [1 if d in reduced else size for d, size in enumerate(x.shape) if keepdim or d not in reduced]
     return x.new_empty(shape)
 
@@ -590,7 +486,7 @@ def _(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Ten
 def _reduce_sum_setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int] | None, bool], output: Tensor) -> None:
     x, dim, keepdim = inputs
     ctx.shape = x.shape
-    ctx.summed_away = () if keepdim else sorted(_reduced_dims(x, dim))
+    ctx.summed_away = () if keepdim else sorted(reduced_dims(x, dim))
 
 
 def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
@@ -705,65 +601,10 @@ def layer_norm(
     return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-@register_fake("layer_norm")
-def _(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm("layer_norm", x, normalized_shape, weight, bias)
-    mean, rstd = norm_statistics(x, normalized_shape), norm_statistics(x, normalized_shape)
-    return x.new_empty(x.shape), mean, rstd
-
-
-@register_fake("layer_norm_backward")
-def _(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    needs_grad_x: bool,
-    needs_grad_weight: bool,
-    needs_grad_bias: bool,
-) -> tuple[Tensor, ...]:
-    statistics = {"mean": mean, "rstd": rstd}
-    check_norm_backward("layer_norm_backward", grad_out, x, normalized_shape, statistics, weight, bias)
-    return norm_gradients(x, normalized_shape, (weight, bias), needs_grad_x, (needs_grad_weight, needs_grad_bias))
-
-
-def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, ctx.normalized_shape, weight, bias, _ = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(x, weight, bias, mean, rstd)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of mean and rstd
-
-
-def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
-    if grad_out is None:
-        return {}
-    x, weight, bias, mean, rstd = ctx.saved_tensors
-    needs_x, _, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-    grad_x, grad_weight, grad_bias = _ops.layer_norm_backward(
-        grad_out, x, ctx.normalized_shape, mean, rstd, weight, bias, needs_x, needs_weight, needs_bias
-    )
-    return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
-
-
-register_autograd("layer_norm", _layer_norm_backward, setup_context=_layer_norm_setup_context, plain=plain.layer_norm)
+LAYER_NORM = Norm("layer_norm", ("mean", "rstd"), ("weight", "bias"))
+_register_norm(LAYER_NORM)
 # Only for CUDA: if both device types have one, torch.compile uses the second registration for both.
 register_autocast("layer_norm", "cuda", torch.float32)
-register_autograd(
-    "layer_norm_backward",
-    second_order.layer_norm,
-    setup_context=second_order.layer_norm_setup_context,
-    plain=plain.layer_norm_backward,
-)
 
 
 # ---- rms_norm ----
@@ -775,10 +616,7 @@ def rms_norm(
     """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
-        input: ``x``, shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost
-            one.
-        normalized_shape: the last dimensions of ``x``, over which the mean is taken.
-        weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
+        input, normalized_shape, weight: as for layer_norm.
         eps: added to the mean square; None: the machine epsilon of float32 (for float64 of float64), as for
             torch.nn.functional.rms_norm.
 
@@ -797,54 +635,9 @@ def rms_norm(
     return _ops.rms_norm(input, normalized_shape, weight, eps)
 
 
-@register_fake("rms_norm")
-def _(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> tuple[Tensor, Tensor]:
-    check_norm("rms_norm", x, normalized_shape, weight)
-    return x.new_empty(x.shape), norm_statistics(x, normalized_shape)
-
-
-@register_fake("rms_norm_backward")
-def _(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    needs_grad_x: bool,
-    needs_grad_weight: bool,
-) -> tuple[Tensor, ...]:
-    check_norm_backward("rms_norm_backward", grad_out, x, normalized_shape, {"rstd": rstd}, weight)
-    return norm_gradients(x, normalized_shape, (weight,), needs_grad_x, (needs_grad_weight,))
-
-
-def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, ctx.normalized_shape, weight, _ = inputs
-    _, rstd = output
-    ctx.save_for_backward(x, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-
-
-def _rms_norm_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Gradients:
-    if grad_out is None:
-        return {}
-    x, weight, rstd = ctx.saved_tensors
-    needs_x, _, needs_weight, _ = ctx.needs_input_grad
-    grad_x, grad_weight = _ops.rms_norm_backward(grad_out, x, ctx.normalized_shape, rstd, weight, needs_x, needs_weight)
-    return {"x": grad_x, "weight": grad_weight}
-
-
-register_autograd("rms_norm", _rms_norm_backward, setup_context=_rms_norm_setup_context, plain=plain.rms_norm)
+_register_norm(Norm("rms_norm", ("rstd",), ("weight",)))
 if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
     register_autocast("rms_norm", "cuda", torch.float32)
-register_autograd(
-    "rms_norm_backward",
-    second_order.rms_norm,
-    setup_context=second_order.rms_norm_setup_context,
-    plain=plain.rms_norm_backward,
-)
 
 
 # ---- add_layer_norm ----
@@ -895,100 +688,11 @@ def _branches(
     for name, tensor in (("x", x), ("residual", residual)):
         checks.check_tensor(op, name, tensor)
     p = p if training else 0.0
-    x, residual = _under_autocast(x, residual)
+    x, residual = autocast_rules.branches(x, residual)
     return x, residual, p, _seed(x, p) if p else None
 
 
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
-def _under_autocast(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """x and residual in one dtype: under autocast a branch is half and the residual stream float32."""
-    device = x.device.type
-    # PyTorch knows no autocast for the device type meta, and raises.
-    if x.dtype != residual.dtype and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        return x.to(dtype), residual.to(dtype)
-    return x, residual
-
-
-@register_fake("add_layer_norm")
-def _(
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_norm("add_layer_norm", x, normalized_shape, weight, bias)
-    checks.check_like("add_layer_norm", "residual", residual, "x", x)
-    check_dropout("add_layer_norm", p, seed, x)
-    mean, rstd = norm_statistics(x, normalized_shape), norm_statistics(x, normalized_shape)
-    return x.new_empty(x.shape), x.new_empty(x.shape), mean, rstd
-
-
-@register_fake("add_layer_norm_backward")
-def _(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    needs_grad_x: bool,
-    needs_grad_residual: bool,
-    needs_grad_weight: bool,
-    needs_grad_bias: bool,
-) -> tuple[Tensor, ...]:
-    op, statistics = "add_layer_norm_backward", {"mean": mean, "rstd": rstd}
-    check_add_norm_backward(op, grad_out, grad_sum, sum, normalized_shape, statistics, (weight, bias), p, seed)
-    needs = (needs_grad_weight, needs_grad_bias)
-    return add_norm_gradients(sum, (weight, bias), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
-
-
-def _add_layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, ctx.normalized_shape, weight, bias, _, ctx.p, seed = inputs
-    _, s, mean, rstd = output
-    ctx.save_for_backward(s, weight, bias, mean, rstd, seed)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-
-
-def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> Gradients:
-    """The gradients of x and residual if only the sum was used, and not the norm."""
-    grad_x = grad_sum
-    if grad_sum is not None and seed is not None and ctx.p > 0 and ctx.needs_input_grad[0]:
-        grad_x = _ops.dropout(grad_sum, ctx.p, seed)
-    return {"x": grad_x, "residual": grad_sum}
-
-
-def _add_layer_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None) -> Gradients:
-    s, weight, bias, mean, rstd, seed = ctx.saved_tensors
-    if grad_out is None:
-        return _grads_of_sum_alone(ctx, grad_sum, seed)
-    needs_x, needs_residual, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    saved = s, ctx.normalized_shape, mean, rstd, weight, bias, ctx.p, seed
-    grad_x, grad_residual, grad_weight, grad_bias = _ops.add_layer_norm_backward(
-        grad_out, grad_sum, *saved, needs_x, needs_residual, needs_weight, needs_bias
-    )
-    grad_x = grad_x if ctx.p > 0 else grad_residual
-    return {"x": grad_x, "residual": grad_residual, "weight": grad_weight, "bias": grad_bias}
-
-
-register_autograd(
-    "add_layer_norm", _add_layer_norm_backward, setup_context=_add_layer_norm_setup_context, plain=plain.add_layer_norm
-)
-register_autograd(
-    "add_layer_norm_backward",
-    second_order.add_layer_norm,
-    setup_context=second_order.add_layer_norm_setup_context,
-    plain=plain.add_layer_norm_backward,
-)
+_register_norm(Norm("add_layer_norm", ("mean", "rstd"), ("weight", "bias"), adds=True, drops=True))
 
 
 # ---- add_rms_norm ----
@@ -1007,11 +711,8 @@ def add_rms_norm(
     ``rms_norm(s)``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost one.
-        residual: shape, dtype and device of ``x``.
+        x, residual, p, training: as for add_layer_norm.
         normalized_shape, weight, eps: as for rms_norm.
-        p: the probability that an element of ``x`` is dropped, from 0 to 1.
-        training: False: nothing is dropped.
 
     Returns:
         ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. Rounding and autocast are as for
@@ -1029,72 +730,7 @@ def add_rms_norm(
     return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)
 
 
-@register_fake("add_rms_norm")
-def _(
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm("add_rms_norm", x, normalized_shape, weight)
-    checks.check_like("add_rms_norm", "residual", residual, "x", x)
-    check_dropout("add_rms_norm", p, seed, x)
-    return x.new_empty(x.shape), x.new_empty(x.shape), norm_statistics(x, normalized_shape)
-
-
-@register_fake("add_rms_norm_backward")
-def _(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    normalized_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    needs_grad_x: bool,
-    needs_grad_residual: bool,
-    needs_grad_weight: bool,
-) -> tuple[Tensor, ...]:
-    check_add_norm_backward(
-        "add_rms_norm_backward", grad_out, grad_sum, sum, normalized_shape, {"rstd": rstd}, (weight,), p, seed
-    )
-    needs = (needs_grad_weight,)
-    return add_norm_gradients(sum, (weight,), normalized_shape, p, needs_grad_x, needs_grad_residual, needs)
-
-
-def _add_rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, ctx.normalized_shape, weight, _, ctx.p, seed = inputs
-    _, s, rstd = output
-    ctx.save_for_backward(s, weight, rstd, seed)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-
-
-def _add_rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, _: None) -> Gradients:
-    s, weight, rstd, seed = ctx.saved_tensors
-    if grad_out is None:
-        return _grads_of_sum_alone(ctx, grad_sum, seed)
-    needs_x, needs_residual, _, needs_weight, *_ = ctx.needs_input_grad
-    saved = s, ctx.normalized_shape, rstd, weight, ctx.p, seed
-    grad_x, grad_residual, grad_weight = _ops.add_rms_norm_backward(
-        grad_out, grad_sum, *saved, needs_x, needs_residual, needs_weight
-    )
-    return {"x": grad_x if ctx.p > 0 else grad_residual, "residual": grad_residual, "weight": grad_weight}
-
-
-register_autograd(
-    "add_rms_norm", _add_rms_norm_backward, setup_context=_add_rms_norm_setup_context, plain=plain.add_rms_norm
-)
-register_autograd(
-    "add_rms_norm_backward",
-    second_order.add_rms_norm,
-    setup_context=second_order.add_rms_norm_setup_context,
-    plain=plain.add_rms_norm_backward,
-)
+_register_norm(Norm("add_rms_norm", ("rstd",), ("weight",), adds=True, drops=True))
 
 
 # ---- layer_norm_dropout ----
@@ -1133,76 +769,8 @@ def layer_norm_dropout(
     return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))
 
 
-@register_fake("layer_norm_dropout")
-def _(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm("layer_norm_dropout", x, normalized_shape, weight, bias)
-    check_dropout("layer_norm_dropout", p, seed, x)
-    mean, rstd = norm_statistics(x, normalized_shape), norm_statistics(x, normalized_shape)
-    return x.new_empty(x.shape), mean, rstd
-
-
-@register_fake("layer_norm_dropout_backward")
-def _(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    needs_grad_x: bool,
-    needs_grad_weight: bool,
-    needs_grad_bias: bool,
-) -> tuple[Tensor, ...]:
-    check_dropout("layer_norm_dropout_backward", p, seed, x)
-    statistics = {"mean": mean, "rstd": rstd}
-    check_norm_backward("layer_norm_dropout_backward", grad_out, x, normalized_shape, statistics, weight, bias)
-    return norm_gradients(x, normalized_shape, (weight, bias), needs_grad_x, (needs_grad_weight, needs_grad_bias))
-
-
-def _layer_norm_dropout_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, ctx.normalized_shape, weight, bias, _, ctx.p, seed = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(x, weight, bias, mean, rstd, seed)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-
-
-def _layer_norm_dropout_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
-    if grad_out is None:
-        return {}
-    x, weight, bias, mean, rstd, seed = ctx.saved_tensors
-    needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    saved = x, ctx.normalized_shape, mean, rstd, weight, bias, ctx.p, seed
-    grad_x, grad_weight, grad_bias = _ops.layer_norm_dropout_backward(
-        grad_out, *saved, needs_x, needs_weight, needs_bias
-    )
-    return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
-
-
-register_autograd(
-    "layer_norm_dropout",
-    _layer_norm_dropout_backward,
-    setup_context=_layer_norm_dropout_setup_context,
-    plain=plain.layer_norm_dropout,
-)
+_register_norm(Norm("layer_norm_dropout", ("mean", "rstd"), ("weight", "bias"), drops=True))
 register_autocast("layer_norm_dropout", "cuda", torch.float32)
-register_autograd(
-    "layer_norm_dropout_backward",
-    second_order.layer_norm_dropout,
-    setup_context=second_order.layer_norm_dropout_setup_context,
-    plain=plain.layer_norm_dropout_backward,
-)
 
 
 # ---- softmax and log_softmax ----
@@ -1232,8 +800,7 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     """Logarithm of the softmax over one dimension: ``x - log(sum(exp(x)))``, computed relative to the largest element.
 
     Args:
-        input: ``x``, any shape.
-        dim: the dimension of the sum; negative ones count from the end.
+        input, dim: as for softmax.
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(x)``. ``x`` is not transposed for any ``dim``.
@@ -1247,55 +814,32 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     return _ops.log_softmax(input, dim)
 
 
-def _softmax_fake(op: str) -> Any:
-    def fake(x: Tensor, dim: int = -1) -> Tensor:
-        checks.check_dtype(op, "x", x)
-        check_dim(op, x, dim)
-        return torch.empty_like(x)
+def _register_softmax(op: str) -> None:
+    backward_op = getattr(_ops, f"{op}_backward")
 
-    return fake
-
-
-def _softmax_backward_fake(op: str) -> Any:
-    def fake(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
-        checks.check_dtype(op, "y", y)
-        checks.check_like(op, "grad_out", grad_out, "y", y)
-        check_dim(op, y, dim)
+    def backward_fake(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
+        checks.check_dtype(f"{op}_backward", "y", y)
+        checks.check_like(f"{op}_backward", "grad_out", grad_out, "y", y)
+        check_dim(f"{op}_backward", y, dim)
         return torch.empty_like(y)
 
-    return fake
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        _, ctx.dim = inputs
+        ctx.save_for_backward(output)
+
+    def backward(ctx: Any, grad_out: Tensor) -> Gradients:
+        (y,) = ctx.saved_tensors
+        return {"x": backward_op(grad_out, y, ctx.dim)}
+
+    register_fake(op)(fake_along_dim(op))
+    register_fake(f"{op}_backward")(backward_fake)
+    register_autograd(op, backward, setup_context=setup_context, plain=getattr(plain, op))
+    _register_second_order(op)
+    register_autocast(op, "cuda", torch.float32)
 
 
-def _softmax_setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.dim = inputs[1]
-    ctx.save_for_backward(output)
-
-
-def _softmax_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    (y,) = ctx.saved_tensors
-    return {"x": _ops.softmax_backward(grad_out, y, ctx.dim)}
-
-
-def _log_softmax_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    (y,) = ctx.saved_tensors
-    return {"x": _ops.log_softmax_backward(grad_out, y, ctx.dim)}
-
-
-for _name, _of_x, _of_grad in (
-    ("softmax", _softmax_backward, second_order.softmax),
-    ("log_softmax", _log_softmax_backward, second_order.log_softmax),
-):
-    _op, _backward_op = _name, f"{_name}_backward"
-    register_fake(_op)(_softmax_fake(_name))
-    register_fake(_backward_op)(_softmax_backward_fake(f"{_name}_backward"))
-    register_autograd(_op, _of_x, setup_context=_softmax_setup_context, plain=getattr(plain, _name))
-    register_autograd(
-        _backward_op,
-        _of_grad,
-        setup_context=second_order.softmax_setup_context,
-        plain=getattr(plain, f"{_name}_backward"),
-    )
-    register_autocast(_op, "cuda", torch.float32)
+_register_softmax("softmax")
+_register_softmax("log_softmax")
 
 
 # ---- cumsum ----
@@ -1327,11 +871,7 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     return _ops.cumsum(input, dim, exclusive, reverse)
 
 
-@register_fake("cumsum")
-def _(x: Tensor, dim: int, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    checks.check_dtype("cumsum", "x", x, "; torch.cumsum takes others")
-    check_dim("cumsum", x, dim)
-    return torch.empty_like(x)
+register_fake("cumsum")(fake_along_dim("cumsum", "; torch.cumsum takes others"))
 
 
 def _cumsum_setup_context(ctx: Any, inputs: tuple[Tensor, int, bool, bool], output: Tensor) -> None:
@@ -1373,11 +913,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return _ops.logcumsumexp(input, dim)
 
 
-@register_fake("logcumsumexp")
-def _(x: Tensor, dim: int) -> Tensor:
-    checks.check_dtype("logcumsumexp", "x", x)
-    check_dim("logcumsumexp", x, dim)
-    return torch.empty_like(x)
+register_fake("logcumsumexp")(fake_along_dim("logcumsumexp"))
 
 
 @register_fake("logcumsumexp_backward")
@@ -1442,7 +978,7 @@ def linear_recurrence(
 
 
 @register_fake("linear_recurrence")
-def _(a: Tensor, b: Tensor, h0: Tensor | None = None, dim: int = -2, reverse: bool = False) -> Tensor:
+def _(a: Tensor, b: Tensor, h0: Tensor | None, dim: int, reverse: bool) -> Tensor:
     checks.check_dtype("linear_recurrence", "b", b)
     check_recurrence("linear_recurrence", a, "b", b, h0, dim)
     return torch.empty_like(b)
@@ -1467,11 +1003,8 @@ def _linear_recurrence_setup_context(ctx: Any, inputs: tuple[Any, ...], output: 
 def _linear_recurrence_backward(ctx: Any, grad_h: Tensor) -> Gradients:
     a, h, h0 = ctx.saved_tensors
     grad_a, grad_b, grad_h0 = _ops.linear_recurrence_backward(grad_h, a, h, h0, ctx.dim, ctx.reverse)
-    return {
-        "a": second_order.sum_to(grad_a, a) if ctx.needs_input_grad[0] else None,
-        "b": grad_b,
-        "h0": None if h0 is None else grad_h0,
-    }
+    of_a = second_order.sum_to(grad_a, a) if ctx.needs_input_grad[0] else None
+    return {"a": of_a, "b": grad_b, "h0": None if h0 is None else grad_h0}
 
 
 register_autograd(
@@ -1480,23 +1013,8 @@ register_autograd(
     setup_context=_linear_recurrence_setup_context,
     plain=plain.linear_recurrence,
 )
-register_autograd(
-    "linear_recurrence_backward",
-    second_order.linear_recurrence,
-    setup_context=second_order.linear_recurrence_setup_context,
-    plain=plain.linear_recurrence_backward,
-)
-
-
-def _linear_recurrence_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All tensors in the widest of their dtypes, as for PyTorch's operators that promote."""
-    *tensors, dim, reverse = args
-    dtypes = [x.dtype for x in tensors if x is not None]
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    return *(x if x is None else x.to(dtype) for x in tensors), dim, reverse
-
-
-register_autocast_rule("linear_recurrence", _linear_recurrence_autocast)
+_register_second_order("linear_recurrence")
+register_autocast_rule("linear_recurrence", autocast_rules.linear_recurrence)
 
 
 # ---- cross_entropy ----
@@ -1547,33 +1065,26 @@ def cross_entropy(
     Batch-invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
-    number = reduction_number("cross_entropy", reduction)
-    function = autograd.sharded_loss if isinstance(input, autograd.DTENSOR) else _ops
-    return function.cross_entropy(input, target, weight, ignore_index, number, label_smoothing, z_loss, softcap, False)
+    return _cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, False)
 
 
 def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
+    return _cross_entropy(logits, target, None, ignore_index, reduction, 0.0, 0.0, None, True)
+
+
+def _cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, *options: Any
+) -> Tensor:
     number = reduction_number("cross_entropy", reduction)
     function = autograd.sharded_loss if isinstance(logits, autograd.DTENSOR) else _ops
-    return function.cross_entropy(logits, target, None, ignore_index, number, 0.0, 0.0, None, True)
+    return function.cross_entropy(logits, target, weight, ignore_index, number, *options)
 
 
 @register_fake("cross_entropy")
-def _(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: int = 1,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    float_loss: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    op = "cross_entropy"
-    check_reduction(op, reduction)
-    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, softcap)
+def _(logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, reduction, *_, float_loss = options
+    check_cross_entropy("cross_entropy", logits, target, weight, *options[:-1])
     acc = loss_type(logits)
     loss = logits.new_empty([] if reduction else target.shape, dtype=acc if float_loss else logits.dtype)
     lse = logits.new_empty(target.shape, dtype=torch.float64)
@@ -1582,21 +1093,11 @@ def _(
 
 @register_fake("cross_entropy_backward")
 def _(
-    grad_out: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    total: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
+    grad_out: Tensor, logits: Tensor, target: Tensor, lse: Tensor, total: Tensor, weight: Tensor | None, *options: Any
 ) -> Tensor:
     op = "cross_entropy_backward"
-    check_reduction(op, reduction)
-    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, softcap)
+    _, reduction, *_ = options
+    check_cross_entropy(op, logits, target, weight, *options)
     check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, logits)
     check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
     check_statistic(op, "total", total, [1 if reduction else 0], loss_type(logits), logits)
@@ -1623,8 +1124,7 @@ register_autograd(
     "cross_entropy", _cross_entropy_backward, setup_context=_cross_entropy_setup_context, plain=plain.cross_entropy
 )
 register_autograd("cross_entropy_backward", second_order.not_implemented("cross_entropy", "second"))
-# The logits are not cast and the loss is float32: casting half logits to float32 would double the bytes to read.
-register_autocast_rule("cross_entropy", lambda device_type, args: (*args[:8], True))
+register_autocast_rule("cross_entropy", autocast_rules.cross_entropy)
 
 
 # ---- token_log_probs ----
@@ -1647,8 +1147,7 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
 
     Raises:
         RuntimeError: an argument has another shape, dtype or device; ``temperature`` is not positive; or, on the CPU, a
-            target is not a class. On CUDA that check would have to wait for the device: there the row's results and
-            gradient are NaN.
+            target is not a class. On CUDA such a row's results and gradient are NaN, as for cross_entropy.
 
     Differentiable in ``logits`` through both results, once. Forward reads the logits once; backward reads them once and
     writes their gradient once. Deterministic, and batch-invariant at equal alignment. Source: torch.log_softmax.
@@ -1657,23 +1156,16 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
 
 
 @register_fake("token_log_probs")
-def _(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     check_tokens("token_log_probs", logits, target, temperature)
     log_probs, entropy = (logits.new_empty(target.shape, dtype=loss_type(logits)) for _ in range(2))
     return log_probs, entropy, logits.new_empty(target.shape, dtype=torch.float64)
 
 
 @register_fake("token_log_probs_backward")
-def _(
-    grad_log_probs: Tensor,
-    grad_entropy: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    temperature: float,
-) -> Tensor:
+def _(grad_log_probs: Tensor, grad_entropy: Tensor, logits: Tensor, target: Tensor, *saved: Any) -> Tensor:
     op = "token_log_probs_backward"
+    lse, entropy, temperature = saved
     check_tokens(op, logits, target, temperature)
     check_loss_grad(op, "grad_log_probs", grad_log_probs, target.shape, logits)
     check_loss_grad(op, "grad_entropy", grad_entropy, target.shape, logits)
@@ -1741,9 +1233,8 @@ def linear_cross_entropy(
         The loss, of shape () or, with "none", of ``target``'s shape; of ``x``'s dtype, under autocast float32.
 
     Raises:
-        RuntimeError: an argument has another shape, dtype or device; an option is out of range; or, on the CPU, a
-            target is not a class. On CUDA that check would have to wait for the device: there the row's loss is NaN,
-            and so are its gradient of ``x`` and the gradients of ``linear_weight`` and ``linear_bias``.
+        RuntimeError: as for cross_entropy. On CUDA a target that is not a class makes NaN of the row's loss and
+            gradient, and of the gradients of ``linear_weight`` and ``linear_bias``.
 
     Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows are processed in chunks of at most
     1 GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
@@ -1770,17 +1261,13 @@ def _linear_cross_entropy(
 
 
 def _float_linear_cross_entropy(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    softcap: float | None,
+    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
 ) -> Tensor:
     """linear_cross_entropy whose loss is float32 for half inputs, too: nn.convert gives it to language models."""
-    options = reduction_number("linear_cross_entropy", reduction), ignore_index, 0.0, 0.0, softcap
-    return _linear_cross_entropy(x, linear_weight, target, linear_bias, None, *options, True)
+    ignore_index, reduction, softcap = options
+    number = reduction_number("linear_cross_entropy", reduction)
+    others = None, number, ignore_index, 0.0, 0.0, softcap, True
+    return _linear_cross_entropy(x, linear_weight, target, linear_bias, *others)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:
@@ -1791,53 +1278,25 @@ def _may_need_grad(x: Tensor | None) -> bool:
 
 
 @register_fake("linear_cross_entropy")
-def _(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    float_loss: bool,
-    needs_grad_x: bool,
-    needs_grad_weight: bool,
-    needs_grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_linear(
-        "linear_cross_entropy",
-        *(x, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap),
-    )
+def _(x: Tensor, linear_weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options, float_loss, needs = args[:7], args[7], args[8:]
+    _, _, reduction, *_ = options
+    check_linear("linear_cross_entropy", x, linear_weight, target, *options)
     loss = x.new_empty([] if reduction else target.shape, dtype=loss_type(x) if float_loss else x.dtype)
-    needs = needs_grad_x, needs_grad_weight, needs_grad_bias
-    if not linear_loss.makes_gradients(x.dtype, reduction):
-        needs = False, False, False
-    return loss, *_linear_gradients(x, linear_weight, needs)
-
-
-def _linear_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    needs_x, needs_weight, needs_bias = needs
-    return (
-        x.new_empty(x.shape if needs_x else 0),
-        linear_weight.new_empty(linear_weight.shape if needs_weight else 0),
-        linear_weight.new_empty(linear_weight.shape[:1] if needs_bias else 0),
-    )
+    is_made = linear_loss.makes_gradients(x.dtype, reduction)
+    return loss, *linear_loss.empty_gradients(x, linear_weight, needs if is_made else (False, False, False))
 
 
 @register_fake("linear_cross_entropy_backward")
 def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     check_linear_backward(grad_out, *args)
-    return _linear_gradients(args[0], args[1], args[13:])
+    return linear_loss.empty_gradients(args[0], args[1], args[13:])
 
 
 def _linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.reduction, ignore_index, label_smoothing, z_loss, softcap, _ = inputs[:11]
     refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
-    ctx.options, ctx.needs = (ignore_index, label_smoothing, z_loss, softcap), inputs[11:]
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.options, ctx.needs = inputs[5:10], inputs[11:]  # inputs[10] is float_loss
+    ctx.save_for_backward(*inputs[:5], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -1845,8 +1304,7 @@ def _linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], outpu
 def _linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
     if grad_out is None:
         return {}
-    options = ctx.reduction, *ctx.options, *ctx.needs
-    grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, *options)
+    grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, *ctx.options, *ctx.needs)
     names = ("x", "linear_weight", "linear_bias")
     return {name: grad for name, grad, need in zip(names, grads, ctx.needs, strict=True) if need}
 
@@ -1859,18 +1317,7 @@ register_autograd(
 )
 register_autograd("linear_cross_entropy_backward", second_order.not_implemented("linear_cross_entropy", "second"))
 linear_loss.register(check_linear_values, check_linear_backward)
-
-
-def _linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, linear_weight, target, linear_bias, *others = args
-    dtype = torch.get_autocast_dtype(device_type)
-    cast = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (x, linear_weight, linear_bias))
-    x, linear_weight, linear_bias = cast
-    others[6] = True  # float_loss
-    return x, linear_weight, target, linear_bias, *others
-
-
-register_autocast_rule("linear_cross_entropy", _linear_cross_entropy_autocast)
+register_autocast_rule("linear_cross_entropy", autocast_rules.linear_cross_entropy)
 
 
 # ---- rotary_embedding ----
@@ -1911,7 +1358,7 @@ def rotary_embedding(
 
 
 @register_fake("rotary_embedding")
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     check_rotary("rotary_embedding", "", q, k, cos, sin)
     return torch.empty_like(q), torch.empty_like(k)
 
@@ -1945,21 +1392,4 @@ register_autograd(
     setup_context=_rotary_setup_context,
     plain=plain.rotary_embedding_backward,
 )
-
-
-def _rotary_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """q and k in the wider of their dtypes; cos and sin in that dtype or, beside a half type, in float32.
-
-    This is type promotion, except that the results keep the dtype of q and k.
-    """
-    q, k, cos, sin, interleaved = args
-    if q.dtype != k.dtype:
-        dtype = torch.promote_types(q.dtype, k.dtype)
-        q, k = q.to(dtype), k.to(dtype)
-    if cos.dtype != q.dtype or sin.dtype != q.dtype:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        cos, sin = cos.to(dtype), sin.to(dtype)
-    return q, k, cos, sin, interleaved
-
-
-register_autocast_rule("rotary_embedding", _rotary_autocast)
+register_autocast_rule("rotary_embedding", autocast_rules.rotary_embedding)

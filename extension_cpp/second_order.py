@@ -15,8 +15,10 @@ from . import _ops, plain
 from .autograd import Gradients
 
 
-def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Saves the tensors, none of which is None. The other arguments become ctx.options."""
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.options = [x for x in inputs if not isinstance(x, Tensor)]
 
 
 def not_implemented(op: str, derivative: str) -> Callable[..., NoReturn]:
@@ -70,51 +72,35 @@ def relu(ctx: Any, grad_grad_x: Tensor) -> Gradients:
     return {"grad_out": _ops.relu_backward(grad_grad_x, y)}
 
 
-def mish(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    grad_out, x = ctx.saved_tensors
-    return {
-        "grad_out": _ops.mish_backward(grad_grad_x, x),
-        "x": _ops.mish_double_backward(grad_grad_x, grad_out, x),
-    }
+def _of_activation(op: str) -> Callable[..., Gradients]:
+    """The second derivative of an activation. Its third derivative is not implemented."""
+    backward, double_backward = getattr(_ops, f"{op}_backward"), getattr(_ops, f"{op}_double_backward")
+
+    def second_derivative(ctx: Any, grad_grad_x: Tensor) -> Gradients:
+        grad_out, x = ctx.saved_tensors
+        return {
+            "grad_out": backward(grad_grad_x, x, *ctx.options),
+            "x": double_backward(grad_grad_x, grad_out, x, *ctx.options),
+        }
+
+    return second_derivative
 
 
-def silu(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    grad_out, x = ctx.saved_tensors
-    return {
-        "grad_out": _ops.silu_backward(grad_grad_x, x),
-        "x": _ops.silu_double_backward(grad_grad_x, grad_out, x),
-    }
-
-
-def gelu_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
-    grad_out, x, ctx.tanh = inputs
-    ctx.save_for_backward(grad_out, x)
-
-
-def gelu(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    grad_out, x = ctx.saved_tensors
-    return {
-        "grad_out": _ops.gelu_backward(grad_grad_x, x, ctx.tanh),
-        "x": _ops.gelu_double_backward(grad_grad_x, grad_out, x, ctx.tanh),
-    }
-
-
-def bias_gelu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    grad_out, x, bias, ctx.tanh, ctx.needs_x, ctx.needs_bias = inputs
-    ctx.save_for_backward(grad_out, x, bias)
+mish, silu, gelu = _of_activation("mish"), _of_activation("silu"), _of_activation("gelu")
 
 
 def bias_gelu(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> Gradients:
     # Both gradients are grad_out * gelu'(x + bias), the second one summed over the rows.
     grad_out, x, bias = ctx.saved_tensors
+    tanh, needs_x, needs_bias = ctx.options
     total = torch.zeros_like(x)
-    if ctx.needs_x:
+    if needs_x:
         total = total + grad_grad_x
-    if ctx.needs_bias:
+    if needs_bias:
         total = total + grad_grad_bias
-    grad_x = _ops.gelu_double_backward(total, grad_out, x + bias, ctx.tanh)
+    grad_x = _ops.gelu_double_backward(total, grad_out, x + bias, tanh)
     return {
-        "grad_out": _ops.bias_gelu_backward(total, x, bias, ctx.tanh, True, False)[0],
+        "grad_out": _ops.bias_gelu_backward(total, x, bias, tanh, True, False)[0],
         "x": grad_x,
         "bias": grad_x.sum_to_size(bias.shape),
     }
@@ -123,65 +109,33 @@ def bias_gelu(ctx: Any, grad_grad_x: Tensor, grad_grad_bias: Tensor) -> Gradient
 # ---- gates: activation(gate) * up ----
 
 
-def _of_gate(
-    grad_grad_gate: Tensor,
-    grad_grad_up: Tensor,
-    grad_out: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    *,
-    gated: Callable[[Tensor, Tensor], Tensor],
-    backward: Callable[[Tensor, Tensor], Tensor],
-    double_backward: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Gradients:
-    """The gradients of a gate's backward operator.
+def _of_gate(gate_op: str, activation: str) -> Callable[..., Gradients]:
+    """The second derivative of a gate.
 
-    With an activation a the operator gives grad_gate = grad_out * up * a'(gate) and grad_up = grad_out * a(gate). With
-    p and q for grad_grad_gate and grad_grad_up:
+    With an activation a the backward operator gives grad_gate = grad_out * up * a'(gate) and grad_up = grad_out *
+    a(gate). With p and q for grad_grad_gate and grad_grad_up:
 
         of grad_out: p * up * a'(gate) + q * a(gate)
         of gate: p * grad_out * up * a''(gate) + q * grad_out * a'(gate)
         of up: p * grad_out * a'(gate)
-
-    Args:
-        gated: ``gated(gate, up)`` is a(gate) * up.
-        backward: ``backward(g, gate)`` is g * a'(gate).
-        double_backward: ``double_backward(p, g, gate)`` is p * g * a''(gate).
     """
-    p_up = grad_grad_gate * up
-    return {
-        "grad_out": backward(p_up, gate) + gated(gate, grad_grad_up),
-        "gate": double_backward(p_up, grad_out, gate) + backward(grad_grad_up * grad_out, gate),
-        "up": backward(grad_grad_gate * grad_out, gate),
-    }
+    gated = getattr(_ops, gate_op)  # gated(gate, up) is a(gate) * up
+    backward = getattr(_ops, f"{activation}_backward")  # backward(g, gate) is g * a'(gate)
+    double_backward = getattr(_ops, f"{activation}_double_backward")  # (p, g, gate): p * g * a''(gate)
+
+    def second_derivative(ctx: Any, p: Tensor, q: Tensor) -> Gradients:
+        grad_out, gate, up = ctx.saved_tensors
+        p_up = p * up
+        return {
+            "grad_out": backward(p_up, gate, *ctx.options) + gated(gate, q, *ctx.options),
+            "gate": double_backward(p_up, grad_out, gate, *ctx.options) + backward(q * grad_out, gate, *ctx.options),
+            "up": backward(p * grad_out, gate, *ctx.options),
+        }
+
+    return second_derivative
 
 
-def swiglu(ctx: Any, grad_grad_gate: Tensor, grad_grad_up: Tensor) -> Gradients:
-    return _of_gate(
-        grad_grad_gate,
-        grad_grad_up,
-        *ctx.saved_tensors,
-        gated=_ops.swiglu,
-        backward=_ops.silu_backward,
-        double_backward=_ops.silu_double_backward,
-    )
-
-
-def geglu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.tanh = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def geglu(ctx: Any, grad_grad_gate: Tensor, grad_grad_up: Tensor) -> Gradients:
-    tanh = ctx.tanh
-    return _of_gate(
-        grad_grad_gate,
-        grad_grad_up,
-        *ctx.saved_tensors,
-        gated=lambda gate, up: _ops.geglu(gate, up, tanh),
-        backward=lambda g, gate: _ops.gelu_backward(g, gate, tanh),
-        double_backward=lambda p, g, gate: _ops.gelu_double_backward(p, g, gate, tanh),
-    )
+swiglu, geglu = _of_gate("swiglu", "silu"), _of_gate("geglu", "gelu")
 
 
 # ---- norms ----
@@ -240,28 +194,18 @@ def _of_norm(
     )
 
 
-def layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, x, rstd, weight)
+def _of_norm_and_dropout(ctx: Any, grads: Sequence[Tensor], centered: bool) -> Gradients:
+    """The gradients of the backward operator of a norm that adds no residual: dropout(norm(x)), without dropout if p
+    is 0."""
+    grad_out, x, rstd, weight, seed = ctx.saved_tensors
 
+    def drop(z: Tensor) -> Tensor:
+        return _ops.dropout(z, ctx.p, seed) if ctx.p > 0 else z
 
-def layer_norm(ctx: Any, *grads: Tensor) -> Gradients:
     grad_grad_out, grad_x, grad_weight = _of_norm(
-        ctx.normalized_shape, *ctx.saved_tensors, grads=_computed(grads, ctx.needs), centered=True
+        ctx.normalized_shape, drop(grad_out), x, rstd, weight, grads=_computed(grads, ctx.needs), centered=centered
     )
-    return {"grad_out": grad_grad_out, "x": grad_x, "weight": grad_weight}
-
-
-def rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, rstd, weight, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, x, rstd, weight)
-
-
-def rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
-    grad_grad_out, grad_x, grad_weight = _of_norm(
-        ctx.normalized_shape, *ctx.saved_tensors, grads=_computed(grads, ctx.needs), centered=False
-    )
-    return {"grad_out": grad_grad_out, "x": grad_x, "weight": grad_weight}
+    return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
 
 
 def _of_add_norm(ctx: Any, grads: Sequence[Tensor], centered: bool) -> Gradients:
@@ -284,39 +228,24 @@ def _of_add_norm(ctx: Any, grads: Sequence[Tensor], centered: bool) -> Gradients
     return {"grad_out": grad_grad_out, "grad_sum": total, "sum": grad_s, "weight": grad_weight}
 
 
-def add_layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, _, s, ctx.normalized_shape, _, rstd, weight, _, ctx.p, seed, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, s, rstd, weight, seed)
-
-
-def add_layer_norm(ctx: Any, *grads: Tensor) -> Gradients:
-    return _of_add_norm(ctx, grads, True)
-
-
-def add_rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, _, s, ctx.normalized_shape, rstd, weight, ctx.p, seed, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, s, rstd, weight, seed)
-
-
-def add_rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
-    return _of_add_norm(ctx, grads, False)
-
-
-def layer_norm_dropout_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_out, x, ctx.normalized_shape, _, rstd, weight, _, ctx.p, seed, *ctx.needs = inputs
-    ctx.save_for_backward(grad_out, x, rstd, weight, seed)
+def layer_norm(ctx: Any, *grads: Tensor) -> Gradients:
+    return _of_norm_and_dropout(ctx, grads, centered=True)
 
 
 def layer_norm_dropout(ctx: Any, *grads: Tensor) -> Gradients:
-    grad_out, x, rstd, weight, seed = ctx.saved_tensors
+    return _of_norm_and_dropout(ctx, grads, centered=True)
 
-    def drop(z: Tensor) -> Tensor:
-        return _ops.dropout(z, ctx.p, seed) if ctx.p > 0 else z
 
-    grad_grad_out, grad_x, grad_weight = _of_norm(
-        ctx.normalized_shape, drop(grad_out), x, rstd, weight, grads=_computed(grads, ctx.needs), centered=True
-    )
-    return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
+def rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
+    return _of_norm_and_dropout(ctx, grads, centered=False)
+
+
+def add_layer_norm(ctx: Any, *grads: Tensor) -> Gradients:
+    return _of_add_norm(ctx, grads, centered=True)
+
+
+def add_rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
+    return _of_add_norm(ctx, grads, centered=False)
 
 
 # ---- scans ----
@@ -359,25 +288,20 @@ def linear_recurrence(ctx: Any, grad_grad_a: Tensor, grad_grad_b: Tensor, grad_g
 # ---- softmax, rotary_embedding ----
 
 
-def softmax_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    grad_out, y, ctx.dim = inputs
-    ctx.save_for_backward(grad_out, y)
-
-
 def softmax(ctx: Any, grad_grad_x: Tensor) -> Gradients:
     # grad_x = (g - sum(g * y)) * y, which is symmetric in g.
-    grad_out, y = ctx.saved_tensors
+    (grad_out, y), (dim,) = ctx.saved_tensors, ctx.options
     g, p, v = plain.wide(grad_out), plain.wide(y), plain.wide(grad_grad_x)
-    grad_y = v * (g - (g * p).sum(ctx.dim, keepdim=True)) - g * (v * p).sum(ctx.dim, keepdim=True)
-    return {"grad_out": _ops.softmax_backward(grad_grad_x, y, ctx.dim), "y": grad_y.to(y.dtype)}
+    grad_y = v * (g - (g * p).sum(dim, keepdim=True)) - g * (v * p).sum(dim, keepdim=True)
+    return {"grad_out": _ops.softmax_backward(grad_grad_x, y, dim), "y": grad_y.to(y.dtype)}
 
 
 def log_softmax(ctx: Any, grad_grad_x: Tensor) -> Gradients:
     # grad_x = g - exp(y) * sum(g).
-    grad_out, y = ctx.saved_tensors
+    (grad_out, y), (dim,) = ctx.saved_tensors, ctx.options
     v_p = plain.wide(grad_grad_x) * plain.wide(y).exp()
-    grad_grad_out = plain.wide(grad_grad_x) - v_p.sum(ctx.dim, keepdim=True)
-    grad_y = -v_p * plain.wide(grad_out).sum(ctx.dim, keepdim=True)
+    grad_grad_out = plain.wide(grad_grad_x) - v_p.sum(dim, keepdim=True)
+    grad_y = -v_p * plain.wide(grad_out).sum(dim, keepdim=True)
     return {"grad_out": grad_grad_out.to(grad_out.dtype), "y": grad_y.to(y.dtype)}
 
 

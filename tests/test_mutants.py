@@ -208,8 +208,8 @@ def test_each_mutant_has_the_tests_of_its_op() -> None:
     def groups(file: str, line: int = 1) -> list[tuple[str, ...]]:
         return mutants_drawn.tests_of(mutants_drawn.Mutant(file, line, "", ""))
 
-    fake = groups("extension_cpp/ops.py", lines.index('@register_fake("swiglu_backward")') + 2)
-    assert fake[0][-1] == "swiglu" and fake[1] == ("tests/test_gate.py",)
+    fake = groups("extension_cpp/ops.py", lines.index('@register_fake("muladd_backward")') + 2)
+    assert fake[0][-1] == "muladd" and fake[1] == ("tests/test_muladd.py",)
     kernel = groups("extension_cpp/csrc/gate/gate_cpu_kernel.h")
     assert kernel[0][-1] == "geglu or swiglu" and kernel[-1] == ("tests/test_c.py", "-k", "plain")
     assert len(groups("extension_cpp/checks.py")) == len(mutants_drawn.EVERYTHING)

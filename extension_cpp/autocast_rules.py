@@ -1,0 +1,64 @@
+"""What autocast casts, where that is not one dtype for all tensors.
+
+A rule takes the device type and an operator's arguments by position, defaults included, and returns the arguments with
+which the operator is called.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
+def branches(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """x and residual in one dtype: under autocast a branch is half and the residual stream float32.
+
+    It is no rule: the norms call it outside autocast, too, where it changes nothing. torch.fx replaces it in this
+    module alone, so call it as an attribute of the module.
+    """
+    device = x.device.type
+    # PyTorch knows no autocast for the device type meta, and raises.
+    if x.dtype != residual.dtype and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        return x.to(dtype), residual.to(dtype)
+    return x, residual
+
+
+def linear_recurrence(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All tensors in the widest of their dtypes, as for PyTorch's operators that promote."""
+    *tensors, dim, reverse = args
+    dtypes = [x.dtype for x in tensors if x is not None]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return *(x if x is None else x.to(dtype) for x in tensors), dim, reverse
+
+
+def cross_entropy(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A float32 loss. The logits are not cast: as float32 they would be twice as many bytes to read."""
+    return *args[:-1], True
+
+
+def linear_cross_entropy(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """x, linear_weight and linear_bias in autocast's dtype, except float64, and a float32 loss."""
+    x, linear_weight, target, linear_bias, *others = args
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (x, linear_weight, linear_bias))
+    x, linear_weight, linear_bias = cast
+    others[6] = True  # float_loss
+    return x, linear_weight, target, linear_bias, *others
+
+
+def rotary_embedding(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """q and k in the wider of their dtypes; cos and sin in that dtype or, beside a half type, in float32.
+
+    This is type promotion, except that the results keep the dtype of q and k.
+    """
+    q, k, cos, sin, interleaved = args
+    if q.dtype != k.dtype:
+        dtype = torch.promote_types(q.dtype, k.dtype)
+        q, k = q.to(dtype), k.to(dtype)
+    if cos.dtype != q.dtype or sin.dtype != q.dtype:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    return q, k, cos, sin, interleaved
