@@ -1,12 +1,13 @@
-"""A register_autograd whose calls cost less than torch.library's, and twins of operators for calls without gradients.
+"""A register_autograd whose calls cost less than torch.library's, and no-grad overloads of the operators.
 
 An Autograd kernel in Python runs at every call of an operator, with gradients or without, and again for the backward
-operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a twin,
-<name>_no_grad, without one. Operator and twin have the same arguments, kernels and fake. A twin may leave out the last
-results, if only backward reads them; it then has a C++ function of its own (def_with_twin in csrc/common/op.h).
+operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a no-grad overload:
+the operator <name>_no_grad, which has the same arguments, kernels and fake, and no Autograd kernel. It may leave out
+the last results, if only backward reads them; it then has a C++ function of its own (def_with_twin in
+csrc/common/op.h).
 
-The twin is called instead of the operator under no_grad, and in a backward pass that is not differentiated itself. It
-is not called while a graph records the call, because a graph captured under no_grad may be trained later.
+The no-grad overload is called instead of the operator under no_grad, and in a backward pass that is not differentiated
+itself. It is not called while a graph records the call, because a graph captured under no_grad may be trained later.
 
 If gradients are recorded, torch.library.register_autograd makes an object of each call's arguments, looks up defaults
 in the schema, enters a guard, and sets needs_input_grad twice in a backward. The register_autograd here does none of
@@ -55,20 +56,20 @@ sharded_loss: Any = None
 
 Gradients = dict[str, Tensor | None]  # from the name of an argument to its gradient
 
-TWIN = "_no_grad"  # the suffix of a twin's name, as in csrc/common/op.cpp
+NO_GRAD = "_no_grad"  # the suffix of a no-grad overload's name, as in csrc/common/op.cpp
 
 
 def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
-    """A function for each operator that has a twin. It takes arguments by position and returns the twin's results.
+    """A function for each operator that has a no-grad overload. It takes arguments by position.
 
-    Under no_grad it calls the twin, unless a graph records the call.
+    Under no_grad it calls the overload, unless a graph records the call. It always returns the overload's results.
     """
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
     return SimpleNamespace(
         **{
-            name.split("::")[1]: _operator_or_twin(_overload(name), _overload(name + TWIN))
+            name.split("::")[1]: _operator_or_overload(_overload(name), _overload(name + NO_GRAD))
             for name in names
-            if name + TWIN in names
+            if name + NO_GRAD in names
         }
     )
 
@@ -81,7 +82,7 @@ def _overload(op: str) -> Any:
 
 
 def _is_differentiable() -> bool:
-    """Whether a call needs the operator, which has a derivative, and not its twin."""
+    """Whether a call needs the operator, which has a derivative, and not its no-grad overload."""
     return torch.is_grad_enabled() or is_recorded()
 
 
@@ -100,26 +101,26 @@ def is_recorded() -> bool:
     return torch._C._is_tracing() or symbolic_trace.is_fx_symbolic_tracing()
 
 
-def _operator_or_twin(op: Any, twin: Any) -> Callable[..., Any]:
-    count = len(twin._schema.returns)
+def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
+    count = len(no_grad._schema.returns)
 
     def call(*args: Any) -> Any:
         try:
-            return (op if _is_differentiable() else twin)(*args)
+            return (op if _is_differentiable() else no_grad)(*args)
         except Exception:
             checks.check_tensors(op._schema, args)
             raise
 
     def call_for_first(*args: Any) -> Any:
         try:
-            return op(*args)[0] if _is_differentiable() else twin(*args)
+            return op(*args)[0] if _is_differentiable() else no_grad(*args)
         except Exception:
             checks.check_tensors(op._schema, args)
             raise
 
     def call_for_some(*args: Any) -> Any:
         try:
-            results = (op if _is_differentiable() else twin)(*args)
+            results = (op if _is_differentiable() else no_grad)(*args)
         except Exception:
             checks.check_tensors(op._schema, args)
             raise
@@ -143,9 +144,9 @@ def library_for(key: str, op: str) -> Library:
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator and its twin, if it has one, which returns the twin's results.
+    """torch.library.register_fake for an operator and, if it has one, its no-grad overload.
 
-    The fake gets all arguments, defaults included.
+    The fake gets all arguments, defaults included, and returns the operator's results.
     """
     op = qualified(op)
     defaults = tuple(argument.default_value for argument in _overload(op)._schema.arguments if not argument.kwarg_only)
@@ -156,37 +157,37 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             return function(*args, *defaults[len(args) :], **keywords)
 
         torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
-        if op + TWIN not in torch._C._dispatch_get_all_op_names():
+        if op + NO_GRAD not in torch._C._dispatch_get_all_op_names():
             return fake
-        results_of_op, count = (len(_overload(name)._schema.returns) for name in (op, op + TWIN))
+        results_of_op, count = (len(_overload(name)._schema.returns) for name in (op, op + NO_GRAD))
 
-        def of_twin(*args: Any, **keywords: Any) -> Any:
+        def of_overload(*args: Any, **keywords: Any) -> Any:
             results = fake(*args, **keywords)
             return results[0] if count == 1 else results[:count]
 
-        twin = fake if count == results_of_op else of_twin
-        torch.library.register_fake(op + TWIN, twin, lib=library_for(f"Fake {op}{TWIN}", op))
+        fake_of_overload = fake if count == results_of_op else of_overload
+        torch.library.register_fake(op + NO_GRAD, fake_of_overload, lib=library_for(f"Fake {op}{NO_GRAD}", op))
         return fake
 
     return register
 
 
 def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
-    """torch.library.register_autocast for an operator and its twin."""
+    """torch.library.register_autocast for an operator and its no-grad overload."""
     op = qualified(op)
-    for name in (op, op + TWIN):
+    for name in (op, op + NO_GRAD):
         library = library_for(f"Autocast {device_type} {name}", op)
         torch.library.register_autocast(name, device_type, cast_inputs, lib=library)
 
 
 def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Under autocast an operator and its twin are called with the arguments that rule(device_type, arguments) returns.
+    """Under autocast an operator and its no-grad overload get the arguments that rule(device_type, arguments) returns.
 
     The arguments are by position, defaults included.
     """
     op = qualified(op)
     keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-    for name in (op, op + TWIN):
+    for name in (op, op + NO_GRAD):
         overload = _overload(name)
         defaults = tuple(argument.default_value for argument in overload._schema.arguments)
         for device_type in ("cpu", "cuda"):

@@ -239,16 +239,16 @@ def _cpu_name() -> str:
 
 
 def schemas() -> list[str]:
-    """The schema of every registered operator, with out variants and backward operators, but without twins."""
+    """The schemas of all registered operators except the no-grad overloads."""
     import torch
 
     from ._namespace import NAMESPACE
-    from .autograd import TWIN, own_ops
+    from .autograd import NO_GRAD, own_ops
 
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
-        if namespace == NAMESPACE and not name.endswith(TWIN):
+        if namespace == NAMESPACE and not name.endswith(NO_GRAD):
             packet = getattr(own_ops, name.split(".")[0])
             found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
     return sorted(found)

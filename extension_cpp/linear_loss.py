@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import TWIN, library_for, own_ops, qualified
+from .autograd import NO_GRAD, library_for, own_ops, qualified
 
 # The size of a chunk's logits. Products of few rows are slower (products of 1024 rows by an eighth, with 128256 classes
 # on an H100), and each chunk after the first rounds the sum of the weight's gradient once more.
@@ -224,7 +224,7 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, ...]:
     return forward(x, linear_weight, target, linear_bias, weight, reduction, _options(options), float_loss, needs)
 
 
-def _twin_kernel(*args: Any) -> Tensor:
+def _no_grad_kernel(*args: Any) -> Tensor:
     x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, _, _, _ = args
     none = (False, False, False)
     return forward(x, linear_weight, target, linear_bias, weight, reduction, _options(options), float_loss, none)[0]
@@ -248,9 +248,9 @@ def register(check: Any, check_backward: Any) -> None:
     """Registers the kernels on CPU and CUDA, each behind its check of the arguments."""
     kernels = {
         "linear_cross_entropy": (check, _forward_kernel),
-        f"linear_cross_entropy{TWIN}": (check, _twin_kernel),
+        f"linear_cross_entropy{NO_GRAD}": (check, _no_grad_kernel),
         "linear_cross_entropy_backward": (check_backward, _backward_kernel),
-        f"linear_cross_entropy_backward{TWIN}": (check_backward, _backward_kernel),
+        f"linear_cross_entropy_backward{NO_GRAD}": (check_backward, _backward_kernel),
     }
     for name, (check_arguments, kernel) in kernels.items():
         schema = getattr(own_ops, name).default._schema

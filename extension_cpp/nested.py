@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from . import checks
-from .autograd import TWIN, library_for, operators, own_ops
+from .autograd import NO_GRAD, library_for, operators, own_ops
 
 BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "bias_gelu"]
 BY_ROWS += ["dropout", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"]
@@ -20,12 +20,12 @@ BY_ROWS += ["dropout", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm
 def register_nested(op: Any) -> None:
     """Runs an operator on the values of jagged nested tensors that have the same offsets."""
     overload = op._schema.name.split("::")[1]
-    name = overload.removesuffix(TWIN)
+    name = overload.removesuffix(NO_GRAD)
     forward = name.removesuffix("_backward").removesuffix("_double")
     rule = _by_rows(name) if forward in BY_ROWS else _refuse(name)
     library = library_for(f"Nested {op}", op._schema.name)
     torch.library.register_torch_dispatch(op, NestedTensor, rule, lib=library)
-    if name != overload:  # a twin; the Autograd keys of other devices have a fallback for it, this one has none
+    if name != overload:  # For a no-grad overload other devices' Autograd keys have a fallback. This key has none.
         library.impl(overload, torch.library.fallthrough_kernel, "AutogradNestedTensor")
 
 
@@ -66,5 +66,5 @@ def _like(values: Tensor, nested: NestedTensor) -> Tensor:
 
 
 for _name in vars(operators()):
-    for _op in (_name, _name + TWIN):
+    for _op in (_name, _name + NO_GRAD):
         register_nested(getattr(own_ops, _op).default)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from . import autograd, checks, linear_loss, sharded_loss
 from ._namespace import NAMESPACE
-from .autograd import TWIN, own_ops
+from .autograd import NO_GRAD, own_ops
 
 # An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
 Call = dict[str, Any]
@@ -133,7 +133,7 @@ def _loss_dims(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _cross_entropy(call: Call) -> Iterator[Sharding]:
-    if call["reduction"] == 1:  # ops._mean divides the sum, since a mean of means is no mean
+    if call["reduction"] == 1:  # sharded_loss.py calls the sum and divides: a mean of means is no mean
         return
     for d, row in _loss_dims(call):
         is_none = call["reduction"] == 0
@@ -296,7 +296,7 @@ def register(op: Any, rule: Rule) -> None:
 
 
 def overloads() -> dict[str, Any]:
-    """Every operator of the library, the twins, too."""
+    """Every operator of the library, no-grad overloads included."""
     found = {}
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith(f"{NAMESPACE}::"):
@@ -307,7 +307,7 @@ def overloads() -> dict[str, Any]:
 
 
 for _name, _op in overloads().items():
-    if (_rule := RULES.get(_name.removesuffix(TWIN))) is not None:
+    if (_rule := RULES.get(_name.removesuffix(NO_GRAD))) is not None:
         register(_op, _rule)
 autograd.DTENSOR, autograd.sharding, autograd.sharded_loss = (DTensor,), sys.modules[__name__], sharded_loss
 

@@ -168,14 +168,15 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
 
 
 def stub() -> str:
-    """extension_cpp/_ops.pyi: each function takes its operator's arguments and returns the twin's results."""
+    """extension_cpp/_ops.pyi: an operator's arguments, and the results of its no-grad overload."""
     known = vars(autograd.operators("extension_cpp"))
     schemas = (schema for listed in schemas_of(list(functions())).values() for schema in listed)
     names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
-    twins = {name: getattr(torch.ops.extension_cpp, name + autograd.TWIN).default for name in names if name in known}
+    ops = torch.ops.extension_cpp
+    overloads = {name: getattr(ops, name + autograd.NO_GRAD).default for name in names if name in known}
     head = '"""The types of _ops.py. `make docs` writes them from the operators\' schemas."""\n\n'
     head += "from collections.abc import Sequence\n\nfrom torch import Tensor\n\n"
-    return head + "".join(typed(name, twin._schema) for name, twin in twins.items())
+    return head + "".join(typed(name, overload._schema) for name, overload in overloads.items())
 
 
 if __name__ == "__main__":
