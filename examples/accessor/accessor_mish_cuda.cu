@@ -17,8 +17,6 @@ void check_input(const char *name, const at::Tensor &x);
 void check_contiguous(const char *name, const at::Tensor &x);
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x);
 
-namespace {
-
 using In = at::PackedTensorAccessor32<const float, 2, at::RestrictPtrTraits>;
 using Out = at::PackedTensorAccessor32<float, 2, at::RestrictPtrTraits>;
 
@@ -26,12 +24,12 @@ constexpr int THREADS = 256;
 
 // ---- the arithmetic ----
 
-__device__ float f(float x) {
+static __device__ float f(float x) {
   const float e = expf(x);
   return x > 20 ? x : x * (e * (e + 2) / (e * (e + 2) + 2));
 }
 
-__device__ float derivative(float x) {
+static __device__ float derivative(float x) {
   const float e = expf(x), denominator = e * (e + 2) + 2;
   return x > 20 ? 1 : e * ((e + 2) * denominator + 4 * x * (1 + e)) / (denominator * denominator);
 }
@@ -51,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
 
 // A PackedTensorAccessor32 multiplies indices by strides in 32 bits. The kernels' indices go one
 // step past the sizes.
-void check_32_bits(const char *name, const at::Tensor &x) {
+static void check_32_bits(const char *name, const at::Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
                 most = (int64_t{1} << 31) - 65536;
   TORCH_CHECK(std::max(last, x.numel()) < most, "expected ", name, " to span fewer than ", most,
@@ -59,7 +57,9 @@ void check_32_bits(const char *name, const at::Tensor &x) {
 }
 
 // Enough CTAs to fill every GPU. The kernels' loops process the rows beyond that.
-int blocks(const at::Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
+static int blocks(const at::Tensor &x) {
+  return static_cast<int>(std::min<int64_t>(x.size(0), 16384));
+}
 
 at::Tensor forward_strided(const at::Tensor &x) {
   check_input("x", x);
@@ -74,13 +74,13 @@ at::Tensor forward_strided(const at::Tensor &x) {
   return y;
 }
 
-at::Tensor forward(const at::Tensor &x) {
+static at::Tensor forward(const at::Tensor &x) {
   check_input("x", x);
   check_contiguous("x", x);
   return forward_strided(x);
 }
 
-at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
+static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
   check_inputs(grad_out, x);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor grad_x = at::empty(x.sizes(), x.options());
@@ -94,8 +94,6 @@ at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return grad_x;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(accessor_mish, CUDA, m) {
   m.impl("forward", &forward);

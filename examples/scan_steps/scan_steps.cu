@@ -12,7 +12,7 @@
 
 #include "first_steps.cuh"
 
-namespace {
+namespace scan_steps {
 
 constexpr int VECTORS = 4;                         // of 16 bytes, for each thread
 constexpr int TILE = THREADS * 4 * VECTORS;        // elements that a CTA scans at once
@@ -300,7 +300,9 @@ int launch_tiles(void (*kernel)(const float *, float *, int64_t, int64_t, int64_
   return launch(kernel, rows * tiles, stream, x, y, rows, n, tiles, tickets, rest);
 }
 
-}  // namespace
+}  // namespace scan_steps
+
+using namespace scan_steps;
 
 #define STEP(name)                                                              \
   extern "C" int scan_##name(const float *x, float *y, int64_t rows, int64_t n, \

@@ -16,8 +16,6 @@ namespace kernel_template {
 void check_input(const char *name, const at::Tensor &x);
 void check_inputs(const at::Tensor &grad_out, const at::Tensor &x);
 
-namespace {
-
 using In = at::PackedTensorAccessor32<const float, 2, at::RestrictPtrTraits>;
 using Out = at::PackedTensorAccessor32<float, 2, at::RestrictPtrTraits>;
 
@@ -25,8 +23,8 @@ constexpr int THREADS = 256;
 
 // ---- the arithmetic ----
 
-__device__ float f(float x) { return x * x; }
-__device__ float derivative(float x) { return 2 * x; }
+static __device__ float f(float x) { return x * x; }
+static __device__ float derivative(float x) { return 2 * x; }
 
 __global__ void __launch_bounds__(THREADS) forward_kernel(In x, Out y) {
   for (int b = blockIdx.x; b < x.size(0); b += gridDim.x) {
@@ -43,7 +41,7 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(In grad_out, In x, Ou
 
 // A PackedTensorAccessor32 multiplies indices by strides in 32 bits. The kernels' indices go one
 // step past the sizes.
-void check_32_bits(const char *name, const at::Tensor &x) {
+static void check_32_bits(const char *name, const at::Tensor &x) {
   const int64_t last = (x.size(0) - 1) * x.stride(0) + (x.size(1) - 1) * x.stride(1),
                 most = (int64_t{1} << 31) - 65536;
   TORCH_CHECK(std::max(last, x.numel()) < most, "expected ", name, " to span fewer than ", most,
@@ -51,9 +49,11 @@ void check_32_bits(const char *name, const at::Tensor &x) {
 }
 
 // Enough CTAs to fill every GPU. The kernels' loops process the rows beyond that.
-int blocks(const at::Tensor &x) { return static_cast<int>(std::min<int64_t>(x.size(0), 16384)); }
+static int blocks(const at::Tensor &x) {
+  return static_cast<int>(std::min<int64_t>(x.size(0), 16384));
+}
 
-at::Tensor forward(const at::Tensor &x) {
+static at::Tensor forward(const at::Tensor &x) {
   check_input("x", x);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor y = at::empty(x.sizes(), x.options());
@@ -66,7 +66,7 @@ at::Tensor forward(const at::Tensor &x) {
   return y;
 }
 
-at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
+static at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
   check_inputs(grad_out, x);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor grad_x = at::empty(x.sizes(), x.options());
@@ -80,8 +80,6 @@ at::Tensor backward(const at::Tensor &grad_out, const at::Tensor &x) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return grad_x;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(kernel_template, CUDA, m) {
   m.impl("forward", &forward);

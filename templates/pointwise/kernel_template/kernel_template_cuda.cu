@@ -4,7 +4,7 @@
 
 #include "common/cuda_pointwise.cuh"
 
-namespace {
+namespace kernel_template_kernels {
 
 using forward_args = kernel_template_forward_args;
 using backward_args = kernel_template_backward_args;
@@ -26,7 +26,9 @@ struct Backward {
   }
 };
 
-}  // namespace
+}  // namespace kernel_template_kernels
+
+using namespace kernel_template_kernels;
 
 extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {

@@ -7,7 +7,7 @@
 #include "common/cuda_reduce.cuh"
 #include "common/cuda_vector.cuh"
 
-namespace {
+namespace kernel_template_kernels {
 
 using forward_args = kernel_template_forward_args;
 using backward_args = kernel_template_backward_args;
@@ -73,7 +73,9 @@ __global__ void __launch_bounds__(THREADS) grad_weight_kernel(backward_args args
   static_cast<T *>(args.grad_weight)[c] = from_acc<T>(static_cast<acc_t<T>>(sum));
 }
 
-}  // namespace
+}  // namespace kernel_template_kernels
+
+using namespace kernel_template_kernels;
 
 extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {

@@ -5,7 +5,7 @@
 #include "common/cuda_reduce.cuh"
 #include "common/cuda_vector.cuh"
 
-namespace {
+namespace kernel_template_kernels {
 
 using forward_args = kernel_template_forward_args;
 using backward_args = kernel_template_backward_args;
@@ -53,11 +53,13 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(backward_args args) {
   }
 }
 
-unsigned blocks_for(int64_t rows) {
+static unsigned blocks_for(int64_t rows) {
   return static_cast<unsigned>(rows < MOST_BLOCKS ? rows : MOST_BLOCKS);
 }
 
-}  // namespace
+}  // namespace kernel_template_kernels
+
+using namespace kernel_template_kernels;
 
 extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {

@@ -5,7 +5,7 @@
 
 #include "common/cuda_vector.cuh"
 
-namespace {
+namespace kernel_template_kernels {
 
 using scan_args = kernel_template_args;
 
@@ -60,11 +60,13 @@ __global__ void __launch_bounds__(THREADS) scan_kernel(scan_args args) {
   }
 }
 
-unsigned blocks_for(int64_t rows) {
+static unsigned blocks_for(int64_t rows) {
   return static_cast<unsigned>(rows < MOST_BLOCKS ? rows : MOST_BLOCKS);
 }
 
-}  // namespace
+}  // namespace kernel_template_kernels
+
+using namespace kernel_template_kernels;
 
 extern "C" int kernel_template_cuda(const scan_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
