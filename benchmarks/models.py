@@ -1,11 +1,11 @@
 """Times training steps of whole models from transformers in one run: stock, converted by nn.convert, patched by Liger.
 
-"linear loss" is converted with loss="linear", which computes the loss without logits. "liger" is there where
-liger_kernel can be imported and knows the model. Each also runs under torch.compile.
+"linear loss" is converted with loss="linear", which computes the loss without logits. "liger" takes part if
+liger_kernel can be imported and knows the model. Each contender also runs under torch.compile.
 
 A step is forward, backward and AdamW (fused), in bfloat16 with random weights and tokens, with the dropout of the
-model's own configuration. All contenders take turns, eager and compiled side by side. They share one set of weights,
-gradients and optimizer state, so that they fit on one GPU. Peak memory is that of one step, these included.
+model's own configuration. All contenders take turns, eager and compiled ones side by side. They share one set of
+weights, gradients and optimizer state, so that they fit on one GPU. The peak memory of a step includes this set.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from benchmarks.results import commit, machine, versions, write
 from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
-# Losses of the same weights differ by what bfloat16 rounds differently, and by dropout masks.
+# With the same weights, losses differ by bfloat16 rounding and by dropout masks.
 LOSSES_AGREE = 0.02
-SEED = 0  # of weights and tokens
+SEED = 0  # for weights and tokens
 
 
 @dataclass(frozen=True)
 class Shape:
-    model: str  # of transformers
+    model: str  # its name in transformers
     config: dict[str, Any]
     batch: int
     tokens: int
@@ -78,12 +78,12 @@ class Contender:
 
     forward: Callable[..., Any]
     tokens: torch.Tensor
-    optimizer: torch.optim.Optimizer  # of the weights that all share
-    patches: dict[str, Any] = field(default_factory=dict)  # of the model's module, while it runs
+    optimizer: torch.optim.Optimizer  # its weights are shared by all contenders
+    patches: dict[str, Any] = field(default_factory=dict)  # attributes of the model's module to replace while it runs
     module: Any = None
 
     def loss(self) -> torch.Tensor:
-        """Of the weights as they are; leaves gradients."""
+        """The loss with the present weights. Its backward leaves gradients."""
         with replaced(self.module, self.patches):
             loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
             loss.backward()
@@ -92,7 +92,7 @@ class Contender:
     def step(self) -> None:
         self.loss()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)  # so that every step has the same memory
+        self.optimizer.zero_grad(set_to_none=False)  # so that every step uses the same memory
 
 
 @contextlib.contextmanager
@@ -117,12 +117,13 @@ def make(shape: Shape, device: str) -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def twin(model: torch.nn.Module) -> Any:
-    """A copy with the same parameters, not copies of them."""
+    """A copy of the model that shares its parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
-    """A twin that Liger patched, and what it replaced in the model's module, taken back; None where it cannot."""
+    """A copy that Liger patched, and the attributes that it set in the model's module, which is as before afterwards.
+    None if Liger does not know the model."""
     try:
         liger = importlib.import_module("liger_kernel.transformers")
     except ImportError:
@@ -142,7 +143,7 @@ def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
 def contenders_of(
     stock: Any, tokens: torch.Tensor, names: Sequence[str], modes: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Those that there are, and the functions that the converted model's modules call."""
+    """The contenders that can run, and the functions that the converted model's modules call."""
     models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
     converted, linear = twin(stock), twin(stock)
     changed, _ = extension_cpp.nn.convert(converted)
@@ -173,7 +174,7 @@ def measure(
     for name, contender in [*contenders.items()]:
         try:
             figures[name] = {"first_loss": contender.loss().item()}  # before the weights change
-        except Exception as error:  # of a Liger that does not know this version of transformers
+        except Exception as error:  # raised by a Liger that does not know this version of transformers
             if not name.startswith("liger"):
                 raise
             print(f"{name} is left out, as it fails here: {error}", file=sys.stderr)
@@ -193,7 +194,7 @@ def measure(
 
 
 def profile(contender: Contender, device: str, path: Path) -> None:
-    """Writes the time by kernel of one step: the 40 that take most."""
+    """Writes the times of the 40 kernels that take most of one step."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -1,4 +1,4 @@
-"""A results file: one machine and its settings, and a row a measurement. A run in pieces continues the file."""
+"""A results file: one machine, its settings, and one row per measurement. An interrupted run continues its file."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import extension_cpp
 Row = dict[str, Any]
 Key = tuple[str, str, str, int, int, int, str]
 
-# What a row of a GPU has beside `seconds`, the time from a call's first kernel on.
+# Further figures of a row on a GPU. `seconds` is the time from the first kernel of a call to the end.
 OTHERS = (
     ("kernel_seconds", "the kernels alone, replayed as a CUDA graph"),
     ("call_seconds", "from the call on, as a user meets it: the GPU waits for the host"),
@@ -50,7 +50,7 @@ def _cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Of the source tree, with -dirty where files were changed since; None where git does not know."""
+    """The commit of the source tree, with -dirty if files have changed since; None if git does not know it."""
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -82,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """At once or not at all, so that a run stopped here leaves the file before."""
+    """Replaces the file in one step. A run that is stopped here leaves the earlier file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(results, indent=1))
@@ -90,7 +90,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def key(row: Row, about: dict[str, Any]) -> Key:
-    """What was measured: the same key, the same work on as many threads, for the same picture."""
+    """What was measured. Rows with one key are the same work on the same number of threads, for one picture."""
     work = row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]
     return *work, row.get("threads", about["threads"]), sizes(row)
 
@@ -100,13 +100,13 @@ def sizes(row: Row) -> str:
 
 
 def names(rows: list[Row]) -> list[str]:
-    """The contenders, in their order, the copy left out."""
+    """The contenders in their order, without the copy."""
     found = {name: None for row in rows for name in (*row["seconds"], *row.get("failed", {})) if name != "copy"}
     return list(found)
 
 
 def other(rows: list[Row], key: str) -> list[Row]:
-    """The rows that have those figures, with them in place of `seconds`."""
+    """The rows that have these figures, which take the place of `seconds`."""
     return [row | {"seconds": row[key]} for row in rows if key in row]
 
 
@@ -115,7 +115,7 @@ def new(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def continued(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The file's results under this run's description; a run elsewhere or with other settings is refused."""
+    """The results in the file, under this run's description. Refuses a file from another machine or other settings."""
     if not path.exists():
         return new(about)
     found = read(path)

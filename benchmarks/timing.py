@@ -31,10 +31,10 @@ def _other_memory() -> torch.Tensor:
 
 
 def _once_cuda(call: Callable[[], object], ahead: bool) -> float:
-    _other_memory().zero_()  # several times the L2, or a call would find part of its input there from the one before
+    _other_memory().zero_()  # several times the L2, else a call would find part of its input there from the call before
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    if ahead:  # the host, during this wait, so that the events enclose device time alone
+    if ahead:  # the host launches the call during this wait, so that the events enclose device time alone
         torch.cuda._sleep(2_000_000)
     start.record()
     call()
@@ -44,7 +44,7 @@ def _once_cuda(call: Callable[[], object], ahead: bool) -> float:
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Replays the call's kernels as a CUDA graph: without the host, Python and allocation included.
+    """Replays the call's kernels as a CUDA graph, which leaves out all work of the host: Python and allocation, too.
 
     The current stream must not be the default one, and a backward's forward must have run on it.
     """
@@ -61,9 +61,11 @@ def take_turns(
     ready: Callable[[str], object] = lambda name: None,
     ahead: bool = True,
 ) -> dict[str, Time]:
-    """Times every call once a round, after two rounds that do not count; `ready` hears its name before, untimed.
+    """Times every call once per round, after two rounds that do not count. `ready` gets the call's name before each
+    call and is not timed.
 
-    A GPU is timed from the call's first kernel on; not `ahead`: from the call on, so that it waits for the host.
+    On a GPU the time begins with the call's first kernel. Without `ahead` it begins with the call, and so includes the
+    device's wait for the host.
     """
     once = functools.partial(_once_cuda, ahead=ahead) if device == "cuda" else _once_cpu
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -81,7 +83,7 @@ def take_turns(
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses --rounds and --device that cannot be."""
+    """Refuses an impossible --rounds or --device."""
     if options.rounds < 9:
         parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
     if options.device == "cuda" and not torch.cuda.is_available():

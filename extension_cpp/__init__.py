@@ -45,7 +45,7 @@ def _load() -> None:
 def _is_command() -> bool:
     """Whether Python imports this package in order to run `python -m extension_cpp`.
 
-    While Python looks for the module that -m names, sys.argv[0] is "-m". In sys.orig_argv the name stands there.
+    While Python looks for the module that -m names, sys.argv[0] is "-m". sys.orig_argv has the module's name.
     """
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "extension_cpp"
 

@@ -31,8 +31,8 @@ CHECKED_STEPS = 50
 TOLERANCE = 1e-3
 BATCH, CONTEXT = 16, 64
 WIDTH, HEADS, LAYERS = 96, 4, 2
-# With this slow a start, two trainings whose weights differ by 1e-7 stay together for CHECKED_STEPS, so what exceeds
-# TOLERANCE points to an operator.
+# The learning rate rises so slowly that two trainings whose weights differ by 1e-7 stay together for CHECKED_STEPS. A
+# difference above TOLERANCE therefore points to an error in an operator.
 LEARNING_RATE, WARMUP = 5e-3, 150
 
 
@@ -44,7 +44,7 @@ class CannotRun(Exception):
 
 
 class Attention(nn.Module):
-    """Causal attention; x (B, T, WIDTH) to the same."""
+    """Causal attention. Input and output have the shape (B, T, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """A gated perceptron of one hidden layer, as Llama's."""
+    """A gated perceptron with one hidden layer, as in Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Perceptron(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each behind a norm and added to its input."""
+    """Attention, then a perceptron. Each follows a norm, and its result is added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte: embeddings, blocks, logits; returns the mean cross-entropy in nats a byte."""
+    """Predicts the next byte: embeddings, blocks, logits. Returns the mean cross-entropy in nats per byte."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
 
 
 def convert(model: LanguageModel, console: Console) -> None:
-    """nn.convert, and what it did by function."""
+    """Calls nn.convert, and says what it changed for each function."""
     changed, left = extension_cpp.nn.convert(model)
     counted = Counter(function for functions in changed.values() for function in functions.split(", "))
     console.print(
@@ -205,7 +205,7 @@ def generate(model: LanguageModel, alphabet: Tensor, prompt: bytes, length: int,
 
 
 def largest_difference(ours: Run, stock: Run) -> float:
-    """Over the first CHECKED_STEPS; NaN if any loss there is."""
+    """The largest difference in the first CHECKED_STEPS; NaN if a loss is NaN there."""
     pairs = torch.tensor([ours.losses, stock.losses], dtype=torch.float64)[:, :CHECKED_STEPS]
     return float((pairs[0] - pairs[1]).abs().max())
 
@@ -228,11 +228,11 @@ def show_losses(ours: Run, stock: Run, console: Console) -> None:
 
 
 def compile_both(ours: Run, stock: Run, text: Tensor, device: str, console: Console) -> None:
-    """Each model as one graph of torch.compile (fullgraph), which our operators do not break."""
+    """Compiles each model as one graph (fullgraph), which our operators do not break."""
     batch = text[torch.arange(BATCH)[:, None] * CONTEXT + torch.arange(CONTEXT + 1)].to(device)
     table = Table("under torch.compile", "first step", "steps a second", title="Compiled")
     with console.status("compiling"):
-        # The start of the compiler is nobody's: a graph of another function pays for it.
+        # The compiler's start belongs to neither model, so another function is compiled first.
         torch.compile(lambda x: (x * x).sum())(torch.ones(8, device=device, requires_grad=True)).backward()
         for run in (ours, stock):
             compiled = torch.compile(run.model, fullgraph=True)
@@ -248,7 +248,7 @@ def compile_both(ours: Run, stock: Run, text: Tensor, device: str, console: Cons
 
 
 def output_folder() -> Path:
-    """out/ below the current folder, or a temporary folder where that cannot be written."""
+    """The folder out/ in the current folder, or a temporary folder if out/ cannot be written."""
     folder = Path("out")
     try:
         folder.mkdir(exist_ok=True)
@@ -259,7 +259,7 @@ def output_folder() -> Path:
 
 
 def draw(ours: Run, stock: Run, path: Path) -> None:
-    from matplotlib.figure import Figure  # without pyplot there is no window, and no display is asked for
+    from matplotlib.figure import Figure  # unlike pyplot it needs no display
 
     steps = range(1, len(ours.losses) + 1)
     marker = "." if len(steps) == 1 else None
@@ -328,10 +328,10 @@ def describe(device: str) -> str:
 
 
 def run(asked_device: str | None, steps: int) -> int:
-    """Runs the demo; returns 1 if the losses part within the first CHECKED_STEPS."""
+    """Runs the demo. Returns 1 if the losses differ in the first CHECKED_STEPS."""
     check_compiler()
     device, remark = choose_device(asked_device)
-    # torch warns of a toolkit without a GPU, which is no fault here.
+    # torch warns of a toolkit without a GPU, which is no error here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     console = Console()
     console.print(

@@ -1,7 +1,7 @@
 """python -m extension_cpp new, remove and new-package: the templates under other names.
 
-Needs neither torch nor the library. Everything is read and checked before the first byte is written, and what was
-written is taken back where something stops the rest.
+This module needs neither torch nor the library. It reads and checks everything before it writes the first byte. If
+something stops it later, it takes back what it wrote.
 """
 
 import builtins
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-# A wheel carries what is needed of a checkout in a folder of its own, in the same places (pyproject.toml).
+# A wheel has the files of a checkout that are needed here in a folder of its own, at the same paths (pyproject.toml).
 INSTALLED = PACKAGE / "tree"
 TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 
@@ -29,7 +29,7 @@ KINDS = (*OP_KINDS, "accessor")
 # What the templates compute.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
 
-# A new package's own files, in templates/package, and those that it has in common with this one.
+# The files of a new package: its own, from templates/package, and those that are the same as this package's.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
@@ -43,7 +43,7 @@ SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/opspec.py"]
 SHARED += ["tests/specs/__init__.py", "tests/battery/*.py", "tests/test_library.py"]
 
-LONGEST = 28  # longer names would break the lines of Python in a template, which are laid out for 120 columns
+LONGEST = 28  # with a longer name a line of Python in a template would have more than 120 columns
 C_KEYWORDS = re.findall(
     r"\w+",
     """
@@ -64,12 +64,12 @@ PLACEHOLDER = re.compile("kernel_template|ops_template")
 
 
 class CannotMake(Exception):
-    """One sentence: what stands in the way."""
+    """Says in one sentence why the files cannot be written."""
 
 
 @dataclass
 class Plan:
-    """New files and changed ones, by path, with the text that each will have, and files that go."""
+    """New and changed files, by path, with the text that each will have; and the files to delete."""
 
     new: dict[Path, str] = field(default_factory=dict)
     changed: dict[Path, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Plan:
 
 
 def check_identifier(what: str, name: str) -> None:
-    """Refuses what C, C++ or Python cannot have as a name, or nobody should."""
+    """Refuses a name that C, C++ or Python does not allow, or that would be a bad name."""
     if not name:
         raise CannotMake(f"expected a name for the {what}, but got an empty one")
     if len(name) > LONGEST:
@@ -128,8 +128,8 @@ def check_free(name: str, kind: str) -> None:
 
 
 def check_module(what: str, name: str) -> None:
-    """Refuses the name of a module that Python would find first, or of a C++ namespace that cannot be."""
-    found = importlib.util.find_spec(name)  # without an origin: a mere folder
+    """Refuses a name under which Python would find another module, or that cannot be a C++ namespace."""
+    found = importlib.util.find_spec(name)  # a folder that is no package has no origin
     if name in sys.stdlib_module_names or name in TORCH_NAMESPACES or (found is not None and found.origin is not None):
         raise CannotMake(f"expected a name that is free for the {what}, but there is a module or namespace '{name}'")
     if hasattr(ctypes.CDLL(None), name):
@@ -140,13 +140,13 @@ def check_module(what: str, name: str) -> None:
 
 
 def section_of(path: Path, start: str, name: str) -> str:
-    """A template from the line that begins with `start` on, under the op's name."""
+    """A template under the op's name, from the line that begins with `start` to the end."""
     text = path.read_text()
     return PLACEHOLDER.sub(name, text[text.index(f"\n{start}") :].strip("\n")) + "\n"
 
 
 def op_files(kind: str, name: str) -> dict[str, str]:
-    """The files of an op, by their place in a tree: kernels, shim, spec, test."""
+    """The files of an op, by their paths in a tree: kernels, shim, spec, test."""
     template = TREE / "templates" / kind
     kernels = sorted((template / "kernel_template").iterdir())
     places = {f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": path for path in kernels}
@@ -156,7 +156,7 @@ def op_files(kind: str, name: str) -> dict[str, str]:
 
 
 def in_order(names: list[str]) -> list[str]:
-    """As ruff sorts imports and __all__: numbers by value."""
+    """The key by which ruff sorts imports and __all__: it compares numbers by value."""
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
@@ -190,7 +190,7 @@ def with_row(text: str, row: str) -> str:
 
 
 def with_section(text: str, section: str) -> str:
-    """docs/ops.md with one more section behind those of the other ops."""
+    """docs/ops.md with one more section after the sections of the other ops."""
     if text.count("\n## Modules\n") != 1:
         raise CannotMake("docs/ops.md has no heading '## Modules'")
     return text.replace("\n## Modules\n", f"\n{section}\n## Modules\n")
@@ -215,7 +215,7 @@ def plan_op(name: str, kind: str) -> Plan:
 
 
 def cut(path: Path, pattern: str, what: str) -> str:
-    """The text of a file without the one place that a pattern finds."""
+    """The text of a file without the one passage that matches a pattern."""
     text, count = re.subn(pattern, "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     if count != 1:
         raise CannotMake(f"expected {path.relative_to(TREE)} to have {what} once, but found it {count} times")
@@ -223,7 +223,7 @@ def cut(path: Path, pattern: str, what: str) -> str:
 
 
 def plan_removal(name: str) -> Plan:
-    """The reverse of plan_op: only what `new` writes is taken out, and nothing that other code uses."""
+    """The reverse of plan_op: takes out only what `new` writes, and nothing that other code uses."""
     check_identifier("op", name)
     package = TREE / "extension_cpp"
     folder, ops, reference, init = (
@@ -254,7 +254,7 @@ def plan_removal(name: str) -> Plan:
 
 def without_public_name(text: str, name: str) -> str:
     """__init__.py without a function in its import from ops and in __all__."""
-    text, count = re.subn(rf'^ +"?{name}"?,\n', "", text, flags=re.MULTILINE)  # a name a line
+    text, count = re.subn(rf'^ +"?{name}"?,\n', "", text, flags=re.MULTILINE)  # one name per line
     if count == 1:
         text, more = re.subn(rf"^( *from \.ops import .*?)(?:, {name}\b|\b{name}, )", r"\1", text, flags=re.M)
         count += more
@@ -264,7 +264,7 @@ def without_public_name(text: str, name: str) -> str:
 
 
 def check_unused(name: str, plan: Plan) -> None:
-    """Refuses to take out an op that other code calls; a test that does shows it by itself."""
+    """Refuses to take out an op that other code calls. A test that calls it fails by itself."""
     word = re.compile(rf'\b(?:ops|extension_cpp|reference|_ops|plain)\.{name}(?:_\w+)?\b|#include "{name}/')
     sources = [path for part in ("extension_cpp", "benchmarks", "examples") for path in (TREE / part).rglob("*")]
     for path in sorted(sources):
@@ -279,7 +279,7 @@ def plan_accessor(name: str) -> Plan:
     check_identifier("example", name)
     check_free(name, "accessor")
     template = TREE / "templates" / "accessor"
-    # Its test imports the file of its name, which must not hide another module, nor define the name anew.
+    # A test imports the file that has its name. That file must not hide another module or define the name again.
     if name in {"torch", "pytest"} | top_level_names(template / "ops_template.py"):
         raise CannotMake(f"the name '{name}' is taken: the example's own code needs it")
     check_module("example", name)
@@ -305,9 +305,9 @@ def plan_package(folder: Path, name: str, kind: str) -> Plan:
     template = TREE / "templates" / kind
     for file in ("ops", "reference"):
         texts[f"extension_cpp/{file}.py"] = (template / f"{file}_template.py").read_text()
-    row = re.sub(r"\[(`.*?`)\]\(.*?\)", r"\1", documents(kind)[0])  # there is no docs/ops.md
+    row = re.sub(r"\[(`.*?`)\]\(.*?\)", r"\1", documents(kind)[0])  # a new package has no docs/ops.md
     texts["README.md"] = with_row(texts["README.md"], row)
-    license_text = texts.pop("LICENSE")  # whose copyright it states stays
+    license_text = texts.pop("LICENSE")  # its copyright line stays as it is
 
     def renamed(text: str) -> str:
         text = text.replace("kernel_template", op)
@@ -322,9 +322,9 @@ def plan_package(folder: Path, name: str, kind: str) -> Plan:
 
 
 def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
-    """The texts with the C among them as `make lint` wants it: where its lines break hangs on how long the name is.
+    """The texts, with the C and C++ files formatted as `make lint` wants them: line breaks depend on the name's length.
 
-    As they are where clang-format is not installed; `make format` does it later.
+    Without clang-format the texts are returned as they are; `make format` formats them later.
     """
     program = Path(sysconfig.get_path("scripts")) / "clang-format"
     if not program.exists():
@@ -358,7 +358,7 @@ def undo(made: list[Path], before: dict[Path, bytes]) -> None:
 
 
 def write(plan: Plan) -> None:
-    """All of the plan or nothing of it, whatever stops it."""
+    """Writes all files of the plan or, if something stops it, none."""
     taken = next((path for path in plan.new if path.exists()), None)
     if taken is not None:
         raise CannotMake(f"{taken} exists; nothing is overwritten")
@@ -416,7 +416,7 @@ Next:
 
 
 def new(name: str, kind: str) -> None:
-    """Adds an op to this source tree, or for the kind accessor an example."""
+    """Adds an op to this source tree; for the kind accessor, an example."""
     if TREE == INSTALLED:
         raise CannotMake(
             "'new' adds an op to a checkout of extension_cpp, and this one is installed; to make a package of your own "

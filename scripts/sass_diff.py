@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # for `python scripts/sass_diff.py`
 from scripts.kernel_resources import cuobjdump, short_names  # noqa: E402  # found by the line above
 
 Code = tuple[str, ...]  # the instructions of one kernel, in order
-Kernels = Mapping[str, Sequence[Code]]  # by name; translation units may each hold a kernel of one name
+Kernels = Mapping[str, Sequence[Code]]  # by name; several translation units may have a kernel of the same name
 
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;")
@@ -51,7 +51,7 @@ def parse(lines: Iterable[str]) -> list[tuple[str, Code]]:
         if function := FUNCTION.match(line):
             found.append((function[1], []))
         elif (instruction := INSTRUCTION.match(line)) and found:
-            # A library holds millions of instructions and few different ones.
+            # A library has millions of instructions, but few different ones.
             found[-1][1].append(sys.intern(SYMBOL.sub("NAME", " ".join(instruction[1].split()))))
     return [(name, tuple(code)) for name, code in found]
 
@@ -71,7 +71,7 @@ def disassemble(library: Path, arch: str) -> dict[str, list[Code]]:
 
 
 def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, list[Code]]:
-    """The kernels with OLD replaced by NEW in their names wherever OLD is a whole word."""
+    """The kernels with OLD replaced by NEW in their names, if OLD is a whole word there."""
     renamed: dict[str, list[Code]] = collections.defaultdict(list)
     for name, codes in kernels.items():
         for old, new in renamings:
@@ -81,7 +81,7 @@ def rename(kernels: Kernels, renamings: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 def differing(before: Code, after: Code) -> int:
-    """How many instructions differ, in any order; at least 1, if instructions only changed places."""
+    """How many instructions differ, regardless of order; 1 if they only changed places."""
     counts = collections.Counter(before), collections.Counter(after)
     gone, new = counts[0] - counts[1], counts[1] - counts[0]
     return max(gone.total(), new.total(), 1)
@@ -98,7 +98,7 @@ def _without_equals(before: Sequence[Code], after: Sequence[Code]) -> tuple[list
 
 
 def compare(before: Kernels, after: Kernels) -> list[Pair]:
-    """Pairs the kernels: by name, and what then has no partner by equal code."""
+    """Pairs the kernels by name, and those without a partner by equal code."""
     pairs, alone_before, alone_after = [], [], []
     for name in sorted({*before, *after}):
         olds, news = _without_equals(before.get(name, []), after.get(name, []))

@@ -1,5 +1,5 @@
-/* scale_bias_relu: shapes around the block, the tile and the parts; guards, offsets, streaming, and
- * how work is split. */
+/* scale_bias_relu: sizes below, at and above a block, a tile and a part; guards, offsets, streaming,
+ * and how work is split. */
 #include "check.h"
 #include "scale_bias_relu/scale_bias_relu.h"
 

@@ -14,7 +14,7 @@ namespace rotary_embedding_kernels {
 
 constexpr int THREADS = 128;
 constexpr int HEADS = 4;
-constexpr int TILE_THREADS = 64;  // at least, on neighbouring memory of one head
+constexpr int TILE_THREADS = 64;  // threads per tile and head, at least: on neighbouring memory
 
 struct Problem {
   rotary_embedding_args args;
@@ -60,7 +60,7 @@ __device__ inline bool find_work(const Problem &p, Work &work) {
   work.is_copy = place >= p.pairs;
   if (work.is_copy) {
     work.column = p.args.rotated + static_cast<int64_t>(place - p.pairs) * (2 * N);
-    work.apart = work.column + N < p.args.cols ? N : 0;  // 0: copies the last vector twice
+    work.apart = work.column + N < p.args.cols ? N : 0;  // 0: the last vector is copied twice
   } else {
     const bool are_neighbours = N == 1 && p.args.interleaved;
     work.column = static_cast<int64_t>(place) * (are_neighbours ? 2 : N);
