@@ -1,8 +1,8 @@
 """Times every op's forward and backward beside eager PyTorch, torch.compile, other libraries and a copy of memory.
 
-The rows come from the tests' specs: a new op is measured with nothing to add. A figure is the percent of the copy's
-bandwidth that the op's floor (every input read once, every output written once) over its time comes to; streaming
-stores and ops that write less than they read can pass 100.
+The rows come from the tests' specs, so a new op is measured without further code. An op's floor is the bytes of every
+input, read once, and of every output, written once. A figure is the floor divided by the time, in percent of the copy's
+bandwidth. It can pass 100 with streaming stores, and for ops that write less than they read.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from tests.opspec import OpSpec, Sample, timed_specs
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
 SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Weights, the inputs of one dimension, in float32 beside half types.
+# Half types with float32 weights. The weights are the inputs of one dimension.
 MIXED = ("bfloat16+float32", "float16+float32")
-# A result is judged on no more elements than this, at the full width: float64 and its intermediates are many times x.
+# Results are judged on at most so many elements, in rows of the full width: float64 takes many times the memory of x.
 JUDGED = 2**20
-# glibc hands large blocks back to the kernel, and then every call pays for page faults; PyTorch's users meet that, too.
+# By default glibc returns large blocks to the kernel, and every call pays for page faults, as a user's calls do.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of x, and of the weights."""
+        """The dtype of x, and the dtype of the weights."""
         x, _, weights = self.dtype.partition("+")
         return DTYPES[x], DTYPES[weights or x]
 
@@ -59,7 +59,7 @@ class Case:
         return "backward" if self.backward else "forward"
 
     def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As PyTorch's users call it: on a GPU its layer_norm takes no float32 weights beside half types."""
+        """The function as users call it: PyTorch's layer_norm takes no float32 weights with half inputs on a GPU."""
         return peers.in_float32(function) if self.dtype in MIXED and self.threads is None else function
 
     def floor_bytes(self) -> float:
@@ -67,12 +67,12 @@ class Case:
         return elements * self.rows * self.cols * self.types[0].itemsize
 
     def copied_bytes(self) -> float:
-        """The copy's reads and writes: of large tensors one is copied, else as many bytes as the floor's."""
+        """The bytes that the copy reads and writes: of one large tensor, or else as many as the floor has."""
         one = 2 * self.rows * self.cols * self.types[0].itemsize
         return one if self.sizes == "large" else self.floor_bytes()
 
     def head(self) -> results.Row:
-        """The row without its figures."""
+        """The row before its figures are measured."""
         row = {"op": self.spec.name, "pass": self.step, "dtype": self.dtype, "rows": self.rows, "cols": self.cols}
         return row | ({} if self.threads is None else {"threads": self.threads}) | {"sizes": self.sizes}
 
@@ -88,8 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "norm_plans the shapes of the norms' GPU kernels, processes several GPUs, python -m benchmarks.models whole "
         "models. Each has a --help.",
     )
-    names = [spec.name for spec in timed_specs()]
-    steps = ["forward", "backward"]
+    names, steps = [spec.name for spec in timed_specs()], ["forward", "backward"]
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--op", nargs="+", choices=names, default=names, metavar="OP", help=f"of {', '.join(names)}")
     parser.add_argument(
@@ -133,7 +132,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
-    """sizes, rows and columns."""
+    """Yields sizes, rows and columns."""
     largest = options.mib * 2**20 // itemsize
     if "large" in options.sizes:
         for cols in [1024] if spec.bench.flat else options.width:
@@ -185,10 +184,10 @@ def make_sample(case: Case, device: str, rows: int) -> Sample:
 
 
 class Judge:
-    """Says whether a contender does the case's work: its result against float64's, on fewer rows of the same width.
+    """Says whether a contender computes the right result, compared with float64 on fewer rows of the same width.
 
-    The bound is that of the tests for our own ops: twice eager PyTorch's error, or 4 eps max|exact| sqrt(terms).
-    Without `masks` there is no dropout: contenders that draw masks of their own are judged so.
+    The bound is that of our own tests: twice eager PyTorch's error, or 4 eps max|exact| sqrt(terms). Without `masks`
+    there is no dropout, for contenders that draw masks of their own.
     """
 
     def __init__(self, case: Case, device: str, masks: bool = True) -> None:
@@ -217,7 +216,7 @@ class Judge:
     def wrong(self, function: Callable[..., Any]) -> str | None:
         x = self.sample.args[0]
         poison = [torch.full_like(x, float("nan")) for _ in range(4)]
-        del poison  # what is allocated next is not right by luck
+        del poison  # memory that is allocated next is full of NaN, and not right by luck
         got = self._result(function, self.sample)
         bounds = self.eager, self.eager_errors, self.exact, self.reduction
         try:
@@ -232,7 +231,7 @@ def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) ->
     functions = {"ours": case.spec.function, "eager": stock}
     if not options.no_compile:
         torch._dynamo.reset()
-        functions["compile"] = torch.compile(stock, dynamic=False)  # compiled for the timed shape alone, as if first
+        functions["compile"] = torch.compile(stock, dynamic=False)  # for the timed shape alone, as at a first call
     known = peers.PEERS.get(case.spec.name, {})
     if case.backward:
         libraries = [name for name in libraries if name not in peers.FORWARD_ALONE]
@@ -242,7 +241,7 @@ def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) ->
 def prepare(
     case: Case, options: argparse.Namespace, libraries: list[str]
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """The calls to time, the copy first; and what is wrong with the contenders that are left out."""
+    """The calls to time, the copy first; and the errors of the contenders that are left out."""
     torch.manual_seed(options.seed)
     judges = {"ours": Judge(case, options.device)}
     own_masks = case.spec.positional and case.spec.bench.stock is not None
@@ -255,20 +254,19 @@ def prepare(
     failed: dict[str, str] = {}
     for name, function in contenders(case, options, libraries).items():
         try:
-            wrong = judges.get(name, judge).wrong(function)
-            if wrong is None:
-                call = (backward_call if case.backward else forward_call)(function, sample)
-                call()
-                calls[name] = call
-            else:
+            if wrong := judges.get(name, judge).wrong(function):
                 failed[name] = wrong
-        except Exception as error:  # whatever another's code raises is its row's result, not this run's end
+                continue
+            call = (backward_call if case.backward else forward_call)(function, sample)
+            call()
+            calls[name] = call
+        except Exception as error:  # an error in a library's code is the result of its row, and does not end the run
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     return calls, failed
 
 
 def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
-    """The floor's bytes over each time, as percent of the copy's bandwidth."""
+    """The floor divided by each time, in percent of the copy's bandwidth."""
     bandwidth = case.copied_bytes() / times["copy"].median
     return {name: 100 * case.floor_bytes() / time.median / bandwidth for name, time in times.items() if name != "copy"}
 
@@ -276,7 +274,9 @@ def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
     if case.threads is not None:
         torch.set_num_threads(case.threads)
-        torch._inductor.config.cpp.threads = case.threads  # else what was compiled for others is taken from the cache
+        torch._inductor.config.cpp.threads = (
+            case.threads
+        )  # else the cache has code that was compiled for another number
     calls, failed = prepare(case, options, libraries)
     times = take_turns(calls, options.device, options.rounds)
     row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}
@@ -292,7 +292,7 @@ def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> re
 
 
 def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """The kernels alone, by replay of a CUDA graph; a contender that cannot be captured is missing."""
+    """Times of the kernels alone, replayed as a CUDA graph. A contender that cannot be captured is missing."""
     graphs = {}
     for name, call in calls.items():
         with contextlib.suppress(RuntimeError):
@@ -301,7 +301,7 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
-    """Percent of copy for large tensors, microseconds for the others: medians, a table for each op and dtype."""
+    """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
     console.print(results.in_words(found["machine"]), highlight=False)
     large = [row for row in rows if results.sizes(row) == "large"]
     show_group(console, "percent of the bandwidth of a copy", large, percents=True)
@@ -310,11 +310,12 @@ def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> No
         show_group(console, f"microseconds, {title}", results.other(rows, key), percents=False)
     for row in rows:
         for name, reason in row.get("failed", {}).items():
-            console.print(f"{' '.join(about_row(row))}: {name}: {reason}", markup=False)
+            case = f"{row['op']} {row['pass']} {row['dtype']} {row['rows']} x {row['cols']}"
+            console.print(f"{case}: {name}: {reason}", markup=False)
 
 
 def show_group(console: Console, title: str, rows: list[results.Row], percents: bool) -> None:
-    """In at most 80 columns."""
+    """Prints the tables of some rows, in at most 80 columns."""
     names = results.names(rows)
     for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
         heads = ["copy\nGB/s", "ours\nus", *(f"{name}\n%" for name in names)]
@@ -330,10 +331,6 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
         console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
 
 
-def about_row(row: results.Row) -> list[str]:
-    return [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}"]
-
-
 def missing(row: results.Row, name: str) -> str:
     return "failed" if name in row.get("failed", {}) else ""
 
@@ -343,7 +340,7 @@ def percent(row: results.Row, name: str) -> str:
 
 
 def microseconds(row: results.Row, name: str) -> str:
-    """The median; the file has the range from 10 to 90 %, and the report shows it."""
+    """The median. The report also shows the range from 10 to 90 %, which the file has."""
     if name not in row["seconds"]:
         return missing(row, name)
     median = 1e6 * row["seconds"][name]["median"]
@@ -351,7 +348,7 @@ def microseconds(row: results.Row, name: str) -> str:
 
 
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The machine and the settings; the peers that are here."""
+    """The machine and the settings, and the installed peers."""
     libraries = peers.versions(options.device)
     about = results.machine(options.device) | {"threads": max(options.threads), "mib": options.mib}
     about |= {"plain_malloc": options.plain_malloc, "rounds": options.rounds, "seed": options.seed}
@@ -362,10 +359,10 @@ def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def measure_all(
     console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], path: Path, found: Any
 ) -> tuple[list[results.Row], bool]:
-    """The new rows, and whether all were measured; after each, the file holds what there is."""
+    """The new rows, and whether all were measured. The file is written after each row."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
     done: list[results.Row] = []
-    # A stream of its own: what runs on the default stream cannot be captured as a CUDA graph.
+    # Calls on the default stream cannot be captured as a CUDA graph.
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
     try:
         with Progress(console=console) as progress, stream:
@@ -386,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.device == "cpu" and not options.plain_malloc and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **KEEP_MEMORY})
-    torch._functorch.config.donated_buffer = False  # backward is called many times over one forward
+    torch._functorch.config.donated_buffer = False  # backward is called many times for one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
     path = options.json or Path("out") / f"bench-{options.device}.json"

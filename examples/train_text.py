@@ -1,14 +1,15 @@
 """Trains a small GPT on text, byte by byte: python examples/train_text.py --help
 
-A pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. Its norms, its rotary
-embedding, its gates and its loss are this package's (--ops ours) or plain PyTorch (--ops torch); everything else, the
-weights at the start and the order of the data included, is the same, so the two loss curves lie on each other.
+The model is a pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. Its norms,
+rotary embedding, gates and loss are this package's (--ops ours) or plain PyTorch (--ops torch). Everything else is the
+same, also the initial weights and the order of the data. So the two loss curves lie on each other.
 
-A step's batches depend on its number alone. The checkpoint is replaced in one move, so a run that is killed at any
-moment goes on from the last one when it is started again, and ends where it would have ended.
+The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. So a run may be
+killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
 
-Several processes, started by torchrun (torchrun --nproc-per-node 2 examples/train_text.py --parallel fsdp), share each
-batch. The checkpoint holds whole tensors, so that a run goes on with another number of processes, and with none.
+Several processes share each batch if torchrun starts them (torchrun --nproc-per-node 2 examples/train_text.py
+--parallel fsdp). The checkpoint holds whole tensors, so a run may continue with another number of processes, or with
+one and without torchrun.
 """
 
 import argparse
@@ -46,33 +47,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from extension_cpp import demo
 
-CHECKPOINT_EVERY = 25  # steps; the validation loss is taken then, too
+CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same steps
 WRITTEN = 400  # bytes that the model writes at the end
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
 WARMUP, WEIGHT_DECAY, CLIP = 20, 0.1, 1.0
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of a checkpoint: gathered by the first process
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of a checkpoint, which the first process gathers
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What runs whose curves are compared have in common."""
+    """The settings that two runs must share if their curves are compared."""
 
     device: str
     steps: int
-    text: str  # a digest
+    text: str  # its digest
     width: int
     layers: int
     context: int
-    batch: int  # sequences a forward
+    batch: int  # sequences per forward
     learning_rate: float  # after the warm-up
 
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """What a checkpoint must agree with to be resumed."""
+    """The settings that a run must share with the checkpoint from which it continues."""
 
     heads: int
-    accumulate: int  # forwards a step
+    accumulate: int  # forwards per step
 
 
 SMALL = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2, "learning_rate": 2e-3}
@@ -88,8 +89,8 @@ class CannotRun(Exception):
 
 
 class AddLayerNorm(nn.LayerNorm):
-    """extension_cpp.nn.AddLayerNorm of PyTorch's parts: the residual stream takes up a branch, and is normalized for
-    the next; (layer_norm(s), s), s = residual + x."""
+    """extension_cpp.nn.AddLayerNorm in plain PyTorch. Adds a branch x to the residual stream and normalizes the sum s
+    for the next branch; returns (layer_norm(s), s)."""
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         s = residual + x
@@ -97,13 +98,13 @@ class AddLayerNorm(nn.LayerNorm):
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": extension_cpp.nn.AddLayerNorm, "torch": AddLayerNorm}
-# rotary_embedding, swiglu and linear_cross_entropy; reference has the same functions in plain PyTorch.
+# For rotary_embedding, swiglu and linear_cross_entropy. reference has them in plain PyTorch.
 FUNCTIONS: dict[str, Any] = {"ours": extension_cpp, "torch": extension_cpp.reference}
 
 
 class Block(nn.Module):
-    """Causal attention, then a gated perceptron; takes and returns a branch and the residual stream, (B, T, width)
-    each."""
+    """Causal attention, then a gated perceptron. Takes and returns a branch and the residual stream, each of shape
+    (B, T, width)."""
 
     def __init__(self, ops: str, width: int, heads: int) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class Block(nn.Module):
 
 
 def rotations(tokens: int, width: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles by which the pairs of a head are rotated, (tokens, width) each."""
+    """cos and sin of the angles by which the pairs of a head are rotated, each of shape (tokens, width)."""
     frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.outer(torch.arange(tokens), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -152,7 +153,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """What the head makes logits of, (B, T, width)."""
+        """The input of the head, (B, T, width)."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = self.token(tokens)
         residual = torch.zeros_like(x)
@@ -162,7 +163,7 @@ class GPT(nn.Module):
         return hidden
 
     def forward(self, tokens: Tensor, following: Tensor | None = None) -> Tensor:
-        """The logits; with the bytes that follow, the mean cross-entropy in nats a byte."""
+        """The logits or, given the bytes that follow, the mean cross-entropy in nats per byte."""
         x = self.hidden(tokens)
         result: Tensor = (
             self.head(x) if following is None else self.functions.linear_cross_entropy(x, self.head.weight, following)
@@ -193,7 +194,7 @@ def read_text(path: Path | None) -> str:
 
 @dataclass
 class Text:
-    """A text as indices into the bytes that occur in it, the end kept for validation."""
+    """A text as indices into the bytes that occur in it. Its end is kept for validation."""
 
     alphabet: Tensor
     training: Tensor
@@ -215,7 +216,7 @@ class Text:
 
 
 def batch(text: Tensor, settings: RunSettings, seed: int) -> tuple[Tensor, Tensor]:
-    """Sequences from random places, and the bytes that follow; (B, T) each."""
+    """Sequences from random places, and the bytes that follow, each (B, T)."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=generator)
     sequences = text[starts + torch.arange(settings.context + 1)].to(settings.device)
@@ -229,7 +230,7 @@ class Training:
     """A model in training, and its checkpoint."""
 
     def __init__(self, ops: str, text: Text, settings: Settings, compiled: bool, parallel: str | None = None) -> None:
-        """parallel: how the processes of the process group share the work; None: this process trains alone."""
+        """parallel: how the processes of the group share the work. None: this process trains alone."""
         torch.manual_seed(0)
         self.text, self.settings, self.parallel = text, settings, parallel
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
@@ -244,12 +245,12 @@ class Training:
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         self.losses: list[float] = []
-        self.seconds: list[float] = []  # of the steps of this run
+        self.seconds: list[float] = []  # one for each step of this run
         self.validation: dict[int, float] = {}  # by step
 
     def parallelize(self, compiled: bool) -> nn.Module:
-        """The model whose backward takes the mean of the processes' gradients."""
-        if compiled:  # a block at a time, so that the communication of one runs beside the work of another
+        """The model whose backward averages the gradients over the processes."""
+        if compiled:  # block by block, so that one block's communication overlaps another's computation
             for block in self.model.blocks:
                 block.forward = torch.compile(block.forward, fullgraph=True)
         if self.parallel == "ddp":
@@ -260,7 +261,7 @@ class Training:
         return self.model
 
     def reduce_gradients(self, value: bool) -> None:
-        """Whether the next backward communicates: once a step is enough."""
+        """Sets whether the next backward communicates, which is needed once per step."""
         if self.parallel == "ddp":
             self.loss.require_backward_grad_sync = value
         elif self.parallel == "fsdp":
@@ -271,7 +272,7 @@ class Training:
         return [tokens[self.rank :: self.processes] for tokens in batch(text, self.settings, seed)]
 
     def mean(self, loss: Tensor) -> float:
-        """Over the processes, whose shares of a batch are equal."""
+        """The mean over the processes, whose shares of a batch are equal."""
         if self.parallel:
             distributed.all_reduce(loss)
         return loss.item() / self.processes
@@ -307,7 +308,7 @@ class Training:
         self.validation[len(self.losses)] = sum(losses) / len(losses)
 
     def save(self, path: Path) -> None:
-        """Replaces the checkpoint in one move, once the new one is on the disk. The first process writes it."""
+        """Writes the checkpoint to the disk, then replaces the earlier one in one move. The first process does it."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
         if self.rank > 0:
             return
@@ -333,7 +334,7 @@ class Training:
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)
 
     def write(self, length: int) -> str:
-        """What the model writes, from a newline on."""
+        """Text that the model continues from a newline."""
         tokens = [self.text.alphabet.tolist().index(ord("\n")) if ord("\n") in self.text.alphabet else 0]
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad(), self.autocast():
@@ -349,7 +350,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if {"settings", "losses", "validation", "model", "optimizer"} <= state.keys():
             return state
-    except Exception as error:  # of pickle, zip or the file system
+    except Exception as error:  # from pickle, zip or the file system
         raise CannotRun(f"{path} cannot be read ({error.__class__.__name__}): add --restart to begin anew") from error
     raise CannotRun(f"{path} is not a checkpoint of this program: name another --out")
 
@@ -358,8 +359,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def draw(folder: Path, settings: Settings) -> Path:
-    """The curves of every run in the folder that had these settings."""
-    from matplotlib.figure import Figure  # without pyplot there is no window, and no display is asked for
+    """Draws the curves of every run in the folder that has these settings."""
+    from matplotlib.figure import Figure  # unlike pyplot it needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -371,7 +372,7 @@ def draw(folder: Path, settings: Settings) -> Path:
     for ops, look in looks.items():
         try:
             state = read_checkpoint(folder / f"{ops}.pt")
-        except CannotRun:  # of the other run, which this one does not need, or there is none
+        except CannotRun:  # the other run has none, or one that cannot be read
             continue
         if state["settings"] != asdict(settings):
             continue
@@ -422,7 +423,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def join(device: str) -> None:
-    """The process group that torchrun describes in the environment."""
+    """Joins the process group that torchrun describes in the environment."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -445,7 +446,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     checkpoint = options.out / f"{options.ops}.pt"
     training = Training(options.ops, text, settings, not options.no_compile, parallel)
     if options.restart and training.rank == 0:
-        checkpoint.unlink(missing_ok=True)  # or a run that is stopped before its first one would go on from the old
+        checkpoint.unlink(missing_ok=True)  # else a run that is stopped before its first one would continue from it
     if parallel:
         distributed.barrier()
     if checkpoint.exists():

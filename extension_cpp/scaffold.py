@@ -33,12 +33,7 @@ FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
-SHARED += [
-    "extension_cpp/_namespace.py",
-    "extension_cpp/autograd.py",
-    "extension_cpp/checks.py",
-    "extension_cpp/py.typed",
-]
+SHARED += [f"extension_cpp/{name}" for name in ("_namespace.py", "autograd.py", "checks.py", "py.typed")]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/opspec.py"]
 SHARED += ["tests/specs/__init__.py", "tests/battery/*.py", "tests/test_library.py"]
@@ -103,15 +98,15 @@ def top_level_names(path: Path) -> set[str]:
 def check_free(name: str, kind: str) -> None:
     """Refuses an op's name that something in this tree has, or that hides a builtin in ops.py."""
     package, template = TREE / "extension_cpp", TREE / "templates" / kind
-    for path in (
-        TREE / name,
-        package / name,
-        package / f"{name}.py",
-        package / "csrc" / name,
-        TREE / "examples" / name,
+    for place in (
+        f"{name}",
+        f"extension_cpp/{name}",
+        f"extension_cpp/{name}.py",
+        f"extension_cpp/csrc/{name}",
+        f"examples/{name}",
     ):
-        if path.exists():
-            raise CannotMake(f"the name '{name}' is taken: {path.relative_to(TREE)} exists")
+        if (TREE / place).exists():
+            raise CannotMake(f"the name '{name}' is taken: {place} exists")
     if name in dir(builtins):
         raise CannotMake(f"the name '{name}' is taken: it is a builtin of Python")
     for source in sorted((package / "csrc").rglob("*.cpp")):
@@ -226,27 +221,20 @@ def plan_removal(name: str) -> Plan:
     """The reverse of plan_op: takes out only what `new` writes, and nothing that other code uses."""
     check_identifier("op", name)
     package = TREE / "extension_cpp"
-    folder, ops, reference, init = (
-        package / part for part in (f"csrc/{name}", "ops.py", "reference.py", "__init__.py")
-    )
+    folder, init = package / "csrc" / name, package / "__init__.py"
     if not (folder / f"{name}.cpp").exists():
         example = " (an example is a folder: delete it)" if (TREE / "examples" / name).exists() else ""
         raise CannotMake(f"there is no op '{name}': no {folder.relative_to(TREE)}/{name}.cpp{example}")
-    plan = Plan(removed=sorted(path for path in folder.rglob("*") if path.is_file()))
-    plan.removed += [
-        path for path in (TREE / f"tests/specs/{name}.py", TREE / f"tests/test_{name}.py") if path.exists()
-    ]
+    tests = TREE / f"tests/specs/{name}.py", TREE / f"tests/test_{name}.py"
+    plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *tests) if path.is_file()])
     for path, pattern, what in (
-        (ops, rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
-        (reference, rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
+        (package / "ops.py", rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
+        (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
         (package / "_ops.pyi", rf"(?:^def {name}(?:_double)?(?:_backward)?\(.*?: \.\.\.\n)+", f"the types of {name}"),
         (TREE / "README.md", rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
         (TREE / "docs" / "ops.md", rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
     ):
         plan.changed[path] = cut(path, pattern, what)
-    types = package / "_ops.pyi"
-    function = rf"^def {name}(?:(?:_double)?_backward)?\(.*?: \.\.\.\n"
-    plan.changed[types] = re.sub(function, "", types.read_text(), flags=re.DOTALL | re.MULTILINE)
     plan.changed[init] = without_public_name(init.read_text(), name)
     check_unused(name, plan)
     return plan
