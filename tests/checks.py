@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.opspec import Make, OpSpec, Sample
 
-# Of rows of whole vectors up to the widest that a block of a GPU has room for; the norms have a kernel or two for each.
+# Widths of rows of whole vectors, up to the widest that fits into a CTA. The norms have one or two kernels for each.
 NORM_WIDTHS = (
     *(64, 256, 384, 512, 640, 768, 1000, 1024, 1280, 1536, 1800, 2048, 2304, 2560, 3072, 4096, 4608, 5120, 6144),
     *(7168, 8192, 9216, 10240, 11264, 12288, 13312, 14336, 15000, 16000, 16384),
 )
-# The same, of rows that begin between multiples of 16 bytes.
+# Widths of rows that begin between multiples of 16 bytes.
 ODD_WIDTHS = (33, 129, 257, 385, 513, 769, 1025, 1537, 2049, 3001, 4097, 5121, 8193, 10001, 16385)
 
 LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels_last")
@@ -26,15 +26,15 @@ LAYOUTS = ("contiguous", "sliced", "transposed", "expanded", "offset", "channels
 
 @dataclass(frozen=True)
 class Strides:
-    """A layout of up to len(order) dimensions: any order in memory, gaps, an offset, and expanded dimensions."""
+    """A layout of up to len(order) dimensions, in any order in memory, with gaps, an offset and expanded dimensions."""
 
     order: tuple[int, ...]  # the outermost dimension first
-    steps: tuple[int, ...]  # a dimension's stride is so many times what lies inside it
+    steps: tuple[int, ...]  # a dimension's stride is this many times the extent of the dimensions inside it
     expanded: frozenset[int]
     offset: int
 
     def of(self, x: Tensor) -> Tensor:
-        """The values of x (of the first slice of an expanded dimension) in memory of this layout."""
+        """x copied into memory of this layout; of an expanded dimension the first slice."""
         strides, size = [0] * x.dim(), 1
         for d in (d for d in reversed(self.order) if d < x.dim()):
             strides[d] = size * self.steps[d]
@@ -45,14 +45,14 @@ class Strides:
 
 
 def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
-    """The values of x (expanded: of its first slice) in memory of another layout."""
+    """x copied into memory of another layout; of an expanded dimension the first slice."""
     if isinstance(layout, Strides):
         return layout.of(x)
     if layout == "sliced":
         wide = x.new_full([*x.shape[:-1], 2 * x.shape[-1] + 1], 7.0)
         wide[..., 1::2] = x
         return wide[..., 1::2]
-    if layout == "padded":  # rows that begin at any multiple of an element's size
+    if layout == "padded":  # a row may begin at any multiple of an element's size
         wide = x.new_full([*x.shape[:-1], x.shape[-1] + 3], 7.0)
         wide[..., :-3] = x
         return wide[..., :-3]
@@ -67,14 +67,15 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
     return x.contiguous()
 
 
-# Float64 tensors by a generator's seed and the shapes of all that it drew, and its state then: every op and dtype asks
-# for the same ones. Nobody writes into them. The largest kept is the largest of test_right_for_every_shape on the CPU.
+# Float64 tensors, and the generator's state after each. The key is the generator's seed and the shapes of all tensors
+# that it drew: every op and dtype asks for the same ones. Nobody may write into them. The largest tensor that is kept
+# is the largest of test_right_for_every_shape on the CPU.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_DRAWN, MOST_ELEMENTS = 1024, 4099 * 33
 
 
 def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]]) -> Tensor:
-    """The next tensor that the generator draws, the last of those shapes."""
+    """The next tensor that the generator draws. It has the last of the shapes."""
     key = (generator.initial_seed(), *shapes)
     if key in _DRAWN:
         x, state = _DRAWN[key]
@@ -97,7 +98,7 @@ def maker(
     spread: float = 1.0,
     mean: float = 0.0,
 ) -> Make:
-    """make(shape): random normal leaves that require grad, the same values on every device."""
+    """A function make(shape) of random normal leaves that require grad, with the same values on every device."""
     generator = torch.Generator().manual_seed(seed)
     shapes: list[tuple[int, ...]] = []
 
@@ -112,24 +113,24 @@ def maker(
 
 
 def rows_for(device: str, rows: int, cols: int) -> int:
-    """Of a matrix, that many on a GPU, where they decide which kernel takes them; on the CPU some blocks of work."""
+    """The rows of a matrix: `rows` on a GPU, where they decide which kernel runs; on the CPU some blocks of work."""
     return rows if device == "cuda" else min(rows, max(8, (1 << 18) // cols))
 
 
 def last_level_cache() -> int:
-    """The bytes that the CPU streams results from, where csrc/common/cpu_level.c finds them; else its default."""
+    """The size in bytes from which the CPU streams results: what csrc/common/cpu_level.c finds, else its default."""
     size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
     return int(size.read_text().strip().removesuffix("K")) << 10 if size.exists() else 32 << 20
 
 
 def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:
-    """Of layer_norm or rms_norm, over the last dimension."""
+    """A sample of layer_norm or rms_norm over the last dimension."""
     shape = (x.shape[-1],)
     return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
 
 
 def convert(sample: Sample, dtype: torch.dtype) -> Sample:
-    """The same call with leaves of another dtype; a seed stays what it is."""
+    """The same call with leaves of another dtype. A seed keeps its dtype."""
 
     def one(x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -139,7 +140,7 @@ def convert(sample: Sample, dtype: torch.dtype) -> Sample:
 
 
 def with_float_weights(sample: Sample) -> Sample:
-    """The same call with float32 leaves of one dimension beside the others."""
+    """The same call with the leaves of one dimension in float32."""
 
     def one(x: Any) -> Any:
         weight = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 1
@@ -153,7 +154,7 @@ def leaves(sample: Sample) -> list[Tensor]:
 
 
 def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a function returns, be it one tensor or several."""
+    """The result of a function as a tuple, also if it is one tensor."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -170,7 +171,7 @@ class Result:
 
 
 def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
-    """Forward and backward; grad_out(output) gives the gradient that comes in."""
+    """Runs forward and backward. grad_out(output) is the gradient of an output."""
     outputs = as_tuple(function(*sample.args, **sample.kwargs))
     gradients = torch.autograd.grad(outputs, leaves(sample), [grad_out(output) for output in outputs])
     return Result(tuple(output.detach() for output in outputs), list(gradients))
@@ -183,31 +184,31 @@ def _eighths(shape: tuple[int, ...]) -> Tensor:
 
 
 def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tensor]:
-    """The same values for every dtype and device: multiples of 1/8 up to 2, exact in all of them."""
+    """A grad_out with the same values for every dtype and device: multiples of 1/8 up to 2, which are exact in all."""
 
     def grad_out(output: Tensor) -> Tensor:
-        g = _eighths(tuple(output.shape)).to(output.device, output.dtype, copy=True)  # lest an op writes into it
+        g = _eighths(tuple(output.shape)).to(output.device, output.dtype, copy=True)  # an op may write into it
         return with_layout(g, layout) if g.dim() else g
 
     return grad_out
 
 
 def largest(x: Tensor, where: Tensor | None = None) -> float:
-    """The largest magnitude in those places, or in all; NaN if there is one."""
+    """The largest magnitude, in the places of `where` if it is given. NaN if x has a NaN there."""
     if x.numel() == 0:
         return 0.0
-    least, most = torch.aminmax(x if where is None else torch.where(where, x, 0))  # in one pass, and vectorized
+    least, most = torch.aminmax(x if where is None else torch.where(where, x, 0))  # one vectorized pass
     return max(-least.item(), most.item())
 
 
 def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Where the exact value is well inside the dtype's range. None: everywhere, the usual case, which saves passes."""
+    """Where the exact value is well inside the dtype's range. None stands for everywhere, and saves passes."""
     limit = torch.finfo(dtype).max * 0.99
-    return None if largest(exact) < limit else exact.abs() < limit  # which NaN is not
+    return None if largest(exact) < limit else exact.abs() < limit  # a NaN fails the comparison
 
 
 def largest_error(x: Tensor, exact: Tensor, where: Tensor | None) -> float:
-    """What is not finite counts as no error."""
+    """The largest error. A value that is not finite counts as no error."""
     error = x.double() - exact
     found = largest(error, where)
     return found if found < math.inf else largest(error.nan_to_num(0.0, 0.0, 0.0), where)
@@ -215,8 +216,8 @@ def largest_error(x: Tensor, exact: Tensor, where: Tensor | None) -> float:
 
 @dataclass
 class Expected:
-    """Of a sample: eager PyTorch's result with its errors, the exact one, and at least what max|exact| counts as, in
-    the outputs and in the gradients."""
+    """For a sample: eager PyTorch's result and its errors, the exact result, and the least value that max|exact| counts
+    as, in the outputs and in the gradients."""
 
     eager: Result
     eager_errors: list[float]
@@ -235,12 +236,13 @@ def assert_right(
     least_scales: tuple[float, float],
     nan_for_inf: bool = False,
 ) -> None:
-    """Every tensor: error <= max(2 x eager's error, 4 eps max|exact| sqrt(reduction)); NaN and inf where exact has
-    them.
+    """Asserts for every tensor: error <= max(2 x eager's error, 4 eps max|exact| sqrt(reduction)), and NaN and inf
+    where the exact result has them.
 
-    The first bound asks for no more than twice PyTorch's own rounding. The second allows 4 roundings an element,
-    growing as independent rounding errors of a sum do; it serves where eager happens to be exact. `limits`: a finite
-    value is right where the reference's formula gives NaN. `nan_for_inf`: NaN is right where it gives an infinity.
+    The first bound allows twice the rounding error of PyTorch. The second bound is for cases in which eager happens to
+    be exact: it allows 4 roundings per element, and grows as the error of a sum of independent roundings. `limits`: a
+    finite value is right where the reference's formula gives NaN. `nan_for_inf`: NaN is right where the formula gives
+    an infinity.
     """
     tensors = zip(ours.tensors(), eager.tensors(), exact.tensors(), eager_errors, strict=True)
     for (name, a), (_, b), (_, c), eager_error in tensors:
@@ -249,7 +251,7 @@ def assert_right(
         finite = is_finite(c, a.dtype)
         if finite is not None:
             _assert_same_specials(a, c, limits, nan_for_inf, where)
-        if a.dtype == b.dtype and not largest(b) < math.inf:  # where eager overflows, its error is no yardstick
+        if a.dtype == b.dtype and not largest(b) < math.inf:  # if eager overflows, its error says nothing
             finite = (b.abs() < math.inf) & (finite if finite is not None else True)
         eps, smallest = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).smallest_normal
         scale = max(largest(c, finite), least_scales[name.startswith("gradient")])
@@ -259,7 +261,7 @@ def assert_right(
 
 
 def _assert_same_specials(x: Tensor, exact: Tensor, limits: bool, nan_for_inf: bool, where: str) -> None:
-    """NaN and infinities where exact has them."""
+    """Asserts that NaN and infinities are where the exact result has them."""
     special = ~(exact.abs() < math.inf)
     if special.any():
         got, expected = x.double()[special], exact[special]
@@ -272,14 +274,14 @@ def _assert_same_specials(x: Tensor, exact: Tensor, limits: bool, nan_for_inf: b
 
 
 def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Expected:
-    """From the float64 reference and eager PyTorch.
+    """The expectation from the float64 reference and from eager PyTorch.
 
-    In float64 the reference is eager PyTorch, and rounds as much as the op. Its error is taken to be that of eager
-    float32 on the same inputs, less the factor between the two types' eps, and counts on top of the twice that the op
-    is allowed (1.5 x 2), with a third more, by which the largest errors of two roundings may differ. max|exact| is at
-    least the largest input's size, for the reference's error is relative to the terms, not to a sum of them that
-    happens to cancel. In every dtype max|exact| is at least spec.terms, of a
-    gradient spec.gradient_terms, too.
+    In float64 the reference is eager PyTorch itself, and rounds as much as the op. Its error is taken to be that of
+    eager float32 on the same inputs, scaled by the ratio of the two types' eps. The op may have twice this error, the
+    reference has it once, and the largest errors of two roundings may differ by a third: 4 times in all, twice as much
+    as in the other dtypes. max|exact| is at least the size of the largest input, because the reference's error is
+    relative to the terms, and their sum may cancel. In every dtype max|exact| is at least spec.terms, for a gradient at
+    least spec.gradient_terms, too.
     """
     dtype, grad_out = sample.args[0].dtype, random_grad(grad_layout)
     exact = run(spec.reference, convert(sample, torch.float64), grad_out)
@@ -311,7 +313,7 @@ def check(
     limits: bool = False,
     expected: Expected | None = None,
 ) -> Result:
-    """Runs the op and judges output and gradients; expected, if not given, is what `expect` says of the sample."""
+    """Runs the op and judges outputs and gradients. The default of `expected` is expect() of the sample."""
     dtype = sample.args[0].dtype
     ours = run(spec.function, sample, random_grad(grad_layout))
     expected = expected or expect(spec, sample, grad_layout)
@@ -331,7 +333,7 @@ def check(
 
 
 class Calls(TorchDispatchMode):
-    """Our operators that were called, and with what."""
+    """Records our operators that are called, and their arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""nn.convert: whole models from transformers beside themselves unconverted, and every way in which a module is left."""
+"""nn.convert: whole models from transformers beside unconverted ones, and every reason not to convert a module."""
 
 import contextlib
 import copy
@@ -64,7 +64,7 @@ OWN = "its forward does not call loss_function, but computes the loss itself"
 
 
 def make(name: str, dtype: torch.dtype, device: str = "cpu") -> torch.nn.Module:
-    """In training mode, with norms whose weights are no ones."""
+    """The model in training mode, with norm weights other than 1."""
     class_name, options, *_ = MODELS[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(0)
@@ -130,13 +130,13 @@ def test_models_compiled(name: str, device: str) -> None:
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     convert(stock)
     torch.compiler.reset()
-    # Transformers' own code breaks the graph of these two: a warning logged, a mask looked at.
+    # Transformers' own code breaks the graph of these two: it logs a warning, or reads a mask.
     compiled = torch.compile(stock, fullgraph=name not in ("gpt2", "opt"))
     check_same(loss_and_gradients(compiled, dict(stock.named_parameters())), want, torch.finfo(torch.float32).eps)
 
 
 class ReferenceDropout(torch.nn.Dropout):
-    """The masks of extension_cpp.dropout, in plain PyTorch."""
+    """dropout in plain PyTorch, with the masks of extension_cpp.dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return extension_cpp.reference.dropout(x, self.p, self.training)
@@ -334,7 +334,7 @@ def test_draws_no_random_numbers() -> None:
 
 
 class OwnNorm(torch.nn.Module):
-    """rms_norm, but for what the subclasses change."""
+    """rms_norm, except for what a subclass changes."""
 
     def __init__(self, eps: float = 1e-3) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class GainNorm(OwnNorm):
 
 
 class BiasNorm(OwnNorm):
-    """The number belongs to the class."""
+    """The number is an attribute of the class."""
 
     shift = 0.0
 
@@ -531,7 +531,7 @@ def test_a_known_formula_is_found_under_any_name() -> None:
 
 
 def test_dropout(device: str) -> None:
-    """The op's masks from PyTorch's seed; the identity in evaluation."""
+    """In training it has the op's masks for PyTorch's seed. In evaluation it is the identity."""
     model = torch.nn.Sequential(torch.nn.Dropout(0.25), extension_cpp.nn.AddLayerNorm(64))
     assert convert(model) == ({"0": "dropout"}, {})
     x = torch.ones(100, 64, device=device)
@@ -548,7 +548,7 @@ SOFTMAXES = {"softmax": torch.nn.Softmax, "log_softmax": torch.nn.LogSoftmax}
 @pytest.mark.parametrize("dim", [-1, 0, 2])
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes(name: str, dim: int, device: str) -> None:
-    """The op's bits; hooks run, copies stay converted, and revert takes the class off."""
+    """The result has the op's bits, hooks run, copies stay converted, and revert restores the class."""
     module, seen = SOFTMAXES[name](dim=dim), []
     stock = copy.deepcopy(module)
     module.register_forward_hook(lambda *_: seen.append(1))
@@ -566,7 +566,7 @@ def test_softmaxes(name: str, dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_cross_entropy_losses(weighted: bool, device: str) -> None:
-    """The op's bits for class indices, torch's for probabilities; the weight stays a buffer, under its own name."""
+    """The result has the op's bits for class indices and torch's for probabilities. The weight remains a buffer."""
     weight = torch.rand(8, device=device) if weighted else None
     module = torch.nn.CrossEntropyLoss(weight, ignore_index=3, label_smoothing=0.1)
     stock = copy.deepcopy(module)
@@ -575,7 +575,7 @@ def test_cross_entropy_losses(weighted: bool, device: str) -> None:
     assert module.state_dict().keys() == stock.state_dict().keys()
     logits, target = torch.randn(16, 8, device=device), torch.randint(0, 8, (16,), device=device)
     want = extension_cpp.cross_entropy(logits, target, weight, 3, label_smoothing=0.1)
-    module.ignore_index = stock.ignore_index = -100  # torch refuses another beside probabilities
+    module.ignore_index = stock.ignore_index = -100  # with probabilities torch refuses any other
     probabilities = torch.rand(16, 8, device=device)
     assert torch.equal(module(logits, probabilities), stock(logits, probabilities))
     module.ignore_index = 3
@@ -591,7 +591,7 @@ CHOICES: list[tuple[dict[str, object], set[str]]] = [
     ({}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
     ({"only": "layer_norm"}, {"norm", "blocks.0.norm"}),
     ({"only": ["layer_norm", "add_layer_norm"]}, {"norm", "blocks.0.norm", "blocks.0"}),
-    ({"only": ["add_layer_norm"]}, set()),  # for want of a norm that is changed
+    ({"only": ["add_layer_norm"]}, set()),  # since no norm is changed
     ({"only": ["blocks.*"]}, {"blocks.0.norm", "blocks.0", "blocks.0.act", "blocks.0.drop"}),
     ({"skip": "dropout"}, {"norm", "blocks.0.norm", "blocks.0", "blocks.0.act"}),
     ({"skip": ["norm", "gelu"]}, {"blocks.0.norm", "blocks.0", "blocks.0.drop"}),
@@ -621,7 +621,7 @@ class ChosenModel(torch.nn.Module):
 
 @pytest.mark.parametrize("options, names", CHOICES, ids=[str(options) for options, _ in CHOICES])
 def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
-    """What they leave out is in neither dict and keeps its class; a dry run says the same, and changes nothing."""
+    """What they leave out is in neither dict and keeps its class. A dry run says the same, and changes nothing."""
     model = ChosenModel()
     classes = {name: type(module) for name, module in model.named_modules()}
     planned = convert(model, dry_run=True, **options)
@@ -631,7 +631,7 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
 
 
 def test_skip_takes_a_function_for_no_module() -> None:
-    """A module may have the name of a function; and what skip names by its module is not in left, either."""
+    """A module may have the name of a function. A module that skip names is not in `left`."""
     model = torch.nn.Sequential()
     model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
     assert convert(model, dry_run=True).left.keys() == {"drop"}
@@ -671,7 +671,7 @@ def test_not_a_module() -> None:
 
 @contextlib.contextmanager
 def autocast(device: str, enabled: bool) -> Iterator[None]:
-    """torch.autocast, for a device that is not there, too."""
+    """torch.autocast, also for a device that this machine does not have."""
     before = torch.is_autocast_enabled(device)
     torch.set_autocast_enabled(device, enabled)
     try:
@@ -732,7 +732,7 @@ def takes(norm: torch.nn.Module, dtype: torch.dtype, x_dtype: torch.dtype) -> bo
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
 def test_a_llama_is_traced(gradients: bool) -> None:
-    """torch.jit.trace, its own check included; the traced model trains."""
+    """torch.jit.trace, with its own check. The traced model trains."""
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
@@ -765,7 +765,7 @@ CAPTURES = {
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_are_captured(name: str, capture: str) -> None:
-    """Captured under no_grad, the norm alone and in a model; the graph trains."""
+    """A norm, alone and in a model, is captured under no_grad. The graph trains."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
     norm = NORMS[name]()
@@ -788,7 +788,7 @@ def test_scripting_gets_a_sentence_that_is_true(name: str) -> None:
     convert(model)
     with pytest.raises(RuntimeError, match=r"torch.jit.script cannot compile .*, whose forward is Python code that"):
         torch.jit.script(model)
-    if name.startswith("torch layer"):  # the others' own code is beyond torch.jit.script
+    if name.startswith("torch layer"):  # torch.jit.script cannot compile the code of the other classes
         nn.revert(model)
         torch.jit.script(model)
 
@@ -851,7 +851,7 @@ def test_a_class_on_top_survives_copies_and_pickles() -> None:
 
 
 def test_all_are_decided_before_one_is_changed() -> None:
-    """What raises while a class is looked at leaves the model as it was."""
+    """If examining a class raises an error, the model stays as it was."""
 
     class Hostile(OwnNorm):
         @property
@@ -865,7 +865,7 @@ def test_all_are_decided_before_one_is_changed() -> None:
 
 
 def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose class, numbers and shapes are the same; others each."""
+    """Norms of one class with equal numbers and shapes are probed once, others each."""
     seen: list[int] = []
     forward = LlamaRMSNorm.forward
 

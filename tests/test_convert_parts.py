@@ -1,4 +1,4 @@
-"""nn.convert of activations and of modules whose forward it rewrites: every form, and every way back."""
+"""nn.convert of activations and of modules whose forward it rewrites: every form, and every way to revert."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ TANH = "gelu with approximate='tanh'"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the ops' functions that were called."""
+    """Records the names of the ops' functions that are called."""
     found: list[str] = []
     for name in ("silu", "gelu", "swiglu", "geglu", "add_layer_norm", "add_rms_norm", "dropout", "rotary_embedding"):
 
@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def results(module: torch.nn.Module, *inputs: Any) -> list[Tensor]:
-    """Of a call, and the gradients of the first input and the parameters."""
+    """The result of a call, and the gradients of the first input and the parameters."""
     x = inputs[0].detach().clone().requires_grad_()
     torch.manual_seed(5)
     y = module(x, *inputs[1:])
@@ -69,7 +69,7 @@ def check_same(got: list[Tensor], want: list[Tensor]) -> None:
 ACTIVATIONS: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "torch silu": (torch.nn.SiLU, "silu"),
     "torch gelu": (torch.nn.GELU, "gelu"),
-    "torch gelu tanh": (lambda: torch.nn.GELU("tanh"), "gelu"),  # as its class, which looks at approximate
+    "torch gelu tanh": (lambda: torch.nn.GELU("tanh"), "gelu"),  # like its class, which reads approximate
     "silu": (activations.SiLUActivation, "silu"),
     "gelu": (activations.GELUActivation, "gelu"),
     "gelu_python": (lambda: activations.GELUActivation(use_gelu_python=True), "gelu"),
@@ -103,7 +103,7 @@ def test_activations(name: str, calls: list[str], device: str) -> None:
 @pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_dtypes_of_activations(name: str, fake_device: str, enabled: bool) -> None:
-    """On FakeTensors, which need no GPU. CUDA's autocast computes powers in float32: gelu_new returns that there."""
+    """On FakeTensors, which need no GPU. CUDA's autocast computes powers in float32, so gelu_new returns float32."""
     stock = ACTIVATIONS[name][0]()
     module = copy.deepcopy(stock)
     convert(module)
@@ -259,7 +259,7 @@ def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
 
 
 def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
-    """The addresses of what is kept for backward."""
+    """The addresses of the tensors that are saved for backward."""
     addresses = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda each: addresses.add(each.data_ptr()) or each.detach(), id):
         y = module(x)
@@ -269,7 +269,7 @@ def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
 
 @pytest.fixture
 def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The activations of the products that are not kept."""
+    """Records the activations whose products backward computes again."""
     found: list[str] = []
     apply = convert_gated.GatedLinear.apply
     monkeypatch.setattr(convert_gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
@@ -285,7 +285,7 @@ def test_gated_product_is_made_again(act: str, dtype: torch.dtype, device: str, 
     module.down = torch.nn.Linear(WIDTH, WIDTH, bias=act == "silu", device=device, dtype=dtype)
     convert(module)
     kept = copy.deepcopy(module)
-    kept.down.register_forward_pre_hook(lambda *_: None)  # so it is called
+    kept.down.register_forward_pre_hook(lambda *_: None)  # with a hook the module is called
     x = torch.randn(2, 3, WIDTH, device=device, dtype=dtype)
     for got, want in zip(results(module, x), results(kept, x), strict=True):
         assert got.dtype is want.dtype and torch.equal(got, want)
@@ -366,7 +366,7 @@ def test_where_nothing_is_made_again(made_again: list[str]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x).dtype is torch.bfloat16
         gated = copy.deepcopy(module)
-        gated.gate, gated.up = torch.nn.Identity(), torch.nn.Identity()  # which leave float32
+        gated.gate, gated.up = torch.nn.Identity(), torch.nn.Identity()  # they return float32
         gated(x).float().sum().backward()
     check_same(results(torch.compile(module, backend="aot_eager"), x), results(stock, x))
     torch.export.export(module, (x,))
@@ -482,7 +482,7 @@ def test_what_stands_in_for_a_dropout_gets_its_keywords(calls: list[str]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", ["Block", "PostNorm", "MLP"])
 def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Linear layers give half there, and a residual stream is what it was."""
+    """Linear layers return half there, and a residual stream keeps its dtype."""
     stock = getattr(convert_modules, name)().to(dtype)
     module = copy.deepcopy(stock)
     convert(module)
@@ -494,7 +494,7 @@ def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
 
 
 def test_dtypes_that_differ() -> None:
-    """Llama's norm gives its weight's dtype, and CUDA's autocast computes gelu_new in float32: so do the converted."""
+    """Llama's norm returns its weight's dtype, and CUDA's autocast computes gelu_new in float32. So do ours."""
     stock = convert_modules.PostNorm().bfloat16()
     stock.norm2 = LlamaRMSNorm(WIDTH)
     module = copy.deepcopy(stock)
@@ -534,7 +534,7 @@ def modeling(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ROTARIES)
 def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
-    """Each is known for what it is, and the op gives what it gives."""
+    """Each is recognised, and the op gives the same results."""
     function = modeling(name).apply_rotary_pos_emb
     rotary = convert_rotary.recognise(function, {})
     assert isinstance(rotary, convert_rotary.Rotary)
@@ -588,7 +588,7 @@ def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
         q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
         error = share * 4 * torch.finfo(q.dtype).eps * max(q_max, k_max) * max(cos_max, sin_max)
         exact = convert_rotary._exact(*(each.double() for each in (q, k, cos, sin)), interleaved=False)
-        return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)  # small y have small roundings
+        return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)  # rounding errors are smaller for small y
 
     found = convert_rotary.recognise(function, {})
     if share < 1:
@@ -616,7 +616,7 @@ def test_only_the_module_itself_calls_the_op(calls: list[str]) -> None:
 
 
 def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function that the forward's module has is called, also where it was replaced there later."""
+    """The new forward calls the function that its Python module has now, also if it was replaced later."""
     stock = convert_modules.Attention()
     module = copy.deepcopy(stock)
     convert(module)
@@ -632,7 +632,7 @@ def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: 
 
 
 def test_modules_that_are_left() -> None:
-    """No class, no source that is that of the code, or no way to put the new code in the old one's decorators."""
+    """There is no class, no matching source, or no way to put the new code into the old one's decorators."""
     for module, reason in (
         (convert_modules.OddlyDecorated(), "it could call swiglu, but its forward has a decorator of an unknown form"),
         (convert_modules.FinalMLP(), "it could call swiglu, but its class cannot be subclassed (FinalMLP is final)"),
@@ -661,7 +661,7 @@ def no_sites() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_sites")
 def test_source_that_is_not_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a file that was edited after it was imported."""
+    """A file that was edited after its import does not match the code."""
     lines = inspect.getsource(convert_modules.Packed.forward).replace("chunks[1]", "chunks[0]").splitlines(True)
     monkeypatch.setattr(inspect, "getsourcelines", lambda code: (lines, code.co_firstlineno))
     module = convert_modules.Packed()
@@ -682,7 +682,7 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python compiles the call of an import's attribute in another way."""
+    """Python compiles a call of an attribute of an import in another way."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)
@@ -712,7 +712,7 @@ def test_a_class_on_top_survives_copies_and_revert() -> None:
 
 
 def test_errors_point_to_the_source() -> None:
-    """The lines of a traceback are those of the original's file."""
+    """A traceback has the lines of the original file."""
     module = convert_modules.MLP()
     convert(module)
     with pytest.raises(RuntimeError) as raised:

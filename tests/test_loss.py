@@ -17,7 +17,7 @@ ROWS, CLASSES, FEATURES = 5, 7, 3
 
 
 def _call(name: str, target: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss of each row, and the leaves."""
+    """Returns the loss of each row, and the leaves."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, FEATURES, generator=generator).to(target.device).requires_grad_()
     w = torch.randn(CLASSES, FEATURES, generator=generator).to(target.device).requires_grad_()
@@ -111,7 +111,7 @@ def test_autocast_leaves_the_logits_and_gives_a_float32_loss(device: str) -> Non
 
 
 def test_autocast_of_linear_cross_entropy(device: str) -> None:
-    """The products are in autocast's dtype, and the loss is float32."""
+    """The matrix products have autocast's dtype, and the loss is float32."""
     x = torch.randn(33, 16, device=device, requires_grad=True)
     w = torch.randn(40, 16, device=device, requires_grad=True)
     target = torch.arange(33, device=device)
@@ -199,8 +199,8 @@ def test_chunks_cover_all_rows() -> None:
 
 
 def test_entropies_of_two_classes() -> None:
-    """In float32, on the CPU: that of more classes would hide an error of exp, whose signs alternate. 8 eps are for its
-    error, the two products' and the sum's."""
+    """In float32, on the CPU. With more classes errors of exp, whose signs alternate, would cancel. The 8 eps are for
+    the errors of exp, of the two products and of the sum."""
     logits = torch.stack([torch.zeros(4000), -torch.linspace(0.01, 8, 4000)], 1)
     _, entropy = extension_cpp.token_log_probs(logits, torch.zeros(4000, dtype=torch.int64))
     log_p = logits.double().log_softmax(1)
@@ -245,7 +245,7 @@ def test_float16_has_the_scale_of_the_loss(reduction: str, device: str) -> None:
         leaves = [t if dtype is None else t.detach().double().requires_grad_() for t in (x, w)]
         loss = function(*leaves, target, reduction=reduction).double()
         found.append(torch.autograd.grad(loss * 512 / (1 if reduction == "mean" else 4096), leaves[1])[0].double())
-    ours, eager, right = (gradient[1:] for gradient in found)  # without class 0, the target of all rows
+    ours, eager, right = (gradient[1:] for gradient in found)  # without class 0, which is the target of all rows
     assert right.abs().max() > 0 and ours.isfinite().all()
     assert (ours - right).norm() <= 2 * (eager - right).norm() + 2**-10 * right.norm()
 
@@ -255,14 +255,14 @@ def _eager_linear(x: Tensor, w: Tensor, target: Tensor, reduction: str) -> Tenso
 
 
 def test_probabilities_are_at_most_one(device: str) -> None:
-    """log_probs are at most 0 and entropies at least 0, despite rounding: a trainer may assert that."""
+    """Despite rounding log_probs are at most 0 and entropies at least 0. A trainer may assert that."""
     logits = torch.arange(1.0, 61.0, device=device)[:, None].repeat(1, 2) * torch.tensor([1.0, -1.0], device=device)
     for temperature in (0.7, 1.3):
         for rows in (logits, logits[:, :1], torch.rand(1000, 2, device=device)):
             target = torch.zeros(rows.shape[0], dtype=torch.int64, device=device)
             log_probs, entropy = extension_cpp.token_log_probs(rows, target, temperature)
             assert (log_probs <= 0).all() and (entropy >= 0).all()
-            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # one class: 0 up to the last digit of 1
+            assert rows.shape[1] > 1 or (log_probs >= -(2**-23)).all()  # with one class: 0 up to rounding
 
 
 # On the GPU: rows of a group of threads, of a CTA and of a cluster. The last three are not whole vectors.

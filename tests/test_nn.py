@@ -144,7 +144,7 @@ def test_trains_in_a_sequential_model(device: str) -> None:
 
 
 def test_third_derivative_of_mish_is_refused() -> None:
-    """An error, not the silent zero of an op without autograd."""
+    """It raises an error. An op without autograd would silently give zero."""
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(extension_cpp.mish(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
@@ -313,14 +313,14 @@ def test_linear_cross_entropy_loss(device: str) -> None:
 
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
-    """Only imports at module level count; imports inside functions may form a circle."""
+    """Only imports at module level count: imports inside functions may form a circle."""
     imports: dict[str, set[str]] = {}
     for path in Path(extension_cpp.__file__).parent.glob("*.py"):
         found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
         names = {f"{node.module}.{alias.name}" for node in found for alias in node.names}
         imports[path.stem] = {name.split(".")[1] for name in names if name.startswith("extension_cpp.")}
     del imports["__init__"]
-    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError if there is a circle
 
 
 def test_out_of_memory_gets_a_sentence() -> None:

@@ -42,7 +42,7 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 
 
 def row_dims(name: str, sample: Sample) -> list[int]:
-    """The dimensions of the first tensor that may stay sharded."""
+    """The dimensions of the first tensor in which it may stay sharded."""
     dims = range(sample.args[0].dim())
     if name in POINTWISE or name == "reduce_sum":
         return list(dims)
@@ -63,7 +63,7 @@ def row_dims(name: str, sample: Sample) -> list[int]:
 
 
 def expected_placements(name: str, sample: Sample, d: int) -> str:
-    """Of the results, where the first tensor is sharded in one of these dimensions."""
+    """The placements of the results if the first tensor is sharded in dimension d."""
     if name == "reduce_sum":
         dim = sample.args[1] if len(sample.args) > 1 else None
         given = (dim,) if isinstance(dim, int) else dim
@@ -85,7 +85,7 @@ class Placed:
     outputs_no_grad: list[Any]
     gradients: list[Any]
     gradients_with_graph: list[Any]
-    second: list[Any]  # gradients of a sum of the gradients; none where there is no second derivative
+    second: list[Any]  # gradients of a sum of the gradients; empty if there is no second derivative
 
 
 def run(function: Callable[..., Any], sample: Sample, leaves: list[Tensor], second_order: bool) -> Placed:
@@ -105,7 +105,7 @@ def run(function: Callable[..., Any], sample: Sample, leaves: list[Tensor], seco
 
 
 def grad_for(x: Any) -> Any:
-    """A gradient that comes in, placed as x is; of partial sums, the same for each."""
+    """The gradient of a result x, placed as x is. All parts of a partial sum get the same one."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     g = random_grad()(torch.empty(x.shape, dtype=x.dtype))
@@ -119,7 +119,7 @@ def whole(x: Any) -> Tensor:
 
 
 def run_on_mesh(spec: OpSpec, sample: Sample, mesh: Any, placements: list[Any]) -> Placed:
-    """The op on DTensors: the first tensor, and what has its shape, is placed so, and the rest is replicated."""
+    """Runs the op on DTensors. Tensors of the first one's shape get these placements, the others are replicated."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     first, replicated = sample.args[0], [Replicate()] * mesh.ndim
@@ -145,9 +145,9 @@ def letters(x: Any) -> str:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
-    """The spec's, and the fused norms' without dropout, with weights."""
+    """The samples of the spec; for a fused norm also one without dropout, with weights."""
     make = maker(DEVICE, dtype)
-    # The factors of a recurrence may be fewer; their gradient is a reduce_sum.
+    # The factors of a recurrence may have a smaller shape, which broadcasts; their gradient is then a reduce_sum.
     yield from (sample for sample in spec.sample_inputs(make, SHAPE) if sample.args[0].shape == SHAPE)
     x, w = make(SHAPE), SHAPE[-1:]
     if spec.name == "add_layer_norm":
@@ -159,7 +159,7 @@ def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> None:
-    """Values, gradients and placements, for each dimension that is sharded and for none."""
+    """Checks values, gradients and placements, with each dimension sharded and with none."""
     from torch.distributed.tensor import Replicate, Shard
 
     for sample in samples(spec, dtype):
@@ -174,11 +174,11 @@ def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> Non
 
 
 def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: list[Tensor], what: str) -> None:
-    """Nothing was gathered that need not be."""
+    """Checks that nothing was gathered without need."""
     expected = expected_placements(name, sample, d)
     for x in (*ours.outputs, *ours.outputs_no_grad):
         assert letters(x) == expected, f"{what}: {letters(x)}, expected {expected}"
-    if name == "reduce_sum":  # whose gradient is a view of grad_out
+    if name == "reduce_sum":  # its gradient is a view of grad_out
         return
     for gradients in (ours.gradients, ours.gradients_with_graph):
         for x, leaf in zip(gradients, given, strict=True):
@@ -192,7 +192,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
 
 
 def assert_values(name: str, sample: Sample, d: int | None, ours: Placed, exact: Placed, what: str) -> None:
-    """The same bits where a row, or an element, is computed alone; products of other sizes round otherwise."""
+    """Expects the same bits if rows or elements are computed alone. Products of other sizes round differently."""
     stays = d in row_dims(name, sample)
     is_mean = name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
     is_over_classes = name == "cross_entropy" and d == 1
@@ -219,13 +219,13 @@ def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
         assert torch.equal(x, exact), f"{what}: other bits, off by {(x - exact).abs().max()}"
     else:
         eps, small = torch.finfo(x.dtype).eps, 1e-5
-        if eps > 1e-4:  # half: sums in another order, of terms as large as the largest result
+        if eps > 1e-4:  # half types: sums in another order, of terms as large as the largest result
             small = max(small, 4 * eps * exact.abs().max().item())
         torch.testing.assert_close(x, exact, rtol=max(1.3e-6, 2 * eps), atol=small, msg=lambda m: f"{what}: {m}")
 
 
 def check_every_op_has_a_rule(mesh: Any) -> None:
-    """The backward operators and the twins, too. An op made from a template may have none."""
+    """Backward operators and no-grad overloads have a rule, too. An op from a template may have none."""
     from torch.distributed.tensor import DTensor
 
     from extension_cpp import sharding
@@ -238,7 +238,7 @@ def check_every_op_has_a_rule(mesh: Any) -> None:
 
 
 def check_cache(mesh: Any) -> None:
-    """What PyTorch remembers of one call is not taken for another with the same tensors."""
+    """PyTorch caches the placements of a call. Another call with the same tensors must not get them."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     x = distribute_tensor(torch.randn(4, 4, 4), mesh, [Shard(1)])
@@ -261,7 +261,7 @@ def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
 
 
 def check_rotary_of_batches(mesh: Any) -> None:
-    """Positions of each sequence, or of all; sequences, heads and tokens that two processes share unevenly."""
+    """Positions for each sequence or for all; sequences, heads and tokens that two processes share unevenly."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     make = maker(DEVICE, torch.float32)
@@ -289,7 +289,7 @@ def check_refusals(mesh: Any) -> None:
         extension_cpp.muladd(x, x, 1.0, out=x.clone())
 
 
-# Of a loss whose classes are sharded; with class weights and smoothing together the logits are gathered.
+# Options of a loss whose classes are sharded. With both class weights and smoothing the logits are gathered.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},
@@ -310,7 +310,7 @@ def class_options(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]
 
 
 def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: list[Tensor], what: str) -> list[Any]:
-    """Values and gradients. Returns the gradients."""
+    """Checks values and gradients, and returns the gradients."""
     compare(whole(ours), exact, False, what)
     g = grad_for(exact)
     grads = torch.autograd.grad(whole(ours), leaves, g)
@@ -320,7 +320,7 @@ def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: 
 
 
 def check_classes_in_several_processes(mesh: Any) -> None:
-    """The loss is in each process, the gradient where the logits are; a plain target and weight, or DTensors."""
+    """Each process has the loss, and the gradient is placed as the logits. Target and weight are plain or DTensors."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for shape in ((5, CLASSES), (2, CLASSES, 3), (CLASSES,)):
@@ -347,7 +347,7 @@ def check_classes_in_several_processes(mesh: Any) -> None:
 
 
 class LargeResults(TorchDispatchMode):
-    """The operators that make a tensor of this size."""
+    """Records the operators that make a tensor of this size."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -362,12 +362,12 @@ class LargeResults(TorchDispatchMode):
 
 
 def counts(communication: Any) -> dict[str, int]:
-    """The collectives that a CommDebugMode saw."""
+    """The collective operations that a CommDebugMode saw."""
     return {str(op).split(".")[-1]: count for op, count in communication.get_comm_counts().items()}
 
 
 def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
-    """Two all-reduces; logits are gathered nowhere, and the one large result is the gradient."""
+    """There are two all-reduces. Logits are never gathered, and the only large result is the gradient."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -386,7 +386,7 @@ def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
 
 
 def check_hostile_logits_over_classes(mesh: Any) -> None:
-    """Large ones, masked ones, a process whose classes are all masked, and a NaN that each process learns of."""
+    """Logits that are large or masked, a process whose classes are all masked, and a NaN, which all processes get."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logits = maker(DEVICE, torch.float32)((8, 8)).detach()
@@ -411,7 +411,7 @@ def check_hostile_logits_over_classes(mesh: Any) -> None:
 
 
 def check_targets_that_no_process_has(mesh: Any) -> None:
-    """Where nothing checks them (on CUDA, and compiled) their rows are NaN, as one process's are."""
+    """On CUDA and compiled, where targets are not checked, their rows are NaN, as with one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from extension_cpp import sharded_loss
@@ -443,11 +443,11 @@ def check_errors_over_classes(mesh: Any) -> None:
         with pytest.raises(RuntimeError, match=f"{op} {message}"):
             extension_cpp.cross_entropy(x, target, **options)
     y = x.detach().requires_grad_()
-    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # whose second derivative alone would be wrong
+    loss = extension_cpp.cross_entropy(y, t) + (y * y).sum()  # here the second derivative alone would be wrong
     (g,) = torch.autograd.grad(loss, y, create_graph=True)
     with pytest.raises(RuntimeError, match="cross_entropy: the second derivative is not implemented"):
         torch.autograd.grad(g.full_tensor().sum(), y)
-    few = distribute_tensor(torch.zeros(2, 1), mesh, [Shard(1)])  # the last process has none: gathered
+    few = distribute_tensor(torch.zeros(2, 1), mesh, [Shard(1)])  # the last process has no class: gathered
     assert letters(extension_cpp.cross_entropy(few, distribute_tensor(t * 0, mesh, [Replicate()]))) == "R"
 
 
@@ -486,7 +486,7 @@ def whole_to(mesh: Any, x: Any) -> Any:
 
 
 def check_half(mesh: Any) -> None:
-    """float16, where backward makes linear_cross_entropy's logits again, and losses that are rounded to half."""
+    """float16, where linear_cross_entropy's backward computes the logits again, and losses that are rounded to half."""
     for spec in all_specs():
         if spec.name in ("linear_cross_entropy", "cross_entropy", "rms_norm"):
             for dtype in (torch.float16, torch.bfloat16):
@@ -494,7 +494,7 @@ def check_half(mesh: Any) -> None:
 
 
 def check_dropout_drops_the_same(mesh: Any) -> None:
-    """Seeded alike, the processes drop what one process drops; seeded otherwise, they agree all the same."""
+    """With one seed the processes drop what one process drops. With different seeds they agree on a mask."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     whole = torch.randn(4, 8, generator=torch.Generator(DEVICE).manual_seed(1))
@@ -564,7 +564,7 @@ def loss_and_gradients(model: torch.nn.Module, ids: Tensor) -> tuple[Tensor, dic
 
 
 def assert_same_model(ours: tuple[Tensor, dict[str, Tensor]], stock: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Within what the other order of float32 sums allows."""
+    """Compares within the error of float32 sums in another order."""
     torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=1e-6)
     assert ours[1].keys() == stock[1].keys()
     for name, gradient in stock[1].items():
@@ -595,7 +595,7 @@ def check_fully_shard(mesh: Any) -> None:
 
 
 def check_convert_after_fully_shard(mesh: Any) -> None:
-    """It is too late for what has parameters, and the reason says when to convert."""
+    """It is too late for modules with parameters. The reason says when to convert."""
     from torch.distributed.fsdp import fully_shard
 
     model = llama()
@@ -609,7 +609,7 @@ def check_convert_after_fully_shard(mesh: Any) -> None:
 
 
 def check_fully_shard_mixed_precision(mesh: Any) -> None:
-    """bfloat16 parameters in forward and backward: near the float32 model, and a step later its weights are finite."""
+    """With bfloat16 parameters the loss is near that with float32, and the weights are finite after a step."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     stock, model = llama(), llama()
@@ -665,7 +665,7 @@ def check_sequence_parallel(mesh: Any) -> None:
     seen = []
     model.model.norm.register_forward_hook(lambda module, args, result: seen.append(result))
     ours = loss_and_gradients(model, tokens())
-    assert isinstance(seen[0], DTensor) and letters(seen[0]) == "S(1)"  # the norms work on their part of each sequence
+    assert isinstance(seen[0], DTensor) and letters(seen[0]) == "S(1)"  # the norms run on their part of each sequence
     assert_same_model(ours, loss_and_gradients(stock, tokens()))
 
 
@@ -674,7 +674,7 @@ def check_vocabulary_parallel(mesh: Any) -> None:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    for loss_from in ("logits", "linear"):  # a parallelized layer has hooks, so that it makes its logits
+    for loss_from in ("logits", "linear"):  # a parallelized layer has hooks, so it computes its logits
         stock, model = llama(), llama()
         convert(model, loss=loss_from)
         head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -772,13 +772,13 @@ def check_checkpoint(mesh: Any) -> None:
     step(*sharded, part_of(tokens(), mesh))
     step(*alone, tokens())
     for (name, ours), saved in zip(alone[0].named_parameters(), sharded[0].parameters(), strict=True):
-        # AdamW divides a gradient by its size, so that where it is nearly 0 a rounding decides its sign.
+        # AdamW divides a gradient by its size. If the gradient is nearly 0, a rounding decides the sign of the step.
         assert (ours - saved.full_tensor()).norm() <= 1e-3 * ours.norm(), name
 
 
 def check_training(mesh: Any) -> None:
-    """examples/train_text.py: the loss curve of one process, and checkpoints that go on with any number of them."""
-    with torch.device("cpu"):  # the example names the device of what is elsewhere
+    """examples/train_text.py: the loss curve of one process, and checkpoints for any number of processes."""
+    with torch.device("cpu"):  # the example passes a device to all that is elsewhere
         compare_trainings(mesh)
 
 
@@ -799,8 +799,8 @@ def compare_trainings(mesh: Any) -> None:
         return training
 
     def close(training: Any, what: str) -> None:
-        """Each process rounds its part of a gradient to bfloat16, so that a step is another by as much. What steps
-        change of the loss is another by no more."""
+        """Each process rounds its part of a gradient to bfloat16, so a step differs by as much. The changes of the loss
+        differ by no more."""
         losses, exact = torch.tensor(training.losses), torch.tensor(alone.losses)
         bound = torch.finfo(torch.bfloat16).eps * (exact.max() - exact.min())
         assert (losses - exact).abs().max() <= bound, f"{what}: {losses - exact}"
@@ -853,7 +853,7 @@ def check_rows_and_classes(mesh: Any) -> None:
 def checks(processes: int) -> dict[str, Callable[[Any], None]]:
     from extension_cpp import sharding
 
-    # An op that was made from a template has no rule until its author writes one: DTensors are refused till then.
+    # An op from a template has no rule until its author writes one. Until then DTensors are refused.
     specs = {spec.name: spec for spec in all_specs() if spec.name in sharding.RULES}
     if processes == 4:
         names = ("rms_norm", "cross_entropy")
@@ -901,20 +901,20 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-# What the server of forks imports, once for all processes; what is not there the processes import themselves.
+# The modules that the fork server imports once for all processes. It skips a module that is not installed.
 PRELOAD = ["tests.test_sharding", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 PRELOAD += ["transformers.models.llama.modeling_llama"]
 
 
 @functools.cache
 def said_by(processes: int, device: str) -> dict[str, list[str]]:
-    """What each process said of each check: nothing where it holds."""
+    """What each process reports of each check: nothing if it holds."""
     multiprocessing.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as name:
         try:
             start = torch.multiprocessing.start_processes
             start(process, (processes, name, device), processes, start_method="forkserver")
-        except Exception:  # a process that crashed, say: once for all tests
+        except Exception:  # such as a process that crashed: every test shows it
             return {check: [traceback.format_exc()] for check in checks(processes)}
         said = [[Path(name, f"{check}.{rank}").read_text() for rank in range(processes)] for check in checks(processes)]
     return dict(zip(checks(processes), said, strict=True))
@@ -961,7 +961,7 @@ print("works")
 
 
 def test_rules_come_with_dtensor() -> None:
-    """In any order of the imports, and when the package is imported again."""
+    """The rules are registered in any order of the imports, and when the package is imported again."""
     done = python("-c", IMPORTS, cwd=Path(extension_cpp.__file__).parent.parent)
     assert done.stdout == "works\n", done.stderr
 

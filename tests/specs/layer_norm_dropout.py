@@ -17,7 +17,7 @@ def sample_inputs(make, shape):
 
 
 def terms(sample):
-    """layer_norm's terms, for a grad_out that dropout scales."""
+    """The terms of layer_norm with the grad_out that dropout has scaled."""
     return layer_norm.terms(Sample(sample.args[:5])) / (1 - sample.args[5])
 
 
