@@ -16,7 +16,7 @@ NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compiled once a process; it stays mapped when its folder is gone."""
+    """Compiles the library once per process. It stays mapped after its folder is deleted."""
     source = Path(__file__).with_suffix(".c")
     try:
         command = compiler("CC", "cc", "gcc")
@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL:
 
 
 def recurrence(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    """Of two dimensions, without gradients."""
+    """The recurrence of tensors of two dimensions, without gradients."""
     h = torch.empty_like(b)
     steps, lines = b.shape if dim == 0 else reversed(b.shape)
     function = getattr(library(), f"{'columns' if dim == 0 else 'rows'}_{NAMES[b.dtype]}")

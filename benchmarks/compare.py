@@ -25,12 +25,12 @@ class Change:
 
     @property
     def beyond(self) -> bool:
-        """The ranges from 10 to 90 % have no time in common."""
+        """Whether the ranges from 10 to 90 % do not overlap."""
         return self.after["low"] > self.before["high"] or self.after["high"] < self.before["low"]
 
 
 def changes(before: dict, after: dict) -> Iterator[Change]:
-    """Of everything that both have timed, the copy included."""
+    """The changes of everything that both have timed, the copy included."""
     rows = {results.key(row, before["machine"]): row for row in before["rows"]}
     for row in after["rows"]:
         old = rows.get(results.key(row, after["machine"]), {})

@@ -1,6 +1,7 @@
 """Times what a call costs the host, layer by layer: layer_norm of a tensor so small that the kernel hardly counts.
 
-Each figure is a batch of calls over their number; a GPU is waited for between batches alone. The ways take turns.
+Each figure is the time of a batch of calls divided by their number. It waits for a GPU only between batches. The ways
+take turns.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from extension_cpp import autograd, ops, second_order
 from extension_cpp.__main__ import Parser, positive
 
 ROWS, COLS, EPS = 8, 512, 1e-5
-CALLS = 50  # a batch: as a rule over before the system gives the core to another, and a GPU's queue has room for it
+CALLS = 50  # per batch: most end before the system gives the core to another process, and they fit into a GPU's queue
 
 # From the outside in. "by hand" is the leanest that Python's autograd can be: it serves one op on one device.
 WAYS = {
@@ -39,7 +40,7 @@ WAYS = {
     "kernel": "the kernel below autograd: checks, allocation, launch",
     "shim": "the kernel on no rows: without launch",
 }
-# The mode, and which ways are left out: they do what another does, since little or nothing is left there of autograd.
+# The mode, and the ways that are left out, because without autograd they do the same as another way.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "forward, inference_mode": (torch.inference_mode, {"register_autograd", "by hand"}),
     "forward, no_grad": (torch.no_grad, {"by hand", "kernel", "shim"}),
@@ -64,7 +65,7 @@ def by_position(op: str, backward: Callable[..., autograd.Gradients]) -> Callabl
 
 @contextlib.contextmanager
 def registered_plainly() -> Iterator[None]:
-    """layer_norm and its backward under PyTorch's own register_autograd, in the place of ours."""
+    """layer_norm and its backward under PyTorch's own register_autograd instead of ours."""
     norm = ops.LAYER_NORM
     ours: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "extension_cpp::layer_norm": (norm.backward, norm.setup_context),
@@ -76,7 +77,7 @@ def registered_plainly() -> Iterator[None]:
     library = torch.library.Library("extension_cpp", "FRAGMENT")
     try:
         for name, (function, setup_context) in ours.items():
-            del autograd.registrations[name]  # PyTorch takes no second one
+            del autograd.registrations[name]  # PyTorch refuses a second registration
             plainly = plain.backward if function == norm.backward else function
             torch.library.register_autograd(name, by_position(name, plainly), setup_context=setup_context, lib=library)
         yield
@@ -162,11 +163,11 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
             plain.close()
             if way == "register_autograd":
                 plain.enter_context(registered_plainly())
-            one[way](2)  # what the ways before have put out of the caches, or registered anew, is not this one's cost
+            one[way](2)  # untimed: the ways before have replaced the caches' content and registered anew
             if device == "cuda":
                 torch.cuda.synchronize()
 
-        # On a GPU, too, it is the host that is timed.
+        # The host is timed, also if the tensors are on a GPU.
         times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
         plain.close()
         for way, time in times.items():
@@ -185,7 +186,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def lines(rows: list[dict[str, Any]], figure: Callable[[dict[str, float]], str]) -> Iterator[list[str]]:
-    """A way that was timed, what it is, and its figure in each pass, empty where it was not timed."""
+    """A way, its description, and its figure in each pass, empty if it was not timed there."""
     found = {(row["way"], row["pass"]): figure(row["seconds"]) for row in rows}
     timed = {row["way"] for row in rows}
     for way in WAYS:
@@ -207,7 +208,7 @@ def markdown(path: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    torch.set_num_threads(1)  # the tensor is too small for more, and who waits for them measures the machine
+    torch.set_num_threads(1)  # the tensor is too small for more threads, and waiting for them would be timed
     about = results.machine(options.device) | {"shape": f"{ROWS} x {COLS}", "calls": CALLS, "rounds": options.rounds}
     about |= {"commit": results.commit(), "versions": results.versions()}
     with console.status("layer_norm, layer by layer"):

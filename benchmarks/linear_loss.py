@@ -1,7 +1,7 @@
 """Times linear_cross_entropy, forward and backward, beside its three matrix products alone and beside other ways.
 
-The products are what cannot be left out: the logits, and the gradients of the input and of the weight. Peak memory is
-what a call needs beyond its inputs and its gradients.
+Every way must compute the products: the logits, and the gradients of the input and of the weight. Peak memory does not
+include the inputs and the gradients of a call.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from benchmarks.results import commit, machine, versions
 from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
-# Rows, features and classes: the head of Llama 3.2 1B, and one that the CPU takes seconds for.
+# Rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head that takes seconds.
 SHAPES = {"cuda": (8192, 2048, 128256), "cpu": (512, 512, 8192)}
 
 
 def products(x: Tensor, weight: Tensor, target: Tensor) -> None:
-    """With the logits in the place of their gradient: the time is the same."""
+    """The three products. The logits stand for their gradient, which takes the same time."""
     with torch.no_grad():
         logits = x @ weight.t()
         logits @ weight
@@ -41,7 +41,7 @@ def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def eager_float32(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """As transformers does."""
+    """The loss as transformers computes it."""
     return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight).float(), target)
 
 
@@ -65,7 +65,7 @@ def ways(device: str) -> dict[str, Callable[..., None]]:
 
 
 def extra_bytes(call: Callable[[], object], gradients: int) -> int:
-    """At the peak, beyond what was there before and the gradients."""
+    """The bytes at the peak, without those before the call and without the gradients."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

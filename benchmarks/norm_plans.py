@@ -1,7 +1,7 @@
-"""Times the shapes of the norms' GPU kernels: what the table of csrc/norm/norm_plan.h is tuned by.
+"""Times the shapes of the norms' GPU kernels, which are the rows of the table in csrc/norm/norm_plan.h.
 
-At each width every row of the table that holds it takes turns with the others and with a copy of memory. The figures
-go into a CSV file, a line for each shape. A row of the table earns its place if a width is 5 % slower without it.
+At each width all rows of the table that allow it take turns with each other and with a copy of memory. The figures go
+into a CSV file with one line per shape. A row of the table earns its place if some width is 5 % slower without it.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def allow(shapes: int) -> None:
-    """The rows of the table that may be picked from here on, a bit each."""
+    """Sets which rows of the table may be picked, with one bit for each."""
     ctypes.CDLL(str(LIBRARY)).extension_cpp_norm_allow(ctypes.c_uint64(shapes))
 
 
@@ -69,7 +69,7 @@ def plan_of(case: run.Case) -> dict[str, str]:
 
 
 def plans(case: run.Case) -> dict[int, dict[str, str]]:
-    """The plan by each row of the table that holds the case."""
+    """The plan for each row of the table that allows the case."""
     found = {}
     try:
         for shape in range(info.ask_library_number("norm_plan_shapes")):
@@ -83,7 +83,7 @@ def plans(case: run.Case) -> dict[int, dict[str, str]]:
 
 
 def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, object]]:
-    """The case's lines of the file."""
+    """The lines of the file for a case."""
     sample = run.make_sample(case, device, case.rows)
     source = torch.empty(int(case.floor_bytes() / 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -114,7 +114,7 @@ def cases(options: argparse.Namespace) -> Iterator[run.Case]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    torch._functorch.config.donated_buffer = False  # backward is called many times over one forward
+    torch._functorch.config.donated_buffer = False  # backward is called many times for one forward
     about = f"{results.machine(options.device)}, commit {results.commit()}"
     table = Table(*COLUMNS, title=about)
     options.csv.parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,17 @@
-"""Other libraries' kernels for the same work, on the GPU, where they are installed; none of them is needed. On the CPU
-a loop in C (c_loop.py).
+"""Other libraries' kernels for the same work on the GPU, if they are installed; on the CPU a loop in C (c_loop.py).
 
-A peer is called as the op is: the same arguments, the same meaning. What each needs told:
+A peer is called with the op's arguments, which have the same meaning. The libraries differ in these points:
 * Liger's RMSNorm rounds x * rstd to x's type before the weight unless casting_mode is gemma, and writes grad_x over
-  grad_out unless in_place is False: neither is the work that the others do.
-* quack's LayerNorm has no autograd, and so is left out.
+  grad_out unless in_place is False. Here it does neither, as the others.
+* quack's LayerNorm has no autograd, so it is left out.
 * Liger's gates write the gradients over gate and up in their backward pass: the same traffic, but the inputs are lost.
   Its geglu is the approximation by tanh.
-* Liger's cross-entropy writes the gradient over the logits in its forward pass, and so is left out.
-* accelerated-scan scans along the last dimension, of a length that is a power of two; importing it compiles it.
+* Liger's cross-entropy writes the gradient over the logits in its forward pass, so it is left out.
+* accelerated-scan scans along the last dimension, whose length must be a power of two. Its import compiles it.
 * PyTorch's associative_scan is no public function yet. Its kernel is made by torch.compile, and the gradients are those
   of examples/recurrent_text.py, two more kernels: its own backward needs the square of the length in memory.
-* Liger's rotary embedding works in place where q and k lie with the heads of a token side by side, as they do here. So
-  it rotates its inputs on and on, and reads and writes what the others do.
+* Liger's rotary embedding works in place if the heads of a token are neighbours in memory, as they are here. So each
+  call rotates its inputs further, and reads and writes as many bytes as the others.
 """
 
 import importlib
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import c_loop
 
-# Of the GPU. Name: the module to import and the distribution that says its version.
+# Libraries for the GPU, by name: the module to import, and the distribution that has its version.
 LIBRARIES = {
     "liger": ("liger_kernel.ops", "liger_kernel"),
     "quack": ("quack", "quack-kernels"),
@@ -127,13 +126,13 @@ def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
 def _associative_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
     from examples.recurrent_text import AssociativeScan
 
-    extra = 0 if dim == 0 else -1  # it scans the middle one of three dimensions
+    extra = 0 if dim == 0 else -1  # it scans the middle dimension of three
     states: Tensor = AssociativeScan.apply(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
     return states
 
 
 def _eps(eps: float | None) -> float:
-    """rms_norm's default for float32 and the half types."""
+    """The default eps of rms_norm for float32 and the half types."""
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
@@ -159,7 +158,7 @@ FORWARD_ALONE = ("c_loop",)
 
 
 def versions(device: str) -> dict[str, str | None]:
-    """Of each library that can be imported here; None: absent."""
+    """The version of each library; None if it cannot be imported here."""
     if device == "cpu":
         return {"c_loop": "-O3"}
     found: dict[str, str | None] = {}
@@ -167,13 +166,13 @@ def versions(device: str) -> dict[str, str | None]:
         try:
             importlib.import_module(module)
             found[name] = metadata.version(distribution)
-        except Exception:  # a library made for another torch or GPU may fail at import with anything
+        except Exception:  # the import of a library for another torch or GPU may raise any error
             found[name] = None
     return found
 
 
 def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of tensors widened to float32; results in the first one's type."""
+    """The function of the tensors in float32, with results in the first one's type."""
 
     def widen(one: Any) -> Any:
         return one.float() if isinstance(one, Tensor) and one.is_floating_point() else one

@@ -1,7 +1,6 @@
 """Draws a results file, as svg and png: percent of copy over width, time over size, scaling over threads, a roofline.
 
-Each picture is made for each dtype whose rows have what it shows; the others are left out. Without a FILE the
-documents' own pictures are drawn anew.
+A picture is made for each dtype that has rows for it. Without a FILE the documents' own pictures are drawn again.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from benchmarks import results
 from extension_cpp.__main__ import Parser
 from tests.opspec import timed_specs
 
-# Okabe and Ito's colours, which those who see fewer colours can tell apart; a marker each for prints.
+# Okabe and Ito's colours, which the colour-blind can tell apart. Markers do the same in print.
 LOOKS = {
     "ours": ("#0072B2", "o"),
     "eager": ("#E69F00", "s"),
@@ -32,7 +31,7 @@ LOOKS = {
 }
 LIMIT: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
 ROOT = Path(__file__).resolve().parent.parent
-# The documents' pictures: from which file, of which ops, which one.
+# The documents' pictures: the file, the ops and the kind of picture.
 PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "docs/norms-h200.svg": ("benchmarks/results/h200.json", ("layer_norm", "rms_norm"), "h200-widths-bfloat16"),
     "docs/norms-cpu.svg": (
@@ -73,7 +72,7 @@ def line(axes: Axes, name: str, x: Sequence[Any], y: Sequence[float], joined: bo
 
 
 def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
-    """Widths of whole vectors joined, odd ones apart on the right."""
+    """Draws widths of whole vectors as a line, and odd widths apart on the right."""
     rows = sorted(rows, key=lambda row: (row["cols"] % 8 > 0, row["cols"]))
     even = sum(row["cols"] % 8 == 0 for row in rows)
     axes.axhline(100, **LIMIT, label="copy")
@@ -91,7 +90,7 @@ def bytes_in_words(count: int) -> str:
 
 
 def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], float], log: bool) -> Panel:
-    """A panel of y(row, contender) over x(row), the copy as the limit."""
+    """Draws a panel of y(row, contender) over x(row). The copy is the limit."""
 
     def panel(axes: Axes, rows: list[results.Row]) -> None:
         rows = sorted(rows, key=x)
@@ -112,7 +111,7 @@ def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], f
 
 
 def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
-    """A row an op, forward and backward beside each other; one legend."""
+    """Draws one row of panels per op, with forward and backward side by side, and one legend."""
     groups = passes_of(rows)
     ops = list(dict.fromkeys(op for op, _ in groups))
     figure = Figure(figsize=(8, 1 + 1.9 * len(ops)), layout="constrained")
@@ -127,7 +126,7 @@ def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_labe
             one.grid(alpha=0.3)
             if op == ops[-1]:
                 one.set_xlabel(x_label, fontsize=9)
-        for one in pair:  # after both: they share their limits, and a limit that is set no longer follows the data
+        for one in pair:  # after both panels: they share limits, and a limit that is set does not follow later data
             if one.get_yscale() == "linear":
                 one.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
@@ -152,7 +151,7 @@ def widths(rows: list[results.Row], title: str) -> Figure | None:
 
 
 def flat(rows: list[results.Row], title: str) -> Figure | None:
-    """The ops whose width makes no difference, in one panel."""
+    """Draws the ops for which the width makes no difference, in one panel."""
     large = [row for row in rows if results.sizes(row) == "large"]
     chosen = [group[0] for group in passes_of(large).values() if len(group) == 1]
     if not chosen:
@@ -183,7 +182,7 @@ def size(rows: list[results.Row], title: str) -> Figure | None:
 
 
 def threads(rows: list[results.Row], title: str) -> Figure | None:
-    """Of each op the largest tensor that was timed on several numbers of threads."""
+    """Draws, for each op, the largest tensor that was timed on several numbers of threads."""
     chosen: list[results.Row] = []
     for group in passes_of([row for row in rows if "threads" in row]).values():
         shapes: dict[tuple[int, int], dict[int, results.Row]] = {}
@@ -198,12 +197,12 @@ def threads(rows: list[results.Row], title: str) -> Figure | None:
 
 
 def gigabytes(row: results.Row, name: str) -> float:
-    """A second, of what the op has to move."""
+    """Bytes per second, counting the bytes that the op must move."""
     return row["copy_gb_s"] * (1 if name == "copy" else row["percent_of_copy"][name] / 100)
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
-    """Of each op and pass whose spec counts them: arithmetic operations and elements moved, an element of x."""
+    """Arithmetic operations and moved elements per element of x, for each op and pass whose spec counts them."""
     found = {}
     for spec in timed_specs():
         for i, step in enumerate(("forward", "backward")):
@@ -214,7 +213,7 @@ def operations() -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def name_above(axes: Axes, names: dict[float, list[str]]) -> None:
-    """The names of each x, in rising order, above the axes: side by side, each joined to its x by a line."""
+    """Writes the names of each x, in rising order, side by side above the axes, and joins each to its x by a line."""
     low, high = (math.log(end) for end in axes.get_xlim())
     place = 0.0  # as a share of the width
     for x, lines in names.items():
@@ -235,7 +234,7 @@ def name_above(axes: Axes, names: dict[float, list[str]]) -> None:
 
 
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
-    """Arithmetic a second over arithmetic a byte, large tensors, each op at its best width; the roof is the copy's."""
+    """Operations per second over operations per byte: large tensors, each op at its best width, the copy as roof."""
     counted = operations()
     large = passes_of([row for row in rows if results.sizes(row) == "large"])
     chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
@@ -282,7 +281,7 @@ PICTURES = {
 
 
 def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str, Figure]]:
-    """Name and figure of all that the file has the rows for."""
+    """The names and figures of all pictures for which the file has rows."""
     found = results.read(path)
     found["rows"] = [row for row in found["rows"] if ops is None or row["op"] in ops]
     about = found["machine"]
@@ -299,7 +298,7 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
 
 
 def svg(figure: Figure, description: str | None = None) -> str:
-    """The same figure gives the same text: no date, and names of parts that are not random."""
+    """The figure as text. It has no date and no random names, so the same figure gives the same text."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Description": description})
@@ -307,7 +306,7 @@ def svg(figure: Figure, description: str | None = None) -> str:
 
 
 def published(name: str) -> str:
-    """The picture, with the digest of the rows it shows as its description: what a test knows a stale one by."""
+    """The picture as text. Its description is the digest of its rows, by which a test finds a stale picture."""
     source, ops, picture = PUBLISHED[name]
     figure = dict(pictures(ROOT / source, ops))[picture]
     rows = [row for row in results.read(ROOT / source)["rows"] if ops is None or row["op"] in ops]

@@ -1,7 +1,7 @@
 """Times the training step of examples/train_text.py on one process and on several, with the same batch in all.
 
-On GPUs each process has one, and the model has 870 million parameters, enough to keep it busy. A step is that of the
-example: bfloat16 autocast, compiled, some forwards and backwards, one exchange of gradients, AdamW.
+On GPUs each process has one, and the model has 870 million parameters, enough to keep a GPU busy. A step is the
+example's: compiled, under bfloat16 autocast, some forwards and backwards, one exchange of gradients, AdamW.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OPS = ("ours", "torch")
 
 
 def times(device: str, parallel: str | None, rounds: int, which: Sequence[str]) -> dict[str, Any]:
-    """Seconds of steps and the last loss, by --ops."""
+    """The seconds of each step and the last loss, for each of --ops."""
     text = train_text.Text.of(train_text.read_text(None), SIZES[device]["context"])
     settings = train_text.Settings(device, WARM_UP + rounds, text.digest, **SIZES[device])
     found = {}
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for parallel, processes in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
         figures = run(processes, options.device, parallel, options.rounds, options.ops)
         found["figures"][f"{parallel or 'alone'} {processes}"] = figures
-        path.write_text(json.dumps(found, indent=1))  # what is there, if the next one fails
+        path.write_text(json.dumps(found, indent=1))  # so that these figures remain if the next one fails
         for ops, figure in figures.items():
             seconds = figure["seconds"]
             median = statistics.median(seconds)

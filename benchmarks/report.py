@@ -1,4 +1,4 @@
-"""Writes a results file as one HTML page, with its pictures inside: nothing else is loaded."""
+"""Writes a results file as one HTML page that contains its pictures and loads nothing else."""
 
 import argparse
 from collections.abc import Sequence

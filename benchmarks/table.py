@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import host, results
 
-# What the README shows of the published runs.
+# The ops of the published runs that the README shows.
 OVERVIEW = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout")
 WIDTH = 4096
 Cells = Callable[[results.Row, list[str]], list[str]]
@@ -44,7 +44,7 @@ def table(path: Path) -> str:
 
 
 def overview(*paths: Path) -> str:
-    """Percent of copy at one width in bfloat16, a row an op, ours and the best other; two columns a results file."""
+    """Percent of copy at one width in bfloat16: one row per op; ours and the best other of each results file."""
     runs = [results.read(path) for path in paths]
     devices = [found["machine"]["device"] for found in runs]
     columns = [f"{device}, {step}" for device in devices for step in ("forward", "backward")]
@@ -65,7 +65,7 @@ def _ours_and_best(found: dict[str, Any], op: str, step: str) -> str:
 
 
 def _models(found: dict[str, Any]) -> str:
-    """With ratios to the stock model under torch.compile, where that is there."""
+    """The table of whole models, with ratios to the stock model under torch.compile if it was measured."""
     compared = all("stock compiled" in row["figures"] for row in found["rows"])
     heads = ["model", "", "ms a step", "GB at the peak", *(["time", "memory"] if compared else [])]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -107,7 +107,7 @@ def _processes(found: dict[str, Any]) -> str:
 
 
 def scan_steps(found: dict[str, Any]) -> str:
-    """Milliseconds and percent of copy, a column a shape; how exact and how repeatable the widest rows are."""
+    """Milliseconds and percent of copy, with one column per shape; errors and repeatability of the widest rows."""
     shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in found["rows"]))
     heads = [f"{rows} x {n}" for rows, n in shapes]
     lines = [f"| | {' | '.join(heads)} | largest error | results of 5 calls |", "|" + "---|" * (len(heads) + 3)]
@@ -125,7 +125,7 @@ def scan_steps(found: dict[str, Any]) -> str:
 
 
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
-    """By op and dtype as they first appear, then threads, the most first, width, and forward before backward."""
+    """Sorts by op and dtype in the file's order, then by threads (most first), width, and forward before backward."""
     ops, dtypes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype")]
 
     def place(row: results.Row) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def _in_order(rows: list[results.Row]) -> list[results.Row]:
 
 
 def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
-    """Threads are a column where they differ."""
+    """Threads have a column if they differ."""
     names = results.names(rows)
     body = [cells_of(row, names) for row in rows]
     if len({row["threads"] for row in rows if "threads" in row}) > 1:
@@ -159,7 +159,7 @@ def _microseconds(row: results.Row, names: list[str]) -> list[str]:
 
 
 def _cell(row: results.Row, name: str, value: float, digits: int) -> str:
-    """Empty for what was not measured, for a contender that does another op."""
+    """The cell of a contender. It is empty if the contender was not measured."""
     if name in row.get("failed", {}):
         return "wrong" if row["failed"][name].startswith("wrong") else "raised"
     return f"{value:.{digits}f}" if name in row["seconds"] else ""

@@ -10,7 +10,7 @@ ROWS, FEATURES, SCALE = 1024, 2048, 0.5
 
 
 def show_gradients(device: str) -> None:
-    """The gradients have the shapes of what they belong to; bias is summed over the rows."""
+    """Each gradient has the shape of its tensor. The gradient of bias is summed over the rows."""
     x = torch.randn(ROWS, FEATURES, device=device, requires_grad=True)
     bias = torch.randn(FEATURES, device=device, requires_grad=True)
     y = extension_cpp.scale_bias_relu(x, bias, SCALE)
@@ -22,7 +22,7 @@ def show_gradients(device: str) -> None:
 
 
 def train(device: str, steps: int = 200) -> list[float]:
-    """Fits a function of 16 numbers; returns the loss of every step."""
+    """Fits a function of 16 numbers, and returns the loss of every step."""
     torch.manual_seed(0)
     x = torch.randn(512, 16, device=device)
     target = torch.sin(x).sum(dim=1, keepdim=True)
@@ -41,7 +41,7 @@ def train(device: str, steps: int = 200) -> list[float]:
 
 
 def time(device: str) -> dict[str, float]:
-    """Microseconds a forward call, ours and the same in PyTorch."""
+    """Microseconds per forward call, for our op and for PyTorch."""
     x, bias = torch.randn(ROWS, FEATURES, device=device), torch.randn(FEATURES, device=device)
 
     def ours() -> Tensor:

@@ -1,10 +1,10 @@
 """Trains a small recurrent language model on text, byte by byte: python examples/recurrent_text.py --help
 
 A minGRU (Feng et al. 2024, Were RNNs All We Needed?, arXiv:2410.01201): its gates depend on the input alone, so the
-state is a linear recurrence, h[t] = (1 - z[t]) * h[t - 1] + z[t] * candidate[t]. The model is the same three times, and
-the recurrence differs: it is this package's (--recurrence ours), a Python loop over the steps (loop), or PyTorch's
-associative_scan (torch). The weights at the start and the order of the data are the same, so the loss curves lie on
-each other, and the times of a step differ.
+state is a linear recurrence, h[t] = (1 - z[t]) * h[t - 1] + z[t] * candidate[t]. The model can run with three
+recurrences: this package's (--recurrence ours), a Python loop over the steps (loop), or PyTorch's associative_scan
+(torch). The initial weights and the order of the data are the same. So the loss curves lie on each other, and the times
+of a step differ.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# First: it says in a sentence which package is missing.
+# This import comes first, because it says in a sentence which package is missing.
 from examples.train_text import CLIP, WARMUP, WEIGHT_DECAY, CannotRun, RunSettings, Text, batch, read_text
 
 # isort: split
@@ -46,7 +46,7 @@ LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets a
 
 
 def loop(a: Tensor, b: Tensor) -> Tensor:
-    """A step at a time, as the formula is written."""
+    """Computes the formula step by step."""
     h, states = torch.zeros_like(b[:, 0]), []
     for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):  # a slice's backward would fill all of (B, T, width)
         h = torch.addcmul(b_t, a_t, h)
@@ -55,14 +55,14 @@ def loop(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The step h -> a * h + b that two steps in a row make."""
+    """Two successive steps as one step h -> a * h + b."""
     return first[0] * then[0], then[0] * first[1] + then[1]
 
 
 def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     from torch._higher_order_ops import associative_scan  # PyTorch 2.11 has no public name for it
 
-    # One kernel of Triton's, which a GPU and torch.compile make; else log2(T) rounds of slices, products and sums.
+    # With a GPU and torch.compile this is one Triton kernel, else log2(T) rounds of slices, products and sums.
     mode = "pointwise" if b.is_cuda else "generic"
     states: Tensor = associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
     return states
@@ -75,7 +75,7 @@ def states_of(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.compile(fullgraph=True)
 def gradients_of(grad_h: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a and b: the recurrence in the other direction, with the factors one step later."""
+    """The gradients of a and b: the recurrence in the other direction, with the factors one step later."""
     grad_b = scan(functional.pad(a[:, 1:], (0, 0, 0, 1)), grad_h, reverse=True)
     return grad_b * functional.pad(h[:, :-1], (0, 0, 1, 0)), grad_b
 
@@ -104,12 +104,12 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_torch(settings: RunSettings) -> None:
-    """PyTorch's scan is a prototype: a sentence where it cannot run. What it compiles, the training uses."""
+    """Says in a sentence if PyTorch's scan, a prototype, cannot run here. The training uses what this compiles."""
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))
         AssociativeScan.apply(a, b).backward(torch.ones_like(b))
-    except Exception as error:  # of an import, Dynamo, Inductor or Triton
+    except Exception as error:  # from an import, Dynamo, Inductor or Triton
         reason = str(error).strip().partition("\n")[0]
         raise CannotRun(
             f"--recurrence torch: the associative_scan of PyTorch {torch.__version__} does not run here "
@@ -121,7 +121,7 @@ def check_torch(settings: RunSettings) -> None:
 
 
 class MinGRU(nn.Module):
-    """Gates, candidates and the recurrence; x (B, T, width) to the same."""
+    """Gates, candidates and the recurrence. Input and output have the shape (B, T, width)."""
 
     def __init__(self, recurrence: str, width: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class MinGRU(nn.Module):
 
 
 class Block(nn.Module):
-    """A minGRU, then a gated perceptron; takes and returns a branch and the residual stream, (B, T, width) each."""
+    """A minGRU, then a gated perceptron. Takes and returns a branch and the residual stream, each (B, T, width)."""
 
     def __init__(self, recurrence: str, width: int) -> None:
         super().__init__()
@@ -157,8 +157,8 @@ class Block(nn.Module):
 
 
 class RecurrentModel(nn.Module):
-    """Predicts the next byte: the mean cross-entropy in nats a byte. The states know the place in the sequence, so that
-    no position is embedded."""
+    """Predicts the next byte. Returns the mean cross-entropy in nats per byte. No position is embedded, because the
+    states depend on the place in the sequence."""
 
     def __init__(self, recurrence: str, vocabulary: int, settings: RunSettings) -> None:
         super().__init__()
@@ -187,14 +187,14 @@ class RecurrentModel(nn.Module):
 
 @dataclass
 class Curve:
-    """Of one run: what it had in common with the others, then a number for each step."""
+    """The curve of one run: the settings that it shares with the others, and a number for each step."""
 
     settings: dict[str, Any]
     losses: list[float]
     milliseconds: list[float]
 
     def step_time(self) -> float:
-        """The median, which the first steps, slower than the others, do not change."""
+        """The median, on which the slower first steps have no effect."""
         return statistics.median(self.milliseconds)
 
 
@@ -226,12 +226,12 @@ class Training:
 
 
 def read_curves(folder: Path, settings: RunSettings) -> dict[str, Curve]:
-    """Of the runs in the folder that had these settings."""
+    """The curves of the runs in the folder that have these settings."""
     curves = {}
     for recurrence in RECURRENCES:
         try:
             curve = Curve(**json.loads((folder / f"{recurrence}.json").read_text()))
-        except (OSError, ValueError, TypeError):  # this recurrence has not run, or not to its end
+        except (OSError, ValueError, TypeError):  # there is no complete run of this recurrence
             continue
         if curve.settings == asdict(settings):
             curves[recurrence] = curve
@@ -256,7 +256,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def draw(folder: Path, curves: dict[str, Curve]) -> Path:
-    from matplotlib.figure import Figure  # without pyplot there is no window, and no display is asked for
+    from matplotlib.figure import Figure  # unlike pyplot it needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
@@ -332,7 +332,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("", total=options.steps)
         for _ in range(options.steps):
-            for training in trainings.values():  # in turns, so that what else the machine does slows all of them
+            for training in trainings.values():  # in turns, so that other load on the machine slows all of them
                 training.step()
             progress.update(task, advance=1, description=f"loss {training.curve.losses[-1]:.4f}")
     for name, training in trainings.items():

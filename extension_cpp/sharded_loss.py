@@ -1,6 +1,6 @@
 """The losses of DTensors.
 
-With "mean" the sum of all losses is divided by the sum of all weights: a mean of means is none.
+With "mean" the sum of all losses is divided by the sum of all weights, because a mean of means is not the mean.
 
 Where the classes lie in several processes (vocabulary-parallel), each process runs cross_entropy on its own classes.
 Two all-reduces, of at most three numbers a row, combine the results: the maximum of the log-sum-exps, and the sums of
@@ -97,12 +97,12 @@ class Classes:
     """Which classes this process has."""
 
     mesh: DeviceMesh
-    mesh_dim: int  # along which the classes are sharded
+    mesh_dim: int  # the dimension of the mesh along which the classes are sharded
     first: int
-    count: int  # of all processes
+    count: int  # in all processes
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
-        """The maximum or the sum over the processes, in each of them."""
+        """The maximum or the sum over the processes, which each of them gets."""
         whole = [Replicate()] * self.mesh.ndim
         parts = [Partial(op) if d == self.mesh_dim else Replicate() for d in range(self.mesh.ndim)]
         return DTensor.from_local(x, self.mesh, parts, run_check=False).redistribute(placements=whole).to_local()
@@ -200,7 +200,7 @@ def _placed(x: Tensor, like: DTensor) -> DTensor:
 
 
 def row_placements(logits: DTensor, class_dim: int) -> list[Any]:
-    """Of a tensor with a number for each row."""
+    """The placements of a tensor that has a number for each row."""
     return [
         Replicate() if p.is_shard(class_dim) else Shard(p.dim - (p.dim > class_dim)) if type(p) is Shard else p
         for p in logits.placements
@@ -244,7 +244,7 @@ def _over_classes(
     """The loss of logits whose classes are sharded."""
     refuse_weight_gradient(op, weight is not None and weight.requires_grad)
     target = target.redistribute(placements=row_placements(logits, class_dim))
-    if not torch.compiler.is_compiling():  # which cannot trace the checks
+    if not torch.compiler.is_compiling():  # it cannot trace the checks
         check_loss(op, logits, target, class_dim, weight, label_smoothing, softcap)
         check_targets(op, target.to_local(), classes.count, ignore_index)
     local_weight = None if weight is None else autograd.sharding.whole(weight).to_local()

@@ -2,8 +2,8 @@
 
 Importing this module registers a rule for every operator of the library; the package imports it once
 torch.distributed.tensor is imported. A rule speaks of one dimension of the mesh; PyTorch combines them for several,
-chooses what costs least to get to from the arguments' placements, and moves the data. Everything replicated is always
-allowed, and what a rule does not allow is gathered.
+chooses the sharding that costs least to reach from the arguments' placements, and moves the data. All arguments
+replicated is always allowed. Tensors are gathered if a rule does not allow their placement.
 """
 
 import sys
@@ -28,7 +28,7 @@ Rule = Callable[[Call], Iterator[Sharding]]
 
 
 def _alike(call: Call, shard: Placement) -> dict[str, Placement]:
-    """Every tensor among the arguments sharded in the same way."""
+    """The same placement for all tensors among the arguments."""
     return {name: shard for name, x in call.items() if hasattr(x, "tensor_meta")}
 
 
@@ -98,7 +98,7 @@ def _linear_recurrence(call: Call) -> Iterator[Sharding]:
 
 
 def _row_dims(call: Call, x: str) -> Iterable[int]:
-    """None where elements are dropped: which ones goes by their places in the whole tensor."""
+    """The dimensions of the rows; none if elements are dropped, because the mask depends on the whole tensor."""
     return () if call.get("p", 0) > 0 else range(call[x].ndim - len(call["normalized_shape"]))
 
 
@@ -146,7 +146,7 @@ def _cross_entropy_backward(call: Call) -> Iterator[Sharding]:
         given: dict[str, Placement] = {"logits": Shard(d), "target": Shard(row), "lse": Shard(row)}
         if call["reduction"] == 0:
             given["grad_out"] = Shard(row)
-        elif call["reduction"] == 2:  # which does not read it
+        elif call["reduction"] == 2:  # backward does not read it
             given["total"] = Partial()
         yield [Shard(d)], given
 
@@ -189,7 +189,7 @@ def _rotary_embedding(call: Call) -> Iterator[Sharding]:
     cos, last = call["cos"], x.ndim - 1
     for d in range(last):
         given = {q_name: Shard(d), k_name: Shard(d)}
-        if d == last - 1:  # the tokens
+        if d == last - 1:  # the dimension of the tokens
             given |= dict.fromkeys(("cos", "sin"), Shard(cos.ndim - 2))
         elif d == last - 3 and cos.ndim == 3 and cos.shape[0] == x.shape[0]:
             given |= dict.fromkeys(("cos", "sin"), Shard(0))
@@ -200,7 +200,7 @@ def _rotary_embedding(call: Call) -> Iterator[Sharding]:
 
 
 def _replicated(call: Call) -> Iterator[Sharding]:
-    """Of dropout: which elements are kept goes by their places in the whole tensor."""
+    """The rule of dropout, whose mask depends on the places in the whole tensor."""
     yield from ()
 
 
@@ -287,8 +287,8 @@ def _acceptable(op: Any, rule: Rule) -> Callable[..., Any]:
 
 def register(op: Any, rule: Rule) -> None:
     register_sharding(op)(_acceptable(op, rule))
-    # PyTorch remembers what a rule said by the tensors and what follows the first int. Ours read lists, bools, and
-    # which optional tensors are there, too.
+    # PyTorch caches the result of a rule by the tensors and the arguments from the first int on. Our rules also read
+    # lists, bools, and which optional tensors are given.
     kinds = [str(argument.type) for argument in op._schema.arguments]
     first = next((i for i, kind in enumerate(kinds) if kind not in ("Tensor", "float")), len(kinds))
     infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
@@ -316,7 +316,7 @@ autograd.DTENSOR, autograd.sharding, autograd.sharded_loss = (DTensor,), sys.mod
 
 
 def whole(x: DTensor) -> DTensor:
-    """Of partial sums their sum."""
+    """x in every process, with partial sums added up."""
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
@@ -330,8 +330,8 @@ def on_mesh(grads: Sequence[Tensor | None], mesh: Any) -> tuple[Tensor | None, .
 
 
 def agreed(seed: Tensor, x: DTensor) -> DTensor:
-    """One seed for all processes of x's mesh: the largest that they drew, which is the same where they were seeded
-    alike."""
+    """One seed for all processes of x's mesh: the largest that they drew. Processes that were seeded alike keep
+    theirs."""
     mesh = x.device_mesh
     return whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))
 

@@ -33,15 +33,15 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 def modules() -> dict[str, type[torch.nn.Module]]:
-    """Those of extension_cpp.nn, in the order of modules.py."""
+    """The modules of extension_cpp.nn, in the order of modules.py."""
     public = extension_cpp.nn.__all__
     return {name: x for name, x in vars(extension_cpp.modules).items() if name in public and isinstance(x, type)}
 
 
 def call(name: str, function: Callable[..., Any]) -> str:
-    """How it is called: names and defaults, without the types."""
+    """The call of a function: names and defaults, without the types."""
     signature = inspect.signature(function)
-    if signature == inspect.signature(torch.nn.Module):  # *args and **kwargs, which it refuses
+    if signature == inspect.signature(torch.nn.Module):  # (*args, **kwargs), which the class refuses
         return f"{name}()"
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return f"{name}{inspect.Signature(bare)}"
@@ -57,7 +57,7 @@ def summary(object: Any) -> str:
 
 
 def gradients(name: str, function: Callable[..., Any]) -> str:
-    """The beginning of the docstring's sentence about derivatives: in what, and to which order."""
+    """The beginning of the docstring's sentence about derivatives: the arguments and the order."""
     text = " ".join((inspect.getdoc(function) or "").split())
     match = re.search(r"\b(Not d|D)ifferentiable\b[\s,]*([^.;]*)[.;]", text)
     if match is None:
@@ -95,7 +95,7 @@ def schemas_of(names: list[str]) -> dict[str, list[str]]:
 
 def described(name: str, function: Callable[..., Any]) -> str:
     """The docstring as markdown: its sections become bold words, its arguments a list, what follows "::" a block."""
-    lines, fence = [], "\0"  # until `` is `
+    lines, fence = [], "\0"  # stands for the fence until `` has become `
     text = inspect.getdoc(function) or ""
     text = re.sub(r"::\n\n((?: {4}.*\n)+)", lambda block: f":\n\n{fence}text\n{dedent(block[1])}{fence}\n", text)
     for line in text.splitlines():
@@ -145,7 +145,7 @@ def between(text: str, what: str, new: str) -> str:
 
 
 def readme() -> str:
-    """README.md with the tables of today."""
+    """README.md with its tables as they should be."""
     return between(between(README.read_text(), "operators", table()), "speed", overview(*RESULTS))
 
 

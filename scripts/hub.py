@@ -18,10 +18,10 @@ import build_library
 
 ROOT = build_library.ROOT
 PACKAGE = ROOT / "extension_cpp"
-NAME, VERSION = "extension-cpp", 1  # of the kernel repository; a version's layers keep their names and results
+NAME, VERSION = "extension-cpp", 1  # of the kernel repository. Within a version layers keep their names and results.
 # The command line is for the installed package.
 LEFT_OUT = ("__main__.py", "demo.py", "demo_table.py", "scaffold.py")
-NEWEST_GLIBC = "manylinux_2_28"  # what `kernels` asks of every binary
+NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 
 
 def python_files() -> list[Path]:
@@ -29,7 +29,7 @@ def python_files() -> list[Path]:
 
 
 def namespace_for(backend: str) -> str:
-    """A name that differs whenever the sources do: two versions of a kernel may meet in one process."""
+    """A name that depends on the sources, because two versions of a kernel may be loaded in one process."""
     digest = hashlib.sha256()
     sources = [path for path in build_library.CSRC.rglob("*") if path.is_file()]
     for path in (*python_files(), *sorted(sources), ROOT / "build_library.py"):
@@ -38,7 +38,7 @@ def namespace_for(backend: str) -> str:
 
 
 def backend() -> dict[str, object]:
-    """What the environment asks for, as metadata.json says it."""
+    """The kind of build that the environment asks for, in the words of metadata.json."""
     nvcc = build_library.find_nvcc()
     return {"type": "cuda", "archs": build_library.architectures(nvcc)} if nvcc else {"type": "cpu"}
 
@@ -71,7 +71,7 @@ def lay_out(build: Path, namespace: str | None = None) -> Path:
 
 
 def faults(library: Path) -> list[str]:
-    """What `kernel-builder check-abi` would say of the library: symbols of newer systems, or of Python."""
+    """The errors that `kernel-builder check-abi` would report: symbols of newer systems, or of Python."""
     from kernel_abi_check import ObjectFile
 
     file = ObjectFile(str(library))

@@ -88,7 +88,7 @@ def megabytes(library: Path) -> float:
 def seconds(log: str, plan: str) -> list[tuple[float, str]]:
     """Seconds of the last compilation of each translation unit, slowest first.
 
-    `log` is the text of .ninja_log, which also remembers what was deleted; `plan` is that of build.ninja.
+    `log` is the text of .ninja_log, which also has files that were deleted. `plan` is the text of build.ninja.
     """
     objects = set(re.findall(r"^build (\S+\.(?:o|gch)):", plan, re.MULTILINE))
     rows = [line.split("\t") for line in log.splitlines() if not line.startswith("#")]
@@ -102,7 +102,7 @@ def newest_log() -> Path | None:
 
 
 def print_summary(arch: str) -> None:
-    """Prints what the budgets are about; without cuobjdump or CUDA, what is known without them."""
+    """Prints the figures that have budgets. Without cuobjdump or CUDA some are missing."""
     print(f"library: {megabytes(LIBRARY):.1f} MB (budget for one architecture: {LIBRARY_MB} MB)")
     if find_cuobjdump() is None:
         print("kernels: unknown, cuobjdump was not found")

@@ -70,7 +70,7 @@ print(platform.python_version(), torch.__version__, platform.libc_ver()[1], libr
 
 
 def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
-    """One Python of every minor version from 3.10 up: those named, else what PATH and pyenv have."""
+    """One Python of every minor version from 3.10 up: the ones named, else those on PATH and in pyenv."""
     candidates = named
     if not named:
         candidates = [path for minor in range(10, 30) if (path := shutil.which(f"python3.{minor}"))]
@@ -88,14 +88,14 @@ def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
 
 
 def plan(versions: list[tuple[int, int]], pinned: str) -> list[tuple[tuple[int, int], str]]:
-    """Which torch each Python gets; a Python that is alone gets the oldest and the newest."""
+    """The torch that each Python gets. A single Python gets both the oldest and the newest."""
     if len(versions) == 1:
         return [(versions[0], TORCH_OLDEST), (versions[0], TORCH_NEWEST)]
     return [(versions[0], TORCH_OLDEST), *((v, pinned) for v in versions[1:-1]), (versions[-1], TORCH_NEWEST)]
 
 
 def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
-    """The Python of .matrix's environment, made if it is not there as requirements.txt now says."""
+    """The Python of the environment in .matrix, which is made again if it does not fit requirements.txt."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     wanted = [line for line in lines if not line.startswith(("#", *(f"{tool}==" for tool in TOOLS_NOT_NEEDED)))]
     wanted.append(f"torch=={torch}.*")

@@ -22,7 +22,7 @@ COPIED = {".css", ".csv", ".ipynb", ".json", ".svg", ".txt"}
 
 
 class Source(File):
-    """A file that is no document, on a page."""
+    """A page that shows a file that is not a document."""
 
     def is_documentation_page(self) -> bool:
         return True
@@ -32,15 +32,15 @@ def links(document: str, text: str) -> Iterator[str]:
     """The files of the repository that a document's text links to."""
     for target in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", re.sub(r"(?ms)^```.*?^```$", "", text)):
         path = (ROOT / document).parent.joinpath(target).resolve()
-        if path.is_file():  # mkdocs reports the others
+        if path.is_file():  # mkdocs reports the links to missing files
             yield str(path.relative_to(ROOT))
 
 
 def sources() -> list[str]:
-    """The documents and, in turn, what they link to."""
+    """The documents, the files to which they link, and so on."""
     patterns = ("*.md", "docs/**/*.md", "docs/*.css")
     found = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
-    for name in found:  # which grows
+    for name in found:  # the list grows meanwhile
         if name.endswith(".md"):
             found += [target for target in dict.fromkeys(links(name, (ROOT / name).read_text())) if target not in found]
     return found
@@ -98,7 +98,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for file in list(files):
-        if file.src_dir == config.docs_dir:  # with paths that begin there, and not at the root
+        if file.src_dir == config.docs_dir:  # their paths begin there, and not at the root
             files.remove(file)
     for name in sources():
         if Path(name).suffix in {".md", *COPIED}:
@@ -120,7 +120,7 @@ def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
 def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.src_uri == OPERATORS:
         text = operators(text)
-    text = re.sub(r"(?m)^(```\w+) no-run$", r"\1", text)  # what a block is: tests/test_docs.py
+    text = re.sub(r"(?m)^(```\w+) no-run$", r"\1", text)  # tests/test_docs.py explains no-run
     return re.sub(r"(?m)^(```\w+) (\S+/\S+)$", r'\1 title="\2"', text)
 
 

@@ -6,7 +6,7 @@ universalmutator makes the mutants, and a sample of them is drawn: half from Pyt
 their shims. Each mutant is put into a copy of the tree and compiled if it is C. Then groups of tests run, the
 likeliest to fail first, until a test fails that passes without the mutant. Changes of comments and annotations, code
 that does not compile, and C that compiles to the same library do not count. build/mutants/results.jsonl keeps what is
-known, so that a run that was stopped can go on. For a mutant that survives, write a test and delete its lines there, so
+known, so that a stopped run can be continued. For a mutant that survives, write a test and delete its lines there, so
 that it is judged again, or add it to tests/equivalent_mutants.txt with the reason why it changes nothing. The exit
 status is 1 if fewer than 95 % of the others were found. One whose tests take longer than --minutes, as an endless loop
 does, counts as found and has its own column: look at it.
@@ -42,7 +42,7 @@ ENOUGH = 0.95  # the share of mutants to find, of those that are not equivalent
 
 
 class Judge:
-    """Runs tests on mutants, each in a copy of the tree; for several threads."""
+    """Runs tests on mutants, each in a copy of the tree. Several threads may use it."""
 
     def __init__(self, jobs: int, seconds: float, keep: Callable[..., None] = lambda mutant, **result: None) -> None:
         self.seconds, self.keep = seconds, keep
@@ -53,10 +53,10 @@ class Judge:
             self.environment.update(few)
         self.stopping = threading.Event()
         self.running: set[subprocess.Popen[bytes]] = set()
-        self.fails: dict[str, bool] = {}  # whether a test fails without a mutant, too
+        self.fails: dict[str, bool] = {}  # whether a test also fails without a mutant
 
     def run(self, command: Sequence[str], tree: Path) -> tuple[int | None, str]:
-        """The exit status and the output of a command. None: it took too long, and its processes were killed."""
+        """The exit status and the output of a command; None if it took too long and its processes were killed."""
         temporary = tree.with_name(f"{tree.name}-tmp")
         temporary.mkdir(exist_ok=True)
         environment = {**self.environment, "TMPDIR": str(temporary)}
@@ -90,14 +90,14 @@ class Judge:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def note(self, mutant: Mutant, **known: object) -> None:
-        if not self.stopping.is_set():  # a test that was killed says nothing of the mutant
+        if not self.stopping.is_set():  # the result of a killed test says nothing about the mutant
             self.keep(mutant, **known)
 
     def make_base(self) -> None:
-        """A fresh copy of what git knows, built for the CPU. Times are kept, so that ninja builds nothing anew."""
+        """A fresh copy of the files in git, built for the CPU. It keeps file times, so ninja rebuilds nothing."""
         shutil.rmtree(FOLDER / "trees", ignore_errors=True)
         for path in self.base.glob("*"):
-            if path.is_dir() and path.name != "build":  # the build saves a minute or two
+            if path.is_dir() and path.name != "build":  # the copy of build/ saves a minute or two
                 shutil.rmtree(path)
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in listed.splitlines():
@@ -108,7 +108,7 @@ class Judge:
             shutil.copytree(built, self.base / "build" / "release-cpu")
         environment = {name: value for name, value in self.environment.items() if name != "MAX_JOBS"}
         subprocess.run([sys.executable, "build_library.py"], cwd=self.base, env=environment, check=True)
-        # Python's bytecode, which every copy takes along.
+        # Python's bytecode, which is part of every copy.
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests"],
             cwd=self.base,
@@ -137,7 +137,7 @@ class Judge:
         return self.fails[test]
 
     def test(self, tree: Path, group: Group) -> tuple[str, str]:
-        """killed, survived or timeout, and what killed it."""
+        """The state (killed, survived or timeout), and the test that killed the mutant."""
         left_out: set[str] = set()
         while True:
             options = [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in sorted(left_out)]
@@ -155,7 +155,7 @@ class Judge:
             left_out |= {test for test, fails in list(self.fails.items()) if fails}
 
     def judge(self, mutant: Mutant, passed: Sequence[Group] = ()) -> str:
-        """killed, survived, timeout or invalid. The groups that passed before are not run again."""
+        """The state: killed, survived, timeout or invalid. Groups that passed before are not run again."""
         with self.tree() as tree:
             path = tree / mutant.file
             path.write_text(mutant.put_into(path.read_text()))
@@ -176,7 +176,7 @@ class Judge:
 
 
 class Results:
-    """What is known, in a file that grows line by line."""
+    """The results so far, in a file to which lines are added."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
@@ -196,7 +196,7 @@ class Results:
 
 
 class Share:
-    """A part of the sample. No more are begun than may be wanted, so that it is the same whichever end first."""
+    """A part of the sample. Only mutants that may be needed are begun, so it does not matter which ends first."""
 
     def __init__(self, drawn: Iterator[Mutant], count: int) -> None:
         self.drawn, self.wanted = drawn, count
@@ -215,7 +215,7 @@ def try_all(judge: Judge, known: Results, drawn: list[Iterator[Mutant]], count: 
     tried: dict[Mutant, str] = {}
     shares = [Share(mutants, (count + place) // len(drawn)) for place, mutants in enumerate(drawn)]
     running: dict[Future[str], tuple[Share, Mutant]] = {}
-    pool = ThreadPoolExecutor(jobs)  # without a with: whoever stops the run does not wait for its threads
+    pool = ThreadPoolExecutor(jobs)  # without `with`, which would wait for the threads when the run is stopped
     while True:
         share = max(shares, key=lambda share: share.wanted)
         mutant = share.begin() if len(running) < jobs else None
@@ -236,14 +236,14 @@ def try_all(judge: Judge, known: Results, drawn: list[Iterator[Mutant]], count: 
 
 
 def equivalent() -> set[tuple[str, str, str]]:
-    """File, right and wrong line of each that is known to change nothing."""
+    """File, right line and wrong line of each mutant that is known to change nothing."""
     text = EQUIVALENT.read_text() if EQUIVALENT.exists() else ""
     found = re.findall(r"^(\S+)\n- (.*)\n\+ (.*)\n", text, re.MULTILINE)
     return {(file, right.strip(), wrong.strip()) for file, right, wrong in found}
 
 
 def report(results: dict[Mutant, str]) -> bool:
-    """Prints the table and what is to be looked at; whether enough were found."""
+    """Prints the table and the mutants to look at. Returns whether enough were found."""
     known = equivalent()
     counts: dict[str, Counter[str]] = {}
     kinds = ("killed", "timeout", "survived", "equivalent", "invalid")
@@ -266,7 +266,7 @@ def report(results: dict[Mutant, str]) -> bool:
 
 def interrupt(*_: object) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # `timeout` sends two
+        signal.signal(number, signal.SIG_IGN)  # `timeout` sends the signal twice
     raise KeyboardInterrupt
 
 
@@ -290,7 +290,7 @@ def main() -> None:
         judge.stop()
         report(known.results)
         print("stopped: the same command goes on", flush=True)
-        os._exit(1)  # without the threads, which would begin other tests
+        os._exit(1)  # does not wait for the threads, which would begin other tests
     sys.exit(0 if report(tried) else 1)
 
 

@@ -18,10 +18,10 @@ PYTHON_FILES += ["norms", "autocast_rules"]
 PYTHON_FILES += ["modules", "layers", "linear_loss", "convert*"]
 RULES = {".py": "python.rules", ".cpp": "cpp.rules c_like.rules", ".c": "c.rules c_like.rules"}
 
-# Groups of tests, the likeliest to fail first. A group takes 1 to 2 minutes at most: what a stopped run loses.
+# Groups of tests, the likeliest to fail first. A group takes at most 1 to 2 minutes, which a stopped run loses.
 Group = tuple[str, ...]
-FIRST, LAST = ("refusals", "values", "autograd"), ("graphs", "runtime")  # of the battery
-# Of the battery, too, for all ops at once.
+FIRST, LAST = ("refusals", "values", "autograd"), ("graphs", "runtime")  # names of the battery's files
+# Tests of the battery that run for all ops at once.
 NO_OP = ("test_instruction_sets_agree", "test_compile_with_inductor", "test_ahead_of_time_inductor")
 
 
@@ -50,7 +50,7 @@ OF_FILES = {
     "norms": ((*battery(*FIRST), "-k", "norm"), files("norm", "fused_norm"), (*battery(*LAST), "-k", "norm")),
     "norm_plan": (("tests/test_c.py::test_norm_plan", "tests/test_commands.py::test_plan"),),
 }
-# Of the folder of an op, where there are others than test_FOLDER.py.
+# The test files of a folder of csrc, if they are not just test_FOLDER.py.
 OF_FOLDERS = {
     "norm": files("norm", "fused_norm", "norm_kernels"),
     "scan": files("scan", "scan_kernels"),
@@ -61,11 +61,11 @@ OF_FOLDERS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    file: str  # from the root
+    file: str  # its path from the root
     line: int = field(compare=False)
     right: str
     wrong: str
-    nth: int = 0  # of the lines of the file that are the same
+    nth: int = 0  # its number among equal lines of the file
 
     def __str__(self) -> str:
         return f"{self.file}: {self.right.strip()}  ->  {self.wrong.strip()}"
@@ -103,9 +103,9 @@ def code(suffix: str, text: str) -> str | None:
         return None
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list):  # docstrings, and what may stand for one
+        if isinstance(body, list):  # docstrings, and statements that may replace one
             body[:] = [each for each in body if not is_no_code(each)]
-        for name in ("annotation", "returns"):  # which mypy reads
+        for name in ("annotation", "returns"):  # only mypy reads them
             if getattr(node, name, None) is not None:
                 setattr(node, name, ast.Constant(""))
     return ast.dump(tree)
@@ -134,8 +134,8 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 def draw(parts: Sequence[str], seed: int) -> list[Iterator[Mutant]]:
-    """The mutants of Python and those of C, each in the order in which they are tried. A hash of the line makes it, so
-    that it stays where other lines change."""
+    """The mutants of Python and the mutants of C, each in the order in which they are tried. The order comes from a
+    hash of the line, so it stays if other lines change."""
 
     def order(mutant: Mutant) -> bytes:
         key = (seed, mutant.file, mutant.right, mutant.nth, mutant.wrong)
@@ -151,7 +151,7 @@ def draw(parts: Sequence[str], seed: int) -> list[Iterator[Mutant]]:
 
 @functools.cache
 def ops_of_folders() -> dict[str, list[str]]:
-    """The ops of each folder of csrc: those whose spec has a name that a shim there has."""
+    """The ops of each folder of csrc: the specs whose name occurs in a shim of the folder."""
     specs = [path.stem for path in sorted((ROOT / "tests" / "specs").glob("[!_]*.py"))]
     found = {}
     for folder in sorted((ROOT / PACKAGE / "csrc").iterdir()):
@@ -161,7 +161,7 @@ def ops_of_folders() -> dict[str, list[str]]:
 
 
 def ops_of(mutant: Mutant) -> list[str]:
-    """The ops that a change can reach; empty where it is any."""
+    """The ops that a change can affect; empty if it may be any op."""
     path = ROOT / mutant.file
     if path.suffix != ".py":
         return ops_of_folders()[path.parent.name] if path.parent.name != "csrc" else []

@@ -27,7 +27,7 @@ def kernels(text: str) -> list[Kernel]:
 
 
 def number(kernel: Kernel, *names: str) -> float | None:
-    """The first of these metrics that the report has: some have other names in other versions."""
+    """The first of these metrics that the report has. Some metrics have other names in other versions."""
     for name in names:
         try:
             return float(kernel.get(name, "").replace(",", ""))
@@ -48,7 +48,7 @@ def total(*values: float | None) -> float | None:
 def dram(kernel: Kernel) -> str:
     read, written = (number(kernel, f"dram__bytes_{what}.sum") for what in ("read", "write"))
     nanoseconds, moved = number(kernel, "gpu__time_duration.sum"), total(read, written)
-    rate = moved / nanoseconds if moved is not None and nanoseconds else None  # bytes a nanosecond are GB/s
+    rate = moved / nanoseconds if moved is not None and nanoseconds else None  # bytes per nanosecond are GB/s
     peak = number(kernel, *(f"{name}.avg.pct_of_peak_sustained_elapsed" for name in DRAM_THROUGHPUT))
     sides = f"{show(read, '.1f', ' MB', 1e-6)} read, {show(written, '.1f', ' MB', 1e-6)} written"
     return f"{sides}: {show(rate, '.0f', ' GB/s')}, {show(peak)} % of peak"
@@ -63,7 +63,7 @@ def occupancy(kernel: Kernel) -> str:
 
 
 def stalls(kernel: Kernel, most: int = 4) -> str:
-    """Of the cycles between two instructions of a warp, the share that each reason has."""
+    """The share that each reason has in the cycles between two instructions of a warp."""
     cycles = {}
     for name in kernel:
         match, value = STALL.fullmatch(name), number(kernel, name)

@@ -38,7 +38,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def check(interpreter: str, *packages: str, **variables: str) -> str:
-    """Installs the packages in a new environment and checks them there. Returns what is said of it."""
+    """Installs the packages in a new environment and checks them there. Returns a line about the result."""
     with tempfile.TemporaryDirectory() as name:
         environment = clean_environment() | variables
         python = f"{name}/venv/bin/python"

@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def passes(options: argparse.Namespace) -> dict[Case, Callable[[], object]]:
-    """Forward and, where the op has one that moves anything, backward; warm: the memory they need is there."""
+    """The calls of forward and, if the op has one that moves data, backward. They have run before."""
     rows = max(options.mib * 2**20 // (options.width * DTYPES[options.dtype].itemsize), 1)
     sizes = (options.spec, options.dtype, rows, options.width)
     forward, backward = (Case(*sizes, step, torch.get_num_threads(), "large") for step in (False, True))

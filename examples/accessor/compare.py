@@ -32,7 +32,7 @@ COLS = 1024
 
 
 def build_accessor() -> float:
-    """Compiles and loads the example; seconds."""
+    """Compiles and loads the example, and returns the seconds."""
     cache = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp()))
     shutil.rmtree(cache / "accessor_mish", ignore_errors=True)
     sys.path.insert(0, str(FOLDER))
@@ -42,7 +42,7 @@ def build_accessor() -> float:
 
 
 def build_ours(device: str) -> tuple[float, int]:
-    """Compiles the files of csrc/mish for this machine, without the link; seconds, and how many objects that makes."""
+    """Compiles the files of csrc/mish for this machine, without the link. Returns seconds and number of objects."""
     if device == "cpu":
         os.environ["USE_CUDA"] = "0"
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def contenders(strided: bool) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def microseconds(call: Callable[[], object], seconds: float) -> float:
-    """The median of many calls; on a GPU the timer waits for them."""
+    """The median of many calls. On a GPU the timer waits for their end."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=seconds).median * 1e6
 

@@ -35,7 +35,7 @@ Call = Callable[[Tensor], Tensor]
 
 
 def poisoned(call: Call, x: Tensor) -> Tensor:
-    """The result, whose memory held NaN before."""
+    """The result, in memory that was full of NaN."""
     torch.full_like(x, math.nan)
     return call(x)
 
@@ -46,7 +46,7 @@ def synchronize(x: Tensor) -> None:
 
 
 def first_call(call: Call, x: Tensor) -> tuple[Tensor, float]:
-    """The result, and the seconds that it took."""
+    """The result and the seconds of the call."""
     synchronize(x)
     start = time.perf_counter()
     y = poisoned(call, x)
@@ -55,7 +55,7 @@ def first_call(call: Call, x: Tensor) -> tuple[Tensor, float]:
 
 
 def error_in_eps(name: str, y: Tensor, x: Tensor) -> float:
-    """The largest error beside the largest sum, in eps; ends the program where the result is wrong."""
+    """The largest error relative to the largest sum, in eps. Ends the program if the result is wrong."""
     exact = x.cumsum(1, dtype=torch.float64)
     error = ((y - exact).abs().max() / exact.abs().max()).item() / EPS
     if not error <= 4 * math.sqrt(x.shape[1]):
@@ -70,7 +70,7 @@ def check_whole_numbers(name: str, call: Call, x: Tensor) -> None:
 
 
 def results_of_five(call: Call, x: Tensor) -> int:
-    """How many different results five calls give."""
+    """The number of different results in five calls."""
     found: list[Tensor] = []
     for _ in range(5):
         y = call(x)
@@ -80,7 +80,7 @@ def results_of_five(call: Call, x: Tensor) -> int:
 
 
 def measure(calls: dict[str, Call], x: Tensor, rounds: int) -> list[dict[str, Any]]:
-    """A row for each call, in their order, the copy first."""
+    """One row for each call, in order, the copy first."""
     copied = torch.empty_like(x)
     quick: dict[str, Callable[[], object]] = {"copy": functools.partial(copied.copy_, x)}
     rows: dict[str, dict[str, Any]] = {"copy": {}}

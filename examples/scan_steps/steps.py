@@ -1,6 +1,7 @@
 """The kernels of scan_steps.cu as functions of tensors: nvcc makes a library, ctypes calls it with pointers.
 
-No header of PyTorch and no build system: the shortest way from a kernel to a tensor. docs/scan.md explains the kernels.
+This is the shortest way from a kernel to a tensor: no header of PyTorch, no build system. docs/scan.md explains the
+kernels.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ STEPS = ("walk", "hillis_steele", "blelloch", "warp_shuffles", "block_carry", "l
 
 
 def build(folder: Path) -> Path | None:
-    """The library, compiled for the GPUs that TORCH_CUDA_ARCH_LIST asks for; None where there is no nvcc."""
+    """Compiles the library for the GPUs in TORCH_CUDA_ARCH_LIST, and returns its path. None without nvcc."""
     nvcc = build_library.find_nvcc()
     if nvcc is None:
         return None
