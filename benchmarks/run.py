@@ -274,9 +274,7 @@ def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
     if case.threads is not None:
         torch.set_num_threads(case.threads)
-        torch._inductor.config.cpp.threads = (
-            case.threads
-        )  # else the cache has code that was compiled for another number
+        torch._inductor.config.cpp.threads = case.threads  # else cached code for another number would run
     calls, failed = prepare(case, options, libraries)
     times = take_turns(calls, options.device, options.rounds)
     row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}

@@ -1,4 +1,4 @@
-"""Right values for every shape, dtype and layout, and for numbers that overflow, cancel or are none."""
+"""Right values for every shape, dtype and layout, also for numbers that overflow or cancel, infinities and NaN."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -62,15 +62,16 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     uneven = (18432, 60000, 100000, 118000, 122880)  # threads of a cluster have one vector more than others
     odd = (33, 129, 257, 385, 513, 641, 769, 1025, 1281, 1537, 2049, 2561, 3073, 3585, 4097, 5121, 6145, 8191)
     wide_odd = (8193, 10249, 14001, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
-    last_block_empty = (30725, 61449)  # of a cluster: float layer_norm, a half type's with a residual
+    # The last CTA of a cluster gets nothing: in float32, and with a residual in a half type.
+    last_block_empty = (30725, 61449)
     for width in (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty):
-        # More bytes than few rows have, or several rows a cluster, also of the widest, of which fewer run at once.
+        # More bytes than in few rows; or several rows per cluster, also for the widest, of which fewer run at once.
         size = (17 if width <= 16384 else 10) << 20
         shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
-        # A spec whose reference would take too long has no sample.
+        # A spec has no sample if its reference would take too long.
         for sample in itertools.islice(spec.sample_inputs(maker(device, dtype), shape), 1):
             ours = check(spec, sample)
-            with torch.no_grad():  # by the twin, which may go without some results
+            with torch.no_grad():  # calls the no-grad overload, which may leave out results
                 outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
             for output, as_before in zip(outputs, ours.outputs, strict=True):
                 assert torch.equal(output, as_before), f"{spec.name} {shape}: without gradients"
@@ -79,7 +80,7 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 @every_op
 @every_dtype
 def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Rows that other kernels take than those of many, and numbers of them where the shape changes."""
+    """Few rows, for which other kernels run, and the numbers of rows at which a kernel's shape changes."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     for rows, width in itertools.product((3, 132, 133, 513), (64, 256, 512, 1024, 2048, 4096, 8192, 16384)):
@@ -90,14 +91,15 @@ def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 @every_op
 @every_dtype
 def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str, request: pytest.FixtureRequest) -> None:
-    """Layouts of the inputs, each with layouts of grad_out; .sum().backward() gives the expanded one. Strides are read
-    by code that all dtypes share: the quick tier has every pair in float32, of the others those on the CPU that are
-    alike or have a contiguous one."""
+    """Layouts of the inputs, each with layouts of grad_out; .sum().backward() gives the expanded one. All dtypes
+    share the code that reads strides. So on the CPU the quick tier has all pairs only in float32, and in the other
+    dtypes the pairs of equal layouts and those with a contiguous one.
+    """
     pairs = list(itertools.product(LAYOUTS, LAYOUTS))
     if dtype is not torch.float32 and device == "cpu" and not request.config.getoption("--slow"):
         pairs = [pair for pair in pairs if len(set(pair)) == 1 or "contiguous" in pair]
     for shape in [(6, 33), (3, 4, 33), (2, 3, 4, 37), (2, 64, 8, 8)]:
-        truths: dict[tuple[int, bool, bool], Expected] = {}  # of layouts, only the expanded one changes values
+        truths: dict[tuple[int, bool, bool], Expected] = {}  # of all layouts only the expanded one changes values
         for layout, grad_layout in pairs:
             for number, sample in enumerate(spec.sample_inputs(maker(device, dtype, layout=layout), shape)):
                 values = (number, layout == "expanded", grad_layout == "expanded")
@@ -113,7 +115,7 @@ def test_any_layout(spec: OpSpec, dtype: torch.dtype, device: str, request: pyte
 @every_op
 @every_dtype
 def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """The operands of one call in layouts of their own."""
+    """Each operand of a call has its own layout."""
     truths: dict[tuple[int, bool, bool], Expected] = {}
     for first, second in itertools.permutations(LAYOUTS, 2):
         turns = itertools.cycle(
@@ -143,9 +145,10 @@ def test_rows_with_gaps(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 def test_nan_and_inf_at_each_position(
     spec: OpSpec, dtype: torch.dtype, value: float, device: str, request: pytest.FixtureRequest
 ) -> None:
-    """Where the reference lets it go, and nowhere else. 67 columns are two blocks and a tail on the CPU, vectors and a
-    tail on the GPU. An infinite input may leave the op finite where the reference's formula gives inf * 0 (the limit
-    is right). NaN in float32 goes to every position; the others, in the quick tier, to some.
+    """A NaN or an infinity reaches the same results as in the reference. 67 columns are two blocks and a tail on the
+    CPU, vectors and a tail on the GPU. With an infinite input the op may be finite where the reference's formula gives
+    inf * 0, if it gives the limit. In float32 NaN is put into every position, in the other cases of the quick tier into
+    some.
     """
     slow = request.config.getoption("--slow")
     for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (2, 67))):
@@ -169,7 +172,7 @@ def test_nan_and_inf_at_each_position(
 def test_hostile_numbers(
     spec: OpSpec, dtype: torch.dtype, device: str, mean: float, spread: float, request: pytest.FixtureRequest
 ) -> None:
-    """Values far from 1: overflow, denormals, and both ends of exp. On the GPU other kernels take aligned rows."""
+    """Values far from 1: overflow, denormals, and both ends of exp. On the GPU other kernels run for aligned rows."""
     slow = request.config.getoption("--slow")
     rows = 33 if slow else 9
     for width in (1025, 1024) if slow or device == "cuda" else (1025,):
@@ -188,7 +191,7 @@ def test_rows_of_minus_infinity(spec: OpSpec, device: str) -> None:
 
 
 def last_rows(sample: Sample, rows: int, count: int) -> Sample:
-    """The sample of these rows alone."""
+    """The sample with these rows alone."""
 
     def cut(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.shape[:1] != (rows,):
@@ -199,7 +202,7 @@ def last_rows(sample: Sample, rows: int, count: int) -> Sample:
 
 
 def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict[str, torch.Tensor]:
-    """The results, and the gradients of inputs with these rows. Of a tensor with these rows only the last ones stay in
+    """The results, and the gradients of inputs with these rows. Of each such tensor only the last rows stay in
     memory."""
 
     def last(x: torch.Tensor) -> torch.Tensor:
@@ -215,7 +218,7 @@ def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict
 
 
 def differences(spec: OpSpec, sample: Sample, rows: int, count: int) -> list[str]:
-    """Where the last rows of the results and gradients are others than those of these rows alone."""
+    """The places at which the last rows of the results and gradients differ from a call with these rows alone."""
     many = results_of_last(spec, sample, rows, count)
     few = results_of_last(spec, last_rows(sample, rows, count), count, count)
     return [name for name in many if not torch.equal(many[name], few[name])]
@@ -235,7 +238,7 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
     if cols != 1 << 16 and device == "cpu":
         pytest.skip("the CPU's kernels count in int64 alone, and 2^32 elements take minutes")
     many = (1 << 31 if cols == 1 << 16 else 1 << 32) // cols + 2
-    few = 64  # not so few that a kernel has more threads for each, and sums in another order
+    few = 64  # enough rows for a kernel to use as many threads for each, and so sum in the same order
     generator = torch.Generator().manual_seed(0)
     last = torch.randn(few, cols, generator=generator).bfloat16().to(device)
 
@@ -247,7 +250,7 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
             x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
             return x.requires_grad_(device == "cuda")
 
-        return spec.sample_inputs(make, (rows, 1, cols))  # norms over the last two dimensions still have the rows apart
+        return spec.sample_inputs(make, (rows, 1, cols))  # with norms over the last two dimensions rows remain separate
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]
     compared = 0

@@ -20,7 +20,8 @@ static int64_t at(const softmax_case *c, int64_t row, int64_t column) {
   return (row / c->inner * c->cols + column) * c->inner + row % c->inner;
 }
 
-/* Roundings of a sum: one per column of a lane, and those of chunks that raise the maximum. */
+/* The number of roundings of a sum: one per column of a lane, and one per chunk that raises the
+ * maximum. */
 static double roundings(const softmax_case *c) {
   const double lane = (double)ceil_div(c->cols, 32);
   return c->inner > 1 ? 40 + 4 * lane : (lane < 256 ? lane : 256) + 8;

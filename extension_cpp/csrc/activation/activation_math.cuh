@@ -53,7 +53,7 @@ __device__ inline Jet<A> silu(A x) {
 
 template <typename T, typename A = acc_t<T>>
 __device__ inline Jet<A> gelu_tanh(A x) {
-  const A square = fmin(x * x, A(TANH_SQUARE));  // of NaN, too: the factor x of u is NaN
+  const A square = fmin(x * x, A(TANH_SQUARE));  // finite for NaN: x below is NaN
   const Logistic<A> s = logistic<T>(x * fma(square, A(TANH_D), A(TANH_C)));
   const A u1 = fma(square, A(3 * TANH_D), A(TANH_C)), xu2 = A(6 * TANH_D) * square;
   const A bend = fabs(x) * s.slope * s.balance;
