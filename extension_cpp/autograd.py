@@ -3,7 +3,7 @@
 An Autograd kernel in Python runs at every call of an operator, with gradients or without, and again for the backward
 operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a no-grad overload:
 the operator <name>_no_grad, which has the same arguments, kernels and fake, and no Autograd kernel. It may leave out
-the last results, if only backward reads them; it then has a C++ function of its own (def_with_twin in
+the last results, if only backward reads them; it then has a C++ function of its own (def_with_no_grad in
 csrc/common/op.h).
 
 The no-grad overload is called instead of the operator under no_grad, and in a backward pass that is not differentiated

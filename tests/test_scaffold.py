@@ -347,7 +347,8 @@ def test_documents_of_a_template_are_those_that_make_docs_writes(kind):
     exec(source[: source.index("\n@register_fake")], namespace)
     shim = (template / "kernel_template" / "kernel_template.cpp").read_text()
     written = [
-        "".join(re.findall(r'"(.*?)"', lines)) for lines in re.findall(r"def_with_twin\(\s*m,(.*?)\);", shim, re.DOTALL)
+        "".join(re.findall(r'"(.*?)"', lines))
+        for lines in re.findall(r"def_with_no_grad\(\s*m,(.*?)\);", shim, re.DOTALL)
     ]
     parsed = [torch._C.parse_schema(f"extension_cpp::{schema}") for schema in written]
     schemas = [str(schema) for schema in parsed]

@@ -79,23 +79,25 @@ static Tensor gelu_double_backward(const Tensor &grad_grad_x, const Tensor &grad
 // gelu takes a bool in place of PyTorch's string: in PyTorch 2.10 to 2.11 the stable ABI's string
 // argument leaks the string at every call.
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "silu(Tensor x) -> Tensor");
-  def_with_twin(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor");
-  def_with_twin(m, "silu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
-  def_with_twin(m, "gelu(Tensor x, bool tanh=False) -> Tensor");
-  def_with_twin(m, "gelu_backward(Tensor grad_out, Tensor x, bool tanh) -> Tensor");
-  def_with_twin(m,
-                "gelu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x, bool tanh) -> "
-                "Tensor");
+  def_with_no_grad(m, "silu(Tensor x) -> Tensor");
+  def_with_no_grad(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor");
+  def_with_no_grad(m,
+                   "silu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
+  def_with_no_grad(m, "gelu(Tensor x, bool tanh=False) -> Tensor");
+  def_with_no_grad(m, "gelu_backward(Tensor grad_out, Tensor x, bool tanh) -> Tensor");
+  def_with_no_grad(
+      m,
+      "gelu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x, bool tanh) -> "
+      "Tensor");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "silu", TORCH_BOX(&silu));
-  impl_with_twin(m, "silu_backward", TORCH_BOX(&silu_backward));
-  impl_with_twin(m, "silu_double_backward", TORCH_BOX(&silu_double_backward));
-  impl_with_twin(m, "gelu", TORCH_BOX(&gelu));
-  impl_with_twin(m, "gelu_backward", TORCH_BOX(&gelu_backward));
-  impl_with_twin(m, "gelu_double_backward", TORCH_BOX(&gelu_double_backward));
+  impl_with_no_grad(m, "silu", TORCH_BOX(&silu));
+  impl_with_no_grad(m, "silu_backward", TORCH_BOX(&silu_backward));
+  impl_with_no_grad(m, "silu_double_backward", TORCH_BOX(&silu_double_backward));
+  impl_with_no_grad(m, "gelu", TORCH_BOX(&gelu));
+  impl_with_no_grad(m, "gelu_backward", TORCH_BOX(&gelu_backward));
+  impl_with_no_grad(m, "gelu_double_backward", TORCH_BOX(&gelu_double_backward));
 }
 
 }  // namespace extension_cpp

@@ -61,15 +61,15 @@ static std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor &grad_out, con
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "bias_gelu(Tensor x, Tensor bias, bool tanh=False) -> Tensor");
-  def_with_twin(m,
-                "bias_gelu_backward(Tensor grad_out, Tensor x, Tensor bias, bool tanh, bool "
-                "needs_grad_x, bool needs_grad_bias) -> (Tensor, Tensor)");
+  def_with_no_grad(m, "bias_gelu(Tensor x, Tensor bias, bool tanh=False) -> Tensor");
+  def_with_no_grad(m,
+                   "bias_gelu_backward(Tensor grad_out, Tensor x, Tensor bias, bool tanh, bool "
+                   "needs_grad_x, bool needs_grad_bias) -> (Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "bias_gelu", TORCH_BOX(&bias_gelu));
-  impl_with_twin(m, "bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
+  impl_with_no_grad(m, "bias_gelu", TORCH_BOX(&bias_gelu));
+  impl_with_no_grad(m, "bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
 }
 
 }  // namespace extension_cpp

@@ -338,19 +338,21 @@ void *current_cuda_stream(const Tensor &) { return nullptr; }
 void check_cuda(const char *op, int) { fail(op, "built without CUDA"); }
 #endif
 
-constexpr char TWIN[] = "_no_grad";  // as in autograd.py
+constexpr char NO_GRAD[] = "_no_grad";  // as in autograd.py
 
-void def_with_twin(StableLibrary &m, const std::string &schema, const std::string &twin_results) {
+void def_with_no_grad(StableLibrary &m, const std::string &schema,
+                      const std::string &no_grad_results) {
   m.def(schema.c_str());
-  std::string twin = schema;
-  if (!twin_results.empty()) twin.replace(twin.rfind("-> ") + 3, std::string::npos, twin_results);
-  m.def(twin.insert(twin.find('('), TWIN).c_str());
+  std::string overload = schema;
+  if (!no_grad_results.empty())
+    overload.replace(overload.rfind("-> ") + 3, std::string::npos, no_grad_results);
+  m.def(overload.insert(overload.find('('), NO_GRAD).c_str());
 }
 
-void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel,
-                    BoxedKernel twin_kernel) {
+void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
+                       BoxedKernel no_grad_kernel) {
   m.impl(name.c_str(), kernel);
-  m.impl((name + TWIN).c_str(), twin_kernel ? twin_kernel : kernel);
+  m.impl((name + NO_GRAD).c_str(), no_grad_kernel ? no_grad_kernel : kernel);
 }
 
 }  // namespace extension_cpp

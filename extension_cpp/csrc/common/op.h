@@ -151,18 +151,19 @@ void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const T
 
 using torch::stable::detail::StableLibrary;
 
-// These register an operator that is differentiable, and its twin <name>_no_grad, which has the
-// same arguments and no Autograd kernel. The twin is for calls that record no gradient. A schema is
-// "name(arguments) -> results". By default the twin has the operator's results and kernel. If it is
-// given both, it returns only the leading results, because only backward reads the others.
-void def_with_twin(StableLibrary &m, const std::string &schema,
-                   const std::string &twin_results = "");
+// These register an operator that is differentiable, and its no-grad overload: the operator
+// <name>_no_grad, which has the same arguments and no Autograd kernel, for calls that record no
+// gradient. A schema is "name(arguments) -> results". By default the overload has the operator's
+// results and kernel. If it is given both, it returns only the leading results, because only
+// backward reads the others.
+void def_with_no_grad(StableLibrary &m, const std::string &schema,
+                      const std::string &no_grad_results = "");
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);
-void impl_with_twin(StableLibrary &m, const std::string &name, BoxedKernel kernel,
-                    BoxedKernel twin_kernel = nullptr);
+void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
+                       BoxedKernel no_grad_kernel = nullptr);
 
 // Registers a list of kernels for the dispatch keys CPU and, in a build with CUDA, CUDA:
-//   REGISTER_KERNELS(m) { impl_with_twin(m, "relu", TORCH_BOX(&relu)); }
+//   REGISTER_KERNELS(m) { impl_with_no_grad(m, "relu", TORCH_BOX(&relu)); }
 #ifdef WITH_CUDA
 #define REGISTER_KERNELS(m)                                                         \
   static void register_kernels(::extension_cpp::StableLibrary &);                   \

@@ -21,9 +21,9 @@ static Tensor dropout(const Tensor &x, double p, const Tensor &seed) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor");
+  def_with_no_grad(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor");
 }
 
-REGISTER_KERNELS(m) { impl_with_twin(m, "dropout", TORCH_BOX(&dropout)); }
+REGISTER_KERNELS(m) { impl_with_no_grad(m, "dropout", TORCH_BOX(&dropout)); }
 
 }  // namespace extension_cpp

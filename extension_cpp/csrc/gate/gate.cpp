@@ -94,19 +94,20 @@ static std::tuple<Tensor, Tensor> geglu_backward(const Tensor &grad_out, const T
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "swiglu(Tensor gate, Tensor up) -> Tensor");
-  def_with_twin(m, "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up) -> (Tensor, Tensor)");
-  def_with_twin(m, "geglu(Tensor gate, Tensor up, bool tanh=False) -> Tensor");
-  def_with_twin(m,
-                "geglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool tanh) -> (Tensor, "
-                "Tensor)");
+  def_with_no_grad(m, "swiglu(Tensor gate, Tensor up) -> Tensor");
+  def_with_no_grad(m,
+                   "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  def_with_no_grad(m, "geglu(Tensor gate, Tensor up, bool tanh=False) -> Tensor");
+  def_with_no_grad(m,
+                   "geglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool tanh) -> (Tensor, "
+                   "Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "swiglu", TORCH_BOX(&swiglu));
-  impl_with_twin(m, "swiglu_backward", TORCH_BOX(&swiglu_backward));
-  impl_with_twin(m, "geglu", TORCH_BOX(&geglu));
-  impl_with_twin(m, "geglu_backward", TORCH_BOX(&geglu_backward));
+  impl_with_no_grad(m, "swiglu", TORCH_BOX(&swiglu));
+  impl_with_no_grad(m, "swiglu_backward", TORCH_BOX(&swiglu_backward));
+  impl_with_no_grad(m, "geglu", TORCH_BOX(&geglu));
+  impl_with_no_grad(m, "geglu_backward", TORCH_BOX(&geglu_backward));
 }
 
 }  // namespace extension_cpp

@@ -162,39 +162,40 @@ static Tensor cross_entropy_scale(const Tensor &x, const Tensor &factor) {
 // ---- registration ----
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m,
-                "cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, "
-                "int ignore_index=-100, int reduction=1, float label_smoothing=0.0, "
-                "float z_loss=0.0, float? softcap=None, bool float_loss=False) -> "
-                "(Tensor, Tensor, Tensor)",
-                "Tensor");
-  def_with_twin(m,
-                "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, "
-                "Tensor lse, Tensor total, Tensor? weight, int ignore_index, int reduction, "
-                "float label_smoothing, float z_loss, float? softcap) -> Tensor");
+  def_with_no_grad(m,
+                   "cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, "
+                   "int ignore_index=-100, int reduction=1, float label_smoothing=0.0, "
+                   "float z_loss=0.0, float? softcap=None, bool float_loss=False) -> "
+                   "(Tensor, Tensor, Tensor)",
+                   "Tensor");
+  def_with_no_grad(m,
+                   "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, "
+                   "Tensor lse, Tensor total, Tensor? weight, int ignore_index, int reduction, "
+                   "float label_smoothing, float z_loss, float? softcap) -> Tensor");
   m.def(
       "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, "
       "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor");
   m.def("cross_entropy_scale(Tensor x, Tensor factor) -> Tensor");
   // linear_loss.py implements it, because the matrix products are PyTorch's.
-  def_with_twin(m,
-                "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
-                "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "
-                "float label_smoothing, float z_loss, float? softcap, bool float_loss, "
-                "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
-                "(Tensor, Tensor, Tensor, Tensor)",
-                "Tensor");
-  def_with_twin(m,
-                "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
-                "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
-                "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, "
-                "float label_smoothing, float z_loss, float? softcap, bool needs_grad_x, "
-                "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
+                   "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "
+                   "float label_smoothing, float z_loss, float? softcap, bool float_loss, "
+                   "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
+                   "(Tensor, Tensor, Tensor, Tensor)",
+                   "Tensor");
+  def_with_no_grad(m,
+                   "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
+                   "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
+                   "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, "
+                   "float label_smoothing, float z_loss, float? softcap, bool needs_grad_x, "
+                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "cross_entropy", TORCH_BOX(&cross_entropy), TORCH_BOX(&cross_entropy_no_grad));
-  impl_with_twin(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  impl_with_no_grad(m, "cross_entropy", TORCH_BOX(&cross_entropy),
+                    TORCH_BOX(&cross_entropy_no_grad));
+  impl_with_no_grad(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_chunk", TORCH_BOX(&cross_entropy_chunk));
   m.impl("cross_entropy_scale", TORCH_BOX(&cross_entropy_scale));
 }

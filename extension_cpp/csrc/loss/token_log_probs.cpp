@@ -64,20 +64,21 @@ static Tensor token_log_probs_backward(const Tensor &grad_log_probs, const Tenso
 // ---- registration ----
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m,
-                "token_log_probs(Tensor logits, Tensor target, float temperature=1.0) -> "
-                "(Tensor, Tensor, Tensor)",
-                "(Tensor, Tensor)");
-  def_with_twin(m,
-                "token_log_probs_backward(Tensor grad_log_probs, Tensor grad_entropy, "
-                "Tensor logits, Tensor target, Tensor lse, Tensor entropy, float temperature) -> "
-                "Tensor");
+  def_with_no_grad(m,
+                   "token_log_probs(Tensor logits, Tensor target, float temperature=1.0) -> "
+                   "(Tensor, Tensor, Tensor)",
+                   "(Tensor, Tensor)");
+  def_with_no_grad(
+      m,
+      "token_log_probs_backward(Tensor grad_log_probs, Tensor grad_entropy, "
+      "Tensor logits, Tensor target, Tensor lse, Tensor entropy, float temperature) -> "
+      "Tensor");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "token_log_probs", TORCH_BOX(&token_log_probs),
-                 TORCH_BOX(&token_log_probs_no_grad));
-  impl_with_twin(m, "token_log_probs_backward", TORCH_BOX(&token_log_probs_backward));
+  impl_with_no_grad(m, "token_log_probs", TORCH_BOX(&token_log_probs),
+                    TORCH_BOX(&token_log_probs_no_grad));
+  impl_with_no_grad(m, "token_log_probs_backward", TORCH_BOX(&token_log_probs_backward));
 }
 
 }  // namespace extension_cpp

@@ -48,15 +48,16 @@ static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "mish(Tensor x) -> Tensor");
-  def_with_twin(m, "mish_backward(Tensor grad_out, Tensor x) -> Tensor");
-  def_with_twin(m, "mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
+  def_with_no_grad(m, "mish(Tensor x) -> Tensor");
+  def_with_no_grad(m, "mish_backward(Tensor grad_out, Tensor x) -> Tensor");
+  def_with_no_grad(m,
+                   "mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "mish", TORCH_BOX(&mish));
-  impl_with_twin(m, "mish_backward", TORCH_BOX(&mish_backward));
-  impl_with_twin(m, "mish_double_backward", TORCH_BOX(&mish_double_backward));
+  impl_with_no_grad(m, "mish", TORCH_BOX(&mish));
+  impl_with_no_grad(m, "mish_backward", TORCH_BOX(&mish_backward));
+  impl_with_no_grad(m, "mish_double_backward", TORCH_BOX(&mish_double_backward));
 }
 
 }  // namespace extension_cpp

@@ -65,15 +65,15 @@ static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "muladd(Tensor a, Tensor b, float c) -> Tensor");
+  def_with_no_grad(m, "muladd(Tensor a, Tensor b, float c) -> Tensor");
   m.def("muladd.out(Tensor a, Tensor b, float c, *, Tensor(a!) out) -> ()");
-  def_with_twin(m, "muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");
+  def_with_no_grad(m, "muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "muladd", TORCH_BOX(&muladd));
+  impl_with_no_grad(m, "muladd", TORCH_BOX(&muladd));
   m.impl("muladd.out", TORCH_BOX(&muladd_out));
-  impl_with_twin(m, "muladd_backward", TORCH_BOX(&muladd_backward));
+  impl_with_no_grad(m, "muladd_backward", TORCH_BOX(&muladd_backward));
 }
 
 }  // namespace extension_cpp

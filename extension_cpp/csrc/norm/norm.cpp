@@ -260,29 +260,29 @@ static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, cons
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m,
-                "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
-                "Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
-                "Tensor");
-  def_with_twin(m,
-                "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
-                "Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool needs_grad_x, "
-                "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
-  def_with_twin(m,
-                "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
-                "float? eps=None) -> (Tensor, Tensor)",
-                "Tensor");
-  def_with_twin(m,
-                "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
-                "Tensor rstd, Tensor? weight, bool needs_grad_x, bool needs_grad_weight) -> "
-                "(Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
+                   "Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
+                   "Tensor");
+  def_with_no_grad(m,
+                   "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
+                   "Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool needs_grad_x, "
+                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
+                   "float? eps=None) -> (Tensor, Tensor)",
+                   "Tensor");
+  def_with_no_grad(m,
+                   "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
+                   "Tensor rstd, Tensor? weight, bool needs_grad_x, bool needs_grad_weight) -> "
+                   "(Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "layer_norm", TORCH_BOX(&layer_norm<true>), TORCH_BOX(&layer_norm<false>));
-  impl_with_twin(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
-  impl_with_twin(m, "rms_norm", TORCH_BOX(&rms_norm<true>), TORCH_BOX(&rms_norm<false>));
-  impl_with_twin(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  impl_with_no_grad(m, "layer_norm", TORCH_BOX(&layer_norm<true>), TORCH_BOX(&layer_norm<false>));
+  impl_with_no_grad(m, "layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  impl_with_no_grad(m, "rms_norm", TORCH_BOX(&rms_norm<true>), TORCH_BOX(&rms_norm<false>));
+  impl_with_no_grad(m, "rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
 
 }  // namespace extension_cpp

@@ -69,47 +69,47 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm_dropout_backward(
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m,
-                "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
-                "Tensor? weight, Tensor? bias, float eps, float p, Tensor? seed) -> "
-                "(Tensor, Tensor, Tensor, Tensor)",
-                "(Tensor, Tensor)");
-  def_with_twin(m,
-                "add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, "
-                "SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, "
-                "Tensor? bias, float p, Tensor? seed, bool needs_grad_x, "
-                "bool needs_grad_residual, bool needs_grad_weight, bool needs_grad_bias) -> "
-                "(Tensor, Tensor, Tensor, Tensor)");
-  def_with_twin(m,
-                "add_rms_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
-                "Tensor? weight, float? eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
-                "(Tensor, Tensor)");
-  def_with_twin(m,
-                "add_rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, "
-                "SymInt[] normalized_shape, Tensor rstd, Tensor? weight, float p, Tensor? seed, "
-                "bool needs_grad_x, bool needs_grad_residual, bool needs_grad_weight) -> "
-                "(Tensor, Tensor, Tensor)");
-  def_with_twin(m,
-                "layer_norm_dropout(Tensor x, SymInt[] normalized_shape, Tensor? weight, "
-                "Tensor? bias, float eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
-                "Tensor");
-  def_with_twin(m,
-                "layer_norm_dropout_backward(Tensor grad_out, Tensor x, "
-                "SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, "
-                "Tensor? bias, float p, Tensor? seed, bool needs_grad_x, "
-                "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
+                   "Tensor? weight, Tensor? bias, float eps, float p, Tensor? seed) -> "
+                   "(Tensor, Tensor, Tensor, Tensor)",
+                   "(Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, "
+                   "SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, "
+                   "Tensor? bias, float p, Tensor? seed, bool needs_grad_x, "
+                   "bool needs_grad_residual, bool needs_grad_weight, bool needs_grad_bias) -> "
+                   "(Tensor, Tensor, Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "add_rms_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
+                   "Tensor? weight, float? eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
+                   "(Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "add_rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, "
+                   "SymInt[] normalized_shape, Tensor rstd, Tensor? weight, float p, Tensor? seed, "
+                   "bool needs_grad_x, bool needs_grad_residual, bool needs_grad_weight) -> "
+                   "(Tensor, Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "layer_norm_dropout(Tensor x, SymInt[] normalized_shape, Tensor? weight, "
+                   "Tensor? bias, float eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
+                   "Tensor");
+  def_with_no_grad(m,
+                   "layer_norm_dropout_backward(Tensor grad_out, Tensor x, "
+                   "SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, "
+                   "Tensor? bias, float p, Tensor? seed, bool needs_grad_x, "
+                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "add_layer_norm", TORCH_BOX(&add_layer_norm<true>),
-                 TORCH_BOX(&add_layer_norm<false>));
-  impl_with_twin(m, "add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
-  impl_with_twin(m, "add_rms_norm", TORCH_BOX(&add_rms_norm<true>),
-                 TORCH_BOX(&add_rms_norm<false>));
-  impl_with_twin(m, "add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
-  impl_with_twin(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout<true>),
-                 TORCH_BOX(&layer_norm_dropout<false>));
-  impl_with_twin(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
+  impl_with_no_grad(m, "add_layer_norm", TORCH_BOX(&add_layer_norm<true>),
+                    TORCH_BOX(&add_layer_norm<false>));
+  impl_with_no_grad(m, "add_layer_norm_backward", TORCH_BOX(&add_layer_norm_backward));
+  impl_with_no_grad(m, "add_rms_norm", TORCH_BOX(&add_rms_norm<true>),
+                    TORCH_BOX(&add_rms_norm<false>));
+  impl_with_no_grad(m, "add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
+  impl_with_no_grad(m, "layer_norm_dropout", TORCH_BOX(&layer_norm_dropout<true>),
+                    TORCH_BOX(&layer_norm_dropout<false>));
+  impl_with_no_grad(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
 }
 
 }  // namespace extension_cpp

@@ -213,9 +213,9 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
+  def_with_no_grad(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
 }
 
-REGISTER_KERNELS(m) { impl_with_twin(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
+REGISTER_KERNELS(m) { impl_with_no_grad(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
 
 }  // namespace extension_cpp

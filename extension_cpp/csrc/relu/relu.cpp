@@ -29,13 +29,13 @@ static Tensor relu_backward(const Tensor &grad_out, const Tensor &y) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "relu(Tensor x) -> Tensor");
-  def_with_twin(m, "relu_backward(Tensor grad_out, Tensor y) -> Tensor");
+  def_with_no_grad(m, "relu(Tensor x) -> Tensor");
+  def_with_no_grad(m, "relu_backward(Tensor grad_out, Tensor y) -> Tensor");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "relu", TORCH_BOX(&relu));
-  impl_with_twin(m, "relu_backward", TORCH_BOX(&relu_backward));
+  impl_with_no_grad(m, "relu", TORCH_BOX(&relu));
+  impl_with_no_grad(m, "relu_backward", TORCH_BOX(&relu_backward));
 }
 
 }  // namespace extension_cpp

@@ -165,17 +165,18 @@ static std::tuple<Tensor, Tensor> rotary_embedding_backward(const Tensor &grad_q
 // ---- registration ----
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m,
-                "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, "
-                "bool interleaved=False) -> (Tensor, Tensor)");
-  def_with_twin(m,
-                "rotary_embedding_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, "
-                "bool interleaved) -> (Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, "
+                   "bool interleaved=False) -> (Tensor, Tensor)");
+  def_with_no_grad(
+      m,
+      "rotary_embedding_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, "
+      "bool interleaved) -> (Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "rotary_embedding", TORCH_BOX(&rotary_embedding));
-  impl_with_twin(m, "rotary_embedding_backward", TORCH_BOX(&rotary_embedding_backward));
+  impl_with_no_grad(m, "rotary_embedding", TORCH_BOX(&rotary_embedding));
+  impl_with_no_grad(m, "rotary_embedding_backward", TORCH_BOX(&rotary_embedding_backward));
 }
 
 }  // namespace extension_cpp

@@ -64,16 +64,16 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
-  def_with_twin(m,
-                "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, "
-                "bool needs_grad_x, "
-                "bool needs_grad_bias) -> (Tensor, Tensor)");
+  def_with_no_grad(m, "scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
+  def_with_no_grad(m,
+                   "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, "
+                   "bool needs_grad_x, "
+                   "bool needs_grad_bias) -> (Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "scale_bias_relu", TORCH_BOX(&scale_bias_relu));
-  impl_with_twin(m, "scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
+  impl_with_no_grad(m, "scale_bias_relu", TORCH_BOX(&scale_bias_relu));
+  impl_with_no_grad(m, "scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
 }
 
 }  // namespace extension_cpp

@@ -135,24 +135,26 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "cumsum(Tensor x, int dim, bool exclusive=False, bool reverse=False) -> Tensor");
-  def_with_twin(m, "logcumsumexp(Tensor x, int dim) -> Tensor");
-  def_with_twin(m, "logcumsumexp_backward(Tensor grad_out, Tensor x, Tensor y, int dim) -> Tensor");
-  def_with_twin(m,
-                "linear_recurrence(Tensor a, Tensor b, Tensor? h0=None, int dim=-2, "
-                "bool reverse=False) -> Tensor");
-  def_with_twin(
+  def_with_no_grad(m,
+                   "cumsum(Tensor x, int dim, bool exclusive=False, bool reverse=False) -> Tensor");
+  def_with_no_grad(m, "logcumsumexp(Tensor x, int dim) -> Tensor");
+  def_with_no_grad(m,
+                   "logcumsumexp_backward(Tensor grad_out, Tensor x, Tensor y, int dim) -> Tensor");
+  def_with_no_grad(m,
+                   "linear_recurrence(Tensor a, Tensor b, Tensor? h0=None, int dim=-2, "
+                   "bool reverse=False) -> Tensor");
+  def_with_no_grad(
       m,
       "linear_recurrence_backward(Tensor grad_h, Tensor a, Tensor h, Tensor? h0, int dim, "
       "bool reverse) -> (Tensor, Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "cumsum", TORCH_BOX(&cumsum));
-  impl_with_twin(m, "logcumsumexp", TORCH_BOX(&logcumsumexp));
-  impl_with_twin(m, "logcumsumexp_backward", TORCH_BOX(&logcumsumexp_backward));
-  impl_with_twin(m, "linear_recurrence", TORCH_BOX(&linear_recurrence));
-  impl_with_twin(m, "linear_recurrence_backward", TORCH_BOX(&linear_recurrence_backward));
+  impl_with_no_grad(m, "cumsum", TORCH_BOX(&cumsum));
+  impl_with_no_grad(m, "logcumsumexp", TORCH_BOX(&logcumsumexp));
+  impl_with_no_grad(m, "logcumsumexp_backward", TORCH_BOX(&logcumsumexp_backward));
+  impl_with_no_grad(m, "linear_recurrence", TORCH_BOX(&linear_recurrence));
+  impl_with_no_grad(m, "linear_recurrence_backward", TORCH_BOX(&linear_recurrence_backward));
 }
 
 }  // namespace extension_cpp

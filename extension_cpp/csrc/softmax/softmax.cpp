@@ -83,17 +83,17 @@ static Tensor log_softmax_backward(const Tensor &grad_out, const Tensor &y, int6
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "softmax(Tensor x, int dim=-1) -> Tensor");
-  def_with_twin(m, "softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
-  def_with_twin(m, "log_softmax(Tensor x, int dim=-1) -> Tensor");
-  def_with_twin(m, "log_softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
+  def_with_no_grad(m, "softmax(Tensor x, int dim=-1) -> Tensor");
+  def_with_no_grad(m, "softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
+  def_with_no_grad(m, "log_softmax(Tensor x, int dim=-1) -> Tensor");
+  def_with_no_grad(m, "log_softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "softmax", TORCH_BOX(&softmax));
-  impl_with_twin(m, "softmax_backward", TORCH_BOX(&softmax_backward));
-  impl_with_twin(m, "log_softmax", TORCH_BOX(&log_softmax));
-  impl_with_twin(m, "log_softmax_backward", TORCH_BOX(&log_softmax_backward));
+  impl_with_no_grad(m, "softmax", TORCH_BOX(&softmax));
+  impl_with_no_grad(m, "softmax_backward", TORCH_BOX(&softmax_backward));
+  impl_with_no_grad(m, "log_softmax", TORCH_BOX(&log_softmax));
+  impl_with_no_grad(m, "log_softmax_backward", TORCH_BOX(&log_softmax_backward));
 }
 
 }  // namespace extension_cpp

@@ -108,15 +108,17 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "kernel_template(Tensor x, Tensor weight, float eps=1e-06) -> (Tensor, Tensor)");
-  def_with_twin(m,
-                "kernel_template_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor rstd, "
-                "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "kernel_template(Tensor x, Tensor weight, float eps=1e-06) -> (Tensor, Tensor)");
+  def_with_no_grad(
+      m,
+      "kernel_template_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor rstd, "
+      "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
-  impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
+  impl_with_no_grad(m, "kernel_template", TORCH_BOX(&forward));
+  impl_with_no_grad(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
 }  // namespace extension_cpp

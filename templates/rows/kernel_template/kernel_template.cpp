@@ -64,13 +64,13 @@ static Tensor backward(const Tensor &grad_out, const Tensor &x) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "kernel_template(Tensor x) -> Tensor");
-  def_with_twin(m, "kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
+  def_with_no_grad(m, "kernel_template(Tensor x) -> Tensor");
+  def_with_no_grad(m, "kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
-  impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
+  impl_with_no_grad(m, "kernel_template", TORCH_BOX(&forward));
+  impl_with_no_grad(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
 }  // namespace extension_cpp

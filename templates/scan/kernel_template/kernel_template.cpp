@@ -53,13 +53,13 @@ static Tensor backward(const Tensor &grad_out, double decay) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_twin(m, "kernel_template(Tensor x, float decay) -> Tensor");
-  def_with_twin(m, "kernel_template_backward(Tensor grad_out, float decay) -> Tensor");
+  def_with_no_grad(m, "kernel_template(Tensor x, float decay) -> Tensor");
+  def_with_no_grad(m, "kernel_template_backward(Tensor grad_out, float decay) -> Tensor");
 }
 
 REGISTER_KERNELS(m) {
-  impl_with_twin(m, "kernel_template", TORCH_BOX(&forward));
-  impl_with_twin(m, "kernel_template_backward", TORCH_BOX(&backward));
+  impl_with_no_grad(m, "kernel_template", TORCH_BOX(&forward));
+  impl_with_no_grad(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
 }  // namespace extension_cpp
