@@ -223,5 +223,5 @@ def function_of(kind: Any, site: Site) -> Any:
 
 @functools.cache
 def rotary_of(function: Any, options: tuple[tuple[str, Any], ...]) -> Rotary | str:
-    with torch.device("cpu"):  # the caller's may be meta
+    with torch.device("cpu"):  # the caller's default device may be meta
         return convert_rotary.recognise(function, dict(options))

@@ -95,7 +95,8 @@ def _modeling() -> Any:
 def decide(
     module: torch.nn.Module, is_linear: bool, obstacle_of: Callable[[torch.nn.Module], str | None]
 ) -> tuple[bool, "Plan | None", str | None]:
-    """For a causal language model: whether to replace its loss function, the plan of its linear loss, and why not."""
+    """For a causal language model: whether to replace its loss function, the plan of its linear loss, and the reason if
+    one of them is missing."""
     reason = obstacle(module)
     if reason is not None or not is_linear:
         return reason is None and not _has_our_loss(module), None, reason

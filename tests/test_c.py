@@ -82,11 +82,11 @@ def build_folder() -> Path | None:
 
 
 def library_objects() -> Path | None:
-    """Where the library's objects are, which the plain build's flags made, if no source is newer."""
+    """The folder of the library's objects. None if a source is newer or the library is no plain build."""
     folder = build_folder()
     if folder is None or not folder.name.startswith("release-"):
         return None
-    # Even a dry run takes away the lists of headers of what is being compiled meanwhile, unless told to keep them.
+    # Without keepdepfile even a dry run deletes the lists of headers of files that are being compiled.
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder), "-n", "-d", "keepdepfile"]
     return folder if "no work to do" in subprocess.run(ninja, capture_output=True, text=True).stdout else None
 

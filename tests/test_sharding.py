@@ -892,10 +892,8 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
         try:
             check(mesh)
             said = ""
-        except (
-            Exception,
-            pytest.fail.Exception,
-        ):  # the same in every process, or the next collective operation ends in a timeout
+        # An error must be raised in every process. Otherwise the next collective operation ends in a timeout.
+        except (Exception, pytest.fail.Exception):
             said = traceback.format_exc()
         Path(folder, f"{name}.{rank}").write_text(said)
     torch.distributed.destroy_process_group()

@@ -40,7 +40,7 @@ typedef struct {
   uint64_t hash;
 } math_sweep;
 
-/* Up to 80, beyond what softmax and the rounding of an lse can ask for. */
+/* exp up to 80, which is beyond the arguments in softmax and in the rounding of an lse. */
 static void visit_math(const float *sweep, void *context) {
   math_sweep *all = context;
   const int is_tanh = all->function == TANH_FLOAT;
