@@ -6,12 +6,15 @@ kernel's only by rounding.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .autograd import own_ops
+
+Results = Callable[..., tuple[Tensor, ...]]
 
 
 def muladd(a: Tensor, b: Tensor, c: float) -> Tensor:
@@ -220,115 +223,47 @@ def rms_norm_backward(
     return tuple(_norm_backward(grad_out, x, normalized_shape, rstd, weight, like, False, needs))
 
 
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, ...]:
-    s = residual + _maybe_dropout(x, p, seed)
-    y, mean, rstd = layer_norm(s, normalized_shape, weight, bias, eps)
-    return y, s, mean, rstd
+def _add_norm(norm: Results) -> Results:
+    """The operator norm(residual + dropout(x)). Its arguments are those of the norm, with residual, p and seed."""
+
+    def add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *of_norm, p, seed = args
+        s = residual + _maybe_dropout(x, p, seed)
+        y, *statistics = norm(s, *of_norm)
+        return y, s, *statistics
+
+    return add_norm
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, ...]:
-    s = residual + _maybe_dropout(x, p, seed)
-    y, rstd = rms_norm(s, normalized_shape, weight, eps)
-    return y, s, rstd
+def _add_norm_backward(norm_backward: Results, saved: int) -> Results:
+    """The backward operator of an add_norm. `saved` is the number of arguments of norm_backward between x and needs."""
+
+    def add_norm_backward(grad_out: Tensor, grad_sum: Tensor | None, s: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        p, seed, needs_x, needs_residual, *needs = args[saved:]
+        needs_sum = needs_x or needs_residual
+        grad_s, *weights = norm_backward(grad_out, s, *args[:saved], needs_sum, *needs)
+        if grad_sum is not None and needs_sum:
+            grad_s = grad_s + grad_sum
+        # Without dropout the gradient of x is empty, because the gradient of residual serves both.
+        grad_x = _maybe_dropout(grad_s, p, seed) if needs_x and p > 0 else grad_s.new_empty(0)
+        return grad_x, grad_s, *weights
+
+    return add_norm_backward
 
 
-def _add_norm_backward(
-    gradients: Sequence[Tensor],
-    grad_sum: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    needs_x: bool,
-    needs_residual: bool,
-) -> tuple[Tensor, ...]:
-    """The gradients of an add_norm, from those of its norm. Without dropout x's is empty: residual's serves both."""
-    total, *weights = gradients
-    if grad_sum is not None and (needs_x or needs_residual):
-        total = total + grad_sum
-    return _maybe_dropout(total, p, seed) if needs_x and p > 0 else total.new_empty(0), total, *weights
+add_layer_norm, add_layer_norm_backward = _add_norm(layer_norm), _add_norm_backward(layer_norm_backward, 5)
+add_rms_norm, add_rms_norm_backward = _add_norm(rms_norm), _add_norm_backward(rms_norm_backward, 3)
 
 
-def add_layer_norm_backward(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    needs_x: bool,
-    needs_residual: bool,
-    *needs: bool,
-) -> tuple[Tensor, ...]:
-    of_norm = (needs_x or needs_residual, *needs)
-    gradients = layer_norm_backward(grad_out, sum, normalized_shape, mean, rstd, weight, bias, *of_norm)
-    return _add_norm_backward(gradients, grad_sum, p, seed, needs_x, needs_residual)
+def layer_norm_dropout(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *of_norm, p, seed = args
+    y, *statistics = layer_norm(x, *of_norm)
+    return _maybe_dropout(y, p, seed), *statistics
 
 
-def add_rms_norm_backward(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    normalized_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    needs_x: bool,
-    needs_residual: bool,
-    *needs: bool,
-) -> tuple[Tensor, ...]:
-    of_norm = (needs_x or needs_residual, *needs)
-    gradients = rms_norm_backward(grad_out, sum, normalized_shape, rstd, weight, *of_norm)
-    return _add_norm_backward(gradients, grad_sum, p, seed, needs_x, needs_residual)
-
-
-def layer_norm_dropout(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, ...]:
-    y, mean, rstd = layer_norm(x, normalized_shape, weight, bias, eps)
-    return _maybe_dropout(y, p, seed), mean, rstd
-
-
-def layer_norm_dropout_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    seed: Tensor | None,
-    *needs: bool,
-) -> tuple[Tensor, ...]:
-    dropped = _maybe_dropout(grad_out, p, seed)
-    return layer_norm_backward(dropped, x, normalized_shape, mean, rstd, weight, bias, *needs)
+def layer_norm_dropout_backward(grad_out: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    saved, (p, seed, *needs) = args[:5], args[5:]
+    return layer_norm_backward(_maybe_dropout(grad_out, p, seed), x, *saved, *needs)
 
 
 # ---- scans: in float32 (float64: float64) ----
