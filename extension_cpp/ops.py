@@ -8,10 +8,10 @@ Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It comput
 NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
 the same bits in every run and for every number of threads. Jagged nested tensors work with every op except reduce_sum,
 softmax, the scans, the losses and rotary_embedding: the op runs on their values(). A wrong argument raises RuntimeError
-with a sentence that names the op, the argument, what was expected and what it got. Where a result is said to be like
-``torch.empty_like(x)``, it has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions.
-Functions that PyTorch has, too, name their first argument ``input`` as there. Formulas, operators and messages call it
-``x``, cross_entropy's ``logits``.
+with a sentence that names the op, the argument, what was expected and what it got. A result like
+``torch.empty_like(x)`` has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions.
+A function that PyTorch also has names its first argument ``input``, as PyTorch does. Formulas, operators and messages
+call it ``x``, for cross_entropy ``logits``.
 """
 
 from collections.abc import Sequence
@@ -507,7 +507,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
     Args:
         input: ``x``, any shape.
-        p: the probability, from 0 to 1, taken to the nearest multiple of 2^-32.
+        p: the probability, from 0 to 1, rounded to a multiple of 2^-32.
         training: False: returns ``x``.
 
     Returns:
@@ -594,8 +594,8 @@ def layer_norm(
     reciprocal standard deviation in float32 (float64: float64). The variance is summed around a number near the mean,
     in enough passes that no digits cancel. The weight gradients are summed over the rows in a fixed order.
     Batch-invariant: a row of the result has the same bits for any number of rows, provided that it starts at the same
-    offset from a multiple of 16 bytes; rows whose size is such a multiple all do. Under autocast on CUDA half inputs
-    are cast to float32 and the result is float32, as for PyTorch's own; on the CPU neither casts anything. Source: Ba,
+    offset from a multiple of 16 bytes. All rows do so if their size is a multiple of 16 bytes. Under autocast on CUDA
+    half inputs are cast to float32 and the result is float32, as in PyTorch; on the CPU nothing is cast. Source: Ba,
     Kiros and Hinton 2016, arXiv:1607.06450.
     """
     return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
@@ -791,7 +791,7 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
 
     Differentiable, to any order; backward saves only the result. An element of -inf gives 0. A row that is all -inf, or
     has a NaN or +inf, gives NaN, as in torch.softmax. Batch-invariant at equal alignment: a row's result has the same
-    bits for any number of rows. Autocast casts half inputs to float32 on CUDA, as for PyTorch's own.
+    bits for any number of rows. Autocast casts half inputs to float32 on CUDA, as in PyTorch.
     """
     return _ops.softmax(input, dim)
 
@@ -863,10 +863,10 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
 
     Differentiable, to any order; the gradient is a cumsum in the other direction, and nothing is saved. Terms are added
     in float32 or better (float64: float64) along a fixed tree, so that every run gives the same bits, and each result
-    is rounded once. NaN and infinities reach only the sums that they belong to. Batch-invariant: the sums have the same
-    bits beside any other lines (a single column is a row). Strides are read as they are, unless no single stride steps
-    through the dimensions on one side of ``dim``; then ``x`` is copied. Autocast casts half inputs to float32 on CUDA,
-    as for torch.cumsum. Source: torch.cumsum.
+    is rounded once. NaN and infinities reach only the sums that contain them. Batch-invariant: the sums of a line have
+    the same bits for any number of lines, except that a single column is summed as a row. Any strides are read without
+    a copy, provided that one stride steps through all dimensions before ``dim``, and one through all after it. Autocast
+    casts half inputs to float32 on CUDA, as for torch.cumsum. Source: torch.cumsum.
     """
     return _ops.cumsum(input, dim, exclusive, reverse)
 
@@ -904,11 +904,11 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     Raises:
         RuntimeError: ``dim`` is out of range, or the dtype is not floating point.
 
-    Differentiable once. Backward saves ``x`` and the result. It adds gradients with factors that are at most 1; torch's
-    takes logarithms of the gradients, of the negative ones apart, and exponentials of their sums. The gradient is no
-    more exact than the result that is saved: with half inputs far from 0 it has few digits, as torch's. The factors of
-    many steps are multiplied, so that in float32 it loses digits beyond some thousand steps, which torch's keeps. NaN
-    reaches later results only. Strides and batch invariance are as for cumsum. Source: torch.logcumsumexp.
+    Differentiable once. Backward saves ``x`` and the result. It adds gradients times factors of at most 1, while
+    torch adds exponentials of the gradients' logarithms. The gradient is no more exact than the saved result: with half
+    inputs far from 0 it has few digits, as in torch. It multiplies the factors of many steps, so in float32 it loses
+    digits after some thousand steps, which torch keeps. NaN reaches later results only. Strides and batch invariance
+    are as for cumsum. Source: torch.logcumsumexp.
     """
     return _ops.logcumsumexp(input, dim)
 
@@ -958,8 +958,8 @@ def linear_recurrence(
         reverse: whether the recurrence runs from the last step to the first: ``h[t] = a[t] * h[t + 1] + b[t]``.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(b)``. The next call can go on from its last
-        state, ``h.select(dim, -1)``, as h0.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(b)``. Its last state, ``h.select(dim, -1)``,
+        can be h0 of the next call.
 
     Raises:
         RuntimeError: ``a`` does not broadcast to ``b``, ``h0`` has another shape, a dtype or device differs, ``dim`` is
@@ -969,10 +969,9 @@ def linear_recurrence(
     backward saves ``a``, ``h0`` and the result. The state is float32 (float64: float64) and each result is rounded
     once. Steps are composed in a tree of fixed shape, so that they run in parallel and every run gives the same bits.
     If the product of neighbouring factors overflows, a state may be infinite or NaN where a loop's is not. NaN and
-    infinities reach later steps only. Batch-invariant, as cumsum is. Strides are read as they are, unless no single
-    stride steps through the dimensions on one side of ``dim``; then that tensor is copied. Autocast promotes the
-    tensors to the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy
-    2018, arXiv:1709.04057.
+    infinities reach later steps only. Strides and batch invariance are as for cumsum. Autocast promotes the tensors to
+    the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy 2018,
+    arXiv:1709.04057.
     """
     return _ops.linear_recurrence(a, b, h0, dim, reverse)
 
@@ -1240,9 +1239,9 @@ def linear_cross_entropy(
     1 GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
     and in float16 backward computes the logits again. The gradient of the logits is rounded to ``x``'s dtype, as in
     eager PyTorch. Each chunk after the first rounds the sum for ``linear_weight`` once more: with n chunks of a half
-    type the rounding error of this gradient is up to sqrt(1 + (n - 1) / 2) times eager's. Where C does not fill whole
-    16 bytes a padded copy of ``linear_weight`` is in memory, too. Deterministic. Under autocast the matrix products
-    have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
+    type the rounding error of this gradient is up to sqrt(1 + (n - 1) / 2) times eager's. If a row of logits is not a
+    multiple of 16 bytes, a padded copy of ``linear_weight`` is in memory, too. Deterministic. Under autocast the matrix
+    products have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     number = reduction_number("linear_cross_entropy", reduction)
     for name, tensor in (("x", x), ("linear_weight", linear_weight), ("target", target)):
@@ -1350,8 +1349,9 @@ def rotary_embedding(
             requires grad.
 
     Differentiable in ``q`` and ``k``, to any order; backward saves only ``cos`` and ``sin``. Rows of unit stride are
-    read without a copy, such as those of ``qkv.view(B, T, 3, heads, D)[:, :, 0].transpose(1, 2)``; other strides cost
-    one. Batch-invariant. Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face transformers.
+    read without a copy, such as the rows of ``qkv.view(B, T, 3, heads, D)[:, :, 0].transpose(1, 2)``; other strides
+    cost one. Batch-invariant. Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face
+    transformers.
     """
     rotated = _ops.rotary_embedding(q, k, cos, sin, interleaved)
     return rotated[0], rotated[1]  # by index: under torch.fx both are one Proxy, which cannot be unpacked
