@@ -244,32 +244,32 @@ def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
     assert_equal(grads, expected)
 
 
-# No-grad overloads ("twins").
+# No-grad overloads.
 
 
-def test_what_autograd_knows_has_a_twin() -> None:
+def test_what_autograd_knows_has_a_no_grad_overload() -> None:
     """Every operator with an Autograd kernel has a no-grad overload with the same arguments. It lacks the results that
     only backward reads."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
-    twins = {name for name in names if name.endswith("_no_grad")}
-    assert {f"{name}_no_grad" for name in names if has(name, "Autograd")} == twins != set()
-    assert {f"extension_cpp::{name}_no_grad" for name in vars(operators("extension_cpp"))} == twins
-    for twin in twins:
-        name = twin.removesuffix("_no_grad")
-        (arguments, results), (twin_arguments, twin_results) = (
-            str(torch._C._get_schema(op, "")).split("(", 1)[1].rsplit(" -> ", 1) for op in (name, twin)
+    overloads = {name for name in names if name.endswith("_no_grad")}
+    assert {f"{name}_no_grad" for name in names if has(name, "Autograd")} == overloads != set()
+    assert {f"extension_cpp::{name}_no_grad" for name in vars(operators("extension_cpp"))} == overloads
+    for overload in overloads:
+        name = overload.removesuffix("_no_grad")
+        (arguments, results), (overload_arguments, overload_results) = (
+            str(torch._C._get_schema(op, "")).split("(", 1)[1].rsplit(" -> ", 1) for op in (name, overload)
         )
-        assert twin_arguments == arguments
+        assert overload_arguments == arguments
         kept = {"layer_norm": 1, "rms_norm": 1, "layer_norm_dropout": 1, "add_layer_norm": 2, "add_rms_norm": 2}
         kept |= {"cross_entropy": 1, "linear_cross_entropy": 1, "token_log_probs": 2}
-        assert twin_results.count("Tensor") == kept.get(name.split("::")[1], results.count("Tensor"))
-        assert not has(twin, "Autograd")
+        assert overload_results.count("Tensor") == kept.get(name.split("::")[1], results.count("Tensor"))
+        assert not has(overload, "Autograd")
         for key in ("CPU", "CUDA", "Meta", "AutocastCPU", "AutocastCUDA"):
-            assert has(twin, key) == has(name, key), f"{twin}: {key}"
+            assert has(overload, key) == has(name, key), f"{overload}: {key}"
 
 
-def test_a_twin_called_with_what_requires_grad_warns_at_its_backward(tensors) -> None:
+def test_a_no_grad_overload_called_with_what_requires_grad_warns_at_its_backward(tensors) -> None:
     x = tensors[0]
     y = torch.ops.extension_cpp.relu_no_grad(x)
     assert torch.equal(y, extension_cpp.relu(x))
@@ -295,7 +295,7 @@ def compiled_graphs(function: Callable[..., Tensor]) -> tuple[Callable[..., Tens
     return torch.compile(function, backend=backend, fullgraph=True), graphs
 
 
-def test_compiled_graphs_have_twins_where_nothing_is_recorded(tensors) -> None:
+def test_compiled_graphs_have_no_grad_overloads_where_nothing_is_recorded(tensors) -> None:
     torch._dynamo.reset()
     compiled, graphs = compiled_graphs(layer_norm)
     assert_equal(gradients(compiled, tensors), gradients(layer_norm, tensors))

@@ -45,7 +45,7 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
     return calls
 
 
-def with_twin(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
+def both_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
     """An operator and its no-grad overload."""
     name = op._schema.name.split("::")[1].removesuffix("_no_grad")
     return [getattr(torch.ops.extension_cpp, each).default for each in (name, f"{name}_no_grad")]

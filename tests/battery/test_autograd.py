@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from tests.battery import OPCHECKS, calls_of_every_order, every_dtype, every_op, profiled, with_twin
+from tests.battery import OPCHECKS, both_overloads, calls_of_every_order, every_dtype, every_op, profiled
 from tests.checks import (
     as_tuple,
     leaves,
@@ -249,13 +249,13 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
 
 
 @every_op
-def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
+def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
     """The no-grad overload runs under no_grad and in a plain backward pass. It gives the operator's bits and passes
     opcheck."""
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
         found: dict[str, tuple[torch.Tensor, ...]] = {}
 
-        def twins(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[bool]:
+        def are_no_grad(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[bool]:
             """For our operators that a call runs: whether they are no-grad overloads. Keeps the call's results in
             `found`."""
 
@@ -269,15 +269,18 @@ def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) ->
             return {event.endswith("_no_grad") for event in ours}
 
         forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
-        assert twins("outputs", forward) == {False}
+        assert are_no_grad("outputs", forward) == {False}
         grads_out = [torch.ones_like(output) for output in found["outputs"]]
         backward = functools.partial(
             torch.autograd.grad, found["outputs"], leaves(sample), grads_out, retain_graph=True
         )
-        kinds = [twins("gradients", functools.partial(backward, create_graph=True)), twins("plain", backward)]
+        kinds = [
+            are_no_grad("gradients", functools.partial(backward, create_graph=True)),
+            are_no_grad("plain", backward),
+        ]
         assert kinds in ([{False}, {True}], [set(), set()])
         with torch.no_grad():
-            assert twins("results", forward) == {True}
+            assert are_no_grad("results", forward) == {True}
         for a, b in [("outputs", "results"), ("gradients", "plain")]:
             for x, y in zip(found[a], found[b], strict=True):
                 assert torch.equal(x, y) and x.stride() == y.stride()
@@ -285,4 +288,4 @@ def test_twins_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) ->
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
             # AOT dispatch, the slowest test, is about autograd, and a no-grad overload has none.
             tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
-            torch.library.opcheck(with_twin(called)[1], args, kwargs, test_utils=tests)
+            torch.library.opcheck(both_overloads(called)[1], args, kwargs, test_utils=tests)

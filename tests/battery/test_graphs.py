@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.battery import OPCHECKS, SPECS, calls_of_every_order, every_op, with_twin
+from tests.battery import OPCHECKS, SPECS, both_overloads, calls_of_every_order, every_op
 from tests.checks import (
     LAYOUTS,
     Calls,
@@ -147,7 +147,7 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
-        for op in with_twin(called):
+        for op in both_overloads(called):
             reals = as_tuple(op(*args, **kwargs))
             with mode:
                 promises = as_tuple(op(*fakes, **kwargs))

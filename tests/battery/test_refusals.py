@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.battery import calls_of_every_order, every_op, with_twin
+from tests.battery import both_overloads, calls_of_every_order, every_op
 from tests.checks import (
     maker,
 )
@@ -93,7 +93,7 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
             given = {argument.name: x for argument, x in zip(called._schema.arguments, args, strict=False)}
-            for op, (i, name) in itertools.product(with_twin(called), enumerate(given)):
+            for op, (i, name) in itertools.product(both_overloads(called), enumerate(given)):
                 for wrong in _wrong(name, args[i], {other: x for other, x in given.items() if other != name}):
                     call = [*args[:i], wrong, *args[i + 1 :]]
                     with pytest.raises(RuntimeError) as error:
