@@ -283,17 +283,14 @@ def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Exp
     relative to the terms, and their sum may cancel. In every dtype max|exact| is at least spec.terms, for a gradient at
     least spec.gradient_terms, too.
     """
-    dtype, grad_out = sample.args[0].dtype, random_grad(grad_layout)
-    exact = run(spec.reference, convert(sample, torch.float64), grad_out)
+    dtype, grad_out, reference = sample.args[0].dtype, random_grad(grad_layout), spec.by_hand or spec.reference
+    exact = run(reference, convert(sample, torch.float64), grad_out)
     if dtype is torch.float64:
         rounded = convert(sample, torch.float32)
-        eager, eager_exact = (
-            run(spec.reference, rounded, grad_out),
-            run(spec.reference, convert(rounded, dtype), grad_out),
-        )
+        eager, eager_exact = run(reference, rounded, grad_out), run(reference, convert(rounded, dtype), grad_out)
         factor = 2.0 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     else:
-        eager, eager_exact, factor = run(spec.reference, sample, grad_out), exact, 1.0
+        eager, eager_exact, factor = run(reference, sample, grad_out), exact, 1.0
     least_scales = spec.least_scales(sample)
     if dtype is torch.float64:
         size = max((largest(x.detach().nan_to_num(0.0, 0.0, 0.0)) for x in leaves(sample)), default=0.0)

@@ -65,6 +65,8 @@ class OpSpec:
     second_order: bool = True
     # The reference in elementary operations, if PyTorch's own operator is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
+    # The reference with its first gradients by hand, where loops under autograd take too long.
+    by_hand: Callable[..., Any] | None = None
     positional: bool = False  # a result depends on the element's index: a random mask
     # The largest term of sums that may cancel in a result or gradient: the rounding error is relative to it.
     terms: Callable[[Sample], float] = lambda sample: 0.0

@@ -12,8 +12,8 @@ from torch import Tensor
 import build_library
 import extension_cpp
 from extension_cpp.nn import MinGRU
-from tests.checks import last_level_cache, maker
-from tests.opspec import DTYPES
+from tests.checks import last_level_cache, maker, random_grad, run
+from tests.opspec import DTYPES, OpSpec, all_specs
 from tests.test_c import level_here
 
 PART = 1 << 14  # SCAN_PART of csrc/scan/scan.h
@@ -73,6 +73,19 @@ def test_recurrences_round_a_step_once(lines: int, reverse: bool) -> None:
     a, b = (x.flip(0) if reverse else x for x in (a, b))
     h = extension_cpp.linear_recurrence(*(x[:, None].expand(80, lines) for x in (a, b)), dim=0, reverse=reverse)
     assert torch.equal(h[(a != 0).nonzero()], torch.full((40, 1, lines), small**2))
+
+
+@every_dtype
+@pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec.by_hand], ids=str)
+def test_references_by_hand_have_the_bits_of_those_under_autograd(
+    spec: OpSpec, dtype: torch.dtype, device: str
+) -> None:
+    for mean, spread in ((0.0, 1.0), (-90.0, 5.0), (0.0, 1e30)):
+        for shape in ((), (3, 0), (1,), (7, 33), (2, 3, 5)):
+            for sample in spec.sample_inputs(maker(device, dtype, mean=mean, spread=spread), shape):
+                by_hand, plain = (run(each, sample, random_grad()) for each in (spec.by_hand, spec.reference))
+                for (name, ours), (_, exact) in zip(by_hand.tensors(), plain.tensors(), strict=True):
+                    torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True, msg=f"{name} of {shape}")
 
 
 SCANS = {

@@ -312,10 +312,11 @@ static uint64_t run_case(const norm_case *c) {
 void test_norm_sizes(uint32_t step) {
   static const int64_t rows[] = {0, 1, 2, 3, 65},
                        cols[] = {0, 1, 31, 32, 33, 63, 1023, 1024, 1025, 4097};
-  (void)step;
+  const int sanitized = step > 1000; /* each row and each width in another shape, too */
   int variant = 0;
   for (int r = 0; r < 5; ++r) {
     for (int k = 0; k < 10; ++k) {
+      if (sanitized && rows[r] * cols[k] > 100000) continue;
       for (int kind = 0; kind < 2 * DTYPES; ++kind, ++variant) {
         norm_case c = new_case(rows[r], cols[k], (dtype_t)(kind / 2), kind % 2, variant / 3);
         set_wants(&c);

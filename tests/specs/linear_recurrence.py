@@ -1,6 +1,7 @@
 import torch
 
 import extension_cpp
+from tests import loops
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 LONGEST = 1100  # the reference is a slow loop; tests/test_scan.py has longer lines
@@ -61,6 +62,7 @@ SPEC = OpSpec(
     name="linear_recurrence",
     function=extension_cpp.linear_recurrence,
     reference=extension_cpp.reference.linear_recurrence,
+    by_hand=loops.linear_recurrence,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=reduction,

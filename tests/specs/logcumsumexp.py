@@ -1,6 +1,7 @@
 import torch
 
 import extension_cpp
+from tests import loops
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 
 LONGEST = 1100  # the reference is a slow loop
@@ -41,12 +42,13 @@ def reduction(sample):
 
 def gradient(x, y, dim):
     """2 sum_{j >= k} exp(x_k - y_j): the gradient for the largest grad_out, 2, computed from this y."""
-    total, later, results = torch.zeros(()), None, []
-    for x_k, y_k in zip(reversed(x.unbind(dim)), reversed(y.unbind(dim)), strict=True):
-        total = 2 + (total if later is None else torch.exp(y_k - later) * total)
-        results.append(torch.exp(x_k - y_k) * total)
-        later = y_k
-    return torch.stack(results)
+    y = y.movedim(dim, 0)
+    totals = torch.full_like(y, 2.0)
+    decays = torch.exp(y[:-1] - y[1:]).unbind()
+    later, *earlier = totals.unbind()[::-1]
+    for total, decay in zip(earlier, decays[::-1], strict=True):
+        later = total.addcmul_(decay, later)
+    return torch.exp(x.movedim(dim, 0) - y) * totals
 
 
 def gradient_terms(sample):
@@ -72,6 +74,7 @@ SPEC = OpSpec(
     name="logcumsumexp",
     function=extension_cpp.logcumsumexp,
     reference=step_by_step,
+    by_hand=loops.logcumsumexp,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
     reduction=reduction,
