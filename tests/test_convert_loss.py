@@ -115,8 +115,7 @@ def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiled_by_inductor(loss: str, device: str) -> None:
     """Of one layer: the graph of two is in the test before, and would compile as many kernels again. The quick tier has
-    that graph, and Inductor compiles every op (tests/battery/test_graphs.py) and a model of them (test_train_text.py).
-    """
+    that graph, and Inductor compiles every op in tests/battery/test_graphs.py."""
     stock = make("gemma3", device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)

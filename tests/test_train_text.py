@@ -1,6 +1,7 @@
 """examples/train_text.py: a killed and resumed run ends like an unbroken one, both --ops train alike, one sentence per
 error."""
 
+import functools
 import json
 import os
 import signal
@@ -131,9 +132,13 @@ def test_a_checkpoint_is_never_half_written(small: None, tmp_path: Path, monkeyp
     assert len(train_text.read_checkpoint(path)["losses"]) == 1
 
 
-def test_both_ops_train_alike(small: None) -> None:
+def test_both_ops_train_alike(small: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Our ops compiled and PyTorch's eager give near losses. One layer suffices, and a second one would take more time
-    to compile. Products round to bfloat16, so a loss may differ by one eps of bfloat16."""
+    to compile. Products round to bfloat16, so a loss may differ by one eps of bfloat16. The quick tier compiles to one
+    graph for forward and one for backward, without Inductor, which compiles every op in tests/battery/test_graphs.py.
+    """
+    if not request.config.getoption("--slow"):
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 12, text.digest, **SIZES | {"layers": 1})
     ours, stock = (train_text.Training(ops, text, settings, compiled=ops == "ours") for ops in ("ours", "torch"))
