@@ -64,7 +64,8 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     wide_odd = (8193, 10249, 14001, 16385, 36865, 43013, 50257, 65537, 81921, 120001)
     # The last CTA of a cluster gets nothing: in float32, and with a residual in a half type.
     last_block_empty = (30725, 61449)
-    for width in (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty):
+    widths = (*narrow, *wide, *wider, *between_lines, *uneven, *odd, *wide_odd, *last_block_empty)
+    for width in (1025, 4096, 50257) if spec.bench.flat else widths:
         # More bytes than in few rows; or several rows per cluster, also for the widest, of which fewer run at once.
         size = (17 if width <= 16384 else 10) << 20
         shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
