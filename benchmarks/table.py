@@ -1,16 +1,16 @@
-"""The markdown table of a results file: python -m benchmarks.table benchmarks/results/h200.json"""
+"""The markdown table of a results file: python -m benchmarks.table benchmarks/results/h100.json"""
 
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import host, results
 
 # The ops of the published runs that the README shows.
-OVERVIEW = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout")
+OVERVIEW = ("layer_norm", "rms_norm", "add_layer_norm", "bias_gelu", "cross_entropy")
 WIDTH = 4096
 Cells = Callable[[results.Row, list[str]], list[str]]
 
@@ -43,10 +43,10 @@ def table(path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def overview(*paths: Path) -> str:
-    """Percent of copy at one width in bfloat16: one row per op; ours and the best other of each results file."""
-    runs = [results.read(path) for path in paths]
-    devices = [found["machine"]["device"] for found in runs]
+def overview(*machines: Sequence[Path]) -> str:
+    """Percent of copy at one width in bfloat16: one row per op; ours and the best other of each machine's files."""
+    runs = [[results.read(path) for path in paths] for paths in machines]
+    devices = [found[0]["machine"]["device"] for found in runs]
     columns = [f"{device}, {step}" for device in devices for step in ("forward", "backward")]
     lines = [f"| | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
     for op in OVERVIEW:
@@ -55,9 +55,10 @@ def overview(*paths: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ours_and_best(found: dict[str, Any], op: str, step: str) -> str:
+def _ours_and_best(found: list[dict[str, Any]], op: str, step: str) -> str:
     what = {"op": op, "pass": step, "dtype": "bfloat16", "cols": WIDTH}
-    rows = [row for row in found["rows"] if what.items() <= row.items() and results.sizes(row) == "large"]
+    rows = [row for run in found for row in run["rows"] if what.items() <= row.items()]
+    rows = [row for row in rows if results.sizes(row) == "large"]
     percents = dict(max(rows, key=lambda row: row.get("threads", 0))["percent_of_copy"])
     ours = percents.pop("ours")
     best = max(percents, key=lambda name: percents[name])

@@ -23,7 +23,11 @@ from extension_cpp import autograd, info, ops
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
 STUB = ROOT / "extension_cpp" / "_ops.pyi"
-RESULTS = [ROOT / "benchmarks" / "results" / name for name in ("h200.json", "cpu.json")]
+# Of two machines.
+RESULTS = [
+    [ROOT / "benchmarks" / "results" / f"{name}.json" for name in names]
+    for names in (("h100", "h100-gates", "h100-losses"), ("cpu", "cpu-gates"))
+]
 
 
 def functions() -> dict[str, Callable[..., Any]]:

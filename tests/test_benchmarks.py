@@ -331,7 +331,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
         assert f"<h2>The same, {title}</h2>" in page and f">{figure} (1.0 to 80.0)<" in page
 
 
-@pytest.mark.parametrize("name", ["h200", "h200-sizes", "cpu"])
+@pytest.mark.parametrize("name", ["h100", "h200", "cpu"])
 def test_tables_fit_into_80_columns(name: str, capsys) -> None:
     """No cell is truncated or wrapped."""
     found = results.read(results.ROOT / "benchmarks" / "results" / f"{name}.json")
@@ -344,7 +344,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
 
 def test_points_lie_inside_their_axes() -> None:
     """Forward and backward share their axis limits, and neither panel cuts off points."""
-    for name in ("h200", "cpu", "h200-sizes"):
+    for name in ("h100", "h200", "cpu"):
         for title, figure in plot.pictures(results.ROOT / "benchmarks" / "results" / f"{name}.json"):
             for axes in (each for each in figure.axes if each.lines):
                 low, high = axes.get_ylim()
@@ -353,8 +353,8 @@ def test_points_lie_inside_their_axes() -> None:
 
 
 def test_pictures_of_time_over_size_on_a_gpu_say_what_is_timed() -> None:
-    found = dict(plot.pictures(results.ROOT / "benchmarks" / "results" / "h200-sizes.json"))
-    assert "without the host's part" in found["h200-sizes-size-bfloat16"].get_suptitle()
+    found = dict(plot.pictures(results.ROOT / "benchmarks" / "results" / "h100.json"))
+    assert "without the host's part" in found["h100-size-bfloat16"].get_suptitle()
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
