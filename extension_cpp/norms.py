@@ -1,5 +1,6 @@
 """What the five norms share: the checks of csrc/norm/ in the same order and words, the fakes, and the derivative."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _ops, checks
-from .autograd import Gradients
+from .autograd import Gradients, own_ops
 
 # ---- checks, and the tensors that the kernels allocate ----
 
@@ -95,92 +96,87 @@ def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
 class Norm:
     """The fakes of a norm and of its backward operator, and the norm's setup_context and backward.
 
-    Both operators take the arguments of their schemas in csrc/norm/ by position. Those in brackets are there only if
-    the norm adds a residual or drops elements:
+    The names of the arguments in the two schemas say how the norms differ. Those in brackets are there only if the norm
+    adds a residual or drops elements:
 
         norm:      x, [residual], normalized_shape, *weights, eps, [p, seed]
         returns    out, [sum], *statistics
         backward:  grad_out, [grad_sum], x or sum, normalized_shape, *statistics, *weights, [p, seed], *needs_grad
         returns    the gradients of x, [residual], *weights
-
-    Args:
-        op: the name of the norm's operator.
-        statistics: the names of the numbers for each row that backward reads. The last one is rstd.
-        weights: the names of the parameters for each column. The first one is weight.
-        adds: whether the norm adds a residual.
-        drops: whether it drops elements.
     """
 
-    def __init__(
-        self, op: str, statistics: Sequence[str], weights: Sequence[str], *, adds: bool = False, drops: bool = False
-    ) -> None:
-        self.op, self.statistics, self.weights, self.adds, self.drops = op, statistics, weights, adds, drops
-        self.backward_op = getattr(_ops, f"{op}_backward")
-        self.differentiable = {"x": 0, "residual": 1} if adds else {"x": 0}  # the index of each argument
-        self.differentiable |= {name: i for i, name in enumerate(weights, len(self.differentiable) + 1)}
+    def __init__(self, op: str) -> None:
+        self.op, self.backward_op = op, getattr(_ops, f"{op}_backward")
+        self.inputs, self.backward_inputs = _arguments(op), _arguments(f"{op}_backward")
+        self.adds, self.drops = "residual" in self.inputs, "seed" in self.inputs
+        self.x = "sum" if self.adds else "x"  # the name of the normalized tensor in backward
+        self.weights = [name for name in ("weight", "bias") if name in self.inputs]
+        self.statistics = [name for name in ("mean", "rstd") if name in self.backward_inputs]
+        self.differentiable = [name for name in ("x", "residual", "weight", "bias") if name in self.inputs]
+        # setup_context picks from the inputs and results what it saves, backward from `known` its operator's arguments.
+        results = ["out", *(["sum"] if self.adds else []), *self.statistics]
+        saved = [self.x, *self.statistics, *self.weights, *(["seed"] if self.drops else [])]
+        self.saved_of = operator.itemgetter(*map([*self.inputs, *results].index, saved))
+        known = [*(f"grad_{name}" for name in results), *saved, "normalized_shape", "p"]
+        known += [f"needs_grad_{name}" for name in self.inputs]
+        self.arguments_of = operator.itemgetter(*map(known.index, self.backward_inputs))
 
     def fake(self, *inputs: Any) -> tuple[Tensor, ...]:
-        x, residual, normalized_shape, weights, p, seed = self._split(inputs)
-        check_norm(self.op, x, normalized_shape, *weights)
-        if residual is not None:
-            checks.check_like(self.op, "residual", residual, "x", x)
-        check_dropout(self.op, p, seed, x)
+        given = dict(zip(self.inputs, inputs, strict=True))
+        x, normalized_shape = given["x"], given["normalized_shape"]
+        check_norm(self.op, x, normalized_shape, *(given[name] for name in self.weights))
+        if self.adds:
+            checks.check_like(self.op, "residual", given["residual"], "x", x)
+        if self.drops:
+            check_dropout(self.op, given["p"], given["seed"], x)
         sums = [x.new_empty(x.shape)] if self.adds else []
         return x.new_empty(x.shape), *sums, *(norm_statistics(x, normalized_shape) for _ in self.statistics)
 
     def backward_fake(self, *inputs: Any) -> tuple[Tensor, ...]:
-        grad_out, grad_sum, x, normalized_shape, statistics, weights, p, seed, needs = self._split_backward(inputs)
-        op = f"{self.op}_backward"
-        if grad_sum is not None:
-            checks.check_like(op, "grad_sum", grad_sum, "sum", x)
-        check_dropout(op, p, seed, x)
-        check_norm_backward(
-            op, grad_out, x, normalized_shape, dict(zip(self.statistics, statistics, strict=True)), *weights
-        )
+        op, given = f"{self.op}_backward", dict(zip(self.backward_inputs, inputs, strict=True))
+        x, normalized_shape = given[self.x], given["normalized_shape"]
+        weights = [given[name] for name in self.weights]
+        if given.get("grad_sum") is not None:
+            checks.check_like(op, "grad_sum", given["grad_sum"], "sum", x)
+        if self.drops:
+            check_dropout(op, given["p"], given["seed"], x)
+        statistics: dict[str, Tensor] = {name: given[name] for name in self.statistics}
+        check_norm_backward(op, given["grad_out"], x, normalized_shape, statistics, *weights)
+        needs_x, *needs_weights = (given[f"needs_grad_{name}"] for name in self.differentiable)
         if not self.adds:
-            return norm_gradients(x, normalized_shape, weights, needs[0], needs[1:])
-        needs_x, needs_residual, *needs_weights = needs
-        grad_x = x.new_empty(x.shape if needs_x and p > 0 else 0)
+            return norm_gradients(x, normalized_shape, weights, needs_x, needs_weights)
+        needs_residual, *needs_weights = needs_weights
+        grad_x = x.new_empty(x.shape if needs_x and given["p"] > 0 else 0)
         return grad_x, *norm_gradients(x, normalized_shape, weights, needs_x or needs_residual, needs_weights)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, _, ctx.normalized_shape, weights, ctx.p, seed = self._split(inputs)
-        statistics = output[-len(self.statistics) :]
-        ctx.save_for_backward(output[1] if self.adds else x, seed, *statistics, *weights)
-        ctx.mark_non_differentiable(*statistics)
+        ctx.save_for_backward(*self.saved_of((*inputs, *output)))
+        ctx.normalized_shape = inputs[2 if self.adds else 1]
+        ctx.p = inputs[-2] if self.drops else 0.0
+        ctx.mark_non_differentiable(*output[2 if self.adds else 1 :])  # the statistics
         ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the statistics
 
-    def backward(self, ctx: Any, grad_out: Tensor | None, *grads: Tensor | None) -> Gradients:
-        x, seed, *saved = ctx.saved_tensors
-        if grad_out is None:
-            return _grads_of_sum_alone(ctx, grads[0], seed) if self.adds else {}
-        grad_sum = grads[:1] if self.adds else ()
-        dropout = (ctx.p, seed) if self.drops else ()
-        needs = [ctx.needs_input_grad[i] for i in self.differentiable.values()]
-        results = self.backward_op(grad_out, *grad_sum, x, ctx.normalized_shape, *saved, *dropout, *needs)
-        gradients = dict(zip(self.differentiable, results, strict=True))
+    def backward(self, ctx: Any, *grads: Tensor | None) -> Gradients:
+        saved = ctx.saved_tensors
+        if grads[0] is None:
+            return _grads_of_sum_alone(ctx, grads[1], saved[-1]) if self.adds else {}
+        known = (*grads, *saved, ctx.normalized_shape, ctx.p, *ctx.needs_input_grad)
+        gradients = dict(zip(self.differentiable, self.backward_op(*self.arguments_of(known)), strict=True))
         if self.adds and ctx.p == 0:  # then one tensor is the gradient of both
             gradients["x"] = gradients["residual"]
         return gradients
 
     def backward_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """The setup_context of the backward operator, for second_order.py."""
-        grad_out, _, x, ctx.normalized_shape, statistics, weights, ctx.p, seed, ctx.needs = self._split_backward(inputs)
-        ctx.save_for_backward(grad_out, x, statistics[-1], weights[0], seed)
+        given = dict(zip(self.backward_inputs, inputs, strict=True))
+        names = "grad_out", self.x, "rstd", "weight", "seed"
+        ctx.save_for_backward(*map(given.get, names))
+        ctx.normalized_shape, ctx.p = given["normalized_shape"], given.get("p", 0.0)
+        ctx.needs = [given[f"needs_grad_{name}"] for name in self.differentiable]
 
-    def _split(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """x, residual, normalized_shape, weights, p and seed."""
-        x, residual, normalized_shape, *others = inputs if self.adds else (inputs[0], None, *inputs[1:])
-        count = len(self.weights)
-        p, seed = others[count + 1 :] if self.drops else (0.0, None)
-        return x, residual, normalized_shape, others[:count], p, seed
 
-    def _split_backward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """grad_out, grad_sum, x or sum, normalized_shape, statistics, weights, p, seed and needs."""
-        grad_out, grad_sum, x, normalized_shape, *others = inputs if self.adds else (inputs[0], None, *inputs[1:])
-        first, last = len(self.statistics), len(self.statistics) + len(self.weights)
-        p, seed, *needs = others[last:] if self.drops else (0.0, None, *others[last:])
-        return grad_out, grad_sum, x, normalized_shape, others[:first], others[first:last], p, seed, needs
+def _arguments(op: str) -> list[str]:
+    return [argument.name for argument in getattr(own_ops, op).default._schema.arguments]
 
 
 def _grads_of_sum_alone(ctx: Any, grad_sum: Tensor | None, seed: Tensor | None) -> Gradients:

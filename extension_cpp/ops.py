@@ -62,7 +62,7 @@ from .op_checks import (
 def _register_second_order(op: str) -> None:
     """The derivative of the operator <op>_backward, which second_order.py and plain.py have under the op's name."""
     backward_op = f"{op}_backward"
-    setup_context = getattr(second_order, f"{op}_setup_context", second_order.save_inputs)
+    setup_context = getattr(second_order, f"{op}_setup_context", None) or second_order.save_inputs(backward_op)
     register_autograd(
         backward_op, getattr(second_order, op), setup_context=setup_context, plain=getattr(plain, backward_op)
     )
@@ -79,7 +79,7 @@ def _register_activation(op: str) -> None:
     register_fake(op)(fake_like(op, "x"))
     register_fake(f"{op}_backward")(fake_like(f"{op}_backward", "grad_out", "x"))
     register_fake(f"{op}_double_backward")(fake_like(f"{op}_double_backward", "grad_grad_x", "grad_out", "x"))
-    register_autograd(op, backward, setup_context=second_order.save_inputs, plain=getattr(plain, op))
+    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
     _register_second_order(op)
     register_autograd(f"{op}_double_backward", second_order.not_implemented(op, "third"))
 
@@ -107,7 +107,7 @@ def _register_biased(op: str) -> None:
 
     register_fake(op)(fake)
     register_fake(f"{op}_backward")(backward_fake)
-    register_autograd(op, backward, setup_context=second_order.save_inputs, plain=getattr(plain, op))
+    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
     _register_second_order(op)
 
 
@@ -131,7 +131,7 @@ def _register_gate(op: str) -> None:
 
     register_fake(op)(fake)
     register_fake(f"{op}_backward")(backward_fake)
-    register_autograd(op, backward, setup_context=second_order.save_inputs, plain=getattr(plain, op))
+    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
     _register_second_order(op)
 
 
@@ -601,7 +601,7 @@ def layer_norm(
     return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-LAYER_NORM = Norm("layer_norm", ("mean", "rstd"), ("weight", "bias"))
+LAYER_NORM = Norm("layer_norm")
 _register_norm(LAYER_NORM)
 # Only for CUDA: if both device types have one, torch.compile uses the second registration for both.
 register_autocast("layer_norm", "cuda", torch.float32)
@@ -635,7 +635,7 @@ def rms_norm(
     return _ops.rms_norm(input, normalized_shape, weight, eps)
 
 
-_register_norm(Norm("rms_norm", ("rstd",), ("weight",)))
+_register_norm(Norm("rms_norm"))
 if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
     register_autocast("rms_norm", "cuda", torch.float32)
 
@@ -692,7 +692,7 @@ def _branches(
     return x, residual, p, _seed(x, p) if p else None
 
 
-_register_norm(Norm("add_layer_norm", ("mean", "rstd"), ("weight", "bias"), adds=True, drops=True))
+_register_norm(Norm("add_layer_norm"))
 
 
 # ---- add_rms_norm ----
@@ -730,7 +730,7 @@ def add_rms_norm(
     return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)
 
 
-_register_norm(Norm("add_rms_norm", ("rstd",), ("weight",), adds=True, drops=True))
+_register_norm(Norm("add_rms_norm"))
 
 
 # ---- layer_norm_dropout ----
@@ -769,7 +769,7 @@ def layer_norm_dropout(
     return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))
 
 
-_register_norm(Norm("layer_norm_dropout", ("mean", "rstd"), ("weight", "bias"), drops=True))
+_register_norm(Norm("layer_norm_dropout"))
 register_autocast("layer_norm_dropout", "cuda", torch.float32)
 
 

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from . import _ops, plain
-from .autograd import Gradients
+from .autograd import Gradients, own_ops
 
 
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Saves the tensors, none of which is None. The other arguments become ctx.options."""
-    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
-    ctx.options = [x for x in inputs if not isinstance(x, Tensor)]
+def save_inputs(op: str) -> Callable[..., None]:
+    """A setup_context that saves the tensors, the first arguments of an operator. The others become ctx.options."""
+    schema = getattr(own_ops, op).default._schema
+    count = sum(str(argument.type) == "Tensor" for argument in schema.arguments)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:count])
+        ctx.options = inputs[count:]
+
+    return setup_context
 
 
 def not_implemented(op: str, derivative: str) -> Callable[..., NoReturn]:
