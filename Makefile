@@ -107,7 +107,10 @@ wheel: $(READY)  ## dist/*.whl: one file for every Python from 3.10 and torch fr
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
-release: export GLIBC ?= 2.28
+# Named here for both: in `make wheel release` wheel has its turn before release.
+ifneq ($(filter release,$(MAKECMDGOALS)),)
+wheel release: export GLIBC ?= 2.28
+endif
 release: wheel  ## that wheel for glibc 2.28 and the sdist, both checked in clean environments of every Python here
 	$(call need,rich ziglang)
 	@$(PYTHON) -m scripts.release $(ARGS)
