@@ -53,6 +53,9 @@ C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 # Beyond -O2, for kernels. What else gcc's -O3 has makes copies of loops and functions, which take the compiler long.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
+# For shims, which check arguments and call a kernel, and for kernels at a level that has CPU_SMALL: it takes the
+# compiler two thirds of -O2's time.
+LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # Without what no .cu uses and what the compilers would parse three times for each, in half the time that all headers
 # take: C++17's special functions (the macro is the guard of their header in libstdc++), and the conversions of half
@@ -343,10 +346,11 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     cc, cxx, nvcc = compiler("CC", "cc", "gcc"), compiler("CXX", "c++", "g++"), find_nvcc()
     debug = os.environ.get("DEBUG", "0") == "1"
     unoptimised = ["-O0", "-g"] if debug else []
-    optimise = unoptimised or ["-O2"]
+    optimise, optimise_shim = unoptimised or ["-O2"], unoptimised or LESS_OPTIMISED
     levels = X86_LEVELS if machine() == "x86_64" and not debug else {"baseline": []}
     optimise_kernel = [] if debug else c_optimise(cc)
-    flags = {level: [*([] if "-DCPU_SMALL" in own else optimise_kernel), *own] for level, own in levels.items()}
+    beyond = {level: LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise_kernel for level, own in levels.items()}
+    flags = {level: [*beyond[level], *own] for level, own in levels.items()}
     only = ["-DCPU_BASELINE_ONLY"] if debug else []
     if nvcc and machine() != platform.machine():
         raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
@@ -376,7 +380,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
         link += toolkit
     commands = {
         "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " $listed",
-        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise, include, here, shim) + " $listed",
+        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed",
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
     after = {"c": "", "cxx": "", "nvcc": ""}

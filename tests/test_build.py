@@ -308,9 +308,9 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
     monkeypatch.setenv("DEBUG", debug)
     build_library.write_ninja(tmp_path)
     text = (tmp_path / "build.ninja").read_text()
-    for rule in ("c", "cxx"):
+    for rule, level in {"c": "-O2", "cxx": "-O1"}.items():
         command = re.search(rf"^rule {rule}\n  command = (.*)", text, re.MULTILINE)[1]
-        assert ("-O0 -g" in command) is (debug == "1") and ("-O2" in command) is (debug == "0")
+        assert ("-O0 -g" in command) is (debug == "1") and (level in command) is (debug == "0")
     assert f"debug={debug}" in text
     levels = [*build_library.X86_LEVELS] if build_library.platform.machine() == "x86_64" else ["baseline"]
     assert f"cpu={','.join(levels if debug == '0' else levels[:1])} " in text
@@ -661,3 +661,12 @@ def test_make_with_python_that_lacks_modules(checkout):
     result = run("make", "run", f"PYTHON={bare}", cwd=checkout)
     assert "lacks torch>=2.10, ninja, rich, matplotlib; install with '" in result.stderr
     assert result.returncode != 0 and not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("goals, glibc", [("wheel", ""), ("release", "2.28"), ("wheel release", "2.28")])
+def test_make_release_builds_the_wheel_for_its_glibc(checkout, goals, glibc):
+    python = script(checkout / "python", 'mkdir -p dist && echo "$* with GLIBC=$GLIBC"\n')
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC"}
+    result = run("make", *goals.split(), f"PYTHON={python}", cwd=checkout, env=environment)
+    built = [line for line in result.stdout.splitlines() if line.startswith("-m pip wheel ")]
+    assert len(built) == 1 and built[0].endswith(f" with GLIBC={glibc}")
