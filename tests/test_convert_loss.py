@@ -99,7 +99,8 @@ def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str)
     "name", ["gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "llama", "qwen3"))]
 )
 def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
-    stock = make(name, device=device)
+    """Of one layer; test_convert_models.py compiles models of several."""
+    stock = make(name, device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)
     convert(stock, loss=loss)
@@ -114,8 +115,7 @@ def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiled_by_inductor(loss: str, device: str) -> None:
-    """Of one layer: the graph of two is in the test before, and would compile as many kernels again. The quick tier has
-    that graph, and Inductor compiles every op in tests/battery/test_graphs.py."""
+    """The quick tier has the graph of the test before, and Inductor compiles every op in tests/battery/test_graphs.py."""
     stock = make("gemma3", device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)

@@ -141,6 +141,8 @@ def test_gradients_of_large_tensors(
     dtype: torch.dtype, weights: str, cols: int, mib: int, name: str, device: str
 ) -> None:
     """On a GPU, smaller tensors use other kernels."""
+    if device == "cpu" and mib != 34:
+        pytest.skip("the number of rows decides only on the GPU which kernel takes them")
     rows = (mib << 20) // (2 * cols) // (1 if device == "cuda" else 64)
     check_gradients(name, rows, cols, dtype, torch.float32 if weights == "float32" else dtype, device)
 
@@ -197,7 +199,7 @@ def test_forward_at_many_widths(dtype: torch.dtype, weights: str, bytes_of_x: in
 )
 def test_wide_rows_with_other_weights(dtype: torch.dtype, weights: str, cols: int, name: str, device: str) -> None:
     """On a GPU these weights have other kernels than weights of x's type, with one or two shapes for each width."""
-    rows = (130 << 20) // (cols * dtype.itemsize) // (1 if device == "cuda" else 64)
+    rows = (130 << 20) // (cols * dtype.itemsize) // (1 if device == "cuda" else 256)
     x = torch.randn(rows, cols, device=device).to(dtype)
     pair = (None, None) if weights == "none" else [torch.randn(cols, device=device) for _ in "wb"]
     given = norm_arguments(name, x, *pair)
