@@ -63,8 +63,8 @@ def test_ours_all_the_way(spec: OpSpec, device: str) -> None:
             assert device == "cpu" or len(kernels) == launches, (shape, kernels)
 
 
-def _bits(x: torch.Tensor) -> bytes:
-    return x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+def _bits(x: torch.Tensor) -> memoryview:
+    return memoryview(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _calls(spec: OpSpec, dtype: torch.dtype, device: str) -> list[Sample]:
