@@ -115,7 +115,7 @@ def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiled_by_inductor(loss: str, device: str) -> None:
-    """The quick tier has the graph of the test before, and Inductor compiles every op (tests/battery/test_graphs.py)."""
+    """The quick tier has the graph of the test before. Inductor compiles every op in tests/battery/test_graphs.py."""
     stock = make("gemma3", device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)

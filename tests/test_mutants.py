@@ -115,7 +115,7 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     (folder / "tests" / "specs").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    names = ["__init__.py", "conftest.py", "checks.py", "forked.py", "opspec.py"]
+    names = ["__init__.py", "conftest.py", "checks.py", "forked.py", "loops.py", "opspec.py"]
     names += ["test_norm.py", "test_norm_kernels.py"]
     for name in [*names, "specs/__init__.py", f"specs/{mutant.op}.py"]:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
@@ -124,7 +124,9 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     file.write_text(file.read_text().replace(mutant.right, mutant.wrong))
     if file.suffix != ".py":
         build(mutant, folder / "extension_cpp" / "csrc", folder / "extension_cpp" / build_library.LIBRARY)
-    command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", mutant.test]
+    # To collect the other files of the battery, and to rewrite all assertions of the copy, takes most of the time.
+    tests = [path for path in (folder / "tests").rglob("test_*.py") if f"def {mutant.test}(" in path.read_text()]
+    command = ["-m", "pytest", "-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests, "-k", mutant.test]
     command += ["--device", "cuda" if mutant.cuda else "cpu", *(["--slow"] if mutant.test == SLOW else [])]
     return python(*command, cwd=folder)
 

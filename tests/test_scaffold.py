@@ -94,6 +94,22 @@ def untouched(one_tree, monkeypatch) -> None:
     monkeypatch.setattr(scaffold, "TREE", one_tree)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def laid_out_once() -> Iterator[None]:
+    """clang-format sees a text once: the building blocks of a package are the same for each kind of op."""
+    known: dict[tuple[str, str], str] = {}
+    lay_out = scaffold.laid_out
+
+    def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
+        new = {path: text for path, text in texts.items() if (path.name, text) not in known}
+        known.update({(path.name, texts[path]): text for path, text in lay_out(new).items()})
+        return {path: known[path.name, text] for path, text in texts.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scaffold, "laid_out", laid_out)
+        yield
+
+
 def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) -> None:
     """`make lint` of a tree; mypy, which is slow, where asked, and of the files in `only`; of C what is new, or all."""
     for module in ("ruff", "mypy", "clang_format"):  # `make lint` needs them, `make test` does not
