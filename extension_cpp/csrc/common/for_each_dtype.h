@@ -8,11 +8,6 @@
 #define NAME_(f, type) f##_##type
 #define NAME_EXPANDED(f, type) NAME_(f, type)
 
-/* float64 exists for gradcheck. The compiler decides what is inlined there, as for CPU_SMALL: the
- * copies would be 7 % of all code, and of the time that compiling it takes. */
-#pragma push_macro("ALWAYS_INLINE")
-#undef ALWAYS_INLINE
-#define ALWAYS_INLINE static inline __attribute__((unused))
 #define T double
 #define ACC double
 #define NAME(f) NAME_EXPANDED(f, float64)
@@ -24,7 +19,6 @@
 #undef NAME
 #undef LOAD
 #undef STORE
-#pragma pop_macro("ALWAYS_INLINE")
 
 #define T float
 #define ACC float
