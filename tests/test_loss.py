@@ -188,6 +188,23 @@ def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks:
         torch.testing.assert_close(a.double(), e, atol=8 * eps * e.abs().max().item(), rtol=8 * eps)
 
 
+@pytest.mark.parametrize("ignore_index", [255, -100, 1])
+def test_ignored_rows_in_every_derivative(ignore_index: int, device: str) -> None:
+    """ignore_index may lie outside of the classes. Forward mode has a formula of its own (plain.py)."""
+    target = torch.tensor([0, ignore_index, 4, ignore_index, 2], device=device)
+    logits = torch.randn(5, CLASSES, dtype=torch.float64, device=device)
+    tangent = torch.randn_like(logits)
+    results = []
+    for loss in (extension_cpp.cross_entropy, F.cross_entropy):
+
+        def of(x: Tensor, loss: Callable[..., Tensor] = loss) -> Tensor:
+            return loss(x, target, ignore_index=ignore_index, label_smoothing=0.1)
+
+        value, forward_mode = torch.func.jvp(of, (logits,), (tangent,))
+        results.append((value, forward_mode, torch.func.grad(of)(logits)))
+    torch.testing.assert_close(*results)
+
+
 def test_chunks_cover_all_rows() -> None:
     for rows in (0, 1, 127, 128, 129, 700, 10_000):
         for classes in (1, 50, 10**9):
