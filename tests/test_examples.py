@@ -93,7 +93,7 @@ def test_recurrent_text_without_the_scan_of_torch(
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what the comparison built and wrote; the ATen sources are compiled once for all tests. With
-    DEBUG=1 our files are compiled for one instruction set, in a third of the time: the figures are not looked at."""
+    DEBUG=1 our files are compiled for one instruction set, as nobody looks at the seconds."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
     told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
