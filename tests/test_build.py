@@ -572,7 +572,7 @@ def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, t
 def test_readme_on_a_package_index_has_no_link_into_the_repository():
     text = setup_options("bdist_wheel", USE_CUDA="0")["long_description"]
     assert re.findall(r"\]\((?!https?:)", text) == [] and "![" not in text
-    assert "QUICKSTART has more" in text and "*Picture: Norms in bfloat16 on an H200" in text
+    assert "QUICKSTART has more" in text and "*Picture: Norms in bfloat16 on an H100" in text
     assert "| `muladd(a, b, c, *, out=None)` | Multiplies" in text
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,10 @@ def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
                 spec.function(*args, **sample.kwargs)
             sentence = f"expected {argument.name} to be a tensor, but got {got}"
             assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"
+
+
+def test_nothing_is_written_outside_of_tensors(device: str) -> None:
+    """Of all ops, on the GPU: also behind scratch, such as partial sums of one row less than there are."""
+    if device != "cuda":
+        pytest.skip("on the CPU the C tests look for it, under the address sanitizer")
+    assert (result := run(sys.executable, "-m", "tests.guarded")).returncode == 0, result.stdout + result.stderr

@@ -1,7 +1,7 @@
 """kernel_template, the ATen way: importing this file compiles its two sources.
 
-By torch.utils.cpp_extension.load, in a minute, then cached; for the torch that runs and for no other. Where there is no
-GPU its source is left out.
+torch.utils.cpp_extension.load compiles them in a minute and caches the result, which is for the running torch only.
+Without a GPU the CUDA source is left out.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-/* scale_bias_relu: sizes below, at and above a block, a tile and a part; guards, offsets, streaming,
- * and how work is split. */
+/* scale_bias_relu: sizes below, at and above a block, a tile and a part; guards, offsets,
+ * streaming, and how work is split. */
 #include "check.h"
 #include "scale_bias_relu/scale_bias_relu.h"
 

@@ -8,8 +8,8 @@
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
 
-/* For x above this, exp(-x) is taken as 0. In float, x * exp(-x) rounds to 0 there; in double, exp(-x)
- * itself does. */
+/* For x above this, exp(-x) is taken as 0. In float, x * exp(-x) rounds to 0 there; in double,
+ * exp(-x) itself does. */
 #define ACTIVATION_ZERO(x) _Generic((x), float : 110.0f, double : 750.0)
 /* At this |x|, x^2 / 2 is above ACTIVATION_ZERO. */
 #define GELU_ZERO(x) _Generic((x), float : 15.0f, double : 39.0)

@@ -51,8 +51,8 @@ ALWAYS_INLINE void NAME(softmax_row)(const T *x, T *y, int64_t cols, ahead_t ahe
   NAME(softmax_part)(x + c, y + c, max, last, (int)(cols - c), is_log);
 }
 
-/* Where the last block of a row of at least BLOCK columns is kept. The block overlaps the one before
- * it. In memory order it is kept at its own columns, in block order after the other blocks. */
+/* Where the last block of a row of at least BLOCK columns is kept. The block overlaps the one
+ * before it. In memory order it is kept at its own columns, in block order after the others. */
 ALWAYS_INLINE int64_t NAME(saved_last)(int64_t cols) {
   return NAME(column)(1) == 1 ? cols - BLOCK : cols / BLOCK * BLOCK;
 }
