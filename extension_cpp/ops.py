@@ -14,7 +14,7 @@ A function that PyTorch also has names its first argument ``input``, as PyTorch 
 call it ``x``, for cross_entropy ``logits``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,16 @@ def _register_second_order(op: str) -> None:
     )
 
 
+def _register_op(
+    op: str, fake: Callable[..., Any], backward_fake: Callable[..., Any], backward: Callable[..., Gradients]
+) -> None:
+    """The fakes and derivatives of an operator that saves its inputs, and of its backward operator."""
+    register_fake(op)(fake)
+    register_fake(f"{op}_backward")(backward_fake)
+    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
+    _register_second_order(op)
+
+
 def _register_activation(op: str) -> None:
     """The fakes and derivatives of an operator (x, *options) that has a backward and a double backward operator."""
     backward_op = getattr(_ops, f"{op}_backward")
@@ -76,11 +86,8 @@ def _register_activation(op: str) -> None:
         (x,) = ctx.saved_tensors
         return {"x": backward_op(grad_out, x, *ctx.options)}
 
-    register_fake(op)(fake_like(op, "x"))
-    register_fake(f"{op}_backward")(fake_like(f"{op}_backward", "grad_out", "x"))
+    _register_op(op, fake_like(op, "x"), fake_like(f"{op}_backward", "grad_out", "x"), backward)
     register_fake(f"{op}_double_backward")(fake_like(f"{op}_double_backward", "grad_grad_x", "grad_out", "x"))
-    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
-    _register_second_order(op)
     register_autograd(f"{op}_double_backward", second_order.not_implemented(op, "third"))
 
 
@@ -105,10 +112,7 @@ def _register_biased(op: str) -> None:
         grad_x, grad_bias = backward_op(grad_out, x, bias, *ctx.options, *ctx.needs_input_grad[:2])
         return {"x": grad_x, "bias": grad_bias}
 
-    register_fake(op)(fake)
-    register_fake(f"{op}_backward")(backward_fake)
-    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
-    _register_second_order(op)
+    _register_op(op, fake, backward_fake, backward)
 
 
 def _register_gate(op: str) -> None:
@@ -129,10 +133,7 @@ def _register_gate(op: str) -> None:
         grad_gate, grad_up = backward_op(grad_out, gate, up, *ctx.options)
         return {"gate": grad_gate, "up": grad_up}
 
-    register_fake(op)(fake)
-    register_fake(f"{op}_backward")(backward_fake)
-    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
-    _register_second_order(op)
+    _register_op(op, fake, backward_fake, backward)
 
 
 def _register_norm(norm: Norm) -> None:

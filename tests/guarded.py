@@ -68,6 +68,8 @@ def forward_and_backward(spec: OpSpec, sample: Sample) -> None:
 
 
 def main() -> int:
+    if not torch.cuda.is_available():
+        sys.exit("error: the guard bytes are for a GPU, and torch finds none here")
     with tempfile.TemporaryDirectory() as folder:
         library = load_allocator(folder)
         if damaged_by(library, write_behind) != 1:
