@@ -229,17 +229,18 @@ def differences(spec: OpSpec, sample: Sample, rows: int, count: int) -> list[str
 @pytest.mark.slow
 @pytest.mark.parametrize("cols", [1 << 16, 50257])
 def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) -> None:
-    """int64 everywhere: the last rows of a tensor of 2^31 + 2^17 elements have the results and gradients of these rows
-    alone; on a GPU also of more than 2^32 elements, in rows whose width does not divide 2^32. Samples whose rows depend
-    on each other in a small tensor are left out."""
+    """int64 everywhere: the last rows of a tensor of more than 2^31 elements have the results and gradients of these
+    rows alone; on a GPU also of more than 2^32 elements, in rows whose width does not divide 2^32. Samples whose rows
+    depend on each other in a small tensor are left out."""
     if spec.positional:
         pytest.skip("no small tensor has these elements' masks: test_dropout.py and test_fused_norm.py have this test")
     if spec.has_products:
         pytest.skip("its matrix products and their memory are PyTorch's")
     if cols != 1 << 16 and device == "cpu":
         pytest.skip("the CPU's kernels count in int64 alone, and 2^32 elements take minutes")
-    many = (1 << 31 if cols == 1 << 16 else 1 << 32) // cols + 2
     few = 64  # enough rows for a kernel to use as many threads for each, and so sum in the same order
+    # A multiple of few, as 3 * few is: the last rows begin at equal alignment and are summed in the same order.
+    many = ((1 << 31 if cols == 1 << 16 else 1 << 32) // cols // few + 1) * few
     generator = torch.Generator().manual_seed(0)
     last = torch.randn(few, cols, generator=generator).bfloat16().to(device)
 
@@ -251,7 +252,8 @@ def test_more_than_two_to_the_31_elements(spec: OpSpec, cols: int, device: str) 
             x[-few:] = last[:, : shape[-1]].view(few, *shape[1:])
             return x.requires_grad_(device == "cuda")
 
-        return spec.sample_inputs(make, (rows, 1, cols))  # with norms over the last two dimensions rows remain separate
+        # The 1 is for norms over the last two dimensions, whose rows remain separate so; classes are dimension 1.
+        return spec.sample_inputs(make, (rows, cols) if spec.name == "cross_entropy" else (rows, 1, cols))
 
     apart = [number for number, sample in enumerate(samples(3 * few)) if not differences(spec, sample, 3 * few, few)]
     compared = 0

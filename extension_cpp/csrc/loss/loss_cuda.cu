@@ -93,13 +93,16 @@ void with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
   }
 }
 
+int64_t vectors_of(const loss_rows &rows) {
+  return ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
+}
+
 // The shape of a CTA: x threads per row, y rows. x is the smallest power of two from 4 to `most`
 // with which a thread has at most `vectors` vectors of its row, or `most`. With fewer threads a row
 // would take longer.
 dim3 row_threads(const loss_rows &rows, int vectors, unsigned most) {
-  const int64_t wanted = ceil_div(rows.cols, rows.dtype == DTYPE_FLOAT32 ? 4 : 8);
   unsigned x = 4;
-  while (x < most && static_cast<int64_t>(x) * vectors < wanted) x *= 2;
+  while (x < most && static_cast<int64_t>(x) * vectors < vectors_of(rows)) x *= 2;
   return dim3(x, CTA_THREADS / x);
 }
 
@@ -109,7 +112,7 @@ unsigned at_most_ctas(int64_t ctas) {
 
 cudaError_t forward_rows(const loss_forward_args &args, cudaStream_t stream) {
   // A row of several warps has its own CTA, because a barrier waits for all threads of a CTA.
-  const bool is_narrow = args.rows.cols <= NARROW;
+  const bool is_narrow = vectors_of(args.rows) <= NARROW;
   const dim3 threads =
       is_narrow ? row_threads(args.rows, FORWARD_VECTORS, 32) : dim3(CTA_THREADS, 1);
   const unsigned ctas = at_most_ctas(ceil_div(args.rows.outer, threads.y));
@@ -138,8 +141,8 @@ cudaError_t backward_rows(const loss_backward_args &args, cudaStream_t stream) {
   const dim3 threads = row_threads(rows, TILE_VECTORS, CTA_THREADS);
   return with_row_type(rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const int64_t vectors = ceil_div(rows.cols, VECTOR<T>);
-    const int64_t tiles = threads.y > 1 ? 1 : ceil_div(vectors, TILE_VECTORS * CTA_THREADS);
+    const int64_t tiles =
+        threads.y > 1 ? 1 : ceil_div(vectors_of(rows), TILE_VECTORS * CTA_THREADS);
     const int64_t units = ceil_div(rows.outer, threads.y) * tiles;
     with_mode(rows, args.entropy != nullptr, [&](auto mode) {
       loss_backward_rows<T, decltype(mode)::value>

@@ -7,10 +7,11 @@
 
 namespace losses {
 
-constexpr int NARROW = 4096;  // up to this many columns, one warp processes a row in forward
+constexpr int NARROW = 1024;  // up to this many vectors, one warp processes a row in forward
 constexpr int CTA_THREADS = 256;
 // Vectors that a thread loads at once. TILE_VECTORS: vectors per thread of a wide row in backward.
-constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 4, TILE_VECTORS = 8;
+constexpr int FORWARD_VECTORS = 4, BACKWARD_VECTORS = 2, TILE_VECTORS = 8;
+constexpr int BACKWARD_CTAS = 5;  // per SM: the compiler may use 48 registers per thread
 
 // The range of part `part` of `count` items that are divided into `parts` equal parts.
 struct Cut {
@@ -174,7 +175,7 @@ __device__ inline RowGradient<A> row_gradient(const loss_backward_args &p, int64
 }
 
 template <typename T, Mode MODE>
-__global__ void __launch_bounds__(CTA_THREADS)
+__global__ void __launch_bounds__(CTA_THREADS, BACKWARD_CTAS)
     loss_backward_rows(const __grid_constant__ loss_backward_args p, int64_t tiles, int64_t units) {
   const loss_rows &rows = p.rows;
   const Logit<MODE, float> logit(rows);
