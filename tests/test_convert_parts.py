@@ -557,17 +557,20 @@ def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
             assert a.dtype is b.dtype and (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * 16
 
 
-def test_the_layout_comes_from_the_call() -> None:
+def test_the_layout_comes_from_the_call(calls: list[str]) -> None:
     function = modeling("llama").apply_rotary_pos_emb
     found = convert_rotary.recognise(function, {"unsqueeze_dim": 2})
     assert isinstance(found, convert_rotary.Rotary) and found.layouts == ("batch, tokens, heads",)
     q, k, cos, sin = (torch.randn(shape) for shape in ((2, 5, 4, 8), (2, 5, 2, 8), (1, 5, 8), (1, 5, 8)))
     got = convert_rotary.rotate(function, found, q, k, cos, sin, unsqueeze_dim=2)
     torch.testing.assert_close(got, function(q, k, cos, sin, unsqueeze_dim=2))
+    assert calls == ["rotary_embedding"]
     found = convert_rotary.recognise(modeling("qwen2_vl").apply_rotary_pos_emb_vision, {})
     assert isinstance(found, convert_rotary.Rotary) and found.layouts == ("batch, tokens, heads", "tokens, heads")
     q, k, cos, sin = (torch.randn(shape) for shape in ((5, 4, 8), (5, 2, 8), (5, 8), (5, 8)))
+    calls.clear()
     got = convert_rotary.rotate(modeling("qwen2_vl").apply_rotary_pos_emb_vision, found, q, k, cos, sin)
+    assert calls == ["rotary_embedding"]
     torch.testing.assert_close(got, modeling("qwen2_vl").apply_rotary_pos_emb_vision(q, k, cos, sin))
 
 
