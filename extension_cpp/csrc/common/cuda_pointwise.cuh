@@ -5,7 +5,7 @@
 // A CTA covers THREADS * VECTORS vectors of N elements. A thread loads all its vectors before it
 // computes, so that several 16-byte loads are in flight. Head elements, before the first aligned
 // address, and tail elements, after the last whole vector, are processed one by one. If the
-// pointers have different alignment, N is the widest vector that all of them allow.
+// pointers have different alignment, and for float64, N is 1.
 #ifndef EXTENSION_CPP_CUDA_POINTWISE_CUH
 #define EXTENSION_CPP_CUDA_POINTWISE_CUH
 
@@ -16,6 +16,9 @@ namespace pointwise {
 
 constexpr int THREADS = 128;
 constexpr int VECTORS = 2;
+// The elements of a vector.
+template <typename T>
+constexpr int WIDEST = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
 
 template <typename T, int IN, int OUT>
 struct Tensors {
@@ -25,10 +28,11 @@ struct Tensors {
   int head;  // elements before the first aligned one
 };
 
-// No row operand. place(i, j): output element i reads in[j][place(i, j)].
+// No row operand. Output element i, in row number r = row_of(i), reads in[j][i + gaps(r, j)].
 struct NoRow {
   static constexpr int OPERANDS = 0;
-  static __device__ int64_t place(int64_t i, int) { return i; }
+  static __device__ uint32_t row_of(int64_t) { return 0; }
+  static __device__ int64_t gaps(uint32_t, int) { return 0; }
   static uint64_t ends() { return 0; }
 };
 
@@ -41,30 +45,30 @@ struct Row {
   int64_t cols;
   bool whole;
   bool aligned;
-  static __device__ int64_t place(int64_t i, int) { return i; }
+  static __device__ uint32_t row_of(int64_t) { return 0; }
+  static __device__ int64_t gaps(uint32_t, int) { return 0; }
   static uint64_t ends() { return 0; }
 };
 
-// No row operand. The inputs have rows of `cols` elements with gaps between them. There are fewer
-// than 2^32 elements, and each vector lies in one row.
+// No row operand. The inputs have rows of `cols` elements, perhaps with gaps between them. With gaps
+// there are fewer than 2^32 elements, and each vector lies in one row.
 template <int IN>
 struct RowStrides {
   static constexpr int OPERANDS = 0;
+  bool has_gaps;
   uint32_t cols;
   int64_t gap[IN];  // elements between two rows
-  __device__ int64_t place(int64_t i, int j) const {
-    return i + static_cast<int64_t>(static_cast<uint32_t>(i) / cols) * gap[j];
+  __device__ uint32_t row_of(int64_t i) const {
+    return has_gaps ? static_cast<uint32_t>(i) / cols : 0;
   }
+  __device__ int64_t gaps(uint32_t r, int j) const { return static_cast<int64_t>(r) * gap[j]; }
   uint64_t ends() const {
+    if (!has_gaps) return 0;
     uint64_t all = cols;
     for (int j = 0; j < IN; ++j) all |= static_cast<uint64_t>(gap[j]);
     return all;
   }
 };
-template <typename R>
-constexpr bool has_gaps = false;
-template <int IN>
-constexpr bool has_gaps<RowStrides<IN>> = true;
 
 // Loads elements [c, c + N) of the 16-byte aligned row p from the two aligned vectors around them.
 template <typename T, int N>
@@ -102,13 +106,16 @@ __device__ inline void load_row(acc_t<T> (&x)[N], const Row<T> &row, int64_t i) 
 // Processes COUNT vectors of N elements: the first at element i, the others `step` elements apart.
 template <typename T, int N, int COUNT, int IN, int OUT, typename R, typename F>
 __device__ inline void some_vectors(const Tensors<T, IN, OUT> &t, const R &row, const F &f,
-                                    int64_t i, int64_t step) {
+                                    int64_t i, int step) {
   Vector<T, N> raw[COUNT][IN];
+  uint32_t row_of[COUNT];
+#pragma unroll
+  for (int u = 0; u < COUNT; ++u) row_of[u] = row.row_of(i + u * step);
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) {
 #pragma unroll
     for (int j = 0; j < IN; ++j) {
-      raw[u][j] = load_vector<T, N>(t.in[j] + row.place(i + u * step, j));
+      raw[u][j] = load_vector<T, N>(t.in[j] + i + u * step + row.gaps(row_of[u], j));
     }
   }
 #pragma unroll
@@ -135,16 +142,12 @@ template <typename T, int N, int IN, int OUT, typename R, typename F>
 __global__ void __launch_bounds__(THREADS) kernel(Tensors<T, IN, OUT> t, R row, F f) {
   const int64_t vectors = (t.numel - t.head) / N,
                 block = static_cast<int64_t>(blockIdx.x) * (THREADS * VECTORS);
-  const int64_t first = t.head + (block + threadIdx.x) * N;
-  if (block + THREADS * VECTORS <= vectors) {
-    some_vectors<T, N, VECTORS>(t, row, f, first, THREADS * N);
-  } else {
-#pragma unroll 1  // only the last CTA: a copy of f for each vector would be a quarter of the code
-    for (int u = 0; u < VECTORS; ++u) {
-      if (block + threadIdx.x + u * THREADS < vectors) {
-        some_vectors<T, N, 1>(t, row, f, first + u * THREADS * N, 0);
-      }
-    }
+  const int64_t vector = block + threadIdx.x;
+  if (vector < vectors) {
+    // Where the tensors end, a thread without a second vector processes the first one twice: code
+    // for one vector would be another copy of f.
+    const int step = vector + (VECTORS - 1) * THREADS < vectors ? THREADS * N : 0;
+    some_vectors<T, N, VECTORS>(t, row, f, t.head + vector * N, step);
   }
   if (N > 1 && blockIdx.x == 0) {
     // The first threads take the head, the next ones the tail.
@@ -161,15 +164,12 @@ struct Division {
   unsigned ctas;
 };
 
-// There are kernels for vectors of 16 bytes, of 4 (half types) and of one element.
-constexpr int narrower(int width) { return width > 4 ? width / 4 : 1; }
-
-// Chooses the widest vectors with which all operands, of elements of `size` bytes, have the same
-// offset from an aligned address. With gaps the offset must be 0, and no vector may straddle the
-// end of a row: `row_ends` is the bitwise or of the row's width and all gaps.
-inline Division divide(const void *const *operands, int count, int size, int64_t numel,
-                       bool has_gaps, uint64_t row_ends) {
-  Division d{16 / size, 0, 1};
+// Chooses vectors of `widest` elements, of `size` bytes each, if all operands have the same offset
+// from an aligned address, else single elements. With gaps the offset must be 0, and no vector may
+// straddle the end of a row: `row_ends` is the bitwise or of the row's width and all gaps.
+inline Division divide(const void *const *operands, int count, int size, int widest, int64_t numel,
+                       uint64_t row_ends) {
+  Division d{widest, 0, 1};
   const auto phase = [&](const void *p) {
     return reinterpret_cast<uintptr_t>(p) & static_cast<unsigned>(size * d.width - 1);
   };
@@ -177,9 +177,9 @@ inline Division divide(const void *const *operands, int count, int size, int64_t
     for (int j = 1; j < count; ++j) {
       if (phase(operands[j]) != phase(operands[0])) return false;
     }
-    return !has_gaps || (phase(operands[0]) == 0 && row_ends % d.width == 0);
+    return row_ends == 0 || (phase(operands[0]) == 0 && row_ends % d.width == 0);
   };
-  while (d.width > 1 && !is_allowed()) d.width = narrower(d.width);
+  if (!is_allowed()) d.width = 1;
   const int64_t head = (d.width - static_cast<int64_t>(phase(operands[0])) / size) % d.width;
   d.head = static_cast<int>(head < numel ? head : numel);
   const int64_t ctas = ceil_div((numel - d.head) / d.width, THREADS * VECTORS);
@@ -187,35 +187,23 @@ inline Division divide(const void *const *operands, int count, int size, int64_t
   return d;
 }
 
-template <typename T, int IN, int OUT, typename R, typename F>
-using Kernel = void (*)(Tensors<T, IN, OUT>, R, F);
-
-// The kernel for vectors of `width` elements, at most N.
-template <int N, typename T, int IN, int OUT, typename R, typename F>
-Kernel<T, IN, OUT, R, F> kernel_of(int width) {
-  if constexpr (N > 1) {
-    if (width < N) return kernel_of<narrower(N), T, IN, OUT, R, F>(width);
-  }
-  return kernel<T, N, IN, OUT, R, F>;
-}
-
 template <typename T, int IN, int OUT, typename F, typename R>
 cudaError_t launch_once(const void *const (&in)[IN], void *const (&out)[OUT], int64_t numel, F f,
                         void *stream, R row) {
-  constexpr int N = 16 / sizeof(T);
   Tensors<T, IN, OUT> t;
   const void *operands[IN + OUT];
   for (int j = 0; j < OUT; ++j) operands[j] = t.out[j] = static_cast<T *>(out[j]);
   for (int j = 0; j < IN; ++j) operands[OUT + j] = t.in[j] = static_cast<const T *>(in[j]);
-  const Division d = divide(operands, IN + OUT, sizeof(T), numel, has_gaps<R>, row.ends());
+  const Division d = divide(operands, IN + OUT, sizeof(T), WIDEST<T>, numel, row.ends());
   t.numel = numel;
   t.head = d.head;
   if constexpr (R::OPERANDS == 1) {
     row.aligned = reinterpret_cast<uintptr_t>(row.p) % (sizeof(T) * d.width) == 0;
     row.whole = row.aligned && row.cols % d.width == 0 && d.head == 0;
   }
-  const auto kernel = kernel_of<N, T, IN, OUT, R, F>(d.width);
-  kernel<<<d.ctas, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(t, row, f);
+  const auto kernel_of =
+      d.width == 1 ? kernel<T, 1, IN, OUT, R, F> : kernel<T, WIDEST<T>, IN, OUT, R, F>;
+  kernel_of<<<d.ctas, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(t, row, f);
   return cudaGetLastError();
 }
 
@@ -245,27 +233,25 @@ cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t
 }
 
 // launch<T, IN, OUT> for inputs of `rows` rows: in[j] + r * strides[j] is row r. The outputs are
-// dense. A launch has fewer than 2^32 elements.
+// dense. A launch with gaps has fewer than 2^32 elements.
 template <typename T, int IN, int OUT, typename F>
 cudaError_t launch_rows(const void *const (&in)[IN], const int64_t (&strides)[IN],
                         void *const (&out)[OUT], int64_t rows, int64_t cols, F f, void *stream) {
-  bool dense = true;
-  RowStrides<IN> row{static_cast<uint32_t>(cols), {}};
+  RowStrides<IN> row{false, static_cast<uint32_t>(cols), {}};
   for (int j = 0; j < IN; ++j) {
     row.gap[j] = strides[j] - cols;
-    dense = dense && row.gap[j] == 0;
+    row.has_gaps = row.has_gaps || row.gap[j] != 0;
   }
-  if (dense || rows == 1) return launch<T, IN, OUT>(in, out, rows * cols, f, stream);
-  const int64_t fit = UINT32_MAX / cols, most = fit > 0 ? fit : 1;
+  const int64_t fit = row.has_gaps ? UINT32_MAX / cols : rows, most = fit > 0 ? fit : 1;
   for (int64_t first = 0; first < rows; first += most) {
     const int64_t some = rows - first < most ? rows - first : most;
+    row.has_gaps = row.has_gaps && some > 1;
     const void *some_in[IN];
     void *some_out[OUT];
     for (int j = 0; j < IN; ++j) some_in[j] = static_cast<const T *>(in[j]) + first * strides[j];
     for (int j = 0; j < OUT; ++j) some_out[j] = static_cast<T *>(out[j]) + first * cols;
     const cudaError_t error =
-        some == 1 ? launch<T, IN, OUT>(some_in, some_out, cols, f, stream)
-                  : launch<T, IN, OUT>(some_in, some_out, some * cols, f, stream, row);
+        launch_once<T, IN, OUT>(some_in, some_out, some * cols, f, stream, row);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
