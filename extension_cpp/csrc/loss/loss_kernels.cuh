@@ -158,18 +158,18 @@ __device__ inline A number(const void *data, dtype_t dtype, int64_t i) {
   return 0;
 }
 
-template <typename A>
+template <Mode MODE, typename A>
 __device__ inline RowGradient<A> row_gradient(const loss_backward_args &p, int64_t r) {
   RowGradient<A> gradient;
   gradient.set_lse(p.lse[r]);
   A g = number<A>(p.grad_loss, p.grad_dtype, r * p.grad_stride);
   if (p.total != nullptr) g /= *static_cast<const A *>(p.total);
-  const Target target(p.rows, r, p.entropy == nullptr);
-  if (p.entropy == nullptr) {
-    gradient.set(p.rows, target, g);
-  } else {
-    gradient.set_entropy(target, static_cast<const A *>(p.entropy)[r], g,
+  const Target target(p.rows, r, MODE != ENTROPY);
+  if constexpr (MODE == ENTROPY) {
+    gradient.set_entropy(p.rows, target, static_cast<const A *>(p.entropy)[r], g,
                          number<A>(p.grad_entropy, p.grad_dtype, r));
+  } else {
+    gradient.set(p.rows, target, g);
   }
   return gradient;
 }
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(CTA_THREADS, BACKWARD_CTAS)
     if (row >= rows.outer) continue;
     const T *const x = static_cast<const T *>(rows.logits) + row * rows.outer_stride;
     T *const out = static_cast<T *>(p.grad_logits) + row * rows.cols;
-    const RowGradient<float> gradient = row_gradient<float>(p, row);
+    const RowGradient<float> gradient = row_gradient<MODE, float>(p, row);
     const auto apply = [&](auto &values, int64_t c) {
       gradient.apply(values, rows, logit, c);
       store_at(out, c, values);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(STRIP_THREADS)
     const T *const x =
         static_cast<const T *>(rows.logits) + strip.outer * rows.outer_stride + strip.i;
     T *const out = static_cast<T *>(p.grad_logits) + strip.outer * rows.cols * rows.inner + strip.i;
-    const RowGradient<A> gradient = row_gradient<A>(p, strip.outer * rows.inner + strip.i);
+    const RowGradient<A> gradient = row_gradient<MODE, A>(p, strip.outer * rows.inner + strip.i);
     for (int64_t c = threadIdx.y; c < rows.cols; c += blockDim.y) {
       A value[1] = {to_acc(x[c * rows.inner])};
       gradient.apply(value, rows, logit, c);

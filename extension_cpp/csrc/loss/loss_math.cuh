@@ -25,7 +25,7 @@ __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 __device__ inline float rounded(float x, float y) { return __fmul_rn(x, y); }
 __device__ inline double rounded(double x, double y) { return __dmul_rn(x, y); }
 
-// The map from x to z, and dz/dx at z.
+// The map from x to z, and for GENERAL dz/dx at z.
 template <Mode MODE, typename A>
 struct Logit {
   A scale, softcap;
@@ -38,9 +38,7 @@ struct Logit {
     return rounded(softcap, hyperbolic_tangent(x / softcap));
   }
   __device__ A slope(A z) const {
-    if (MODE == PLAIN) return 1;
-    if (MODE == ENTROPY || softcap == 0) return scale;
-    return 1 - (z / softcap) * (z / softcap);
+    return softcap == 0 ? scale : 1 - (z / softcap) * (z / softcap);
   }
 };
 
@@ -132,11 +130,12 @@ struct RowGradient {
     if (is_zero) of_target = 0;
   }
 
-  // The gradient of token_log_probs, times g and g_entropy.
-  __device__ void set_entropy(const Target &row, A entropy, A g, A g_entropy) {
-    of_p = row.is_class ? -g - g_entropy * entropy : A(NAN);
-    of_p_log_p = -g_entropy;
-    of_target = g;
+  // The gradient of token_log_probs, times g and g_entropy. It contains dz/dx, which is the scale.
+  __device__ void set_entropy(const loss_rows &p, const Target &row, A entropy, A g, A g_entropy) {
+    const A scale = static_cast<A>(p.scale);
+    of_p = row.is_class ? scale * (-g - g_entropy * entropy) : A(NAN);
+    of_p_log_p = -scale * g_entropy;
+    of_target = scale * g;
     of_weight = 0;
     target = row.c;
     is_zero = false;
@@ -156,21 +155,23 @@ struct RowGradient {
     const int at = distance >= 0 && distance < M ? static_cast<int>(distance) : -1;
 #pragma unroll
     for (int j = 0; j < M; ++j) {
-      const A z = logit.z(x[j]), log_p = (z - from) - log_sum, probability = exponential(log_p);
-      A grad = probability * of_p;
-      // A lower bound, because log(p) = -inf times p = 0 would be NaN.
-      if (MODE == ENTROPY) grad += probability * of_p_log_p * max(log_p, A(-1e30));
-      if (MODE == GENERAL && of_weight != 0) grad -= of_weight * class_weight<A>(p, c + j);
-      if (MODE == GENERAL && j == at) grad += of_target;
-      x[j] = grad * logit.slope(z);
-      if (is_zero) x[j] = 0;
+      const A z = logit.z(x[j]), log_p = (z - from) - log_sum;
+      A factor = of_p;
+      if (MODE == ENTROPY) factor += of_p_log_p * max(log_p, A(LOG_ZERO));
+      A grad = exponential(log_p) * factor;
+      if (MODE == GENERAL) {
+        if (of_weight != 0) grad -= of_weight * class_weight<A>(p, c + j);
+        if (j == at) grad += of_target;
+        grad *= logit.slope(z);
+      }
+      x[j] = is_zero ? A(0) : grad;
     }
     // GENERAL: the loop above has added the target's term, because dz/dx depends on z with softcap.
     if constexpr (MODE != GENERAL) {
       if (at < 0) return;
 #pragma unroll
       for (int j = 0; j < M; ++j) {
-        if (j == at) x[j] += of_target * logit.slope(0);
+        if (j == at) x[j] += of_target;
       }
     }
   }

@@ -21,6 +21,10 @@ __device__ inline float exponential(float x) {
 }
 __device__ inline double exponential(double x) { return exp(x); }
 
+// A lower bound for log(p) where it is multiplied by p: exp(LOG_ZERO) is 0 in every dtype, and
+// 0 * -inf would be NaN.
+constexpr float LOG_ZERO = -1000;
+
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 
@@ -64,7 +68,7 @@ struct ExpSum {
     for (int j = 0; j < N; ++j) {
       const A distance = z[j] - from, e = exponential(distance);
       sum += e;
-      if (ENTROPY) moment += e == 0 ? A(0) : e * distance;
+      if (ENTROPY) moment += e * ::max(distance, A(LOG_ZERO));
     }
   }
 };
