@@ -37,9 +37,7 @@ struct Logit {
     if (MODE == ENTROPY || softcap == 0) return rounded(x, scale);
     return rounded(softcap, hyperbolic_tangent(x / softcap));
   }
-  __device__ A slope(A z) const {
-    return softcap == 0 ? scale : 1 - (z / softcap) * (z / softcap);
-  }
+  __device__ A slope(A z) const { return softcap == 0 ? scale : 1 - (z / softcap) * (z / softcap); }
 };
 
 // The weight of class c.
