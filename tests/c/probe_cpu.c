@@ -89,6 +89,11 @@ static void kept_cpu_range(int64_t begin, int64_t end, const kept_args *args) {
   }
 }
 
+/* Each level has all blocks, those of float64, too. */
+#if defined(CPU_LEVEL_V4)
+#undef CPU_ENTRY
+#define CPU_ENTRY(name, args_type) CPU_ENTRY_LEVEL(name, args_type)
+#endif
 CPU_ENTRY(exp_cpu, exp_args)
 CPU_ENTRY(math_cpu, math_args)
 CPU_ENTRY(load_block_cpu, block_args)

@@ -5,7 +5,7 @@
  *   baseline  SSE2, which every x86-64 has. Elsewhere the only level, the compiler's default; so it
  *             is in a debug build (CPU_BASELINE_ONLY), which compiles in a third of the time
  *   v3        AVX2, FMA, F16C
- *   v4        AVX-512 F, BW, VL, DQ
+ *   v4        AVX-512 F, BW, VL, DQ; for float64 it calls v3, which gives the same bits
  *
  * EXTENSION_CPP_CPU_LEVEL=baseline|v3|v4 lowers the choice. It is read when the library is loaded.
  * (PyTorch's own variable of this kind is ATEN_CPU_CAPABILITY.) */
@@ -41,16 +41,27 @@ int cpu_should_stream(int64_t bytes);
 
 /* CPU_ENTRY(f, args_type) exports `void f(int64_t begin, int64_t end, void *args)`, the signature
  * that torch_parallel_for calls. It calls this file's `static void f##_range(int64_t begin, int64_t
- * end, const args_type *args)`. */
+ * end, const args_type *args)`. CPU_ENTRY_OF is for arguments whose `dtype` is not a member of their
+ * own, such as rows.dtype. */
 #define CPU_ENTRY_LEVEL(name, args_type)                        \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args);  \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args) { \
     name##_range(begin, end, (const args_type *)args);          \
   }
-#if defined(CPU_LEVEL_V3) || defined(CPU_LEVEL_V4)
-#define CPU_ENTRY(name, args_type) CPU_ENTRY_LEVEL(name, args_type)
+#if defined(CPU_LEVEL_V4)
+#define CPU_ENTRY_OF(name, args_type, dtype)               \
+  void name##_v3(int64_t begin, int64_t end, void *args);  \
+  void name##_v4(int64_t begin, int64_t end, void *args);  \
+  void name##_v4(int64_t begin, int64_t end, void *args) { \
+    if (((const args_type *)args)->dtype == DTYPE_FLOAT64) \
+      name##_v3(begin, end, args);                         \
+    else                                                   \
+      name##_range(begin, end, (const args_type *)args);   \
+  }
+#elif defined(CPU_LEVEL_V3)
+#define CPU_ENTRY_OF(name, args_type, dtype) CPU_ENTRY_LEVEL(name, args_type)
 #elif defined(__x86_64__) && !defined(CPU_BASELINE_ONLY)
-#define CPU_ENTRY(name, args_type)                                  \
+#define CPU_ENTRY_OF(name, args_type, dtype)                        \
   CPU_ENTRY_LEVEL(name, args_type)                                  \
   void name##_v3(int64_t begin, int64_t end, void *args);           \
   void name##_v4(int64_t begin, int64_t end, void *args);           \
@@ -62,9 +73,10 @@ int cpu_should_stream(int64_t bytes);
     }                                                               \
   }
 #else
-#define CPU_ENTRY(name, args_type) \
-  CPU_ENTRY_LEVEL(name, args_type) \
+#define CPU_ENTRY_OF(name, args_type, dtype) \
+  CPU_ENTRY_LEVEL(name, args_type)           \
   void name(int64_t begin, int64_t end, void *args) { name##_baseline(begin, end, args); }
 #endif
+#define CPU_ENTRY(name, args_type) CPU_ENTRY_OF(name, args_type, dtype)
 
 #endif

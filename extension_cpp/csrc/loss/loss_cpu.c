@@ -120,7 +120,7 @@ static void loss_reduce_cpu_range(int64_t begin, int64_t end, const loss_reduce_
   set_number(acc, args->total, total);
 }
 
-CPU_ENTRY(loss_forward_cpu, loss_forward_args)
-CPU_ENTRY(loss_backward_cpu, loss_backward_args)
+CPU_ENTRY_OF(loss_forward_cpu, loss_forward_args, rows.dtype)
+CPU_ENTRY_OF(loss_backward_cpu, loss_backward_args, rows.dtype)
 CPU_ENTRY(loss_reduce_cpu, loss_reduce_args)
 CPU_ENTRY(loss_scale_cpu, loss_scale_args)

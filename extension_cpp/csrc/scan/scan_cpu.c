@@ -20,7 +20,7 @@
   static void name##_range(int64_t begin, int64_t end, const args_type *args) { \
     DISPATCH_DTYPE(args->shape.dtype, kernel, args, begin, end, only_total)     \
   }                                                                             \
-  CPU_ENTRY(name, args_type)
+  CPU_ENTRY_OF(name, args_type, shape.dtype)
 #define SCAN_ENTRIES(op, kernel)             \
   SCAN_RANGE(op##_cpu, op##_args, kernel, 0) \
   SCAN_RANGE(op##_totals_cpu, op##_args, kernel, 1)
