@@ -62,6 +62,21 @@ CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # types, whose work to_acc and from_acc do. PyTorch's own flags for extensions take these away, too.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
+# Small .cu that are compiled as one file: each alone takes the compilers a second for CUDA's headers. An op that is not
+# named here has a file of its own.
+TOGETHER = {
+    "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
+    "together_2.cu": [
+        "common/cuda_column_sums.cu",
+        "common/cuda_error.cu",
+        "dropout/dropout_cuda.cu",
+        "mish/mish_cuda.cu",
+        "muladd/muladd_cuda.cu",
+        "relu/relu_cuda.cu",
+        "scale_bias_relu/scale_bias_relu_cuda.cu",
+    ],
+    "together_3.cu": ["loss/loss_cuda.cu", "loss/loss_scale_cuda.cu", "softmax/softmax_cuda.cu"],
+}
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
 # late, nothing writable that need not be (full RELRO), and a stack that cannot be executed. The guard is for code that
@@ -333,8 +348,18 @@ def write_objects(
     header = precompile("cxx", f"{own}shims.h", SHIMS_HEADER, ["-x", "c++-header"])
     for source in sorted(CSRC.rglob("*.cpp")):
         add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [], own, header)
-    for source in sorted(CSRC.rglob("*.cu")) if cuda else []:
-        add("nvcc", source, [])
+    if cuda:
+        alone = set(CSRC.rglob("*.cu"))
+        for name, sources in TOGETHER.items():
+            some = [source for source in sources if CSRC / source in alone]  # `remove` may have deleted an op
+            alone -= {CSRC / source for source in some}
+            if not some:
+                continue
+            write_if_new(folder / name, "".join(f'#include "{source}"\n' for source in some))
+            objects.append(f"{name}.o")
+            file.write(f"build {name}.o: nvcc {name}\n")
+        for source in sorted(alone):
+            add("nvcc", source, [])
     return objects
 
 

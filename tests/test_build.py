@@ -503,7 +503,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
-    target = "common/cuda_error.cu.o"
+    target = "together_2.cu.o"  # it has common/cuda_error.cu
     compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
     built = run(*compile_target)
     assert built.returncode == 0, built.stdout
