@@ -8,11 +8,37 @@
 #include "common/cpu_level.h"
 #include "common/cpu_math.h"
 
-/* For x above this, exp(-x) is taken as 0. In float, x * exp(-x) rounds to 0 there; in double,
- * exp(-x) itself does. */
-#define ACTIVATION_ZERO(x) _Generic((x), float : 110.0f, double : 750.0)
-/* At this |x|, x^2 / 2 is above ACTIVATION_ZERO. */
-#define GELU_ZERO(x) _Generic((x), float : 15.0f, double : 39.0)
+/* exp(u) is 0 for this u, in float and in double. It takes the place of a lower u, for which the
+ * scaled exp may not be valid. */
+#define LOGISTIC_ZERO(u) _Generic((u), float : logistic_zero_float, double : -750.0)
+/* The same for exp(-z^2 / 2). */
+#define GELU_ZERO(z) _Generic((z), float : gelu_zero_float, double : -39.0)
+
+#define ABS(x) _Generic((x), float : __builtin_fabsf, double : __builtin_fabs)(x)
+/* NaN stays NaN. */
+#define AT_LEAST(x, limit) ((x) < (limit) ? (limit) : (x))
+/* The sign bit, which a blend needs no comparison for. */
+ALWAYS_INLINE int is_negative_float(float x) { return (int32_t)float_bits(x) < 0; }
+ALWAYS_INLINE int is_negative_double(double x) { return x < 0; }
+#define IS_NEGATIVE(x) _Generic((x), float : is_negative_float, double : is_negative_double)(x)
+
+/* exp(-z^2 / 2) over EXP_UNSCALE, for -15 <= z <= 15, as exp_scaled_float computes it, but with r
+ * twice as large, so that z^2 is not halved. z^2's rounding error is taken into account. */
+ALWAYS_INLINE float gauss_scaled_float(float z) {
+  const float square = z * z, low = fma_float(z, z, -square);
+  const float shifted = fma_float(square, -0x1.715476p-1f, 0x1.8p23f + 64);
+  const float n = shifted - (0x1.8p23f + 64);
+  const float r = fma_float(n, -0x1.62e4p0f, -square) + fma_float(n, -0x1.7f7d1cp-19f, -low);
+  float p = fma_float(r, 0x1.695428p-16f, 0x1.123b08p-12f);
+  p = fma_float(r, p, 0x1.555a22p-9f);
+  p = fma_float(r, p, 0x1.55549p-6f);
+  p = fma_float(r, p, 0x1.fffffap-4f);
+  p = fma_float(r, p, 0.5f);
+  p = fma_float(r, p, 1.0f);
+  return bits_float(float_bits(p) + (float_bits(shifted) << 23));
+}
+ALWAYS_INLINE double gauss_scaled_double(double z) { return exp(z * z / -2); }
+#define GAUSS_SCALED(z) _Generic((z), float : gauss_scaled_float, double : gauss_scaled_double)(z)
 
 /* Calls f(kind, ...) with a constant kind, for functions that are inlined. */
 #define DISPATCH_ACTIVATION(kind, f, ...)             \

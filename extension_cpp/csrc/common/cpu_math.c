@@ -3,3 +3,5 @@
 #include "common/cpu_math.h"
 
 const float exp_zero_float = -88;
+const float logistic_zero_float = -110;
+const float gelu_zero_float = -15;

@@ -29,27 +29,27 @@ ALWAYS_INLINE double fma_double(double a, double b, double c) { return a * b + c
  * multiplies it by x. */
 #define EXP_UNSCALE_FLOAT 0x1p-64f
 ALWAYS_INLINE float exp_scaled_float(float x) {
-  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f); /* n in the low bits */
-  const float n = shifted - 0x1.8p23f;
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* n + 64 in the low bits */
+  const float n = shifted - (0x1.8p23f + 64);
   const float r = fma_float(n, -0x1.7f7d1cp-20f, fma_float(n, -0x1.62e4p-1f, x));
   float p = fma_float(r, 0x1.695428p-10f, 0x1.123b08p-7f);
   p = fma_float(r, p, 0x1.555a22p-5f);
   p = fma_float(r, p, 0x1.55549p-3f);
   p = fma_float(r, p, 0x1.fffffap-2f);
   p = 1.0f + fma_float(r * r, p, r);
-  return bits_float(float_bits(p) + (float_bits(shifted) << 23) + (64u << 23));
+  return bits_float(float_bits(p) + (float_bits(shifted) << 23));
 }
 
 /* The same by 2^(x / ln 2), which takes a third fewer operations: for 16-bit results. The relative
  * error is 2^-18.4 + 2^-24 |x| (scripts/exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp_scaled_short_float(float x) {
-  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f); /* n in the low bits */
-  const float r = fma_float(x, 0x1.715476p0f, 0x1.8p23f - shifted);
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* n + 64 in the low bits */
+  const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 64) - shifted);
   float p = fma_float(r, 0x1.3a02fp-7f, 0x1.c9fc9cp-5f);
   p = fma_float(r, p, 0x1.ec0378p-3f);
   p = fma_float(r, p, 0x1.62e12cp-1f);
   p = fma_float(r, p, 1.0f);
-  return bits_float(float_bits(p) + (float_bits(shifted) << 23) + (64u << 23));
+  return bits_float(float_bits(p) + (float_bits(shifted) << 23));
 }
 
 /* float64 exists for gradcheck, which should run the real kernels. libm is fast enough for that. */
@@ -63,7 +63,8 @@ ALWAYS_INLINE double exp_scaled_double(double x) { return exp(x); }
  * subnormal, and so for -infinity. NaN stays NaN. One multiplication by 2^n is enough for this
  * range: its exponent field n + 127 stands in the low bits of `shifted`, and is 0 for the least
  * x. */
-extern const float exp_zero_float; /* -88; see cpu_math.c */
+/* -88, -110, -15; see cpu_math.c */
+extern const float exp_zero_float, logistic_zero_float, gelu_zero_float;
 ALWAYS_INLINE float exp_softmax_float(float x) {
   x = x < exp_zero_float ? exp_zero_float : x;
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
