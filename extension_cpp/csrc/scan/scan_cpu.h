@@ -96,33 +96,56 @@ ALWAYS_INLINE void scan_registers(lanes_t *x, int count) {
   }
 }
 
-/* A block scanned in place: v[k] becomes the sum of the elements up to v[k]'s. */
-ALWAYS_INLINE void scan_block_float32(float *v) {
-  lanes_t x[BLOCK / LANES];
-  UNROLL for (int i = 0; i < BLOCK / LANES; ++i) x[i] = load_lanes(v + i * LANES);
-  scan_registers(x, BLOCK / LANES);
-  UNROLL for (int i = 0; i < BLOCK / LANES; ++i) store_lanes(v + i * LANES, x[i]);
+/* A block scanned in place: v[k] becomes the sum of `before` and of the elements up to v[k]'s.
+ * Returns the block's own sum. */
+ALWAYS_INLINE double scan_block_float32(float *v, double before) {
+  enum { COUNT = BLOCK / LANES };
+  lanes_t x[COUNT];
+  UNROLL for (int i = 0; i < COUNT; ++i) x[i] = load_lanes(v + i * LANES);
+  scan_registers(x, COUNT);
+  const double sum = x[COUNT - 1][LANES - 1];
+  /* A double is added as the sum of two floats, so that only the last addition rounds. */
+  const float high = (float)before;
+  const float low = high - high == 0 ? (float)(before - (double)high) : 0;
+  UNROLL for (int i = 0; i < COUNT; ++i) store_lanes(v + i * LANES, high + (low + x[i]));
+  return sum;
 }
-ALWAYS_INLINE void scan_block_float16(float *v) { scan_block_float32(v); }
+
+/* Half types round off what the low float would add. */
+ALWAYS_INLINE double scan_block_float16(float *v, double before) {
+  enum { COUNT = BLOCK / LANES };
+  lanes_t x[COUNT];
+  UNROLL for (int i = 0; i < COUNT; ++i) x[i] = load_lanes(v + i * LANES);
+  scan_registers(x, COUNT);
+  UNROLL for (int i = 0; i < COUNT; ++i) store_lanes(v + i * LANES, (float)before + x[i]);
+  return x[COUNT - 1][LANES - 1];
+}
 
 /* In a bfloat16 block the even elements come first, then the odd ones: pairs are scanned. */
-ALWAYS_INLINE void scan_block_bfloat16(float *v) {
+ALWAYS_INLINE double scan_block_bfloat16(float *v, double before) {
   enum { HALF = BLOCK / 2, COUNT = HALF / LANES };
-  lanes_t even[COUNT], pair[COUNT];
+  lanes_t even[COUNT], pair[COUNT], last = (float)before - ZERO;
   UNROLL for (int i = 0; i < COUNT; ++i) even[i] = load_lanes(v + i * LANES);
   UNROLL for (int i = 0; i < COUNT; ++i) pair[i] = even[i] + load_lanes(v + HALF + i * LANES);
   scan_registers(pair, COUNT);
   UNROLL for (int i = 0; i < COUNT; ++i) {
-    const lanes_t before = i > 0 ? pair[i - 1] : ZERO;
-    store_lanes(v + i * LANES, even[i] + UP_FROM(before, pair[i]));
-    store_lanes(v + HALF + i * LANES, pair[i]);
+    const lanes_t odd = (float)before + pair[i];
+    store_lanes(v + i * LANES, even[i] + UP_FROM(last, odd));
+    store_lanes(v + HALF + i * LANES, odd);
+    last = odd;
   }
+  return pair[COUNT - 1][LANES - 1];
 }
 
 /* float64 exists for gradcheck. */
-ALWAYS_INLINE void scan_block_float64(double *v) {
+ALWAYS_INLINE double scan_block_float64(double *v, double before) {
   double sum = v[0]; /* not v[k - 1], which gcc would read from memory again */
-  for (int k = 1; k < BLOCK; ++k) v[k] = sum += v[k];
+  v[0] += before;
+  for (int k = 1; k < BLOCK; ++k) {
+    sum += v[k];
+    v[k] = before + sum;
+  }
+  return sum;
 }
 
 /* ---- linear recurrences: pairs (a, b) stand for h -> a h + b; the scan composes them ---- */

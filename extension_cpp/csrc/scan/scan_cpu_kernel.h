@@ -108,8 +108,7 @@ ALWAYS_INLINE int NAME(tile_streams)(scan_output y) {
 
 /* ---- cumsum ---- */
 
-/* Scans n steps of a row, and adds `start` to each result; a double is added as the sum of two
- * floats, so that only the last addition rounds. Returns the sum of the steps. */
+/* Scans n steps of a row, and adds `start` to each result. Returns the sum of the steps. */
 ALWAYS_INLINE double NAME(cumsum_steps)(const T *x, int64_t x_step, T *y, int64_t y_step, int64_t n,
                                         double start, int only_total, int stream) {
   double total = 0;
@@ -117,15 +116,8 @@ ALWAYS_INLINE double NAME(cumsum_steps)(const T *x, int64_t x_step, T *y, int64_
     const int count = n - i < BLOCK ? (int)(n - i) : BLOCK;
     ACC v[BLOCK];
     NAME(load_stride)(v, x + i * x_step, x_step, count, 0);
-    NAME(scan_block)(v);
-    const double sum = v[BLOCK - 1];
-    if (!only_total) {
-      const ACC high = (ACC)(start + total);
-      const ACC low = high - high == 0 ? (ACC)(start + total - (double)high) : 0;
-      for (int k = 0; k < BLOCK; ++k) v[k] = high + (low + v[k]);
-      NAME(store_stride)(y + i * y_step, y_step, v, count, stream);
-    }
-    total += sum;
+    total += NAME(scan_block)(v, start + total);
+    if (!only_total) NAME(store_stride)(y + i * y_step, y_step, v, count, stream);
   }
   return total;
 }
