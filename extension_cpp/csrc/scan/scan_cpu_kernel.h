@@ -132,58 +132,31 @@ NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_ste
 /* The sums of columns: double, and for half types float, which scan.h promises at least. */
 typedef __typeof__(_Generic((T){0}, uint16_t : 0.0f, default : 0.0)) NAME(sum_t);
 
-/* `steps` steps of a block of columns: the sums stay in registers from step to step. */
-ALWAYS_INLINE void NAME(cumsum_block)(scan_input x, scan_output y, int64_t ahead,
-                                      const NAME(sum_t) *restrict start,
-                                      NAME(sum_t) *restrict total, int steps, int n, int only_total,
-                                      int stream) {
-  NAME(sum_t) sum[BLOCK];
-  for (int k = 0; k < BLOCK; ++k) sum[k] = total[k];
-  UNROLL for (int s = 0; s < steps; ++s) {
-    ACC v[BLOCK];
-    NAME(load_columns)(v, (const T *)x.data + s * x.step, ahead, x.inner, n);
-    for (int k = 0; k < BLOCK; ++k) sum[k] += (NAME(sum_t))v[k];
-    if (only_total) continue;
-    for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)(start[k] + sum[k]);
-    NAME(store_columns)((T *)y.data + s * y.step, y.inner, v, n, stream);
-  }
-  for (int k = 0; k < BLOCK; ++k) total[k] = sum[k];
-}
-
-/* `steps` steps of a tile of columns; its lanes are in block order. */
-ALWAYS_INLINE void NAME(cumsum_tile_steps)(scan_input x, scan_output y, int width,
-                                           const NAME(sum_t) * start, NAME(sum_t) * total,
-                                           int steps, int only_total, int stream) {
-  const int64_t ahead = (NAME(steps_ahead)(width) + steps - 1) * x.step;
-  for (int c = 0; c < width; c += BLOCK) {
-    const int n = width - c < BLOCK ? width - c : BLOCK;
-    NAME(cumsum_block)(x, y, ahead, start + c, total + c, steps, n, only_total, stream);
-    x.data = (const T *)x.data + BLOCK * x.inner;
-    y.data = (T *)y.data + BLOCK * y.inner;
-  }
-}
-
-/* A part of a tile. */
-NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t n,
+/* A part of a tile of columns; its lanes are in block order. One step at a time: two or four rows
+ * of memory at a time are read and streamed at half the speed. */
+NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t steps,
                                 const double *start, double *total, int only_total, int stream) {
-  enum { STEPS = 4 };
-  NAME(sum_t) from[SCAN_TILE], sum[SCAN_TILE];
+  NAME(sum_t) from[SCAN_TILE], sums[SCAN_TILE];
   const int lanes = (width + BLOCK - 1) / BLOCK * BLOCK;
+  const int64_t ahead = NAME(steps_ahead)(width) * x.step;
   for (int k = 0; k < lanes; ++k) {
     from[k] = (NAME(sum_t))start[k];
-    sum[k] = 0;
+    sums[k] = 0;
   }
-  for (int64_t i = 0, steps; i < n; i += steps) {
-    steps = n - i < STEPS ? 1 : STEPS;
-    if (steps == STEPS) {
-      NAME(cumsum_tile_steps)(x, y, width, from, sum, STEPS, only_total, stream);
-    } else {
-      NAME(cumsum_tile_steps)(x, y, width, from, sum, 1, only_total, stream);
+  for (int64_t i = 0; i < steps; ++i) {
+    for (int c = 0; c < width; c += BLOCK) {
+      const int n = width - c < BLOCK ? width - c : BLOCK;
+      NAME(sum_t) *restrict sum = sums + c;
+      ACC v[BLOCK];
+      NAME(load_columns)
+      (v, (const T *)x.data + i * x.step + c * x.inner, ahead, x.inner, n);
+      for (int k = 0; k < BLOCK; ++k) sum[k] += (NAME(sum_t))v[k];
+      if (only_total) continue;
+      for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)(from[c + k] + sum[k]);
+      NAME(store_columns)((T *)y.data + i * y.step + c * y.inner, y.inner, v, n, stream);
     }
-    x.data = (const T *)x.data + steps * x.step;
-    y.data = (T *)y.data + steps * y.step;
   }
-  for (int k = 0; k < lanes; ++k) total[k] = sum[k];
+  for (int k = 0; k < lanes; ++k) total[k] = sums[k];
 }
 
 static void NAME(zero_start)(const void *args, const scan_item_t *item, scan_state_t *state) {
