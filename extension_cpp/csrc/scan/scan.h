@@ -80,7 +80,7 @@ typedef struct {
  * not depend on the number of threads. A work item is a row or, with inner > 1, a tile of `width`
  * inner elements; with parts > 1 it is one part of these, and <op>_totals_cpu runs first and writes
  * the total of each part to `totals`. */
-enum { SCAN_PART = 1 << 14, SCAN_TILE = 1024 };
+enum { SCAN_PART = 1 << 14, SCAN_TILE = 2048 };
 typedef struct {
   int64_t width; /* at most SCAN_TILE */
   int64_t parts;

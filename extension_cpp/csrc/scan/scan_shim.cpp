@@ -115,8 +115,8 @@ Tensor ScanView::line_output(const Tensor &y, scan_output *view) const {
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // About two tiles per thread, each a multiple of 64 elements wide.
-  const int64_t share = ceil_div(shape.outer * shape.inner, 2 * threads);
+  // A tile per thread, a multiple of 64 elements wide: a wide tile's rows are long runs of memory.
+  const int64_t share = ceil_div(shape.outer * shape.inner, threads);
   const int64_t width = std::clamp<int64_t>(ceil_div(share, 64) * 64, 64, SCAN_TILE);
   scan_cpu_plan plan{std::min(width, shape.inner), 1, nullptr};
   if (scan_items(&shape, &plan) < threads)
