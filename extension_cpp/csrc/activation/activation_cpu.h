@@ -15,6 +15,10 @@
 #define GELU_ZERO(z) _Generic((z), float : gelu_zero_float, double : -39.0)
 
 #define ABS(x) _Generic((x), float : __builtin_fabsf, double : __builtin_fabs)(x)
+/* -|x|: gcc makes two instructions of that. */
+ALWAYS_INLINE float minus_abs_float(float x) { return bits_float(float_bits(x) | 0x80000000u); }
+ALWAYS_INLINE double minus_abs_double(double x) { return -__builtin_fabs(x); }
+#define MINUS_ABS(x) _Generic((x), float : minus_abs_float, double : minus_abs_double)(x)
 /* NaN stays NaN. */
 #define AT_LEAST(x, limit) ((x) < (limit) ? (limit) : (x))
 /* The sign bit, which a blend needs no comparison for. */

@@ -23,8 +23,10 @@ typedef struct {
 } NAME(logistic_t);
 
 ALWAYS_INLINE NAME(logistic_t) NAME(logistic)(ACC u) {
-  const ACC t = NAME(exp_scaled)(AT_LEAST(-ABS(u), LOGISTIC_ZERO(u))) * EXP_UNSCALE(u);
-  const ACC r = 1 / (1 + t), small = t * r;
+  const ACC scaled = NAME(exp_scaled)(AT_LEAST(MINUS_ABS(u), LOGISTIC_ZERO(u)));
+  /* The division does not wait for t. */
+  const ACC t = scaled * EXP_UNSCALE(u), r = 1 / FMA(scaled, EXP_UNSCALE(u), (ACC)1);
+  const ACC small = t * r;
   return (NAME(logistic_t)){IS_NEGATIVE(u) ? small : r, small * r, (1 - t) * r};
 }
 
@@ -70,7 +72,7 @@ ALWAYS_INLINE double NAME(tail_double)(double z, double gauss) {
 #define TAIL(z, gauss) _Generic((z), float : NAME(tail_float), double : NAME(tail_double))(z, gauss)
 
 ALWAYS_INLINE NAME(jet_t) NAME(gelu)(ACC x) {
-  const ACC z = AT_LEAST(-ABS(x), GELU_ZERO(x)), square = z * z;
+  const ACC z = AT_LEAST(MINUS_ABS(x), GELU_ZERO(x)), square = z * z;
   const ACC gauss = HALF ? NAME(exp_scaled)(square / -2) : GAUSS_SCALED(z);
   const ACC tail = TAIL(z, gauss), phi = IS_NEGATIVE(x) ? tail : 1 - tail;
   const ACC density = (ACC)(INV_SQRT_2PI * EXP_UNSCALE(x)) * gauss;
