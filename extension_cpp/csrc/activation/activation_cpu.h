@@ -6,6 +6,7 @@
 #include "activation/activation_constants.h"
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
+#include "common/cpu_long_chains.h"
 #include "common/cpu_math.h"
 
 /* exp(u) is 0 for this u, in float and in double. It takes the place of a lower u, for which the

@@ -4,6 +4,7 @@
 
 #include "common/cpu_block.h"
 #include "common/cpu_level.h"
+#include "common/cpu_long_chains.h"
 #include "common/cpu_math.h"
 
 /* Below MISH_ZERO a selection replaces exp(x) by 0. In float, x exp(x) rounds to 0 below -110, and
