@@ -1,5 +1,5 @@
 /* For files whose kernels take an element through a long chain of operations, such as exp and a
- * division. Included after all other headers, this makes gcc compute several vectors side by side.
+ * division. Included before the kernels, this makes gcc compute several vectors side by side.
  * Otherwise it computes one after the other, and a processor looks ahead to two or three of them.
  * Norms, sums and losses do not gain, or lose (docs/decisions/012-cpu-lanes.md). */
 #if !defined(CPU_SMALL) /* there, helpers with other options would not be inlined */
