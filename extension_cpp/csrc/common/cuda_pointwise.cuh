@@ -50,7 +50,7 @@ struct Row {
   static uint64_t ends() { return 0; }
 };
 
-// No row operand. The inputs have rows of `cols` elements, perhaps with gaps between them. With gaps
+// No row operand. The inputs have rows of `cols` elements, perhaps with gaps. With gaps
 // there are fewer than 2^32 elements, and each vector lies in one row.
 template <int IN>
 struct RowStrides {
