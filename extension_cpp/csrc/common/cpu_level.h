@@ -41,8 +41,8 @@ int cpu_should_stream(int64_t bytes);
 
 /* CPU_ENTRY(f, args_type) exports `void f(int64_t begin, int64_t end, void *args)`, the signature
  * that torch_parallel_for calls. It calls this file's `static void f##_range(int64_t begin, int64_t
- * end, const args_type *args)`. CPU_ENTRY_OF is for arguments whose `dtype` is not a member of their
- * own, such as rows.dtype. */
+ * end, const args_type *args)`. CPU_ENTRY_OF is for arguments whose `dtype` is not a member of
+ * their own, such as rows.dtype. */
 #define CPU_ENTRY_LEVEL(name, args_type)                        \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args);  \
   void CPU_NAME(name)(int64_t begin, int64_t end, void *args) { \
