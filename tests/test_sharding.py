@@ -881,7 +881,7 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
-    torch.set_default_device(device)
+        torch.set_default_device(device)  # not for the CPU: PyTorch then runs Python code at each call of a function
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
@@ -903,9 +903,11 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-# The modules that the fork server imports once for all processes. It skips a module that is not installed.
+# The modules that the fork server imports once for all processes: those of the checks, and those that PyTorch imports
+# when it compiles or saves. It skips a module that is not installed.
 PRELOAD = ["tests.test_sharding", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
-PRELOAD += ["transformers.models.llama.modeling_llama"]
+PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "functorch.compile"]
+PRELOAD += ["transformers.models.llama.modeling_llama", "tests.test_train_text"]
 
 
 @functools.cache
