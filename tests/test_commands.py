@@ -188,9 +188,17 @@ def test_version(capsys):
 RESULTS = PACKAGE.parent / "benchmarks" / "results" / "cpu.json"
 
 
-@pytest.mark.parametrize("words", [["extension_cpp", "info"], ["benchmarks", "compare", RESULTS, RESULTS]], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["extension_cpp", "info"],
+        pytest.param(["benchmarks", "compare", RESULTS, RESULTS], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_closed_pipe(words):
-    """As `| head` leaves it: no traceback, not at exit either."""
+    """As `| head` leaves it: no traceback, not at exit either. Both commands run through run_command, which the quick
+    tier sees with `info`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", *map(str, words)]

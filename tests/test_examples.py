@@ -90,13 +90,23 @@ def test_recurrent_text_without_the_scan_of_torch(
     assert not any(tmp_path.iterdir())
 
 
+# The comparison without the seconds that our files take to compile.
+WITHOUT_OURS = """
+from examples.accessor import compare
+compare.build_ours = lambda device: (1.0, 2)
+compare.main()
+"""
+
+
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what the comparison built and wrote; the ATen sources are compiled once for all tests. With
-    DEBUG=1 our files are compiled for one instruction set, as nobody looks at the seconds."""
+def compared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """The folder with what the comparison built and wrote; the ATen sources are compiled once for all tests. The quick
+    tier does not compile our files again: that is what the build of the library did. With DEBUG=1 the slow tier
+    compiles them for one instruction set, as nobody looks at the seconds."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
-    told = run("-m", "examples.accessor.compare", *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
+    program = ["-m", "examples.accessor.compare"] if pytestconfig.getoption("--slow") else ["-c", WITHOUT_OURS]
+    told = run(*program, *words, TORCH_EXTENSIONS_DIR=folder, DEBUG=1)
     assert "percent of copy" in told
     return folder
 
@@ -148,7 +158,13 @@ def test_accessor_benchmark(compared: Path) -> None:
     assert re.search(r" ms a call$", run("examples/accessor/benchmark.py", TORCH_EXTENSIONS_DIR=compared), re.MULTILINE)
 
 
-def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# What the quick tier runs of the notebook in a shorter form: graphs without Inductor, which compiles every op in
+# tests/battery/test_graphs.py, and timings that nobody looks at.
+SHORTER = {"compile(network, fullgraph=True": 'compile(network, backend="aot_eager", fullgraph=True'}
+SHORTER |= {"min_run_time=0.5": "min_run_time=0.05"}
+
+
+def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     """The notebook from start to end, as Jupyter runs it; its cells check what they compute. DEBUG=1: its op is
     compiled without optimisation, in less time, as the cells look at values alone."""
     pytest.importorskip("ipykernel", reason="ipykernel, of requirements.txt, is not installed")
@@ -161,6 +177,9 @@ def test_walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(path.read_text())["nbformat_minor"] == 5
     cells = [cell for cell in book.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in cells), "clear its outputs"
+    for long, short in SHORTER.items() if not pytestconfig.getoption("--slow") else ():
+        (cell,) = [cell for cell in cells if long in cell.source]
+        cell.source = cell.source.replace(long, short)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("DEBUG", "1")
     nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()

@@ -85,24 +85,59 @@ def free_port() -> int:
         return any_port.getsockname()[1]
 
 
+def two_processes_options(folder: Path) -> list[str]:
+    return ["--device", "cpu", "--no-compile", "--steps", "8", "--out", str(folder), "--parallel", "fsdp"]
+
+
+def assert_one_process_resumes(folder: Path) -> None:
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    alone = train_text.Training("ours", text, train_text.Settings("cpu", 8, text.digest, **SIZES), compiled=False)
+    alone.resume(folder / "ours.pt")
+    assert len(alone.losses) == 8
+
+
+# Forks, gives both processes the ranks that torchrun would give them, and waits for the other one at the end.
+FORKED = f"""
+import os
+import sys
+import torch.distributed.fsdp  # once for both
+other = os.fork()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(other == 0))
+try:
+    exec({SMALL!r})
+except SystemExit as stop:
+    status = stop.code
+sys.exit(status or (other and os.waitpid(other, 0)[1]))
+"""
+
+
+def test_two_processes_in_the_environment_of_torchrun(small: None, tmp_path: Path) -> None:
+    """They meet by the environment, one of them prints, and then one process resumes from their checkpoint. This is
+    test_two_nodes without torchrun, whose two launchers take longer than the training. tests/test_sharding.py compares
+    the losses."""
+    variables = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = os.environ | variables | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    done = python("-c", FORKED, *two_processes_options(tmp_path), env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 processes (fsdp)") == done.stdout.count("what the model writes") == 1
+    assert_one_process_resumes(tmp_path)
+
+
+@pytest.mark.slow
 def test_two_nodes(small: None, tmp_path: Path) -> None:
-    """Two torchruns meet on the loopback, as they would on two machines. Then one process resumes from their
-    checkpoint. tests/test_sharding.py compares the losses."""
+    """Two torchruns meet on the loopback, as they would on two machines. The quick tier sees the same program in the
+    environment that torchrun makes, in the test above."""
     script = tmp_path / "small.py"
     script.write_text(SMALL)
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    options = ["--device", "cpu", "--no-compile", "--steps", "8", "--out", str(tmp_path)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes, *rendezvous]
-    programs = [start([*torchrun, str(script), *options, "--parallel", "fsdp"]) for _ in range(2)]
+    programs = [start([*torchrun, str(script), *two_processes_options(tmp_path)]) for _ in range(2)]
     printed = [program.communicate(timeout=300)[0] for program in programs]
     assert [program.returncode for program in programs] == [0, 0], "\n".join(printed)
     assert sorted("2 processes (fsdp)" in text and "what the model writes" in text for text in printed) == [False, True]
     assert sorted("loss" in text for text in printed) == [False, True], "the first process alone prints"
-    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
-    alone = train_text.Training("ours", text, train_text.Settings("cpu", 8, text.digest, **SIZES), compiled=False)
-    alone.resume(tmp_path / "ours.pt")
-    assert len(alone.losses) == 8
+    assert_one_process_resumes(tmp_path)
 
 
 def test_processes_that_cannot_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
