@@ -1,7 +1,8 @@
 """python(...) runs Python in a new process in which torch is already imported: milliseconds instead of seconds.
 
-A server imports torch and forks for each call. So whatever torch and its libraries read at import is as of the server's
-start. The package itself is not imported. Tests of how Python or torch starts use a real interpreter.
+A server imports torch and its compiler, which PyTorch's optimizers import as well, and forks for each call. So whatever
+torch and its libraries read at import is as of the server's start. The package itself is not imported. Tests of how
+Python or torch starts, or of what is imported when, use a real interpreter.
 """
 
 import atexit
@@ -91,7 +92,7 @@ def _end(request: dict) -> NoReturn:
 
 
 def _serve() -> None:
-    import torch  # noqa: F401  # every fork inherits it
+    import torch._dynamo  # noqa: F401  # every fork inherits it, and torch
 
     gc.freeze()  # else a fork's garbage collector visits all of torch's objects and copies their pages
     for line in sys.stdin:

@@ -1,5 +1,6 @@
 """swiglu and geglu on the halves of one packed tensor: no copies, and the same bits as for dense tensors."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -25,6 +26,12 @@ def result(f: Callable[[Tensor, Tensor], Tensor], gate: Tensor, up: Tensor, grad
     return [y.detach(), *torch.autograd.grad(y, (gate, up), grad_out)]
 
 
+@functools.cache
+def drawn() -> Tensor:
+    """Random numbers for the largest case, which the others share."""
+    return torch.randn(3 * 9000 * 70, dtype=torch.float64)
+
+
 @every_gate
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
@@ -32,10 +39,10 @@ def test_halves(name: str, dtype: torch.dtype, device: str) -> None:
     any alignment of the packed tensor; gradients with and without gaps."""
     widths = (1, 2, 6, 8, 31, 32, 64, 65, 66, 128, 1023, 1024, 9000)
     for width, rows, offset in itertools.product(widths, ((5,), (2, 3), (70,)), (0, 1, 2)):
-        memory = torch.randn(offset + 2 * width * torch.Size(rows).numel(), dtype=torch.float64)
-        packed = memory.to(device, dtype)[offset:].view(*rows, 2 * width)
+        count = width * torch.Size(rows).numel()
+        packed = drawn()[: offset + 2 * count].to(device, dtype)[offset:].view(*rows, 2 * width)
         gate, up = packed.chunk(2, -1)
-        grads = torch.randn(*rows, 3 * width, device=device).to(dtype)
+        grads = drawn()[-3 * count :].to(device, dtype).view(*rows, 3 * width)
         for grad_out in (grads[..., :width], grads[..., width : 2 * width].contiguous()):
             dense = result(GATES[name], gate.contiguous(), up.contiguous(), grad_out.contiguous())
             for a, b in zip(result(GATES[name], gate, up, grad_out), dense, strict=True):

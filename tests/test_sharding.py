@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 import multiprocessing
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -28,7 +29,6 @@ import extension_cpp
 from extension_cpp.after_import import after_import
 from extension_cpp.nn import convert
 from tests.checks import as_tuple, maker, random_grad
-from tests.forked import python
 from tests.opspec import OpSpec, Sample, all_specs
 
 DEVICE = "cpu"  # of this process, which of_two and of_four start
@@ -966,7 +966,8 @@ print("works")
 
 def test_rules_come_with_dtensor() -> None:
     """The rules are registered in any order of the imports, and when the package is imported again."""
-    done = python("-c", IMPORTS, cwd=Path(extension_cpp.__file__).parent.parent)
+    root = Path(extension_cpp.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True)
     assert done.stdout == "works\n", done.stderr
 
 

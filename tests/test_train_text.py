@@ -30,7 +30,7 @@ train_text.SIZES["cpu"] = {json.dumps(SIZES)}
 train_text.CHECKPOINT_EVERY, train_text.WRITTEN = 4, 40
 sys.exit(train_text.main(sys.argv[1:]))
 """
-STEPS = 60
+STEPS = 32
 
 
 @pytest.fixture
