@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--slow"):
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     if config.getoption("dist", "no") == "no":  # else this process has the tests run, and needs no torch
+        gc.disable()  # until all is imported and collected, which stays for good
         import torch
 
         torch.set_num_threads(1 if os.environ.get("OMP_NUM_THREADS") == "1" else 2)
@@ -90,6 +91,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -116,7 +116,7 @@ def test_profile_on_the_cpu() -> None:
     if shutil.which("perf") is None:
         pytest.skip("there is no perf; valgrind, which would take its place, takes minutes")
     # On a busy machine half a second gives a few dozen samples, perhaps none in forward.
-    told = profile("relu", "--cpu", "--dtype", "float32", "--mib", "8", "--seconds", "3")
+    told = profile("relu", "--cpu", "--dtype", "float32", "--mib", "8", "--seconds", "1.5")
     if told.returncode != 0 and "perf_event_paranoid" in told.stderr:
         pytest.skip("perf may not measure here")
     assert told.returncode == 0, told.stderr
