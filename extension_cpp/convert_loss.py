@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
+from . import losses
 
 
 def causal_lm_loss(
@@ -29,7 +29,7 @@ def causal_lm_loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss, without its copy of the logits in float32."""
     targets = _targets(labels, shift_labels, ignore_index, logits.device)
-    loss = ops._float_cross_entropy(
+    loss = losses.float_cross_entropy(
         logits.reshape(-1, vocab_size), targets, ignore_index, _reduction(num_items_in_batch)
     )
     return _scaled(loss, num_items_in_batch)
@@ -189,7 +189,7 @@ class LinearLossModel:
         targets = _targets(labels, shift_labels, ignore_index, x.device)
         rows = x.reshape(-1, x.shape[-1])
         options = ignore_index, _reduction(num_items_in_batch), self.plan.softcap
-        loss = ops._float_linear_cross_entropy(rows, head.weight, targets, head.bias, *options)
+        loss = losses.float_linear_cross_entropy(rows, head.weight, targets, head.bias, *options)
         return _scaled(loss, num_items_in_batch)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,15 +1,16 @@
 """The public functions. One section for each op: function, fake, setup_context, backward, register_autograd.
 
 The kernels and the checks of their inputs are in csrc/<op>/. A fake promises the shape, strides and dtype that
-csrc/<op>/<op>.cpp allocates. The first section has what several ops share, norms.py what the norms share.
-second_order.py has the derivatives of the backward operators, reference.py the same functions in plain PyTorch.
+csrc/<op>/<op>.cpp allocates. The first section has what several ops share, norms.py and losses.py what norms and losses
+share. second_order.py has the derivatives of the backward operators, reference.py the functions in plain PyTorch.
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It computes in float32, for float64 in float64.
 NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
 the same bits in every run and for every number of threads. Jagged nested tensors work with every op except reduce_sum,
 softmax, the scans, the losses and rotary_embedding: the op runs on their values(). A wrong argument raises RuntimeError
 with a sentence that names the op, the argument, what was expected and what it got. A result like
-``torch.empty_like(x)`` has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions.
+``torch.empty_like(x)`` has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions. Where
+rows of unit stride are read without a copy, other strides cost one.
 A function that PyTorch also has names its first argument ``input``, as PyTorch does. Formulas, operators and messages
 call it ``x``, for cross_entropy ``logits``.
 """
@@ -20,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops, autocast_rules, autograd, checks, linear_loss, plain, second_order
+from . import _ops, autocast_rules, autograd, checks, linear_loss, losses, plain, second_order
 from .autograd import (
     Gradients,
-    is_recorded,
     own_ops,
     register_autocast,
     register_autocast_rule,
@@ -34,47 +34,44 @@ from .norms import Norm
 from .op_checks import (
     as_dims,
     check_bias,
-    check_cross_entropy,
     check_dim,
     check_dims,
     check_gate,
-    check_linear,
-    check_linear_backward,
-    check_linear_values,
-    check_loss_grad,
+    check_muladd_out,
     check_no_gradients,
     check_recurrence,
     check_rotary,
-    check_statistic,
-    check_tokens,
-    fake_along_dim,
     fake_like,
     is_tanh,
-    loss_type,
     reduced_dims,
-    reduction_number,
-    refuse_weight_gradient,
 )
 
 # ---- what the ops share ----
 
 
 def _register_second_order(op: str) -> None:
-    """The derivative of the operator <op>_backward, which second_order.py and plain.py have under the op's name."""
-    backward_op = f"{op}_backward"
+    """The derivative of the operator <op>_backward, which second_order.py and plain.py have under the op's name. An op
+    that second_order.py lacks is differentiable once."""
+    backward_op, derivative = f"{op}_backward", getattr(second_order, op, None)
+    if derivative is None:
+        register_autograd(backward_op, second_order.not_implemented(op, "second"))
+        return
     setup_context = getattr(second_order, f"{op}_setup_context", None) or second_order.save_inputs(backward_op)
-    register_autograd(
-        backward_op, getattr(second_order, op), setup_context=setup_context, plain=getattr(plain, backward_op)
-    )
+    register_autograd(backward_op, derivative, setup_context=setup_context, plain=getattr(plain, backward_op))
 
 
 def _register_op(
-    op: str, fake: Callable[..., Any], backward_fake: Callable[..., Any], backward: Callable[..., Gradients]
+    op: str,
+    fake: Callable[..., Any],
+    backward_fake: Callable[..., Any],
+    backward: Callable[..., Gradients],
+    setup_context: Callable[..., None] | None = None,
 ) -> None:
-    """The fakes and derivatives of an operator that saves its inputs, and of its backward operator."""
+    """The fakes and derivatives of an operator, which by default saves its inputs, and of its backward operator."""
     register_fake(op)(fake)
     register_fake(f"{op}_backward")(backward_fake)
-    register_autograd(op, backward, setup_context=second_order.save_inputs(op), plain=getattr(plain, op))
+    saves = setup_context or second_order.save_inputs(op)
+    register_autograd(op, backward, setup_context=saves, plain=getattr(plain, op))
     _register_second_order(op)
 
 
@@ -149,6 +146,16 @@ def _register_norm(norm: Norm) -> None:
     )
 
 
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, x has no device for torch.randint
+def _seed(x: Tensor, p: float) -> Tensor:
+    """The seed of dropout's mask for x: one number on x's device, so that no random number passes through the host."""
+    if p == 1:  # every element is dropped, whatever the seed is
+        seed = torch.zeros(1, dtype=torch.int64, device=x.device)
+    else:
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    return autograd.sharding.agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
+
+
 # ---- muladd ----
 
 
@@ -159,8 +166,7 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
         a: any shape.
         b: shape, dtype and device of ``a``.
         c: the number to add.
-        out: where to write the result: shape, dtype and device of ``a``, not requiring grad. It may be ``a`` or ``b``
-            itself; otherwise it must not overlap them.
+        out: where to write the result: shape, dtype and device of ``a``. It may be ``a`` or ``b`` itself.
 
     Returns:
         A tensor with the shape, dtype and strides of ``torch.empty_like(a)``; ``out`` if given.
@@ -188,12 +194,7 @@ def _(a: Tensor, b: Tensor, c: float) -> Tensor:
 
 @register_fake("muladd.out")
 def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
-    checks.check_dtype("muladd", "a", a)
-    checks.check_like("muladd", "b", b, "a", a)
-    checks.check_like("muladd", "out", out, "a", a)
-    checks.check_writable("muladd", out)
-    checks.check_no_partial_overlap("muladd", out, "a", a)
-    checks.check_no_partial_overlap("muladd", out, "b", b)
+    check_muladd_out("muladd", a, b, out)
 
 
 @register_fake("muladd_backward")
@@ -518,29 +519,19 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     Raises:
         RuntimeError: ``p`` is not between 0 and 1, or the dtype is not floating point.
 
-    Differentiable, to any order. The mask is never stored, and backward computes it again: it is a function of a seed
-    and of the element's index in ``x``. It is the same on CPU and CUDA, and for every dtype, layout and number of
-    threads. PyTorch's generator on ``x``'s device draws the seed, so torch.manual_seed decides it, checkpointing gets
-    the same mask again, and a CUDA graph draws a new one at every replay. Under torch.compile Inductor draws the seed;
-    it is eager's seed if torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: the
-    probability that both are dropped is within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7
-    of Salmon et al. 2011.
+    Differentiable, to any order. The mask is not stored. Backward computes it again, from a seed and the elements'
+    indices in ``x``. It is the same on CPU and CUDA, and for every dtype, layout and number of threads. PyTorch's
+    generator on ``x``'s device draws the seed, so torch.manual_seed decides it, checkpointing gets the same mask again,
+    and a CUDA graph draws a new seed at every replay. Under torch.compile Inductor draws the seed; it is eager's seed
+    if torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: the probability that
+    both are dropped is within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7 of Salmon et al.
+    2011.
     """
     checks.check_probability("dropout", p)
     checks.check_tensor("dropout", "x", input)
     if p == 0 or not training:
         return input
     return _ops.dropout(input, p, _seed(input, p))
-
-
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, x has no device for torch.randint
-def _seed(x: Tensor, p: float) -> Tensor:
-    """The seed of x's mask: one number on x's device, so that no random number passes through the host."""
-    if p == 1:  # every element is dropped, whatever the seed is
-        seed = torch.zeros(1, dtype=torch.int64, device=x.device)
-    else:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    return autograd.sharding.agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
 
 
 @register_fake("dropout")
@@ -578,7 +569,7 @@ def layer_norm(
 
     Args:
         input: ``x``, shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a
-            copy; other strides cost one.
+            copy.
         normalized_shape: the last dimensions of ``x``, over which mean and (biased) variance are taken.
         weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
         bias: shape, device and dtype as for ``weight``; None: zeros.
@@ -657,7 +648,7 @@ def add_layer_norm(
     """Dropout, residual addition and layer normalization at once: ``s = residual + dropout(x, p)``, ``layer_norm(s)``.
 
     Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy; other strides cost one.
+        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy.
         residual: shape, dtype and device of ``x``.
         normalized_shape, weight, bias, eps: as for layer_norm.
         p: the probability that an element of ``x`` is dropped, from 0 to 1.
@@ -818,12 +809,6 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
 def _register_softmax(op: str) -> None:
     backward_op = getattr(_ops, f"{op}_backward")
 
-    def backward_fake(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
-        checks.check_dtype(f"{op}_backward", "y", y)
-        checks.check_like(f"{op}_backward", "grad_out", grad_out, "y", y)
-        check_dim(f"{op}_backward", y, dim)
-        return torch.empty_like(y)
-
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
         _, ctx.dim = inputs
         ctx.save_for_backward(output)
@@ -832,10 +817,8 @@ def _register_softmax(op: str) -> None:
         (y,) = ctx.saved_tensors
         return {"x": backward_op(grad_out, y, ctx.dim)}
 
-    register_fake(op)(fake_along_dim(op))
-    register_fake(f"{op}_backward")(backward_fake)
-    register_autograd(op, backward, setup_context=setup_context, plain=getattr(plain, op))
-    _register_second_order(op)
+    fakes = fake_like(op, "x", along_dim=True), fake_like(f"{op}_backward", "grad_out", "y", along_dim=True)
+    _register_op(op, *fakes, backward, setup_context)
     register_autocast(op, "cuda", torch.float32)
 
 
@@ -872,7 +855,7 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     return _ops.cumsum(input, dim, exclusive, reverse)
 
 
-register_fake("cumsum")(fake_along_dim("cumsum", "; torch.cumsum takes others"))
+register_fake("cumsum")(fake_like("cumsum", "x", along_dim=True, hint="; torch.cumsum takes others"))
 
 
 def _cumsum_setup_context(ctx: Any, inputs: tuple[Tensor, int, bool, bool], output: Tensor) -> None:
@@ -914,11 +897,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return _ops.logcumsumexp(input, dim)
 
 
-register_fake("logcumsumexp")(fake_along_dim("logcumsumexp"))
-
-
-@register_fake("logcumsumexp_backward")
-def _(grad_out: Tensor, x: Tensor, y: Tensor, dim: int) -> Tensor:
+def _logcumsumexp_backward_fake(grad_out: Tensor, x: Tensor, y: Tensor, dim: int) -> Tensor:
     op = "logcumsumexp_backward"
     checks.check_dtype(op, "x", x)
     checks.check_like(op, "grad_out", grad_out, "x", x)
@@ -937,10 +916,13 @@ def _logcumsumexp_backward(ctx: Any, grad_out: Tensor) -> Gradients:
     return {"x": _ops.logcumsumexp_backward(grad_out, x, y, ctx.dim)}
 
 
-register_autograd(
-    "logcumsumexp", _logcumsumexp_backward, setup_context=_logcumsumexp_setup_context, plain=plain.logcumsumexp
+_register_op(
+    "logcumsumexp",
+    fake_like("logcumsumexp", "x", along_dim=True),
+    _logcumsumexp_backward_fake,
+    _logcumsumexp_backward,
+    _logcumsumexp_setup_context,
 )
-register_autograd("logcumsumexp_backward", second_order.not_implemented("logcumsumexp", "second"))
 
 
 # ---- linear_recurrence ----
@@ -952,7 +934,7 @@ def linear_recurrence(
     """All states of a linear recurrence along one dimension: ``h[t] = a[t] * h[t - 1] + b[t]``.
 
     Args:
-        a: the factors, of a shape that broadcasts to that of ``b``: size 1 along ``dim`` is a constant factor.
+        a: the factors; their shape broadcasts to that of ``b``: size 1 along ``dim`` is a constant factor.
         b: any shape, such as (..., T, D); dtype and device of ``a``.
         h0: the state before the first step, of ``b``'s shape without ``dim``; None: zeros.
         dim: the dimension of the steps; negative ones count from the end.
@@ -968,24 +950,21 @@ def linear_recurrence(
 
     Differentiable in ``a``, ``b`` and ``h0``, to any order; the gradient is a recurrence in the other direction, and
     backward saves ``a``, ``h0`` and the result. The state is float32 (float64: float64) and each result is rounded
-    once. Steps are composed in a tree of fixed shape, so that they run in parallel and every run gives the same bits.
-    If the product of neighbouring factors overflows, a state may be infinite or NaN where a loop's is not. NaN and
-    infinities reach later steps only. Strides and batch invariance are as for cumsum. Autocast promotes the tensors to
-    the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy 2018,
-    arXiv:1709.04057.
+    once. Steps run in parallel, in a tree of fixed shape, so that every run gives the same bits. If the product of
+    neighbouring factors overflows, a state may be infinite or NaN where a loop's is not. NaN and infinities reach later
+    steps only. Strides and batch invariance are as for cumsum. Autocast promotes the tensors to the widest of their
+    dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy 2018, arXiv:1709.04057.
     """
     return _ops.linear_recurrence(a, b, h0, dim, reverse)
 
 
-@register_fake("linear_recurrence")
-def _(a: Tensor, b: Tensor, h0: Tensor | None, dim: int, reverse: bool) -> Tensor:
+def _linear_recurrence_fake(a: Tensor, b: Tensor, h0: Tensor | None, dim: int, reverse: bool) -> Tensor:
     checks.check_dtype("linear_recurrence", "b", b)
     check_recurrence("linear_recurrence", a, "b", b, h0, dim)
     return torch.empty_like(b)
 
 
-@register_fake("linear_recurrence_backward")
-def _(
+def _linear_recurrence_backward_fake(
     grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor | None, dim: int, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "linear_recurrence_backward"
@@ -1007,13 +986,13 @@ def _linear_recurrence_backward(ctx: Any, grad_h: Tensor) -> Gradients:
     return {"a": of_a, "b": grad_b, "h0": None if h0 is None else grad_h0}
 
 
-register_autograd(
+_register_op(
     "linear_recurrence",
+    _linear_recurrence_fake,
+    _linear_recurrence_backward_fake,
     _linear_recurrence_backward,
-    setup_context=_linear_recurrence_setup_context,
-    plain=plain.linear_recurrence,
+    _linear_recurrence_setup_context,
 )
-_register_second_order("linear_recurrence")
 register_autocast_rule("linear_recurrence", autocast_rules.linear_recurrence)
 
 
@@ -1040,11 +1019,9 @@ def cross_entropy(
         loss = weight_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / C * sum_c weight_c * (lse - z_c)
 
     Args:
-        input: ``logits``, shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy; other
-            strides cost one.
-        target: int64, shape (), (N,) or (N, d1, ...): the class of each row.
-        weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class, not
-            differentiable; None: ones.
+        input: ``logits``, shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy.
+        target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are refused.
+        weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class; None: ones.
         ignore_index: rows with this target add nothing to the loss and get no gradient.
         reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
         label_smoothing: between 0 and 1.
@@ -1056,74 +1033,26 @@ def cross_entropy(
         mean over no row is NaN, as in PyTorch.
 
     Raises:
-        RuntimeError: an argument has another shape, dtype or device; an option is out of range; ``target`` is floating
-            point (class probabilities); or, on the CPU, a target is not a class. On CUDA that check would have to wait
-            for the device: there the row's loss and gradient are NaN.
+        RuntimeError: an argument has another shape, dtype or device; an option is out of range; ``weight`` requires
+            grad; or, on the CPU, a target is not a class. On CUDA this check would have to wait for the device: such a
+            row's loss and gradient are NaN.
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
     reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
     Batch-invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
     arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
-    return _cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, False)
+    options = label_smoothing, z_loss, softcap
+    return losses.cross_entropy(input, target, weight, ignore_index, reduction, *options, False)
 
 
-def _float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
-    return _cross_entropy(logits, target, None, ignore_index, reduction, 0.0, 0.0, None, True)
-
-
-def _cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, *options: Any
-) -> Tensor:
-    number = reduction_number("cross_entropy", reduction)
-    function = autograd.sharded_loss if isinstance(logits, autograd.DTENSOR) else _ops
-    return function.cross_entropy(logits, target, weight, ignore_index, number, *options)
-
-
-@register_fake("cross_entropy")
-def _(logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, reduction, *_, float_loss = options
-    check_cross_entropy("cross_entropy", logits, target, weight, *options[:-1])
-    acc = loss_type(logits)
-    loss = logits.new_empty([] if reduction else target.shape, dtype=acc if float_loss else logits.dtype)
-    lse = logits.new_empty(target.shape, dtype=torch.float64)
-    return loss, lse, logits.new_empty([1 if reduction else 0], dtype=acc)
-
-
-@register_fake("cross_entropy_backward")
-def _(
-    grad_out: Tensor, logits: Tensor, target: Tensor, lse: Tensor, total: Tensor, weight: Tensor | None, *options: Any
-) -> Tensor:
-    op = "cross_entropy_backward"
-    _, reduction, *_ = options
-    check_cross_entropy(op, logits, target, weight, *options)
-    check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, logits)
-    check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
-    check_statistic(op, "total", total, [1 if reduction else 0], loss_type(logits), logits)
-    return logits.new_empty(logits.shape)
-
-
-def _cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, target, weight, *ctx.options, _ = inputs
-    refuse_weight_gradient("cross_entropy", ctx.needs_input_grad[2])
-    _, lse, total = output
-    ctx.save_for_backward(logits, target, weight, lse, total)
-    ctx.mark_non_differentiable(lse, total)
-    ctx.set_materialize_grads(False)
-
-
-def _cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
-    if grad_out is None:
-        return {}
-    logits, target, weight, lse, total = ctx.saved_tensors
-    return {"logits": _ops.cross_entropy_backward(grad_out, logits, target, lse, total, weight, *ctx.options)}
-
-
-register_autograd(
-    "cross_entropy", _cross_entropy_backward, setup_context=_cross_entropy_setup_context, plain=plain.cross_entropy
+_register_op(
+    "cross_entropy",
+    losses.cross_entropy_fake,
+    losses.cross_entropy_backward_fake,
+    losses.cross_entropy_backward,
+    losses.cross_entropy_setup_context,
 )
-register_autograd("cross_entropy_backward", second_order.not_implemented("cross_entropy", "second"))
 register_autocast_rule("cross_entropy", autocast_rules.cross_entropy)
 
 
@@ -1137,7 +1066,7 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
     class of probability 0 adds 0. Reinforcement learning on language models computes both for every token.
 
     Args:
-        logits: shape (..., C). Rows of unit stride are read without a copy; other strides cost one.
+        logits: shape (..., C). Rows of unit stride are read without a copy.
         target: int64, shape (...): the class of each row.
         temperature: a positive number.
 
@@ -1155,53 +1084,13 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
     return _ops.token_log_probs(logits, target, temperature)
 
 
-@register_fake("token_log_probs")
-def _(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    check_tokens("token_log_probs", logits, target, temperature)
-    log_probs, entropy = (logits.new_empty(target.shape, dtype=loss_type(logits)) for _ in range(2))
-    return log_probs, entropy, logits.new_empty(target.shape, dtype=torch.float64)
-
-
-@register_fake("token_log_probs_backward")
-def _(grad_log_probs: Tensor, grad_entropy: Tensor, logits: Tensor, target: Tensor, *saved: Any) -> Tensor:
-    op = "token_log_probs_backward"
-    lse, entropy, temperature = saved
-    check_tokens(op, logits, target, temperature)
-    check_loss_grad(op, "grad_log_probs", grad_log_probs, target.shape, logits)
-    check_loss_grad(op, "grad_entropy", grad_entropy, target.shape, logits)
-    checks.check_same(op, "grad_entropy", grad_entropy, "grad_log_probs", grad_log_probs)
-    check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
-    check_statistic(op, "entropy", entropy, target.shape, loss_type(logits), logits)
-    return logits.new_empty(logits.shape)
-
-
-def _token_log_probs_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, target, ctx.temperature = inputs
-    _, entropy, lse = output
-    ctx.save_for_backward(logits, target, lse, entropy.detach())
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradient of lse
-
-
-def _token_log_probs_backward(
-    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
-) -> Gradients:
-    if grad_log_probs is None and grad_entropy is None:
-        return {}
-    logits, target, lse, entropy = ctx.saved_tensors
-    of_log_probs = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs
-    of_entropy = torch.zeros_like(entropy) if grad_entropy is None else grad_entropy
-    saved = logits, target, lse, entropy, ctx.temperature
-    return {"logits": _ops.token_log_probs_backward(of_log_probs, of_entropy, *saved)}
-
-
-register_autograd(
+_register_op(
     "token_log_probs",
-    _token_log_probs_backward,
-    setup_context=_token_log_probs_setup_context,
-    plain=plain.token_log_probs,
+    losses.token_log_probs_fake,
+    losses.token_log_probs_backward_fake,
+    losses.token_log_probs_backward,
+    losses.token_log_probs_setup_context,
 )
-register_autograd("token_log_probs_backward", second_order.not_implemented("token_log_probs", "second"))
 
 
 # ---- linear_cross_entropy ----
@@ -1244,79 +1133,18 @@ def linear_cross_entropy(
     multiple of 16 bytes, a padded copy of ``linear_weight`` is in memory, too. Deterministic. Under autocast the matrix
     products have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
-    number = reduction_number("linear_cross_entropy", reduction)
-    for name, tensor in (("x", x), ("linear_weight", linear_weight), ("target", target)):
-        checks.check_tensor("linear_cross_entropy", name, tensor)
-    return _linear_cross_entropy(
-        x, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, z_loss, softcap, False
-    )
+    options = ignore_index, label_smoothing, z_loss, softcap
+    return losses.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, *options, False)
 
 
-def _linear_cross_entropy(
-    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
-) -> Tensor:
-    needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    function = autograd.sharded_loss if isinstance(x, autograd.DTENSOR) else _ops
-    return function.linear_cross_entropy(x, linear_weight, target, linear_bias, *options, *needs)
-
-
-def _float_linear_cross_entropy(
-    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
-) -> Tensor:
-    """linear_cross_entropy whose loss is float32 for half inputs, too: nn.convert gives it to language models."""
-    ignore_index, reduction, softcap = options
-    number = reduction_number("linear_cross_entropy", reduction)
-    others = None, number, ignore_index, 0.0, 0.0, softcap, True
-    return _linear_cross_entropy(x, linear_weight, target, linear_bias, *others)
-
-
-def _may_need_grad(x: Tensor | None) -> bool:
-    """Whether forward must compute the gradient of this argument. A recorded graph may be trained later, and inside
-    torch.func's transforms requires_grad says nothing; there the answer is yes."""
-    is_unknown = is_recorded() or torch._C._are_functorch_transforms_active()
-    return x is not None and (is_unknown or x.requires_grad)
-
-
-@register_fake("linear_cross_entropy")
-def _(x: Tensor, linear_weight: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options, float_loss, needs = args[:7], args[7], args[8:]
-    _, _, reduction, *_ = options
-    check_linear("linear_cross_entropy", x, linear_weight, target, *options)
-    loss = x.new_empty([] if reduction else target.shape, dtype=loss_type(x) if float_loss else x.dtype)
-    is_made = linear_loss.makes_gradients(x.dtype, reduction)
-    return loss, *linear_loss.empty_gradients(x, linear_weight, needs if is_made else (False, False, False))
-
-
-@register_fake("linear_cross_entropy_backward")
-def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    check_linear_backward(grad_out, *args)
-    return linear_loss.empty_gradients(args[0], args[1], args[13:])
-
-
-def _linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
-    ctx.options, ctx.needs = inputs[5:10], inputs[11:]  # inputs[10] is float_loss
-    ctx.save_for_backward(*inputs[:5], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
-    if grad_out is None:
-        return {}
-    grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, *ctx.options, *ctx.needs)
-    names = ("x", "linear_weight", "linear_bias")
-    return {name: grad for name, grad, need in zip(names, grads, ctx.needs, strict=True) if need}
-
-
-register_autograd(
+_register_op(
     "linear_cross_entropy",
-    _linear_cross_entropy_backward,
-    setup_context=_linear_cross_entropy_setup_context,
-    plain=plain.linear_cross_entropy,
+    losses.linear_cross_entropy_fake,
+    losses.linear_cross_entropy_backward_fake,
+    losses.linear_cross_entropy_backward,
+    losses.linear_cross_entropy_setup_context,
 )
-register_autograd("linear_cross_entropy_backward", second_order.not_implemented("linear_cross_entropy", "second"))
-linear_loss.register(check_linear_values, check_linear_backward)
+linear_loss.register(losses.check_linear_values, losses.check_linear_backward)
 register_autocast_rule("linear_cross_entropy", autocast_rules.linear_cross_entropy)
 
 
@@ -1350,32 +1178,23 @@ def rotary_embedding(
             requires grad.
 
     Differentiable in ``q`` and ``k``, to any order; backward saves only ``cos`` and ``sin``. Rows of unit stride are
-    read without a copy, such as the rows of ``qkv.view(B, T, 3, heads, D)[:, :, 0].transpose(1, 2)``; other strides
-    cost one. Batch-invariant. Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face
-    transformers.
+    read without a copy, such as the rows of ``qkv.view(B, T, 3, heads, D)[:, :, 0].transpose(1, 2)``. Batch-invariant.
+    Sources: Su et al. 2021, arXiv:2104.09864; apply_rotary_pos_emb of Hugging Face transformers.
     """
     rotated = _ops.rotary_embedding(q, k, cos, sin, interleaved)
     return rotated[0], rotated[1]  # by index: under torch.fx both are one Proxy, which cannot be unpacked
 
 
-@register_fake("rotary_embedding")
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _rotary_fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     check_rotary("rotary_embedding", "", q, k, cos, sin)
     return torch.empty_like(q), torch.empty_like(k)
 
 
-@register_fake("rotary_embedding_backward")
-def _(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _rotary_backward_fake(
+    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     check_rotary("rotary_embedding_backward", "grad_", grad_q, grad_k, cos, sin)
     return torch.empty_like(grad_q), torch.empty_like(grad_k)
-
-
-def _rotary_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, cos, sin, ctx.interleaved = inputs
-    if any(ctx.needs_input_grad[2:4]):
-        reason = "their derivative is not implemented"
-        checks.fail("rotary_embedding", f"expected cos and sin not to require grad: {reason}")
-    ctx.save_for_backward(cos, sin)
 
 
 def _rotary_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Gradients:
@@ -1384,13 +1203,11 @@ def _rotary_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Gradients:
     return {"q": grad_q, "k": grad_k}
 
 
-register_autograd(
-    "rotary_embedding", _rotary_backward, setup_context=_rotary_setup_context, plain=plain.rotary_embedding
-)
-register_autograd(
-    "rotary_embedding_backward",
-    second_order.rotary_embedding,
-    setup_context=_rotary_setup_context,
-    plain=plain.rotary_embedding_backward,
+_register_op(
+    "rotary_embedding",
+    _rotary_fake,
+    _rotary_backward_fake,
+    _rotary_backward,
+    second_order.rotary_embedding_setup_context,
 )
 register_autocast_rule("rotary_embedding", autocast_rules.rotary_embedding)

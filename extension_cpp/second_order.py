@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _ops, plain
+from . import _ops, checks, plain
 from .autograd import Gradients, own_ops
 
 
@@ -309,6 +309,15 @@ def log_softmax(ctx: Any, grad_grad_x: Tensor) -> Gradients:
     grad_grad_out = plain.wide(grad_grad_x) - v_p.sum(dim, keepdim=True)
     grad_y = -v_p * plain.wide(grad_out).sum(dim, keepdim=True)
     return {"grad_out": grad_grad_out.to(grad_out.dtype), "y": grad_y.to(y.dtype)}
+
+
+def rotary_embedding_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Of the operator, too."""
+    _, _, cos, sin, ctx.interleaved = inputs
+    if any(ctx.needs_input_grad[2:4]):
+        reason = "their derivative is not implemented"
+        checks.fail("rotary_embedding", f"expected cos and sin not to require grad: {reason}")
+    ctx.save_for_backward(cos, sin)
 
 
 def rotary_embedding(ctx: Any, grad_grad_q: Tensor, grad_grad_k: Tensor) -> Gradients:

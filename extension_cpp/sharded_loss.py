@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import autograd, linear_loss, ops
 from .autograd import own_ops
-from .op_checks import check_loss, check_targets, refuse_weight_gradient
+from .losses import check_loss, check_targets, refuse_weight_gradient
 
 IGNORED = -1  # a target that is no class of any process
 

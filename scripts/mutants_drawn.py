@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "extension_cpp"
 PYTHON_FILES = ["ops", "second_order", "autograd", "checks", "op_checks", "plain", "nested"]
-PYTHON_FILES += ["norms", "autocast_rules"]
+PYTHON_FILES += ["norms", "losses", "autocast_rules"]
 PYTHON_FILES += ["modules", "layers", "linear_loss", "convert*"]
 RULES = {".py": "python.rules", ".cpp": "cpp.rules c_like.rules", ".c": "c.rules c_like.rules"}
 
