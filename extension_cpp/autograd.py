@@ -251,6 +251,30 @@ def _check_schema(schema: Any) -> None:
             )
 
 
+def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> Callable[..., Any]:
+    """The backward of an autograd.Function: it returns the gradients in the order of the arguments `names`, and None
+    for the pair of keys and keywords after them."""
+    known = frozenset(names)
+    orders: dict[tuple[bool, ...], list[Any]] = {}  # names, or None where no gradient is needed; by needs_input_grad
+
+    def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if getattr(ctx, "mesh", None) is not None:  # for results that are not used autograd makes zeros, not DTensors
+            grads = sharding.on_mesh(grads, ctx.mesh)
+        gradients = backward(ctx, *grads)
+        if type(gradients) is not dict or not gradients.keys() <= known:
+            raise TypeError(
+                f"{op._schema.name}: expected its backward to return a dictionary of gradients with keys among "
+                f"{names}, but got {gradients if type(gradients) is not dict else list(gradients)}"
+            )
+        order = orders.get(ctx.needs_input_grad)
+        if order is None:
+            pairs = zip(names, ctx.needs_input_grad, strict=True)
+            order = orders[ctx.needs_input_grad] = [name if is_needed else None for name, is_needed in pairs]
+        return *map(gradients.get, order), None
+
+    return in_order
+
+
 def _autograd_kernel(
     op: Any,
     backward: Callable[..., Gradients],
@@ -258,9 +282,6 @@ def _autograd_kernel(
     plain: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     by_position = [argument for argument in op._schema.arguments if not argument.kwarg_only]
-    names = [argument.name for argument in by_position]
-    known = frozenset(names)
-    orders: dict[tuple[bool, ...], list[Any]] = {}  # names, or None where no gradient is needed; by needs_input_grad
     keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
     defaults = tuple(argument.default_value for argument in by_position)
     keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
@@ -283,23 +304,11 @@ def _autograd_kernel(
             setup_context(ctx=ctx, inputs=inputs, output=output, **given)
         return output
 
-    def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if getattr(ctx, "mesh", None) is not None:  # for results that are not used autograd makes zeros, not DTensors
-            grads = sharding.on_mesh(grads, ctx.mesh)
-        gradients = backward(ctx, *grads)
-        if type(gradients) is not dict or not gradients.keys() <= known:
-            raise TypeError(
-                f"{op._schema.name}: expected its backward to return a dictionary of gradients with keys among "
-                f"{names}, but got {gradients if type(gradients) is not dict else list(gradients)}"
-            )
-        order = orders.get(ctx.needs_input_grad)
-        if order is None:
-            pairs = zip(names, ctx.needs_input_grad, strict=True)
-            order = orders[ctx.needs_input_grad] = [name if is_needed else None for name, is_needed in pairs]
-        return *map(gradients.get, order), None
-
     # The class is made by type(), because PyTorch takes the name of grad_fn from the class's name at that moment.
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(in_order)}
+    functions = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(_in_order(op, backward, [argument.name for argument in by_position])),
+    }
     node: Any = type(op._schema.name.split("::")[1], (torch.autograd.Function,), functions)
     # Function.apply without the check that refuses torch.func's transforms. Their dispatch has already unwrapped the
     # tensors to the level of one transform, and there this kernel records like those of PyTorch's own operators.
