@@ -3,9 +3,9 @@
 Sanitizers look at the kernels of the instruction set that runs here. In the slow tier they look at every one, where
 compiling takes minutes, and at the code of the tests, which is compiled once without them.
 
-The program is linked like the library, the plain one of the library's own objects: every kernel once per instruction
-set, and common/cpu_level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only its cpu_should_stream is put aside for one
-that the tests set.
+The program is linked like the library, the plain one of the library's own objects: every kernel that a test calls once
+per instruction set, and common/cpu_level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only its cpu_should_stream is
+put aside for one that the tests set.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -116,6 +117,16 @@ def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> 
     return str(compiled)
 
 
+@functools.cache
+def called_ops() -> frozenset[str]:
+    """The ops whose headers the tests include. The program has no other kernels: they would only take time to
+    compile."""
+    paths = (*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))
+    return frozenset(
+        name for path in paths for name in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
+    )
+
+
 def compile_program(build: str, folder: Path, levels: Collection[str], everything: bool = False) -> Path:
     """With the flags of `build` at these levels, and if told so for the tests, and else with those of the library."""
     compiler = build_library.compiler("CC", "cc", "gcc")
@@ -134,7 +145,8 @@ def compile_program(build: str, folder: Path, levels: Collection[str], everythin
         name = f"{compiler[0]}.{own}.{name}".replace("/", "_")
         to_compile.append(([*flags[own], *extra, *include], source, name))
 
-    for source in [*sorted(build_library.CSRC.rglob("*_cpu.c")), SOURCES / "probe_cpu.c"]:
+    kernels = [path for path in sorted(build_library.CSRC.rglob("*_cpu.c")) if path.parent.name in called_ops()]
+    for source in [*kernels, SOURCES / "probe_cpu.c"]:
         for level, level_flags in LEVELS.items():
             own = build if level in levels else "plain"
             if own == "plain" and built and source.is_relative_to(build_library.CSRC):
