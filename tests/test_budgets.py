@@ -1,4 +1,7 @@
-"""The budgets of the library: its size and its number of norm kernels, and what scripts/kernel_resources.py counts."""
+"""The GPU code of the library: its size, its number of norm kernels, and what scripts/kernel_resources.py counts."""
+
+import re
+import subprocess
 
 import pytest
 
@@ -49,6 +52,26 @@ def test_number_of_norm_kernels(architecture):
         pytest.skip("cuobjdump, which lists the kernels, was not found")
     count = resources.families([name for name, *_ in resources.kernels(resources.LIBRARY, architecture)])
     assert 0 < count["norm"] <= resources.NORM_KERNELS
+
+
+def output(*command: object) -> str:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
+
+
+def test_host_code_names_kernels_that_exist():
+    """A template argument that is another type for the host's compiler than for nvcc, as decltype of a captured
+    variable can be, makes a host function without a kernel: its launch fails with "invalid resource handle"."""
+    tool = resources.find_cuobjdump()
+    if tool is None:
+        pytest.skip("cuobjdump, which lists the kernels, was not found")
+    names = set(re.findall(r"Function (\w+):", output(tool, "-res-usage", resources.LIBRARY)))
+    if not names:
+        pytest.skip("the library was built without CUDA")
+    kernels = set(output("c++filt", *names).splitlines())
+    templates = {kernel.partition("<")[0] for kernel in kernels if "<" in kernel}
+    functions = re.findall(r"^\w+ t (.*)$", output("nm", "-C", resources.LIBRARY), re.MULTILINE)
+    ours = {function for function in functions if function.partition("<")[0] in templates}
+    assert ours != set() and ours - kernels == set()
 
 
 def test_families():
