@@ -64,7 +64,7 @@ NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 # Small .cu that are compiled as one file: each alone takes the compilers a second for CUDA's headers. An op that is not
 # named here has a file of its own.
-TOGETHER = {
+TOGETHER: dict[str, list[str]] = {
     "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
     "together_2.cu": [
         "common/cuda_column_sums.cu",

@@ -99,15 +99,17 @@ def assert_one_process_resumes(folder: Path) -> None:
 # Forks, gives both processes the ranks that torchrun would give them, and waits for the other one at the end.
 FORKED = f"""
 import os
+import signal
 import sys
 import torch.distributed.fsdp  # once for both
 other = os.fork()
+signal.alarm(300)  # of each: one that waits for a process that is gone
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(other == 0))
 try:
     exec({SMALL!r})
 except SystemExit as stop:
     status = stop.code
-sys.exit(status or (other and os.waitpid(other, 0)[1]))
+sys.exit(status or (other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])))
 """
 
 

@@ -16,7 +16,7 @@
 #define GELU_ZERO(z) _Generic((z), float : gelu_zero_float, double : -39.0)
 
 #define ABS(x) _Generic((x), float : __builtin_fabsf, double : __builtin_fabs)(x)
-/* -|x|: gcc makes two instructions of that. */
+/* -|x|: gcc makes two instructions of -fabsf(x). */
 ALWAYS_INLINE float minus_abs_float(float x) { return bits_float(float_bits(x) | 0x80000000u); }
 ALWAYS_INLINE double minus_abs_double(double x) { return -__builtin_fabs(x); }
 #define MINUS_ABS(x) _Generic((x), float : minus_abs_float, double : minus_abs_double)(x)
@@ -42,7 +42,10 @@ ALWAYS_INLINE float gauss_scaled_float(float z) {
   p = fma_float(r, p, 1.0f);
   return bits_float(float_bits(p) + (float_bits(shifted) << 23));
 }
-ALWAYS_INLINE double gauss_scaled_double(double z) { return exp(z * z / -2); }
+ALWAYS_INLINE double gauss_scaled_double(double z) {
+  const double square = z * z, low = fma_double(z, z, -square), rounded = exp(square / -2);
+  return fma_double(rounded, low / -2, rounded);
+}
 #define GAUSS_SCALED(z) _Generic((z), float : gauss_scaled_float, double : gauss_scaled_double)(z)
 
 /* Calls f(kind, ...) with a constant kind, for functions that are inlined. */

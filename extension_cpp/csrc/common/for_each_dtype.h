@@ -22,7 +22,7 @@
 #undef STORE
 #define CALL_FLOAT64(f, ...) f##_float64(__VA_ARGS__)
 #else
-#define CALL_FLOAT64(f, ...)
+#define CALL_FLOAT64(f, ...) __builtin_trap()
 #endif
 
 #define T float

@@ -111,7 +111,8 @@ ALWAYS_INLINE double scan_block_float32(float *v, double before) {
   return sum;
 }
 
-/* Half types round off what the low float would add. */
+/* In half types without the low float: where the carry and the block cancel, the result is that of
+ * sums in float32. */
 ALWAYS_INLINE double scan_block_float16(float *v, double before) {
   enum { COUNT = BLOCK / LANES };
   lanes_t x[COUNT];

@@ -115,8 +115,11 @@ Tensor ScanView::line_output(const Tensor &y, scan_output *view) const {
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // A tile per thread, a multiple of 64 elements wide: a wide tile's rows are long runs of memory.
-  const int64_t share = ceil_div(shape.outer * shape.inner, threads);
+  // As many tiles for each thread, a multiple of 64 elements wide, and as wide as they may be: a wide
+  // tile's rows are long runs of memory.
+  const int64_t columns = shape.outer * shape.inner;
+  const int64_t tiles = ceil_div(ceil_div(columns, int64_t{SCAN_TILE}), threads) * threads;
+  const int64_t share = ceil_div(columns, std::max<int64_t>(tiles, 1));
   const int64_t width = std::clamp<int64_t>(ceil_div(share, 64) * 64, 64, SCAN_TILE);
   scan_cpu_plan plan{std::min(width, shape.inner), 1, nullptr};
   if (scan_items(&shape, &plan) < threads)
