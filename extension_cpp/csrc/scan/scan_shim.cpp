@@ -115,8 +115,8 @@ Tensor ScanView::line_output(const Tensor &y, scan_output *view) const {
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // As many tiles for each thread, a multiple of 64 elements wide, and as wide as they may be: a wide
-  // tile's rows are long runs of memory.
+  // As many tiles for each thread, a multiple of 64 elements wide, and as wide as they may be: the
+  // rows of a wide tile are long runs of memory.
   const int64_t columns = shape.outer * shape.inner;
   const int64_t tiles = ceil_div(ceil_div(columns, int64_t{SCAN_TILE}), threads) * threads;
   const int64_t share = ceil_div(columns, std::max<int64_t>(tiles, 1));
