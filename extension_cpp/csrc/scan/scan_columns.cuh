@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant
   const auto for_each_line = [&](int k, auto &&f) {
     A v[Op::INPUTS][N];
 #pragma unroll
-    for (int i = 0; i < Op::INPUTS; ++i) unpack<T, N>(v[i], column_vector(p, i, k));
+    for (int i = 0; i < Op::INPUTS; ++i) p.unpack(v[i], column_vector(p, i, k));
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       A x[Op::INPUTS];
@@ -133,10 +133,11 @@ __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant
     for (int o = 0; o < Op::OUTPUTS; ++o) {
       const Result &out = p.out[o];
       T *const to = element<T>(out.at, outer, step, line);
+      const uint4 bits = p.pack(results[o]);
       if (out.is_vector && count >= N) {
-        store<T, N>(to, results[o]);
+        __stwb(reinterpret_cast<uint4 *>(to), bits);
       } else {
-        scatter(to, out.at.inner, count, results[o]);
+        scatter(to, out.at.inner, count, bits);
       }
     }
   }

@@ -52,6 +52,13 @@ static StateLayout layout_of(const scan_shape &shape) {
                       sizeof(typename Algebra::State) / 4);
 }
 
+// Calls f with a zero of the type of the elements in memory, see Half.
+template <typename F>
+static cudaError_t with_element(dtype_t dtype, F &&f) {
+  if (dtype == DTYPE_FLOAT64) return f(double{});
+  return dtype == DTYPE_FLOAT32 ? f(float{}) : f(Half{});
+}
+
 // Fills in what all ops share and launches the kernel.
 template <typename Op>
 static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_input *in,
@@ -63,6 +70,7 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
   p.outer = shape.outer;
   p.length = shape.length;
   p.inner = shape.inner;
+  p.is_bfloat16 = shape.dtype == DTYPE_BFLOAT16;
   if (p.plan.ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
   const auto is_vector = [&](const auto &at) {
     return has_vectors(at.data, at.outer, at.step, at.inner, WIDTH<T>, sizeof(T), shape, p.plan);
@@ -86,7 +94,7 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
 template <template <typename> class Op>
 static int64_t state_bytes(const scan_shape &shape) {
   int64_t bytes = 0;
-  with_dtype(shape.dtype, [&](auto zero) {
+  with_element(shape.dtype, [&](auto zero) {
     bytes = layout_of<Op<decltype(zero)>>(shape).bytes;
     return cudaSuccess;
   });
@@ -98,7 +106,7 @@ static int64_t state_bytes(const scan_shape &shape) {
 using namespace scans;
 
 extern "C" int cumsum_cuda(const cumsum_args *args, void *stream) {
-  return with_dtype(args->shape.dtype, [&](auto zero) {
+  return with_element(args->shape.dtype, [&](auto zero) {
     Params<Cumsum<decltype(zero)>> p{};
     p.op.exclusive = args->exclusive;
     return launch(p, args->shape, &args->x, &args->y, stream);
@@ -106,14 +114,14 @@ extern "C" int cumsum_cuda(const cumsum_args *args, void *stream) {
 }
 
 extern "C" int logcumsumexp_cuda(const logcumsumexp_args *args, void *stream) {
-  return with_dtype(args->shape.dtype, [&](auto zero) {
+  return with_element(args->shape.dtype, [&](auto zero) {
     Params<Logcumsumexp<decltype(zero)>> p{};
     return launch(p, args->shape, &args->x, &args->y, stream);
   });
 }
 
 extern "C" int logcumsumexp_backward_cuda(const logcumsumexp_backward_args *args, void *stream) {
-  return with_dtype(args->shape.dtype, [&](auto zero) {
+  return with_element(args->shape.dtype, [&](auto zero) {
     Params<LogcumsumexpBackward<decltype(zero)>> p{};
     const scan_input in[4] = {args->grad_out, args->x, args->y, args->y};
     return launch(p, args->shape, in, &args->grad_x, stream);
@@ -121,7 +129,7 @@ extern "C" int logcumsumexp_backward_cuda(const logcumsumexp_backward_args *args
 }
 
 extern "C" int linear_recurrence_cuda(const linear_recurrence_args *args, void *stream) {
-  return with_dtype(args->shape.dtype, [&](auto zero) {
+  return with_element(args->shape.dtype, [&](auto zero) {
     Params<Recurrence<decltype(zero)>> p{};
     p.start = args->h0;
     const scan_input in[2] = {args->a, args->b};
@@ -131,7 +139,7 @@ extern "C" int linear_recurrence_cuda(const linear_recurrence_args *args, void *
 
 extern "C" int linear_recurrence_backward_cuda(const linear_recurrence_backward_args *args,
                                                void *stream) {
-  return with_dtype(args->shape.dtype, [&](auto zero) {
+  return with_element(args->shape.dtype, [&](auto zero) {
     Params<RecurrenceBackward<decltype(zero)>> p{};
     p.after = args->h0;
     p.decay = args->a;

@@ -16,6 +16,12 @@ namespace scans {
 template <typename T>
 constexpr int WIDTH = 16 / sizeof(T);  // elements of a vector
 
+// An element of type bfloat16 or float16, as Params::is_bfloat16 says: they share kernels, because
+// conversions are a small part of them.
+struct Half {
+  uint16_t bits;
+};
+
 struct Operand {
   scan_input at;
   bool is_vector;  // each vector of a tile is 16 aligned bytes
@@ -25,6 +31,21 @@ struct Result {
   scan_output at;
   bool is_vector;
 };
+
+template <typename A, typename As>
+__device__ inline A convert(Half x) {
+  As value;
+  memcpy(&value, &x, sizeof x);
+  return to_acc(value);
+}
+
+template <typename As>
+__device__ inline Half convert_back(float x) {
+  const As value = from_acc<As>(x);
+  Half bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 
 template <typename Op>
 struct Params {
@@ -36,9 +57,44 @@ struct Params {
   scan_input decay;  // grad_start = decay * state, at the last step
   scan_output grad_start;  // (outer, inner); NULL: none
   int64_t outer, length, inner;
+  bool is_bfloat16;  // what T = Half stands for
   Plan plan;
   char *state;
   StateLayout layout;
+
+  // Conversions between memory and the accumulation type.
+  using T = typename Op::T;
+  using A = typename Op::A;
+  __device__ void unpack(A (&v)[WIDTH<T>], const uint4 &bits) const {
+    if constexpr (!std::is_same_v<T, Half>) {
+      ::unpack<T, WIDTH<T>>(v, bits);
+    } else if (is_bfloat16) {
+      ::unpack<__nv_bfloat16, 8>(v, bits);
+    } else {
+      ::unpack<__half, 8>(v, bits);
+    }
+  }
+  __device__ uint4 pack(const A (&v)[WIDTH<T>]) const {
+    if constexpr (!std::is_same_v<T, Half>) {
+      return ::pack<T, WIDTH<T>>(v);
+    } else {
+      return is_bfloat16 ? ::pack<__nv_bfloat16, 8>(v) : ::pack<__half, 8>(v);
+    }
+  }
+  __device__ A to_acc(T x) const {
+    if constexpr (!std::is_same_v<T, Half>) {
+      return x;
+    } else {
+      return is_bfloat16 ? convert<A, __nv_bfloat16>(x) : convert<A, __half>(x);
+    }
+  }
+  __device__ T from_acc(A x) const {
+    if constexpr (!std::is_same_v<T, Half>) {
+      return x;
+    } else {
+      return is_bfloat16 ? convert_back<__nv_bfloat16>(x) : convert_back<__half>(x);
+    }
+  }
 };
 
 template <typename T>
@@ -86,17 +142,19 @@ template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {
   T v[WIDTH<T>];
 #pragma unroll
-  for (int j = 0; j < WIDTH<T>; ++j) v[j] = j < count ? p[j * stride] : from_acc<T>(0);
+  for (int j = 0; j < WIDTH<T>; ++j) v[j] = j < count ? p[j * stride] : T{};
   uint4 bits;
   memcpy(&bits, v, sizeof bits);
   return bits;
 }
 
 template <typename T>
-__device__ inline void scatter(T *p, int64_t stride, int64_t count, const acc_t<T> (&v)[WIDTH<T>]) {
+__device__ inline void scatter(T *p, int64_t stride, int64_t count, const uint4 &bits) {
+  T v[WIDTH<T>];
+  memcpy(v, &bits, sizeof v);
 #pragma unroll
   for (int j = 0; j < WIDTH<T>; ++j) {
-    if (j < count) p[j * stride] = from_acc<T>(v[j]);
+    if (j < count) p[j * stride] = v[j];
   }
 }
 
@@ -115,7 +173,7 @@ __device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, i
                                                           int64_t i) {
   if constexpr (Op::Algebra::State::WORDS == 1) {
     if (p.start.data != nullptr && outer < p.outer && i < p.inner)
-      return {{to_acc(*element<typename Op::T>(p.start, outer, 0, i))}};
+      return {{p.to_acc(*element<typename Op::T>(p.start, outer, 0, i))}};
   }
   return Op::Algebra::start();
 }
@@ -123,7 +181,7 @@ __device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, i
 template <typename Op>
 __device__ inline typename Op::T after_last(const Params<Op> &p, int64_t outer, int64_t i) {
   using T = typename Op::T;
-  return p.after.data == nullptr ? from_acc<T>(0) : *element<T>(p.after, outer, 0, i);
+  return p.after.data == nullptr ? T{} : *element<T>(p.after, outer, 0, i);
 }
 
 // Writes the gradient of the state before a line, from `state` after the kernel's last step.
@@ -131,8 +189,8 @@ template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, int64_t outer, int64_t i,
                                       typename Op::Algebra::State state) {
   using T = typename Op::T;
-  const auto decay = to_acc(*element<T>(p.decay, outer, p.length - 1, i));
-  *element<T>(p.grad_start, outer, 0, i) = from_acc<T>(decay * state.v[0]);
+  const auto decay = p.to_acc(*element<T>(p.decay, outer, p.length - 1, i));
+  *element<T>(p.grad_start, outer, 0, i) = p.from_acc(decay * state.v[0]);
 }
 
 }  // namespace scans

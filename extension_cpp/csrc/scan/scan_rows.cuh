@@ -61,18 +61,21 @@ __device__ inline void gather_rest(const Params<Op> &p, int64_t first_row, int64
 template <typename Op>
 __device__ inline void put_row_vector(const Params<Op> &p, int o, int w, const RowSteps &at) {
   using T = typename Op::T;
-  using A = typename Op::A;
   constexpr int N = WIDTH<T>;
   if (at.count == 0) return;
   const Result &out = p.out[o];
   T *const to = element<T>(out.at, at.row, at.step, 0);
-  A v[N];
-  unpack<T, N>(v, row_vector<Op>(o, w));
+  uint4 bits = row_vector<Op>(o, w);
   if (out.is_vector && at.count >= N) {
-    if (out.at.step < 0) reverse(v);
-    store<T, N>(out.at.step > 0 ? to : to - (N - 1), v);
+    if (out.at.step < 0) {
+      T v[N];
+      memcpy(v, &bits, sizeof v);
+      reverse(v);
+      memcpy(&bits, v, sizeof v);
+    }
+    __stwb(reinterpret_cast<uint4 *>(out.at.step > 0 ? to : to - (N - 1)), bits);
   } else {
-    scatter(to, out.at.step, at.count, v);
+    scatter(to, out.at.step, at.count, bits);
   }
 }
 
@@ -104,14 +107,14 @@ struct Run {
       const int64_t step = at.step + (Op::shift(i) < 0 ? -1 : vectors * N);
       edges[i] = 0;
       if (Op::shift(i) == 0 || at.count == 0 || step < 0) continue;
-      edges[i] = to_acc(step < p.length ? *element<T>(p.in[i].at, at.row, step, 0)
-                                        : after_last(p, at.row, 0));
+      edges[i] = p.to_acc(step < p.length ? *element<T>(p.in[i].at, at.row, step, 0)
+                                          : after_last(p, at.row, 0));
     }
   }
 
   // Vector k of input i in the order of the steps. It is vector `in_row` of the run in its row.
   __device__ void get(A (&v)[N], int i, int k, int in_row) const {
-    unpack<T, N>(v, row_vector<Op>(i, first + k));
+    p.unpack(v, row_vector<Op>(i, first + k));
     if (p.in[i].is_vector && p.in[i].at.step < 0 && at.count >= (in_row + 1) * N) reverse(v);
   }
 
@@ -239,7 +242,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
       [&](int k) {  // the results replace the inputs
 #pragma unroll
         for (int o = 0; o < Op::OUTPUTS; ++o) {
-          row_vector<Op>(o, run.first + k) = pack<T, N>(results[o]);
+          row_vector<Op>(o, run.first + k) = p.pack(results[o]);
         }
       });
   __syncwarp();

@@ -1,4 +1,4 @@
-// csrc/common/cuda_vector.cuh for the CPU: see cuda_runtime.h. There is no float16.
+// csrc/common/cuda_vector.cuh for the CPU: see cuda_runtime.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,6 +30,12 @@ struct __nv_bfloat16 {
   }
 };
 
+struct __half {
+  _Float16 value;
+  __half() = default;
+  explicit __half(float x) : value(static_cast<_Float16>(x)) {}
+};
+
 template <typename T>
 using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -38,6 +44,8 @@ inline float to_acc(float x) { return x; }
 inline float to_acc(__nv_bfloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
+
+inline float to_acc(__half x) { return static_cast<float>(x.value); }
 
 template <typename T>
 T from_acc(acc_t<T> x) {
@@ -65,19 +73,7 @@ inline void check_vector(const void *place) {
   if (reinterpret_cast<uintptr_t>(place) % 16 != 0) on_cpu::fail("a vector is not aligned");
 }
 
-template <typename T, int N>
-void store(T *place, const acc_t<T> (&x)[N]) {
+inline void __stwb(uint4 *place, uint4 bits) {
   check_vector(place);
-  const uint4 bits = pack<T, N>(x);
   std::memcpy(place, &bits, sizeof bits);
-}
-
-template <typename F>
-cudaError_t with_dtype(dtype_t dtype, F &&f) {
-  switch (dtype) {
-    case DTYPE_FLOAT64: return f(double{});
-    case DTYPE_FLOAT32: return f(float{});
-    case DTYPE_BFLOAT16: return f(__nv_bfloat16(0.0f));
-    default: return cudaErrorInvalidValue;
-  }
 }
