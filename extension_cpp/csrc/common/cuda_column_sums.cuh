@@ -217,30 +217,21 @@ inline int phase_of(const void *p, int size, int width) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) / size % width);
 }
 
-// The widest vector, in elements, that fits into a row and gives all tensors the same phase.
-inline int widest(const void *x, const void *grad_out, const void *grad_x, int size, int64_t cols) {
-  int width = 16 / size;
+// The elements of a vector: `widest` if it fits into a row and gives all tensors the same phase,
+// else 1.
+inline int width_of(const void *x, const void *grad_out, const void *grad_x, int size, int widest,
+                    int64_t cols) {
   const auto has_phase_of_x = [&](const void *p) {
-    return p == nullptr || phase_of(p, size, width) == phase_of(x, size, width);
+    return p == nullptr || phase_of(p, size, widest) == phase_of(x, size, widest);
   };
-  while (width > 1 && !(has_phase_of_x(grad_out) && has_phase_of_x(grad_x) && cols >= width)) {
-    width /= 2;
-  }
-  return width;
-}
-
-// The kernel for vectors of `width` elements, at most N.
-template <typename T, int N, typename F>
-auto kernel_of(int width) -> void (*)(Problem<T, F>) {
-  if constexpr (N > 1) {
-    if (width < N) return kernel_of<T, N / 2, F>(width);
-  }
-  return backward_kernel<T, N, F>;
+  return has_phase_of_x(grad_out) && has_phase_of_x(grad_x) && cols >= widest ? widest : 1;
 }
 
 template <typename T, typename F>
 cudaError_t backward(Problem<T, F> p, T *grad_bias, cudaStream_t stream) {
-  const int width = widest(p.x, p.grad_out, p.grad_x, sizeof(T), p.cols);
+  // float64 has one kernel, for single elements.
+  constexpr int WIDEST = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
+  const int width = width_of(p.x, p.grad_out, p.grad_x, sizeof(T), WIDEST, p.cols);
   p.phase = phase_of(p.x, sizeof(T), width);
   const Geometry g = geometry(p.rows, p.cols, width, p.phase);
   p.tiles = g.tiles;
@@ -248,7 +239,7 @@ cudaError_t backward(Problem<T, F> p, T *grad_bias, cudaStream_t stream) {
   if (g.row_blocks > 0) {
     p.share = ceil_div(p.rows, g.row_blocks);
     const auto ctas = static_cast<unsigned>(g.tiles * g.row_blocks);
-    const auto kernel = kernel_of<T, 16 / sizeof(T), F>(width);
+    const auto kernel = width == 1 ? backward_kernel<T, 1, F> : backward_kernel<T, WIDEST, F>;
     kernel<<<ctas, dim3(g.threads_x, g.threads_y), 0, stream>>>(p);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
