@@ -10,7 +10,7 @@ from scripts import kernel_resources as resources
 
 LOG = """\
 # ninja log v7
-0\t1500\t17\tnorm/norm_forward_bfloat16.cu.o\ta1
+0\t1500\t17\tnorm/norm_forward.cu.o\ta1
 0\t90000\t17\trelu/relu_cuda.cu.o\tb2
 10\t2010\t18\trelu/relu_cuda.cu.o\tb3
 0\t3250\t17\tv4/norm/norm_cpu.c.o\tc4
@@ -20,7 +20,7 @@ LOG = """\
 
 PLAN = """\
 rule nvcc
-build norm/norm_forward_bfloat16.cu.o: nvcc norm/norm_forward_bfloat16.cu
+build norm/norm_forward.cu.o: nvcc norm/norm_forward.cu
 build relu/relu_cuda.cu.o: nvcc relu/relu_cuda.cu
 build v4/norm/norm_cpu.c.o: c norm/norm_cpu.c
 build libextension_cpp.so: link relu/relu_cuda.cu.o
@@ -107,7 +107,7 @@ def test_seconds_are_those_of_the_last_compilation():
     assert resources.seconds(LOG, PLAN) == [
         (3.25, "v4/norm/norm_cpu.c"),
         (2.0, "relu/relu_cuda.cu"),
-        (1.5, "norm/norm_forward_bfloat16.cu"),
+        (1.5, "norm/norm_forward.cu"),
     ]
 
 

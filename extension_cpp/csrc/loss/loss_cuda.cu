@@ -169,7 +169,7 @@ cudaError_t gradient_rows(const loss_forward_args &args, const norms::Plan &plan
   return with_row_type(args.rows.dtype, [&](auto zero) {
     using T = decltype(zero);
     const GradientParams p{norms::geometry_of(plan, args.rows.outer, args.rows.cols), args};
-    return norms::with_variant<2, 3, 4, 8>(plan, [&](auto vectors, auto aligned) {
+    return norms::with_row_shape(plan, [&](auto vectors, auto aligned) {
       constexpr auto kernel =
           loss_gradient_rows<T, decltype(vectors)::value, decltype(aligned)::value>;
       return norms::launch(kernel, p, plan, stream);

@@ -8,7 +8,7 @@
 #ifndef EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_SPLIT_CUH
 
-#include "norm/norm_backward_pipeline.cuh"
+#include "norm/norm_backward.cuh"
 
 namespace norms {
 
@@ -89,26 +89,6 @@ __global__ void __maxnreg__(64) split_kernel(const __grid_constant__ BackwardPar
   Rows rows(p, shared, blockIdx.x - p.column_ctas);
   rows.start();
   rows.process(rows.first);
-}
-
-template <typename T>
-cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream) {
-  const BackwardParams<T> p{geometry_of(plan, args.rows, args.cols), args};
-  return with_form(args.mean != nullptr, form_of(args), [&](auto norm, auto form) {
-    using Norm = decltype(norm);
-    using FormOf = decltype(form);
-    if (plan.kernel == Kernel::SPLIT) {
-      return launch(split_kernel<T, Norm, FormOf, 2>, p, plan, stream);
-    }
-    constexpr int K = PERSISTENT_ELEMENTS / VECTOR<T>;
-    return with_variant<K>(plan, [&](auto, auto aligned) {
-      constexpr bool ALIGNED = decltype(aligned)::value;
-      if (plan.kernel == Kernel::PIPELINE) {
-        return launch(pipeline_kernel<T, Norm, FormOf, K, ALIGNED>, p, plan, stream);
-      }
-      return launch(persistent_kernel<T, Norm, FormOf, K, ALIGNED>, p, plan, stream);
-    });
-  });
 }
 
 }  // namespace norms

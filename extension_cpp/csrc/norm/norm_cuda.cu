@@ -172,8 +172,7 @@ extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   if (error != cudaSuccess) return error;
   const Plan plan = pick(problem_of(*args), device);
   if (plan.kernel == Kernel::GENERIC) return generic_forward(*args, plan, on);
-  return with_row_type(args->dtype,
-                       [&](auto zero) { return forward<decltype(zero)>(*args, plan, on); });
+  return forward(*args, plan, on);
 }
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
@@ -200,8 +199,7 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
                                    : generic_backward<T, RmsNorm>(*args, plan, parts, on);
     });
   } else {
-    error = with_row_type(args->dtype,
-                          [&](auto zero) { return backward<decltype(zero)>(*args, plan, on); });
+    error = backward(*args, plan, on);
     if (plan.kernel == Kernel::SPLIT) return error;
   }
   if (error != cudaSuccess) return error;

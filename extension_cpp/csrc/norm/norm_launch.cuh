@@ -80,11 +80,9 @@ struct RowMask {
 
 // ---- on the host ----
 
-// Launch the kernels for element type T, except the sum of partial rows. Instantiated in
-// norm_{forward,backward}_<dtype>.cu.
-template <typename T>
+// Launch the kernels for rows with a plan, except the sum of partial rows (norm_forward.cu,
+// norm_backward.cu).
 cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream);
-template <typename T>
 cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream);
 
 // The properties of the current device.
@@ -108,16 +106,17 @@ inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
   return {plan, rows, static_cast<int>(cols), 1 / static_cast<float>(cols), hint};
 }
 
-// Calls f(vectors, aligned) with the plan's values as constants. VECTORS lists the compiled ones.
-template <int... VECTORS, typename F>
-cudaError_t with_variant(const Plan &plan, F &&f) {
-  cudaError_t error = cudaErrorInvalidValue;
-  const auto call = [&](auto vectors) {
-    if (plan.vectors != vectors.value) return;
-    error = plan.is_aligned ? f(vectors, std::true_type{}) : f(vectors, std::false_type{});
-  };
-  (call(std::integral_constant<int, VECTORS>{}), ...);
-  return error;
+// Calls f(vectors, aligned) with the values of a forward plan as constants: there are kernels for
+// these alone.
+template <typename F>
+cudaError_t with_row_shape(const Plan &plan, F &&f) {
+  if (!plan.is_aligned) return f(std::integral_constant<int, 4>{}, std::false_type{});
+  switch (plan.vectors) {
+    case 3: return f(std::integral_constant<int, 3>{}, std::true_type{});
+    case 4: return f(std::integral_constant<int, 4>{}, std::true_type{});
+    case 8: return f(std::integral_constant<int, 8>{}, std::true_type{});
+    default: return cudaErrorInvalidValue;
+  }
 }
 
 // Calls f(norm, form) with a Norm (norm_math.cuh) and a form.

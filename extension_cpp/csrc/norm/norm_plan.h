@@ -85,7 +85,8 @@ struct Plan {
 
 // A thread holds `vectors` vectors of a half type, or `float_vectors` of float32. A row has `least`
 // to `most` threads per CTA: a power of two up to 32, else the multiple of 32 that leaves the
-// fewest idle. A CTA has as many rows as fit into `cta` threads, at least one.
+// fewest idle. A CTA has as many rows as fit into `cta` threads, at least one. In forward a row of
+// several warps has its own CTA.
 struct Shape {
   Kernel kernel;
   int vectors, float_vectors;
@@ -95,18 +96,15 @@ struct Shape {
 };
 
 constexpr Shape SHAPES[] = {
-    // Forward, narrow rows: 2 to 4 vectors per thread keep 32 to 64 KB per SM in flight.
-    {Kernel::ROW, 2, 2, 4, 8, 128, 1},
-    {Kernel::ROW, 3, 3, 8, 32, 128, 1},
-    {Kernel::ROW, 4, 4, 8, 32, 128, 1},
-    // One CTA per row.
-    {Kernel::ROW, 3, 3, 64, 512, 0, 1},
-    {Kernel::ROW, 4, 4, 64, 512, 0, 1},
+    // Forward: 3 or 4 vectors per thread keep 32 to 64 KB per SM in flight.
+    {Kernel::ROW, 3, 3, 4, 512, 128, 1},
+    {Kernel::ROW, 4, 4, 4, 512, 128, 1},
     // A cluster per row. 8 vectors per thread, so that half as many CTAs exchange sums as with 4.
     {Kernel::ROW, 8, 8, 64, 128, 0, 4},
     {Kernel::ROW, 8, 8, 64, 256, 0, 8},
     {Kernel::ROW, 8, 8, 64, 256, 0, 16},
-    // A cluster per row with a residual: 4 vectors, because the registers hold two rows.
+    // A cluster per row with a residual, or per unaligned row: 4 vectors, because these need more
+    // registers.
     {Kernel::ROW, 4, 4, 64, 256, 0, 4},
     {Kernel::ROW, 4, 4, 64, 256, 0, 8},
     {Kernel::ROW, 4, 4, 64, 512, 0, 16},
@@ -163,12 +161,15 @@ inline int64_t alignment_period(const Problem &p) {
 inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   const Shape &shape = SHAPES[index];
   if (shape.cluster > 1 && device.clusters[log_of(shape.cluster)] == 0) return false;
-  const bool holds_two_rows = p.form == Form::RESIDUAL;
-  if (shape.kernel == Kernel::ROW && shape.cluster > 1 && holds_two_rows != (shape.vectors == 4)) {
-    return false;
-  }
   const int vector = vector_elements(p.dtype);
   const bool is_aligned = p.cols % vector == 0;
+  const bool has_residual = p.form == Form::RESIDUAL;
+  // Unaligned rows have kernels with 4 vectors alone, which halves their number.
+  if (shape.kernel == Kernel::ROW && !is_aligned && shape.vectors != 4) return false;
+  if (shape.kernel == Kernel::ROW && shape.cluster > 1 &&
+      (has_residual || !is_aligned) != (shape.vectors == 4)) {
+    return false;
+  }
   // Slices begin at multiples of 32 vectors, so that a warp reads whole cache lines.
   const int64_t all = std::max<int64_t>(p.cols / vector, 1);
   const int64_t mine = shape.cluster == 1 ? all : ceil_div(all, 32 * shape.cluster) * 32;
@@ -183,11 +184,13 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   int64_t threads = shape.least;
   while (threads < wanted && threads <= shape.most) threads += std::min<int64_t>(threads, 32);
   if (threads > shape.most) return false;
-  const int most = shape.kernel == Kernel::PERSISTENT
-                       ? most_persistent_threads(p.dtype == DTYPE_FLOAT32, p.form == Form::RESIDUAL,
-                                                 p.form == Form::DROPOUT_OF_Y, is_aligned)
-                       : shape.cta;
-  if (shape.kernel == Kernel::PERSISTENT && threads > most) return false;
+  int most = shape.cta;
+  if (shape.kernel == Kernel::ROW && threads > 32) most = 0;
+  if (shape.kernel == Kernel::PERSISTENT) {
+    most = most_persistent_threads(p.dtype == DTYPE_FLOAT32, has_residual,
+                                   p.form == Form::DROPOUT_OF_Y, is_aligned);
+    if (threads > most) return false;
+  }
   plan.threads = static_cast<int>(threads);
   plan.rows_per_cta = std::max(1, most / plan.threads);
   plan.slice = static_cast<int>(mine * vector);

@@ -33,7 +33,7 @@ __device__ inline A grad_of(A grad_out, A y, A sum, bool is_log) {
 // ---- rows in registers ----
 
 template <typename T, int K, bool ALIGNED>
-__global__ void __maxnreg__((K == 2 && ALIGNED ? 48 : row_registers(K, ALIGNED)))
+__global__ void __maxnreg__((row_registers(K, ALIGNED)))
     softmax_rows(const __grid_constant__ RowParams<T> p) {
   constexpr int N = VECTOR<T>;
   using Slice = RowSlice<T, ALIGNED>;
@@ -228,7 +228,7 @@ cudaError_t launch_rows(const RowParams<T> &p, cudaStream_t stream) {
     }
     return norms::launch(softmax_rows<T, K, ALIGNED>, p, p, stream);
   };
-  return norms::with_variant<2, 3, 4, 8>(p, run);
+  return norms::with_row_shape(p, run);
 }
 
 }  // namespace softmaxes

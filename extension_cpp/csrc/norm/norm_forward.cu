@@ -2,9 +2,6 @@
 // picks. Part of a warp, a CTA or a cluster of CTAs holds a row in registers, so the row is read
 // once. Its statistics are sums over these threads. The kernel is not persistent: a CTA processes
 // its rows and exits. An SM runs several CTAs, so that some load while others wait for their sums.
-#ifndef EXTENSION_CPP_NORM_FORWARD_CUH
-#define EXTENSION_CPP_NORM_FORWARD_CUH
-
 #include "norm/norm_launch.cuh"
 
 namespace norms {
@@ -89,9 +86,8 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
 // Registers per thread. They limit the threads of an SM, and so its bytes in flight.
 template <typename Norm, typename Form, int K, bool ALIGNED>
 constexpr int row_registers() {
-  if (K == 8) return ALIGNED ? 80 : Form::DROPS_Y ? 112 : 96;
-  if (!ALIGNED) return 80;
-  return K == 2 || (Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL) ? 48 : 64;
+  if (K == 8 || !ALIGNED) return 80;
+  return Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL ? 48 : 64;
 }
 
 template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
@@ -149,22 +145,25 @@ __global__ void __maxnreg__((row_registers<Norm, Form, K, ALIGNED>()))
   if (Form::HAS_RESIDUAL) release_row(p.residual_row(row), slice);
 }
 
-template <typename T>
 cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream) {
-  const ForwardParams<T> p{geometry_of(plan, args.rows, args.cols), args};
-  return with_form(args.centered, form_of(args), [&](auto norm, auto form) {
-    const auto run = [&](auto vectors, auto aligned) {
-      constexpr auto kernel = row_kernel<T, decltype(norm), decltype(form),
-                                         decltype(vectors)::value, decltype(aligned)::value>;
-      return launch(kernel, p, plan, stream);
-    };
-    if constexpr (!decltype(form)::HAS_RESIDUAL) {
-      if (plan.vectors == 8) return with_variant<8>(plan, run);
-    }
-    return with_variant<2, 3, 4>(plan, run);
+  return with_row_type(args.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const ForwardParams<T> p{geometry_of(plan, args.rows, args.cols), args};
+    return with_form(args.centered, form_of(args), [&](auto norm, auto form) {
+      // Inside the next lambda gcc would take these for references.
+      using Norm = decltype(norm);
+      using FormOf = decltype(form);
+      return with_row_shape(plan, [&](auto vectors, auto aligned) {
+        constexpr int K = decltype(vectors)::value;
+        if constexpr (FormOf::HAS_RESIDUAL && K == 8) {
+          return cudaErrorInvalidValue;  // no plan: fit() gives these 4 vectors
+        } else {
+          constexpr auto kernel = row_kernel<T, Norm, FormOf, K, decltype(aligned)::value>;
+          return launch(kernel, p, plan, stream);
+        }
+      });
+    });
   });
 }
 
 }  // namespace norms
-
-#endif
