@@ -93,8 +93,9 @@ SCANS = {
     "cumsum, reverse": lambda x: extension_cpp.cumsum(x, 1, reverse=True),
     "cumsum, exclusive": lambda x: extension_cpp.cumsum(x, 1, exclusive=True),
     "logcumsumexp": lambda x: extension_cpp.logcumsumexp(x, 1),
-    "linear_recurrence": lambda x: extension_cpp.linear_recurrence(x.sigmoid(), x, dim=1),
-    "linear_recurrence, reverse": lambda x: extension_cpp.linear_recurrence(x.sigmoid(), x, dim=1, reverse=True),
+    # clamp() is exact; torch.sigmoid's last digit depends on where an element is in the tensor.
+    "linear_recurrence": lambda x: extension_cpp.linear_recurrence(x.clamp(-1, 1), x, dim=1),
+    "linear_recurrence, reverse": lambda x: extension_cpp.linear_recurrence(x.clamp(-1, 1), x, dim=1, reverse=True),
 }
 
 
