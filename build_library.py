@@ -143,10 +143,7 @@ def torch_folder() -> Path:
     """Where torch is installed, found without the seconds that importing it takes."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise BuildError(
-            f"{sys.executable} has no torch; install torch >= 2.10 there, or let pip build in isolation "
-            "(leave out --no-build-isolation)."
-        )
+        raise BuildError(f"{sys.executable} has no torch; install torch >= 2.10 there.")
     version = importlib.metadata.version("torch")
     if tuple(int(part) for part in version.split(".")[:2]) < TORCH_MINIMUM:
         raise BuildError(f"torch {version} is too old: extension_cpp needs torch >= 2.10.")

@@ -1,8 +1,11 @@
 """The package's metadata is in pyproject.toml; here are the two commands that differ from setuptools' own."""
 
+import importlib.util
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,10 @@ class BuildLibrary(build_ext):
         return str(Path(*fullname.split(".")[:-1], build_library.LIBRARY))
 
     def build_extension(self, ext: Extension) -> None:
-        build_library.build(Path(self.get_ext_fullpath(ext.name)))
+        with tempfile.TemporaryDirectory() as folder:
+            if importlib.util.find_spec("torch") is None:  # as in pip's isolation
+                fetch_torch(folder)
+            build_library.build(Path(self.get_ext_fullpath(ext.name)))
 
 
 class StableWheel(bdist_wheel):
@@ -52,6 +58,20 @@ class TaggedVersion(egg_info):
     def finalize_options(self) -> None:
         self.tag_build = tag()
         super().finalize_options()
+
+
+def fetch_torch(folder: str) -> None:
+    """Installs torch there, without what it depends on: the build reads its headers and links to it, but runs none of
+    it, and pip would take longer for gigabytes of CUDA's libraries than the compilers for the CPU's code."""
+    torch = f"torch>={'.'.join(map(str, build_library.TORCH_MINIMUM))}"
+    print(f"There is no torch here: pip fetches {torch} for its headers (0.5 GB).", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    if subprocess.run([*command, "--target", folder, torch]).returncode != 0:
+        raise build_library.BuildError(
+            f"{sys.executable} has no torch, and pip could not fetch it; install {torch} there and build with "
+            "--no-build-isolation."
+        )
+    sys.path.insert(0, folder)
 
 
 def tag() -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -10,11 +11,13 @@ import shutil
 import stat
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import build_library
 import check_environment
@@ -574,6 +577,53 @@ def test_readme_on_a_package_index_has_no_link_into_the_repository():
     assert re.findall(r"\]\((?!https?:)", text) == [] and "![" not in text
     assert "QUICKSTART has more" in text and "*Picture: Norms in bfloat16 on an H100" in text
     assert "| `muladd(a, b, c, *, out=None)` | Multiplies" in text
+
+
+@pytest.fixture
+def build_extension(monkeypatch, tmp_path):
+    """setup.py's command where no torch is installed; it says which torch the build finds."""
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("setup_file", ROOT / "setup.py")
+    setup_file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup_file)
+    hidden, find = [*sys.path], importlib.machinery.PathFinder.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(name, [x for x in sys.path if x not in hidden]))
+    found = []
+    monkeypatch.setattr(build_library, "build", lambda library: found.append(importlib.util.find_spec("torch").origin))
+
+    def build() -> list[str]:
+        command = types.SimpleNamespace(get_ext_fullpath=lambda name: str(tmp_path / name))
+        setup_file.BuildLibrary.build_extension(command, types.SimpleNamespace(name="library"))
+        return found
+
+    return build
+
+
+def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(build_extension, monkeypatch):
+    """What torch depends on is gigabytes, and no header of it is read."""
+    asked = []
+
+    def pip(command: list[str]) -> subprocess.CompletedProcess:
+        asked.append(command)
+        (Path(command[command.index("--target") + 1]) / "torch").mkdir()
+        (Path(command[command.index("--target") + 1]) / "torch" / "__init__.py").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    (found,) = build_extension()
+    (command,) = asked
+    folder = Path(command[command.index("--target") + 1])
+    assert found == str(folder / "torch" / "__init__.py") and not folder.exists()
+    assert command[:4] == [sys.executable, "-m", "pip", "install"] and command[-1] == "torch>=2.10"
+    assert "--no-deps" in command
+
+
+def test_wheel_where_pip_cannot_fetch_torch(build_extension, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(build_library.BuildError, match=r"\S+ has no torch, and pip could not fetch it; install torch"):
+        build_extension()
 
 
 # The checks before the build
