@@ -62,7 +62,7 @@ CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # types, whose work to_acc and from_acc do. PyTorch's own flags for extensions take these away, too.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
-# Small .cu that are compiled as one file: each alone takes the compilers a second for CUDA's headers. An op that is not
+# Small .cu that are compiled as one file: each alone takes the compilers 2 s for CUDA's headers. An op that is not
 # named here has a file of its own.
 TOGETHER: dict[str, list[str]] = {
     "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
@@ -72,10 +72,17 @@ TOGETHER: dict[str, list[str]] = {
         "dropout/dropout_cuda.cu",
         "mish/mish_cuda.cu",
         "muladd/muladd_cuda.cu",
+        "reduce_sum/reduce_sum_cuda.cu",
         "relu/relu_cuda.cu",
+        "rotary_embedding/rotary_embedding_cuda.cu",
         "scale_bias_relu/scale_bias_relu_cuda.cu",
     ],
-    "together_3.cu": ["loss/loss_cuda.cu", "loss/loss_scale_cuda.cu", "softmax/softmax_cuda.cu"],
+    "together_3.cu": [
+        "loss/loss_cuda.cu",
+        "loss/loss_scale_cuda.cu",
+        "norm/norm_cuda.cu",
+        "softmax/softmax_cuda.cu",
+    ],
 }
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
@@ -335,16 +342,7 @@ def write_objects(
         file.write(f"build {header}.gch: {rule} {header}\n  listed = -MD\n  flags = {quote(flags)}\n")
         return header
 
-    for source in sorted(CSRC.glob("common/*.c")):
-        add("c", source, [], "baseline/")
-    for level, flags in levels.items():
-        flags = [*flags, f"-DCPU_LEVEL_{level.upper()}"]
-        header = precompile("c", f"{level}/kernels.h", KERNELS_HEADER, [*flags, "-x", "c-header"])
-        for source in sorted(CSRC.rglob("*_cpu.c")):
-            add("c", source, flags, f"{level}/", header)
-    header = precompile("cxx", f"{own}shims.h", SHIMS_HEADER, ["-x", "c++-header"])
-    for source in sorted(CSRC.rglob("*.cpp")):
-        add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [], own, header)
+    # What takes longest comes first: at the end no core waits for it.
     if cuda:
         alone = set(CSRC.rglob("*.cu"))
         for name, sources in TOGETHER.items():
@@ -357,6 +355,16 @@ def write_objects(
             file.write(f"build {name}.o: nvcc {name}\n")
         for source in sorted(alone):
             add("nvcc", source, [])
+    for source in sorted(CSRC.glob("common/*.c")):
+        add("c", source, [], "baseline/")
+    for level, flags in levels.items():
+        flags = [*flags, f"-DCPU_LEVEL_{level.upper()}"]
+        header = precompile("c", f"{level}/kernels.h", KERNELS_HEADER, [*flags, "-x", "c-header"])
+        for source in sorted(CSRC.rglob("*_cpu.c")):
+            add("c", source, flags, f"{level}/", header)
+    header = precompile("cxx", f"{own}shims.h", SHIMS_HEADER, ["-x", "c++-header"])
+    for source in sorted(CSRC.rglob("*.cpp")):
+        add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [], own, header)
     return objects
 
 
