@@ -156,10 +156,9 @@ using torch::stable::detail::StableLibrary;
 // gradient. A schema is "name(arguments) -> results". By default the overload has the operator's
 // results and kernel. If it is given both, it returns only the leading results, because only
 // backward reads the others.
-void def_with_no_grad(StableLibrary &m, const std::string &schema,
-                      const std::string &no_grad_results = "");
+void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results = "");
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);
-void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
+void impl_with_no_grad(StableLibrary &m, const char *name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);
 
 // Registers a list of kernels for the dispatch keys CPU and, in a build with CUDA, CUDA:
