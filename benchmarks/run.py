@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import peers, results
 from benchmarks.timing import Time, captured, check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
-from tests.checks import Result, as_tuple, assert_right, convert, is_finite, largest_error, leaves, random_grad
+from tests.checks import Expected, Result, as_tuple, assert_right, convert, largest_errors, leaves, random_grad
 from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
@@ -196,13 +196,14 @@ class Judge:
         if not masks:
             *others, _, _ = self.sample.args  # p and the seed
             self.sample = Sample((*others, 0.0, None), self.sample.kwargs)
-        self.eager = self._result(case.eager(case.spec.reference), self.sample)
-        self.exact = self._result(case.spec.reference, convert(self.sample, torch.float64))
-        self.eager_errors = [
-            largest_error(b, c, is_finite(c, b.dtype))
-            for (_, b), (_, c) in zip(self.eager.tensors(), self.exact.tensors(), strict=True)
-        ]
-        self.reduction, self.least_scales = case.spec.reduction(self.sample), case.spec.least_scales(self.sample)
+        exact = self._result(case.spec.reference, convert(self.sample, torch.float64))
+
+        def with_eager() -> tuple[Result, list[float]]:
+            eager = self._result(case.eager(case.spec.reference), self.sample)
+            return eager, largest_errors(eager, exact)
+
+        scales = case.spec.least_scales(self.sample)
+        self.expected = Expected(exact, case.spec.reduction(self.sample), scales, with_eager)
 
     def _result(self, function: Callable[..., Any], sample: Sample) -> Result:
         if not self.case.backward:
@@ -218,9 +219,8 @@ class Judge:
         poison = [torch.full_like(x, float("nan")) for _ in range(4)]
         del poison  # memory that is allocated next is full of NaN, and not right by luck
         got = self._result(function, self.sample)
-        bounds = self.eager, self.eager_errors, self.exact, self.reduction
         try:
-            assert_right(got, *bounds, what="wrong", limits=False, least_scales=self.least_scales)
+            assert_right(got, self.expected, "wrong")
         except AssertionError as error:
             return str(error)
         return None

@@ -201,62 +201,73 @@ def largest(x: Tensor, where: Tensor | None = None) -> float:
     return max(-least.item(), most.item())
 
 
-def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Where the exact value is well inside the dtype's range. None stands for everywhere, and saves passes."""
+def is_finite(exact: Tensor, dtype: torch.dtype, size: float) -> Tensor | None:
+    """Where the exact value is well inside the dtype's range. None stands for everywhere, and saves passes. `size` is
+    max|exact|."""
     limit = torch.finfo(dtype).max * 0.99
-    return None if largest(exact) < limit else exact.abs() < limit  # a NaN fails the comparison
+    return None if size < limit else exact.abs() < limit  # a NaN fails the comparison
 
 
-def largest_error(x: Tensor, exact: Tensor, where: Tensor | None) -> float:
-    """The largest error. A value that is not finite counts as no error."""
-    error = x.double() - exact
-    found = largest(error, where)
-    return found if found < math.inf else largest(error.nan_to_num(0.0, 0.0, 0.0), where)
+def largest_errors(rounded: Result, exact: Result) -> list[float]:
+    """The largest error of each tensor. A value that is not finite counts as no error."""
+    errors = []
+    for (_, x), (_, truth) in zip(rounded.tensors(), exact.tensors(), strict=True):
+        error, where = x.double() - truth, is_finite(truth, x.dtype, largest(truth))
+        found = largest(error, where)
+        errors.append(found if found < math.inf else largest(error.nan_to_num(0.0, 0.0, 0.0), where))
+    return errors
 
 
 @dataclass
 class Expected:
-    """For a sample: eager PyTorch's result and its errors, the exact result, and the least value that max|exact| counts
-    as, in the outputs and in the gradients."""
+    """For a sample: the exact result, the number of terms of a sum, the least value that max|exact| counts as, in the
+    outputs and in the gradients, and what computes eager PyTorch's result and its errors."""
 
-    eager: Result
-    eager_errors: list[float]
     exact: Result
+    reduction: int
     least_scales: tuple[float, float]
+    with_eager: Callable[[], tuple[Result, list[float]]]
+
+    @functools.cached_property
+    def eager(self) -> tuple[Result, list[float]]:
+        return self.with_eager()
+
+    @functools.cached_property
+    def sizes(self) -> list[float]:
+        """max|exact| of each tensor."""
+        return [largest(exact) for _, exact in self.exact.tensors()]
 
 
-def assert_right(
-    ours: Result,
-    eager: Result,
-    eager_errors: list[float],
-    exact: Result,
-    reduction: int,
-    what: str,
-    limits: bool,
-    least_scales: tuple[float, float],
-    nan_for_inf: bool = False,
-) -> None:
+def assert_right(ours: Result, expected: Expected, what: str, limits: bool = False, nan_for_inf: bool = False) -> None:
     """Asserts for every tensor: error <= max(2 x eager's error, 4 eps max|exact| sqrt(reduction)), and NaN and inf
     where the exact result has them.
 
     The first bound allows twice the rounding error of PyTorch. The second bound is for cases in which eager happens to
-    be exact: it allows 4 roundings per element, and grows as the error of a sum of independent roundings. `limits`: a
-    finite value is right where the reference's formula gives NaN. `nan_for_inf`: NaN is right where the formula gives
-    an infinity.
+    be exact: it allows 4 roundings per element, and grows as the error of a sum of independent roundings. Most results
+    are within the second bound, so eager PyTorch runs for the others alone. `limits`: a finite value is right where the
+    reference's formula gives NaN. `nan_for_inf`: NaN is right where the formula gives an infinity.
     """
-    tensors = zip(ours.tensors(), eager.tensors(), exact.tensors(), eager_errors, strict=True)
-    for (name, a), (_, b), (_, c), eager_error in tensors:
+    tensors = zip(ours.tensors(), expected.exact.tensors(), expected.sizes, strict=True)
+    for number, ((name, a), (_, exact), size) in enumerate(tensors):
         where = f"{what}, {name}"
-        assert a.shape == c.shape, f"{where}: shape {tuple(a.shape)}, expected {tuple(c.shape)}"
-        finite = is_finite(c, a.dtype)
+        assert a.shape == exact.shape, f"{where}: shape {tuple(a.shape)}, expected {tuple(exact.shape)}"
+        finite = is_finite(exact, a.dtype, size)
         if finite is not None:
-            _assert_same_specials(a, c, limits, nan_for_inf, where)
+            _assert_same_specials(a, exact, limits, nan_for_inf, where)
+            size = largest(exact, finite)
+        info, least = torch.finfo(a.dtype), expected.least_scales[name.startswith("gradient")]
+        roundings = 4 * info.eps * math.sqrt(max(expected.reduction, 1))
+        bound = max(roundings * max(size, least), info.smallest_normal * info.eps)
+        difference = a.double() - exact
+        if largest(difference, finite) <= bound:
+            continue
+        eager, eager_errors = expected.eager
+        _, b = list(eager.tensors())[number]
         if a.dtype == b.dtype and not largest(b) < math.inf:  # if eager overflows, its error says nothing
             finite = (b.abs() < math.inf) & (finite if finite is not None else True)
-        eps, smallest = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).smallest_normal
-        scale = max(largest(c, finite), least_scales[name.startswith("gradient")])
-        bound = max(2 * eager_error, 4 * eps * scale * math.sqrt(max(reduction, 1)), smallest * eps)
-        error = largest(a.double() - c, finite)
+            bound = max(roundings * max(largest(exact, finite), least), info.smallest_normal * info.eps)
+        error, bound = largest(difference, finite), max(2 * eager_errors[number], bound)
+        eager_error = eager_errors[number]
         assert error <= bound, f"{where}: error {error:.3g} over the bound {bound:.3g} (eager {eager_error:.3g})"
 
 
@@ -285,21 +296,21 @@ def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Exp
     """
     dtype, grad_out, reference = sample.args[0].dtype, random_grad(grad_layout), spec.by_hand or spec.reference
     exact = run(reference, convert(sample, torch.float64), grad_out)
-    if dtype is torch.float64:
+
+    def with_eager() -> tuple[Result, list[float]]:
+        if dtype is not torch.float64:
+            eager = run(reference, sample, grad_out)
+            return eager, largest_errors(eager, exact)
         rounded = convert(sample, torch.float32)
         eager, eager_exact = run(reference, rounded, grad_out), run(reference, convert(rounded, dtype), grad_out)
         factor = 2.0 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    else:
-        eager, eager_exact, factor = run(reference, sample, grad_out), exact, 1.0
+        return eager, [factor * error for error in largest_errors(eager, eager_exact)]
+
     least_scales = spec.least_scales(sample)
     if dtype is torch.float64:
         size = max((largest(x.detach().nan_to_num(0.0, 0.0, 0.0)) for x in leaves(sample)), default=0.0)
         least_scales = max(size, least_scales[0]), max(size, least_scales[1])
-    errors = [
-        factor * largest_error(b, c, is_finite(c, b.dtype))
-        for (_, b), (_, c) in zip(eager.tensors(), eager_exact.tensors(), strict=True)
-    ]
-    return Expected(eager, errors, exact, least_scales)
+    return Expected(exact, spec.reduction(sample), least_scales, with_eager)
 
 
 def check(
@@ -317,15 +328,7 @@ def check(
     result_dtype = torch.promote_types(dtype, torch.float32) if spec.float_results else dtype
     assert all(x.dtype == result_dtype for x in ours.outputs) and all(x.dtype == dtype for x in ours.gradients)
     shapes = [tuple(x.shape) for x in leaves(sample)]
-    assert_right(
-        ours,
-        *(expected.eager, expected.eager_errors, expected.exact),
-        spec.reduction(sample),
-        f"{spec.name}{shapes} {dtype} {what}",
-        limits,
-        expected.least_scales,
-        spec.infinities_may_be_nan,
-    )
+    assert_right(ours, expected, f"{spec.name}{shapes} {dtype} {what}", limits, spec.infinities_may_be_nan)
     return ours
 
 
