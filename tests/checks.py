@@ -68,10 +68,11 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
 
 
 # Float64 tensors, and the generator's state after each. The key is the generator's seed and the shapes of all tensors
-# that it drew: every op and dtype asks for the same ones. Nobody may write into them. The largest tensor that is kept
-# is the largest of test_right_for_every_shape on the CPU.
+# that it drew: every op and dtype asks for the same ones, and to draw a tensor takes longer than most ops on it. Nobody
+# may write into them. The largest tensor that is kept is the largest of test_runtime.py on the CPU; all of them take
+# 256 MiB.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-MOST_DRAWN, MOST_ELEMENTS = 1024, 4099 * 33
+MOST_ELEMENTS, MOST_DRAWN = 300 * 1025, 1 << 25
 
 
 def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]]) -> Tensor:
@@ -84,8 +85,8 @@ def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]]) -> Tensor
     x = torch.randn(shapes[-1], generator=generator, dtype=torch.float64, device="cpu")
     if x.numel() <= MOST_ELEMENTS:
         _DRAWN[key] = x, generator.get_state()
-    if len(_DRAWN) > MOST_DRAWN:
-        del _DRAWN[next(iter(_DRAWN))]
+        while sum(drawn.numel() for drawn, _ in _DRAWN.values()) > MOST_DRAWN:
+            del _DRAWN[next(iter(_DRAWN))]
     return x
 
 
