@@ -159,13 +159,13 @@ def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def check_op(spec: OpSpec, mesh: Any, dtype: torch.dtype = torch.float32) -> None:
-    """Checks values, gradients and placements, with each dimension sharded and with none."""
+    """Checks values, gradients and placements, with each dimension sharded and, for one sample, with none."""
     from torch.distributed.tensor import Replicate, Shard
 
-    for sample in samples(spec, dtype):
+    for number, sample in enumerate(samples(spec, dtype)):
         given = [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
         exact = run(spec.function, sample, given, spec.second_order)
-        for d in (None, *range(len(SHAPE))):
+        for d in (*range(len(SHAPE)), *([None] if number == 0 else [])):
             ours = run_on_mesh(spec, sample, mesh, [Replicate() if d is None else Shard(d)] * mesh.ndim)
             what = f"{spec.name}{sample.kwargs} sharded in dimension {d}"
             if d in row_dims(spec.name, sample):
@@ -321,7 +321,7 @@ def assert_same_loss(ours: Any, leaves: list[Any], exact: Tensor, exact_leaves: 
 
 def check_classes_in_several_processes(mesh: Any) -> None:
     """Each process has the loss, and the gradient is placed as the logits. Target and weight are plain or DTensors.
-    Shapes are read by code that all dtypes share."""
+    Shapes and options are read by code that all dtypes share."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for shape in ((5, CLASSES), (2, CLASSES, 3), (CLASSES,)):
@@ -329,7 +329,7 @@ def check_classes_in_several_processes(mesh: Any) -> None:
         target = torch.arange(math.prod(shape) // CLASSES).reshape(shape[:dim] + shape[dim + 1 :]) % CLASSES
         others = (torch.float64, torch.bfloat16, torch.float16) if len(shape) == 2 else ()
         for dtype in (torch.float32, *others):
-            for number, options in enumerate(OPTIONS):
+            for number, options in enumerate(OPTIONS if dtype is torch.float32 else OPTIONS[1::3]):
                 what, options = f"{shape} {dtype} {options}", class_options(options, dtype)
                 logits = maker(DEVICE, dtype)(shape)
                 exact = extension_cpp.cross_entropy(logits, target, **options)
@@ -460,7 +460,7 @@ def check_linear_over_classes(mesh: Any) -> None:
 
     for dtype in (torch.float32, torch.bfloat16):
         make = maker(DEVICE, dtype)
-        for number, options in enumerate(OPTIONS):
+        for number, options in enumerate(OPTIONS if dtype is torch.float32 else OPTIONS[1::3]):
             what, options = f"{dtype} {options}", class_options(options, dtype)
             shape, bias = ((4, 6, 8), True) if number % 2 else ((5, 8), False)
             leaves = [make(shape), make((CLASSES, 8)), *([make((CLASSES,))] if bias else [])]
@@ -489,12 +489,11 @@ def whole_to(mesh: Any, x: Any) -> Any:
 
 def check_half(mesh: Any) -> None:
     """float16, where linear_cross_entropy's backward computes the logits again, and losses that are rounded to half.
-    Both half types have the same code but for their rounding, so one op alone is checked in both."""
-    half = {"linear_cross_entropy": [torch.float16], "rms_norm": [torch.bfloat16]}
-    half["cross_entropy"] = [torch.float16, torch.bfloat16]
+    Both half types have the same code but for their rounding, so each op is checked in one."""
+    half = {"linear_cross_entropy": torch.float16, "cross_entropy": torch.float16, "rms_norm": torch.bfloat16}
     for spec in all_specs():
-        for dtype in half.get(spec.name, ()):
-            check_op(spec, mesh, dtype)
+        if spec.name in half:
+            check_op(spec, mesh, half[spec.name])
 
 
 def check_dropout_drops_the_same(mesh: Any) -> None:
@@ -791,7 +790,8 @@ def compare_trainings(mesh: Any) -> None:
     from tests.test_train_text import SIZES
 
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
-    settings = train_text.Settings(DEVICE, 8, text.digest, **SIZES | {"learning_rate": 6e-3})
+    settings = train_text.Settings(DEVICE, 6, text.digest, **SIZES | {"learning_rate": 9e-3})
+    begun = settings.steps // 2
 
     def train(parallel: str | None, steps: int, start: Path | None = None) -> Any:
         training = train_text.Training("ours", text, settings, compiled=False, parallel=parallel)
@@ -813,11 +813,11 @@ def compare_trainings(mesh: Any) -> None:
     alone = train(None, settings.steps)
     assert alone.losses[-1] < alone.losses[0] - 0.1
     with shared_folder() as folder:
-        half = train(None, 4)
+        half = train(None, begun)
         if mesh.get_rank() == 0:
             half.save(folder / "None.pt")
         for parallel in ("ddp", "fsdp"):
-            half = train(parallel, 4)
+            half = train(parallel, begun)
             half.save(folder / f"{parallel}.pt")
             while len(half.losses) < settings.steps:
                 half.step()
@@ -826,7 +826,7 @@ def compare_trainings(mesh: Any) -> None:
             torch.distributed.barrier()
             again = train(parallel, settings.steps, folder / f"{parallel}.pt")
             assert again.losses == half.losses and again.validation.items() <= half.validation.items(), parallel
-        for saved, resumed in (("None", "fsdp"), ("fsdp", None), ("ddp", None), ("fsdp", "ddp")):
+        for saved, resumed in (("None", "fsdp"), ("fsdp", None), ("ddp", None)):  # and so any that one resumes
             close(train(resumed, settings.steps, folder / f"{saved}.pt"), f"{saved}, then {resumed}")
 
 
@@ -907,7 +907,7 @@ def process(rank: int, processes: int, folder: str, device: str) -> None:
 # when it compiles or saves. It skips a module that is not installed.
 PRELOAD = ["tests.test_sharding", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "functorch.compile"]
-PRELOAD += ["transformers.models.llama.modeling_llama", "tests.test_train_text"]
+PRELOAD += ["torch._inductor.select_algorithm", "transformers.models.llama.modeling_llama", "tests.test_train_text"]
 
 
 @functools.cache
