@@ -333,9 +333,9 @@ void test_flat_sizes(uint32_t step) {
         flat_case c = new_case(&ops[op], (dtype_t)dtype, sizes[s]);
         for (should_stream = 0; should_stream < 2; ++should_stream) {
           for (int offset = 0; offset < OFFSETS; ++offset) {
-            /* First all alike, then each different: an output that is aligned beside one that is
-             * not. */
-            for (int skew = 0; skew < 2; ++skew) {
+            /* First all alike, then, where stores are streamed and so begin at aligned addresses,
+             * each different: an output that is aligned beside one that is not. */
+            for (int skew = 0; skew <= should_stream; ++skew) {
               int offsets[INPUTS + OUTPUTS];
               for (int j = 0; j < INPUTS + OUTPUTS; ++j) offsets[j] = (offset + j * skew) % OFFSETS;
               run_case(&c, offsets);
