@@ -203,13 +203,13 @@ def test_norms_in_every_dtype(name: str, device: str) -> None:
     """The dtype of the result, where the original takes input and parameters of two dtypes at all, and its values:
     where they are half, both round from float32 (a product once more, and a bias once more: one eps and a half each,
     ours half an eps), else 16 roundings apart, as in a probe."""
-    for x_dtype in DTYPES:
-        for dtype in DTYPES:
-            stock = NORMS[name]().to(device, dtype)
-            for parameter in stock.parameters():
-                torch.nn.init.normal_(parameter, 0.8, 0.3)
-            ours = copy.deepcopy(stock)
-            assert convert(ours).changed
+    for dtype in DTYPES:
+        stock = NORMS[name]().to(device, dtype)
+        for parameter in stock.parameters():
+            torch.nn.init.normal_(parameter, 0.8, 0.3)
+        ours = copy.deepcopy(stock)
+        assert convert(ours).changed
+        for x_dtype in DTYPES:
             x = torch.randn(5, 4, 64, device=device, dtype=x_dtype)
             try:
                 want = stock(x)
@@ -696,12 +696,12 @@ def test_dtypes_under_autocast(name: str, fake_device: str, enabled: bool) -> No
     stock = AUTOCAST_NORMS[name]()
     ours = copy.deepcopy(stock)
     assert convert(ours).changed
-    compared = 0
+    compared, mode = 0, FakeTensorMode()
     halves = HALF if enabled else HALF[:1]  # without autocast its dtype changes nothing
     for dtype, half in itertools.product(DTYPES, halves):
         parameters = {key: parameter.to(dtype) for key, parameter in stock.named_parameters()}
         for x_dtype in DTYPES:
-            with FakeTensorMode(), autocast(fake_device, enabled):
+            with mode, autocast(fake_device, enabled):
                 torch.set_autocast_dtype(fake_device, half)
                 given = {key: torch.empty(p.shape, dtype=dtype, device=fake_device) for key, p in parameters.items()}
                 x = torch.empty(5, 4, 64, dtype=x_dtype, device=fake_device)

@@ -177,7 +177,7 @@ def test_in_bfloat16(name: str, device: str) -> None:
 
 
 COMPILED = ["llama", "phi3", "modernbert", "vit"]
-# glm converts as llama does; test_convert_loss.py compiles gemma3, with both losses.
+# glm converts as llama does; test_convert_loss.py compiles gemma3, with the loss of its hidden states.
 COMPILED += [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "glm", "t5")]
 
 
