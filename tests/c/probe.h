@@ -17,7 +17,16 @@ typedef struct {
 void exp_cpu(int64_t begin, int64_t end, void *args);
 
 /* The functions of softmax. */
-enum { EXP_SOFTMAX_FLOAT, EXP_DEGREE_5, EXP_DEGREE_4, TANH_FLOAT, MATH_FUNCTIONS };
+enum {
+  EXP_SOFTMAX_FLOAT,
+  EXP_DEGREE_5,
+  EXP_DEGREE_4,
+  TANH_FLOAT,
+  EXP2_DEGREE_5,
+  EXP2_DEGREE_4,
+  EXP2_DEGREE_3,
+  MATH_FUNCTIONS
+};
 
 typedef struct {
   const float *x;

@@ -20,15 +20,30 @@ static float product_of_parts(float x, int degree) {
   return p * power;
 }
 
+static float product_of_powers(float x, int degree) {
+  float power;
+  const float p = exp2_parts_float(x, degree, &power);
+  return 2 * (p * power);
+}
+
+static float math_function(int function, float x) {
+  switch (function) {
+    case EXP_DEGREE_5: return product_of_parts(x, 5);
+    case EXP_DEGREE_4: return product_of_parts(x, 4);
+    case TANH_FLOAT: return tanh_float(x);
+    case EXP2_DEGREE_5: return product_of_powers(x, 5);
+    case EXP2_DEGREE_4: return product_of_powers(x, 4);
+    case EXP2_DEGREE_3: return product_of_powers(x, 3);
+    default: return exp_softmax_float(x);
+  }
+}
+
 static void math_cpu_range(int64_t begin, int64_t end, const math_args *args) {
   const int function = args->function;
   for (int64_t i = begin; i < end; i += BLOCK) {
     float x[BLOCK];
     load_float32(x, args->x + i, BLOCK);
-    for (int k = 0; k < BLOCK; ++k)
-      x[k] = function == EXP_SOFTMAX_FLOAT ? exp_softmax_float(x[k])
-             : function == TANH_FLOAT      ? tanh_float(x[k])
-                                      : product_of_parts(x[k], function == EXP_DEGREE_5 ? 5 : 4);
+    for (int k = 0; k < BLOCK; ++k) x[k] = math_function(function, x[k]);
     store_float32(args->y + i, x, BLOCK, 0);
   }
 }

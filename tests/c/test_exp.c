@@ -43,22 +43,26 @@ typedef struct {
 /* exp up to 80, which is beyond the arguments in softmax and in the rounding of an lse. */
 static void visit_math(const float *sweep, void *context) {
   math_sweep *all = context;
-  const int is_tanh = all->function == TANH_FLOAT;
+  const int is_tanh = all->function == TANH_FLOAT, is_power = all->function >= EXP2_DEGREE_5;
+  const double zero = is_power ? -126 : -88, least = is_power ? 0x1p-125 : 0x1p-126;
   const format_t *format = &formats[DTYPE_FLOAT32];
   float x[SWEEP], y[SWEEP];
   for (int i = 0; i < SWEEP; ++i) x[i] = is_tanh || !(sweep[i] > 80) ? sweep[i] : 1;
   math_args args = {x, y, all->function};
   math_cpu(0, SWEEP, &args);
   for (int i = 0; i < SWEEP; ++i) {
-    const double want = is_tanh ? tanh((double)x[i]) : exp((double)x[i]);
+    const double number = (double)x[i];
+    const double want = is_tanh ? tanh(number) : is_power ? exp2(number) : exp(number);
     if (isnan(x[i])) {
       CHECK(isnan(y[i]), "function %d of NaN is %a", all->function, (double)y[i]);
-    } else if (!is_tanh && want < 0x1p-126) {
-      CHECK(y[i] >= 0 && y[i] <= 0x1p-126f && (x[i] > -88 || y[i] == 0), "exp(%a) is %a",
-            (double)x[i], (double)y[i]);
+    } else if (!is_tanh && want < least) {
+      CHECK(y[i] >= 0 && (double)y[i] <= least && (number > zero || y[i] == 0),
+            "function %d of %a is %a", all->function, number, (double)y[i]);
     } else if (all->function == EXP_DEGREE_5 || all->function == EXP_DEGREE_4) {
       worst_add(&all->worst, fabs((double)y[i] / want - 1) / (0x1p-24 * (1 + fabs((double)x[i]))),
                 (double)x[i]);
+    } else if (is_power) {
+      worst_add(&all->worst, fabs((double)y[i] / want - 1) / 0x1p-24, number);
     } else {
       worst_add(&all->worst, fabs((double)y[i] - want) / unit_at(format, want), (double)x[i]);
     }
@@ -66,10 +70,12 @@ static void visit_math(const float *sweep, void *context) {
   all->hash = hash_elements(all->hash, DTYPE_FLOAT32, y, SWEEP);
 }
 
-/* exp and tanh in units in the last place; the parts in units of 2^-24 * (1 + |x|), relative. */
+/* exp and tanh in units in the last place; the parts in units of 2^-24 * (1 + |x|), and
+ * powers of 2 in units of 2^-24, relative. */
 void test_softmax_math(uint32_t step) {
-  static const char *const names[MATH_FUNCTIONS] = {"exp", "degree 5", "degree 4", "tanh"};
-  static const double most[MATH_FUNCTIONS] = {1.01, 2.8, 49, 1.6};
+  static const char *const names[MATH_FUNCTIONS] = {
+      "exp", "degree 5", "degree 4", "tanh", "2^x, degree 5", "2^x, degree 4", "2^x, degree 3"};
+  static const double most[MATH_FUNCTIONS] = {1.01, 2.8, 49, 1.6, 3, 49, 1702};
   for (int function = 0; function < MATH_FUNCTIONS; ++function) {
     math_sweep all = {.function = function};
     sweep_floats(step, visit_math, &all);

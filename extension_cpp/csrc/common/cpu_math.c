@@ -3,5 +3,7 @@
 #include "common/cpu_math.h"
 
 const float exp_zero_float = -88;
+const float exp2_zero_float = -126;
 const float logistic_zero_float = -110;
+const float logistic_one_float = 44;
 const float gelu_zero_float = -15;

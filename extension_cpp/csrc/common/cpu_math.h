@@ -15,9 +15,11 @@
 /* One rounding where the instruction exists. The baseline rounds twice: a call of libm's fmaf would
  * be far too slow. */
 #if defined(__FMA__) || defined(__aarch64__)
+#define HAS_FMA 1
 ALWAYS_INLINE float fma_float(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 ALWAYS_INLINE double fma_double(double a, double b, double c) { return __builtin_fma(a, b, c); }
 #else
+#define HAS_FMA 0
 ALWAYS_INLINE float fma_float(float a, float b, float c) { return a * b + c; }
 ALWAYS_INLINE double fma_double(double a, double b, double c) { return a * b + c; }
 #endif
@@ -63,8 +65,9 @@ ALWAYS_INLINE double exp_scaled_double(double x) { return exp(x); }
  * subnormal, and so for -infinity. NaN stays NaN. One multiplication by 2^n is enough for this
  * range: its exponent field n + 127 stands in the low bits of `shifted`, and is 0 for the least
  * x. */
-/* -88, -110, -15; see cpu_math.c */
-extern const float exp_zero_float, logistic_zero_float, gelu_zero_float;
+/* -88, -126, -110, 44, -15; see cpu_math.c */
+extern const float exp_zero_float, exp2_zero_float, logistic_zero_float, logistic_one_float;
+extern const float gelu_zero_float;
 ALWAYS_INLINE float exp_softmax_float(float x) {
   x = x < exp_zero_float ? exp_zero_float : x;
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
@@ -78,27 +81,52 @@ ALWAYS_INLINE float exp_softmax_float(float x) {
   return p * bits_float(float_bits(shifted) << 23);
 }
 
-/* The same by 2^(x / ln 2), which takes a quarter fewer operations. The relative error is 2^-22.7
- * with degree 5, and with degree 4, which suffices for 16-bit results, 2^-18.4. An error of up to
- * 2^-24 |x| comes on top; a sum whose largest term is 1 hardly sees it. Returns 2^r, and 2^n in
- * *power: a sum may take their product in one FMA. (scripts/exp2_polynomial.sollya) */
-ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
-  x = x < exp_zero_float ? exp_zero_float : x;
-  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
-  const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 127) - shifted);
-  *power = bits_float(float_bits(shifted) << 23);
+/* 2^r for |r| <= 1/2. The relative error is 2^-22.7 with degree 5. Degree 4 (2^-18.4) suffices for
+ * 16-bit results, and degree 3 (2^-13.3) for sums of bfloat16 (scripts/exp2_polynomial.sollya). */
+ALWAYS_INLINE float exp2_polynomial(float r, int degree) {
   float p;
   if (degree == 5) {
     p = fma_float(r, 0x1.5bfc72p-10f, 0x1.3ceb06p-7f);
     p = fma_float(r, p, 0x1.c6b69cp-5f);
     p = fma_float(r, p, 0x1.ebf9bap-3f);
     p = fma_float(r, p, 0x1.62e42ap-1f);
-  } else {
+  } else if (degree == 4) {
     p = fma_float(r, 0x1.3a02fp-7f, 0x1.c9fc9cp-5f);
     p = fma_float(r, p, 0x1.ec0378p-3f);
     p = fma_float(r, p, 0x1.62e12cp-1f);
+  } else {
+    p = fma_float(r, 0x1.c2a1ccp-5f, 0x1.f00cb6p-3f);
+    p = fma_float(r, p, 0x1.62f5fep-1f);
   }
   return fma_float(r, p, 1.0f);
+}
+
+/* x rounded to a whole number, for |x| < 2^22. */
+ALWAYS_INLINE float round_float(float x) {
+#if defined(__SSE4_1__) || defined(__aarch64__)
+  return __builtin_rintf(x); /* one instruction */
+#else
+  return (x + 0x1.8p23f) - 0x1.8p23f;
+#endif
+}
+
+/* exp_softmax_float by 2^(x / ln 2), which takes a quarter fewer operations. An error of up to
+ * 2^-24 |x| comes on top of the polynomial's; a sum whose largest term is 1 hardly sees it. Returns
+ * 2^r, and 2^n in *power: a sum may take their product in one FMA. */
+ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
+  x = x < exp_zero_float ? exp_zero_float : x;
+  const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 127);
+  const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 127) - shifted);
+  *power = bits_float(float_bits(shifted) << 23);
+  return exp2_polynomial(r, degree);
+}
+
+/* 2^x / 2 for x <= 127, in the same two parts. 0 at -126 and below. The 126 is even, so that a tie is
+ * rounded as in round_float. */
+ALWAYS_INLINE float exp2_parts_float(float x, int degree, float *power) {
+  x = x < exp2_zero_float ? exp2_zero_float : x;
+  *power = bits_float(float_bits(x + (0x1.8p23f + 126)) << 23);
+  return exp2_polynomial(x - round_float(x), degree);
 }
 
 /* float64 exists for gradcheck: libm is fast enough. */
@@ -109,9 +137,21 @@ ALWAYS_INLINE double exp_parts_double(double x, int degree, double *power) {
   return exp(x);
 }
 
+/* exp(x) / 2 */
+ALWAYS_INLINE double exp2_parts_double(double x, int degree, double *power) {
+  const double p = exp_parts_double(x, degree, power);
+  *power = 0.5;
+  return p;
+}
+
 #define EXP_SOFTMAX(x) _Generic((x), float : exp_softmax_float, double : exp_softmax_double)(x)
 #define EXP_PARTS(x, degree, power) \
   _Generic((x), float : exp_parts_float, double : exp_parts_double)(x, degree, power)
+/* exp(x) = 2^(x LOG2E). For float64, exp stands in for 2^x. */
+#define LN2 0.6931471805599453
+#define LOG2E(x) _Generic((x), float : 0x1.715476p0f, double : 1.0)
+#define EXP2_PARTS(x, degree, power) \
+  _Generic((x), float : exp2_parts_float, double : exp2_parts_double)(x, degree, power)
 /* The functions above are exactly 0 here and below. */
 #define EXP_ZERO(x) _Generic((x), float : exp_zero_float, double : -750.0)
 

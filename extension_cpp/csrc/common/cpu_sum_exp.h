@@ -8,6 +8,8 @@
 
 enum {
   SUM_EXP_COLS = 8192,    /* columns of a row between two flushes to double */
+  POWER_LANES = 16,       /* lanes of a sum of powers */
+  POWER_MAX = 90000,      /* the largest maximum of a sum of powers */
   SUM_EXP_TILE = 128,     /* inner elements of a tile */
   SUM_EXP_TILE_COLS = 32, /* columns of a tile between two flushes to double */
 };
@@ -16,6 +18,9 @@ enum {
  * gradient has the term of label smoothing. TARGET: the block may have the target's column.
  * CALLS: takes a function call for every block, where little code matters more than speed. */
 enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4, TARGET = 8, CALLS = 16 };
+
+/* The degree of 2^x in sums. */
+enum { DEGREE_float64 = 5, DEGREE_float32 = 5, DEGREE_float16 = 4, DEGREE_bfloat16 = 3 };
 
 /* How a pass over a row writes its columns, in three steps: if begin > 0, a block at 0 and a block
  * at `head`; streamed blocks in [begin, end); the blocks behind `end`. The last BLOCK columns are
@@ -48,19 +53,35 @@ ALWAYS_INLINE ahead_t sum_exp_ahead(int64_t cols, int64_t size) {
   return row_ahead(chunk, chunk, size, 1);
 }
 
-/* The largest of 32 lanes, in pairs. No lane is NaN. */
-#define DEFINE_FOLD_MAX(type)                                                         \
-  ALWAYS_INLINE type fold_max_##type(const type *lane) {                              \
-    type max[16];                                                                     \
-    _Pragma("GCC unroll 1") for (int k = 0; k < 16; ++k) max[k] =                     \
-        lane[k] > lane[k + 16] ? lane[k] : lane[k + 16];                              \
-    for (int n = 8; n > 0; n /= 2) {                                                  \
-      for (int k = 0; k < n; ++k) max[k] = max[k] > max[k + n] ? max[k] : max[k + n]; \
-    }                                                                                 \
-    return max[0];                                                                    \
+/* The largest of 32 lanes, in pairs. No lane is NaN. gcc makes scalar code of a loop that it unrolls
+ * completely. */
+#define DEFINE_FOLD_MAX(type)                                                       \
+  ALWAYS_INLINE type fold_max_##type(const type *lane) {                            \
+    type max[16];                                                                   \
+    _Pragma("GCC unroll 1") for (int k = 0; k < 16; ++k) max[k] =                   \
+        lane[k] > lane[k + 16] ? lane[k] : lane[k + 16];                            \
+    _Pragma("GCC unroll 1") for (int k = 0; k < 8; ++k) max[k] =                    \
+        max[k] > max[k + 8] ? max[k] : max[k + 8];                                  \
+    for (int k = 0; k < 4; ++k) max[k] = max[k] > max[k + 4] ? max[k] : max[k + 4]; \
+    for (int k = 0; k < 2; ++k) max[k] = max[k] > max[k + 2] ? max[k] : max[k + 2]; \
+    return max[0] > max[1] ? max[0] : max[1];                                       \
   }
 DEFINE_FOLD_MAX(float)
 DEFINE_FOLD_MAX(double)
 #define FOLD_MAX(lane) _Generic((lane)[0], float : fold_max_float, double : fold_max_double)(lane)
+
+/* Sums POWER_LANES lanes in a fixed tree. */
+#define DEFINE_FOLD_POWERS(type)                                 \
+  ALWAYS_INLINE double fold_powers_##type(const type *lane) {    \
+    double sum[8];                                               \
+    _Pragma("GCC unroll 1") for (int k = 0; k < 8; ++k) sum[k] = \
+        (double)lane[k] + (double)lane[k + 8];                   \
+    for (int k = 0; k < 4; ++k) sum[k] += sum[k + 4];            \
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);                \
+  }
+DEFINE_FOLD_POWERS(float)
+DEFINE_FOLD_POWERS(double)
+#define FOLD_POWERS(lane) \
+  _Generic((lane)[0], float : fold_powers_float, double : fold_powers_double)(lane)
 
 #endif

@@ -138,20 +138,20 @@ ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
   row->max = max;
 }
 
-/* The sums over columns [begin, end), at most a chunk. With SOFTCAP every block takes a call. */
+/* The sums over columns [begin, end), at most a chunk. With SOFTCAP or CALLS every block takes a call. */
 ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begin, int64_t end,
                                     ahead_t ahead, NAME(map_t) map, int form) {
   ACC shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
   int64_t c = begin;
   for (int k = 0; k < BLOCK; ++k) shift[k] = row->max == -(ACC)INFINITY ? 0 : row->max;
-  for (; c + BLOCK <= end && !(form & SOFTCAP); c += BLOCK) {
+  for (; c + BLOCK <= end && !(form & (SOFTCAP | CALLS)); c += BLOCK) {
     ACC v[BLOCK];
     prefetch_later(x + c, BLOCK * sizeof(T), ahead);
     LOAD(v, x + c, BLOCK);
     NAME(map_block)(v, map, shift, form);
     NAME(add_exp)(sum, products, v, form);
   }
-  if (c < end && end >= BLOCK && !(form & SOFTCAP)) {
+  if (c < end && end >= BLOCK && !(form & (SOFTCAP | CALLS))) {
     ACC v[BLOCK];
     NAME(load_last)(v, x + c, (int)(end - c));
     NAME(map_block)(v, map, shift, form);
@@ -183,8 +183,69 @@ ALWAYS_INLINE NAME(sums_t) NAME(row_sums)(const T *x, int64_t cols, NAME(map_t) 
   return row;
 }
 
+/* Any row, at less speed. */
+NOINLINE NAME(sums_t) NAME(rare_sums)(const T *x, int64_t cols, NAME(map_t) map) {
+  return NAME(row_sums)(x, cols, map, CALLS);
+}
+
+/* exp(x - max) / 2 in two parts, as 2^(x * LOG2E - shift), which saves an operation in eight. `shift`
+ * is the rounded max * LOG2E. */
+ALWAYS_INLINE ACC NAME(power_of)(ACC x, ACC max, ACC shift, ACC *power) {
+  const ACC y = HAS_FMA ? FMA(x, LOG2E(x), -shift) : (x - max) * LOG2E(x);
+  return EXP2_PARTS(y, NAME(DEGREE), power);
+}
+
+/* Adds a block. The lanes are 16: of 32, not all would stay in AVX2's registers. */
+ALWAYS_INLINE void NAME(add_powers)(ACC *restrict sum, const ACC *restrict x, ACC max, ACC shift) {
+  for (int first = 0; first < BLOCK; first += POWER_LANES) {
+    for (int k = 0; k < POWER_LANES; ++k) {
+      ACC power;
+      const ACC p = NAME(power_of)(x[first + k], max, shift, &power);
+      sum[k] = FMA(p, power, sum[k]);
+    }
+  }
+}
+
+/* The sum of exp(x - max) over columns [begin, end), at most a chunk. `has_max`: one of them is
+ * max. */
+ALWAYS_INLINE double NAME(chunk_powers)(const T *x, int64_t begin, int64_t end, ahead_t ahead,
+                                        ACC max, int has_max) {
+  const ACC shift = max * LOG2E(max);
+  ACC sum[POWER_LANES] = {0}, power;
+  int64_t c = begin;
+  for (; c + BLOCK <= end; c += BLOCK) {
+    ACC v[BLOCK];
+    prefetch_later(x + c, BLOCK * sizeof(T), ahead);
+    LOAD(v, x + c, BLOCK);
+    NAME(add_powers)(sum, v, max, shift);
+  }
+  if (c < end) {
+    ACC v[BLOCK];
+    NAME(load_last)(v, x + c, (int)(end - c));
+    NAME(add_powers)(sum, v, max, shift);
+  }
+  /* exp(k) makes up for the rounding of `shift`; |k| < 0.003. */
+  const double k = HAS_FMA ? LN2 * ((double)shift - (double)max * (double)LOG2E(max)) : 0;
+  const double total = FOLD_POWERS(sum), factor = 2 * (1 + k * (1 + k / 2));
+  /* The term of max becomes exactly 1, so that a loss near 0 keeps its digits. */
+  const ACC of_max = NAME(power_of)(max, max, shift, &power);
+  return has_max ? (total - (double)(of_max * power)) * factor + 1 : total * factor;
+}
+
+/* A row with neither softcap nor entropy. */
 NOINLINE NAME(sums_t) NAME(plain_sums)(const T *x, int64_t cols, NAME(map_t) map) {
-  return NAME(row_sums)(x, cols, map, 0);
+  const ahead_t ahead = sum_exp_ahead(cols, sizeof(T));
+  NAME(sums_t) row = {-(ACC)INFINITY, 0, 0};
+  if (cols < BLOCK || map.scale != 1) return NAME(rare_sums)(x, cols, map);
+  for (int64_t c = 0; c < cols; c += SUM_EXP_COLS) {
+    const int64_t end = cols - c < SUM_EXP_COLS ? cols : c + SUM_EXP_COLS;
+    const ACC max = NAME(chunk_max)(x + c, end - c, 1);
+    NAME(raise)(&row, max > row.max ? max : row.max);
+    /* Beyond, the rounding of `shift` is felt. */
+    if (!(row.max > -POWER_MAX && row.max < POWER_MAX)) return NAME(rare_sums)(x, cols, map);
+    row.sum += NAME(chunk_powers)(x, c, end, ahead, row.max, max == row.max);
+  }
+  return row;
 }
 
 /* ---- tiles: lanes are inner elements, in block order ---- */
