@@ -6,7 +6,7 @@ ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const activation_forwa
                                        int64_t i, int n, int stream) {
   ACC x[BLOCK];
   READ(x, (const T *)args->x + i, n);
-  for (int k = 0; k < BLOCK; ++k) x[k] = NAME(activation)(kind, x[k]).value;
+  for (int k = 0; k < BLOCK; ++k) x[k] = NAME(activation_value)(kind, x[k]);
   STORE((T *)args->y + i, x, n, stream);
 }
 

@@ -8,7 +8,7 @@ ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const bias_gelu_forwar
   ACC x[BLOCK], bias[BLOCK];
   READ(x, (const T *)args->x + i, n);
   LOAD(bias, (const T *)args->bias + c, n);
-  for (int k = 0; k < BLOCK; ++k) x[k] = NAME(activation)(kind, x[k] + bias[k]).value;
+  for (int k = 0; k < BLOCK; ++k) x[k] = NAME(activation_value)(kind, x[k] + bias[k]);
   STORE((T *)args->y + i, x, n, stream);
 }
 

@@ -63,6 +63,12 @@ ALWAYS_INLINE uint32_t bfloat16_bits(float x) {
   return x != x ? 0x7fc00000u : rounded;
 }
 
+/* The same for x that is no NaN, or one whose lower half is 0. */
+ALWAYS_INLINE uint32_t clean_bfloat16_bits(float x) {
+  const uint32_t bits = float_bits(x);
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+
 /* float16 without F16C, in integer arithmetic. Equal to the instruction on every input. */
 ALWAYS_INLINE float float16_to_float(uint16_t half) {
   const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
@@ -176,12 +182,11 @@ ALWAYS_INLINE void load_bfloat16(float *restrict v, const uint16_t *restrict p, 
   for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = bits_float(pairs[k] & 0xffff0000u);
 }
 
-ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v, int n,
-                                  int stream) {
+ALWAYS_INLINE void store_rounded(uint16_t *restrict p, const float *restrict v, int n, int stream,
+                                 uint32_t (*bits)(float)) {
   uint32_t pairs[BLOCK / 2];
-  for (int k = 0; k < BLOCK / 2; ++k) {
-    pairs[k] = (bfloat16_bits(v[BLOCK / 2 + k]) & 0xffff0000u) | bfloat16_bits(v[k]) >> 16;
-  }
+  for (int k = 0; k < BLOCK / 2; ++k)
+    pairs[k] = (bits(v[BLOCK / 2 + k]) & 0xffff0000u) | bits(v[k]) >> 16;
   if (n != BLOCK) {
     STORE_PART(uint32_t, p, pairs, n);
   } else if (stream) {
@@ -190,6 +195,21 @@ ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v,
     pair_t *out = (pair_t *)p;
     for (int k = 0; k < BLOCK / 2; ++k) out[k] = pairs[k];
   }
+}
+
+ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v, int n,
+                                  int stream) {
+  store_rounded(p, v, n, stream, bfloat16_bits);
+}
+
+/* The same for results of additions, multiplications and divisions of numbers of the type, and of
+ * finite floats: their NaN are inputs' or the processor's own, and rounding leaves these alone. */
+#define store_clean_float64 store_float64
+#define store_clean_float32 store_float32
+#define store_clean_float16 store_float16
+ALWAYS_INLINE void store_clean_bfloat16(uint16_t *restrict p, const float *restrict v, int n,
+                                        int stream) {
+  store_rounded(p, v, n, stream, clean_bfloat16_bits);
 }
 
 ALWAYS_INLINE void load_float16(float *restrict v, const uint16_t *restrict p, int n) {

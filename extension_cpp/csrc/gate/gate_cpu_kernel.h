@@ -14,8 +14,13 @@ ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const NAME(part_t) * p
   ACC gate[BLOCK], up[BLOCK];
   READ(gate, part->gate + i, n);
   READ(up, part->up + i, n);
-  for (int k = 0; k < BLOCK; ++k) gate[k] = NAME(activation)(kind, gate[k]).value * up[k];
-  STORE(part->y + i, gate, n, stream);
+  for (int k = 0; k < BLOCK; ++k) gate[k] = NAME(activation_value)(kind, gate[k]) * up[k];
+  /* In gelu a NaN's bits may come from exp; elsewhere exp gets none. */
+  if (kind == GELU) {
+    STORE(part->y + i, gate, n, stream);
+  } else {
+    NAME(store_clean)(part->y + i, gate, n, stream);
+  }
 }
 
 ALWAYS_INLINE void NAME(backward_block)(activation_t kind, const NAME(part_t) * part, int64_t i,
