@@ -96,9 +96,7 @@ def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str)
 
 # The loss of the logits repeats what test_convert_models.py compiles: models of several layers.
 COMPILED = [("gemma3", "linear"), pytest.param("gemma3", "logits", marks=pytest.mark.slow)]
-COMPILED += [
-    pytest.param(name, loss, marks=pytest.mark.slow) for name in ("gpt2", "llama", "qwen3") for loss in LOSSES
-]
+COMPILED += [pytest.param(name, loss, marks=pytest.mark.slow) for name in ("gpt2", "llama", "qwen3") for loss in LOSSES]
 
 
 @pytest.mark.parametrize("name, loss", COMPILED)
