@@ -65,6 +65,9 @@ TESTS = [
     "loss_ranges",
     "loss_reduce",
     "rotary",
+    "bias_gelu",
+    "scan_sizes",
+    "scan_parts",
 ]
 # What these tests compiled of sources that have not changed since.
 COMPILED = build_library.ROOT / "build" / "tests-c"

@@ -170,5 +170,8 @@ void test_loss_hostile(uint32_t step);
 void test_loss_ranges(uint32_t step);
 void test_loss_reduce(uint32_t step);
 void test_rotary(uint32_t step);
+void test_bias_gelu(uint32_t step);
+void test_scan_sizes(uint32_t step);
+void test_scan_parts(uint32_t step);
 
 #endif

@@ -65,6 +65,9 @@ int main(int argc, char **argv) {
       {"loss_ranges", test_loss_ranges},
       {"loss_reduce", test_loss_reduce},
       {"rotary", test_rotary},
+      {"bias_gelu", test_bias_gelu},
+      {"scan_sizes", test_scan_sizes},
+      {"scan_parts", test_scan_parts},
   };
   const uint32_t step = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 61;
   for (size_t i = 0; i < sizeof tests / sizeof *tests; ++i) {

@@ -182,11 +182,8 @@ ALWAYS_INLINE void load_bfloat16(float *restrict v, const uint16_t *restrict p, 
   for (int k = 0; k < BLOCK / 2; ++k) v[BLOCK / 2 + k] = bits_float(pairs[k] & 0xffff0000u);
 }
 
-ALWAYS_INLINE void store_rounded(uint16_t *restrict p, const float *restrict v, int n, int stream,
-                                 uint32_t (*bits)(float)) {
-  uint32_t pairs[BLOCK / 2];
-  for (int k = 0; k < BLOCK / 2; ++k)
-    pairs[k] = (bits(v[BLOCK / 2 + k]) & 0xffff0000u) | bits(v[k]) >> 16;
+ALWAYS_INLINE void store_pairs(uint16_t *restrict p, const uint32_t *restrict pairs, int n,
+                               int stream) {
   if (n != BLOCK) {
     STORE_PART(uint32_t, p, pairs, n);
   } else if (stream) {
@@ -199,7 +196,11 @@ ALWAYS_INLINE void store_rounded(uint16_t *restrict p, const float *restrict v, 
 
 ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v, int n,
                                   int stream) {
-  store_rounded(p, v, n, stream, bfloat16_bits);
+  uint32_t pairs[BLOCK / 2];
+  for (int k = 0; k < BLOCK / 2; ++k) {
+    pairs[k] = (bfloat16_bits(v[BLOCK / 2 + k]) & 0xffff0000u) | bfloat16_bits(v[k]) >> 16;
+  }
+  store_pairs(p, pairs, n, stream);
 }
 
 /* The same for results of additions, multiplications and divisions of numbers of the type, and of
@@ -209,7 +210,12 @@ ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v,
 #define store_clean_float16 store_float16
 ALWAYS_INLINE void store_clean_bfloat16(uint16_t *restrict p, const float *restrict v, int n,
                                         int stream) {
-  store_rounded(p, v, n, stream, clean_bfloat16_bits);
+  uint32_t pairs[BLOCK / 2];
+  for (int k = 0; k < BLOCK / 2; ++k) {
+    const uint32_t low = clean_bfloat16_bits(v[k]), high = clean_bfloat16_bits(v[BLOCK / 2 + k]);
+    pairs[k] = (high & 0xffff0000u) | low >> 16;
+  }
+  store_pairs(p, pairs, n, stream);
 }
 
 ALWAYS_INLINE void load_float16(float *restrict v, const uint16_t *restrict p, int n) {

@@ -96,57 +96,85 @@ ALWAYS_INLINE void scan_registers(lanes_t *x, int count) {
   }
 }
 
-/* A block scanned in place: v[k] becomes the sum of `before` and of the elements up to v[k]'s.
- * Returns the block's own sum. */
-ALWAYS_INLINE double scan_block_float32(float *v, double before) {
+/* What a row's blocks have added up to. In half types it stays in registers, in float, with equal
+ * lanes in `before`; only the last lane of `sum` counts. */
+typedef struct {
+  double start, sum;
+} carry_float32, carry_float64;
+typedef struct {
+  lanes_t before, sum;
+} carry_float16, carry_bfloat16;
+
+ALWAYS_INLINE carry_float32 carry_from_float32(double start) { return (carry_float32){start, 0}; }
+ALWAYS_INLINE carry_float64 carry_from_float64(double start) { return (carry_float64){start, 0}; }
+ALWAYS_INLINE carry_float16 carry_from_float16(double start) {
+  return (carry_float16){ZERO + (float)start, ZERO};
+}
+ALWAYS_INLINE carry_bfloat16 carry_from_bfloat16(double start) { return carry_from_float16(start); }
+
+/* The sum of the blocks, without the start. */
+ALWAYS_INLINE double carried_float32(carry_float32 carry) { return carry.sum; }
+ALWAYS_INLINE double carried_float64(carry_float64 carry) { return carry.sum; }
+ALWAYS_INLINE double carried_float16(carry_float16 carry) { return carry.sum[LANES - 1]; }
+ALWAYS_INLINE double carried_bfloat16(carry_bfloat16 carry) { return carry.sum[LANES - 1]; }
+
+/* A block scanned in place: v[k] becomes the sum of what was before and of the elements up to
+ * v[k]'s. */
+ALWAYS_INLINE carry_float32 scan_block_float32(float *v, carry_float32 carry) {
   enum { COUNT = BLOCK / LANES };
+  const double before = carry.start + carry.sum;
   lanes_t x[COUNT];
   UNROLL for (int i = 0; i < COUNT; ++i) x[i] = load_lanes(v + i * LANES);
   scan_registers(x, COUNT);
-  const double sum = x[COUNT - 1][LANES - 1];
+  carry.sum += x[COUNT - 1][LANES - 1];
   /* A double is added as the sum of two floats, so that only the last addition rounds. */
   const float high = (float)before;
   const float low = high - high == 0 ? (float)(before - (double)high) : 0;
   UNROLL for (int i = 0; i < COUNT; ++i) store_lanes(v + i * LANES, high + (low + x[i]));
-  return sum;
+  return carry;
 }
 
-/* In half types without the low float: where the carry and the block cancel, the result is that of
- * sums in float32. */
-ALWAYS_INLINE double scan_block_float16(float *v, double before) {
+ALWAYS_INLINE carry_float16 scan_block_float16(float *v, carry_float16 carry) {
   enum { COUNT = BLOCK / LANES };
   lanes_t x[COUNT];
   UNROLL for (int i = 0; i < COUNT; ++i) x[i] = load_lanes(v + i * LANES);
   scan_registers(x, COUNT);
-  UNROLL for (int i = 0; i < COUNT; ++i) store_lanes(v + i * LANES, (float)before + x[i]);
-  return x[COUNT - 1][LANES - 1];
+  carry.sum += x[COUNT - 1];
+  UNROLL for (int i = 0; i < COUNT; ++i) x[i] += carry.before;
+  UNROLL for (int i = 0; i < COUNT; ++i) store_lanes(v + i * LANES, x[i]);
+  carry.before = LAST(x[COUNT - 1]);
+  return carry;
 }
 
 /* In a bfloat16 block the even elements come first, then the odd ones: pairs are scanned. */
-ALWAYS_INLINE double scan_block_bfloat16(float *v, double before) {
+ALWAYS_INLINE carry_bfloat16 scan_block_bfloat16(float *v, carry_bfloat16 carry) {
   enum { HALF = BLOCK / 2, COUNT = HALF / LANES };
-  lanes_t even[COUNT], pair[COUNT], last = (float)before - ZERO;
+  lanes_t even[COUNT], pair[COUNT], last = carry.before;
   UNROLL for (int i = 0; i < COUNT; ++i) even[i] = load_lanes(v + i * LANES);
   UNROLL for (int i = 0; i < COUNT; ++i) pair[i] = even[i] + load_lanes(v + HALF + i * LANES);
   scan_registers(pair, COUNT);
+  carry.sum += pair[COUNT - 1];
   UNROLL for (int i = 0; i < COUNT; ++i) {
-    const lanes_t odd = (float)before + pair[i];
+    const lanes_t odd = carry.before + pair[i];
     store_lanes(v + i * LANES, even[i] + UP_FROM(last, odd));
     store_lanes(v + HALF + i * LANES, odd);
     last = odd;
   }
-  return pair[COUNT - 1][LANES - 1];
+  carry.before = LAST(last);
+  return carry;
 }
 
 /* float64 exists for gradcheck. */
-ALWAYS_INLINE double scan_block_float64(double *v, double before) {
+ALWAYS_INLINE carry_float64 scan_block_float64(double *v, carry_float64 carry) {
+  const double before = carry.start + carry.sum;
   double sum = v[0]; /* not v[k - 1], which gcc would read from memory again */
   v[0] += before;
   for (int k = 1; k < BLOCK; ++k) {
     sum += v[k];
     v[k] = before + sum;
   }
-  return sum;
+  carry.sum += sum;
+  return carry;
 }
 
 /* ---- linear recurrences: pairs (a, b) stand for h -> a h + b; the scan composes them ---- */

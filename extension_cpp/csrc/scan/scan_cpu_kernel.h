@@ -63,19 +63,26 @@ ALWAYS_INLINE void NAME(load_columns)(ACC *v, const T *p, int64_t ahead, int64_t
   LOAD(v, n == BLOCK && inner == 1 ? p : NAME(gather)(block, p, inner, n, 0), BLOCK);
 }
 
-ALWAYS_INLINE void NAME(store_columns)(T *p, int64_t inner, const ACC *v, int n, int stream) {
+/* is_clean: as for store_clean of common/cpu_block.h. */
+ALWAYS_INLINE void NAME(store_columns)(T *p, int64_t inner, const ACC *v, int n, int stream,
+                                       int is_clean) {
   const int whole = n == BLOCK && inner == 1;
   T block[BLOCK];
-  STORE(whole ? p : block, v, BLOCK, stream && whole);
+  if (is_clean) {
+    NAME(store_clean)(whole ? p : block, v, BLOCK, stream && whole);
+  } else {
+    STORE(whole ? p : block, v, BLOCK, stream && whole);
+  }
   if (!whole) NAME(scatter)(p, inner, block, n);
 }
 
-ALWAYS_INLINE void NAME(store_stride)(T *p, int64_t stride, ACC *v, int n, int stream) {
+ALWAYS_INLINE void NAME(store_stride)(T *p, int64_t stride, ACC *v, int n, int stream,
+                                      int is_clean) {
   if (n == BLOCK && stride == -1) {
     NAME(reverse_block)(v);
-    NAME(store_columns)(p - (BLOCK - 1), 1, v, BLOCK, stream);
+    NAME(store_columns)(p - (BLOCK - 1), 1, v, BLOCK, stream, is_clean);
   } else {
-    NAME(store_columns)(p, stride, v, n, stream);
+    NAME(store_columns)(p, stride, v, n, stream, is_clean);
   }
 }
 
@@ -108,25 +115,41 @@ ALWAYS_INLINE int NAME(tile_streams)(scan_output y) {
 
 /* ---- cumsum ---- */
 
-/* Scans n steps of a row, and adds `start` to each result. Returns the sum of the steps. */
-ALWAYS_INLINE double NAME(cumsum_steps)(const T *x, int64_t x_step, T *y, int64_t y_step, int64_t n,
-                                        double start, int only_total, int stream) {
-  double total = 0;
+/* Scans n steps of a row. */
+ALWAYS_INLINE NAME(carry)
+    NAME(cumsum_steps)(const T *x, int64_t x_step, T *y, int64_t y_step, int64_t n,
+                       NAME(carry) carry, int only_total, int stream) {
   for (int64_t i = 0; i < n; i += BLOCK) {
     const int count = n - i < BLOCK ? (int)(n - i) : BLOCK;
     ACC v[BLOCK];
     NAME(load_stride)(v, x + i * x_step, x_step, count, 0);
-    total += NAME(scan_block)(v, start + total);
-    if (!only_total) NAME(store_stride)(y + i * y_step, y_step, v, count, stream);
+    carry = NAME(scan_block)(v, carry);
+    if (!only_total) NAME(store_stride)(y + i * y_step, y_step, v, count, stream, 1);
   }
-  return total;
+  return carry;
 }
 
+/* Whole blocks whose elements lie side by side. */
+ALWAYS_INLINE NAME(carry) NAME(cumsum_blocks)(const T *x, T *y, int64_t n, NAME(carry) carry,
+                                              int only_total, int stream) {
+  for (int64_t i = 0; i < n; i += BLOCK) {
+    ACC v[BLOCK];
+    READ(v, x + i, BLOCK);
+    carry = NAME(scan_block)(v, carry);
+    if (!only_total) NAME(store_clean)(y + i, v, BLOCK, stream);
+  }
+  return carry;
+}
+
+/* Adds `start` to each result. Returns the sum of the steps. */
 NOINLINE double NAME(cumsum_row)(const T *x, int64_t x_step, T *y, int64_t y_step, int64_t n,
                                  double start, int only_total, int stream) {
-  if (x_step == 1 && y_step == 1)
-    return NAME(cumsum_steps)(x, 1, y, 1, n, start, only_total, stream);
-  return NAME(cumsum_steps)(x, x_step, y, y_step, n, start, only_total, stream);
+  const int64_t whole = x_step == 1 && y_step == 1 ? n / BLOCK * BLOCK : 0;
+  NAME(carry) carry = NAME(carry_from)(start);
+  carry = NAME(cumsum_blocks)(x, y, whole, carry, only_total, stream);
+  carry = NAME(cumsum_steps)(x + whole * x_step, x_step, y + whole * y_step, y_step, n - whole,
+                             carry, only_total, stream);
+  return NAME(carried)(carry);
 }
 
 /* The sums of columns: double, and for half types float, which scan.h promises at least. */
@@ -153,7 +176,7 @@ NOINLINE void NAME(cumsum_tile)(scan_input x, scan_output y, int width, int64_t 
       for (int k = 0; k < BLOCK; ++k) sum[k] += (NAME(sum_t))v[k];
       if (only_total) continue;
       for (int k = 0; k < BLOCK; ++k) v[k] = (ACC)(from[c + k] + sum[k]);
-      NAME(store_columns)((T *)y.data + i * y.step + c * y.inner, y.inner, v, n, stream);
+      NAME(store_columns)((T *)y.data + i * y.step + c * y.inner, y.inner, v, n, stream, 1);
     }
   }
   for (int k = 0; k < lanes; ++k) total[k] = sums[k];

@@ -59,7 +59,7 @@ ALWAYS_INLINE exp_sum_t NAME(logcumsumexp_steps)(scan_input x, scan_output y, in
     NAME(sum_block)(v, m, s, &state);
     if (only_total) continue;
     NAME(log_block)(v, m, s, max_before, sum_before, start.sum < 0);
-    NAME(store_stride)((T *)y.data + i * y.step, y.step, v, count, stream);
+    NAME(store_stride)((T *)y.data + i * y.step, y.step, v, count, stream, 0);
   }
   return state;
 }
@@ -98,7 +98,7 @@ NOINLINE void NAME(logcumsumexp_columns)(scan_input x, scan_output y, const scan
       }
       if (only_total) continue;
       NAME(log_block)(v, m, s, columns->max_before + c, columns->sum_before + c, is_first);
-      NAME(store_columns)((T *)y.data + i * y.step + c * y.inner, y.inner, v, n, stream);
+      NAME(store_columns)((T *)y.data + i * y.step + c * y.inner, y.inner, v, n, stream, 0);
     }
   }
 }
@@ -171,7 +171,7 @@ NOINLINE pair_sum_t NAME(logcumsumexp_row_backward)(const logcumsumexp_backward_
     if (only_total) continue;
     NAME(load_stride)(v, (const T *)x.data + i * x.step, x.step, count, 0);
     for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(exp_difference)(v[k], w[k]);
-    NAME(store_stride)((T *)grad_x.data + i * grad_x.step, grad_x.step, d, count, stream);
+    NAME(store_stride)((T *)grad_x.data + i * grad_x.step, grad_x.step, d, count, stream, 0);
   }
   return sum;
 }
@@ -201,7 +201,7 @@ NOINLINE void NAME(logcumsumexp_columns_backward)(const logcumsumexp_backward_ar
       (v, (const T *)x.data + i * x.step + c * x.inner, ahead * x.step, x.inner, n);
       for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(exp_difference)(v[k], w[k]);
       NAME(store_columns)
-      ((T *)grad_x.data + i * grad_x.step + c * grad_x.inner, grad_x.inner, d, n, stream);
+      ((T *)grad_x.data + i * grad_x.step + c * grad_x.inner, grad_x.inner, d, n, stream, 0);
     }
   }
 }

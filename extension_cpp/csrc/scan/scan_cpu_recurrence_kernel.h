@@ -13,7 +13,7 @@ ALWAYS_INLINE pair_sum_t NAME(recur_steps)(scan_input a, scan_input b, scan_outp
     const pair_sum_t block = NAME(recur_block)(v, w, next_state(sum, start));
     sum = compose_sums(sum, block);
     if (only_total) continue;
-    NAME(store_stride)((T *)h.data + i * h.step, h.step, w, count, stream);
+    NAME(store_stride)((T *)h.data + i * h.step, h.step, w, count, stream, 1);
   }
   return sum;
 }
@@ -76,7 +76,7 @@ NOINLINE void NAME(recur_columns)(scan_input a, scan_input b, scan_output h,
       (w, (const T *)b.data + i * b.step + c * b.inner, ahead * b.step, b.inner, n);
       NAME(recur_step)(v, w, columns->h + c, columns->a + c, columns->b + c, has_sum);
       if (only_total) continue;
-      NAME(store_columns)((T *)h.data + i * h.step + c * h.inner, h.inner, w, n, stream);
+      NAME(store_columns)((T *)h.data + i * h.step + c * h.inner, h.inner, w, n, stream, 1);
     }
   }
 }
@@ -201,8 +201,8 @@ NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_ar
     if (only_total) continue;
     NAME(load_later)(v, h, i, count, is_end, h0);
     for (int k = 0; k < BLOCK; ++k) v[k] *= u[k];
-    NAME(store_stride)((T *)grad_a.data + i * grad_a.step, grad_a.step, v, count, stream);
-    NAME(store_stride)((T *)grad_b.data + i * grad_b.step, grad_b.step, u, count, stream);
+    NAME(store_stride)((T *)grad_a.data + i * grad_a.step, grad_a.step, v, count, stream, 1);
+    NAME(store_stride)((T *)grad_b.data + i * grad_b.step, grad_b.step, u, count, stream, 1);
   }
   return sum;
 }
@@ -247,9 +247,9 @@ NOINLINE void NAME(recur_columns_backward)(const linear_recurrence_backward_args
       NAME(later_columns)(v, h, h0, i, c, n, ahead, is_end);
       for (int k = 0; k < BLOCK; ++k) v[k] *= u[k];
       NAME(store_columns)
-      ((T *)grad_a.data + i * grad_a.step + c * grad_a.inner, grad_a.inner, v, n, stream);
+      ((T *)grad_a.data + i * grad_a.step + c * grad_a.inner, grad_a.inner, v, n, stream, 1);
       NAME(store_columns)
-      ((T *)grad_b.data + i * grad_b.step + c * grad_b.inner, grad_b.inner, u, n, stream);
+      ((T *)grad_b.data + i * grad_b.step + c * grad_b.inner, grad_b.inner, u, n, stream, 1);
     }
   }
 }
@@ -266,7 +266,7 @@ ALWAYS_INLINE void NAME(store_grad_h0)(const linear_recurrence_backward_args *ar
     ACC v[BLOCK];
     NAME(load_columns)(v, from, 0, a.inner, n);
     for (int k = 0; k < BLOCK; ++k) v[k] *= c + k < item->lanes ? u[c + k] : 0;
-    NAME(store_columns)(to + c * out.inner, out.inner, v, n, 0);
+    NAME(store_columns)(to + c * out.inner, out.inner, v, n, 0, 1);
   }
 }
 
