@@ -227,7 +227,7 @@ ALWAYS_INLINE double NAME(chunk_powers)(const T *x, int64_t begin, int64_t end, 
   /* exp(k) makes up for the rounding of `shift`; |k| < 0.003. */
   const double k = HAS_FMA ? LN2 * ((double)shift - (double)max * (double)LOG2E(max)) : 0;
   const double total = FOLD_POWERS(sum), factor = 2 * (1 + k * (1 + k / 2));
-  /* The term of max becomes exactly 1, so that a loss near 0 keeps its digits. */
+  /* The term of max becomes exactly 1: where all others vanish, a loss is 0. */
   const ACC of_max = NAME(power_of)(max, max, shift, &power);
   return has_max ? (total - (double)(of_max * power)) * factor + 1 : total * factor;
 }
