@@ -26,9 +26,9 @@ from tests.opspec import OpSpec, Sample
 def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
     """The derivatives of the float64 kernels equal finite differences, in several layouts, in forward mode and, if the
     op promises it, in second order. The quick tier compares whole Jacobians for the first layout, and random products
-    of the Jacobian for the others."""
+    of the Jacobian, which miss some errors of 1 %, for the others."""
     for shape, layout in [((3, 5), "contiguous"), ((2, 3, 4), "transposed"), ((2, 3), "sliced")]:
-        fast = {"fast_mode": layout != "contiguous" and not request.config.getoption("--slow")}
+        fast = layout != "contiguous" and not request.config.getoption("--slow")
         for sample in spec.sample_inputs(maker(device, torch.float64, layout=layout, seed=3), shape):
             tensors = leaves(sample)
 
@@ -37,9 +37,9 @@ def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) ->
                 args = [next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in sample.args]
                 return spec.function(*args, **sample.kwargs)
 
-            torch.autograd.gradcheck(function, tensors, check_forward_ad=True, **fast)
+            torch.autograd.gradcheck(function, tensors, check_forward_ad=True, fast_mode=fast)
             if spec.second_order:
-                torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, **fast)
+                torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, fast_mode=fast)
 
 
 @every_op
@@ -202,12 +202,13 @@ def test_checkpointing(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_autocast(spec: OpSpec, device: str) -> None:
-    """Autocast does not cast if all tensors are float32. test_norm.py tests inputs that it casts."""
+    """Autocast does not cast if all tensors are float32: a rule of the op, so that one sample is compiled, too.
+    test_norm.py tests inputs that it casts."""
     if spec.has_products:
         pytest.skip("autocast casts matrix products: test_loss.py has this test")
-    for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
+    for number, sample in enumerate(spec.sample_inputs(maker(device, torch.float32), (6, 33))):
         plain = run(spec.function, sample, random_grad())
-        for compiled in (False, True):
+        for compiled in (False, True) if number == 0 else (False,):
             function = torch.compile(spec.function, backend="aot_eager", fullgraph=True) if compiled else spec.function
             with torch.autocast(device, torch.bfloat16):
                 ours = run(function, sample, random_grad())

@@ -31,16 +31,17 @@ from tests.opspec import OpSpec, Sample
 
 @every_op
 def test_opcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
-    """The quick tier pairs each dtype with one layout, and runs AOT dispatch, the slowest test, for one pair. The slow
-    tier runs all tests of opcheck for every pair."""
+    """The quick tier pairs each dtype with one layout, and runs AOT dispatch, the slowest test, for one sample: it
+    compares what the next test compares for all of them. The slow tier runs all tests of opcheck for every pair."""
     cases = [(torch.float32, (5, 33)), (torch.bfloat16, (2, 3, 4, 5)), (torch.float64, (0, 3))]
     for i, (dtype, shape) in enumerate(cases):
         for j, layout in enumerate(("sliced", "transposed", "contiguous")):
             slow = request.config.getoption("--slow")
             if i != j and not slow:
                 continue
-            tests = [test for test in OPCHECKS if slow or i == 0 or test != "test_aot_dispatch_dynamic"]
-            for sample in spec.sample_inputs(maker(device, dtype, layout=layout), shape):
+            for number, sample in enumerate(spec.sample_inputs(maker(device, dtype, layout=layout), shape)):
+                aot = slow or i == number == 0
+                tests = [test for test in OPCHECKS if aot or test != "test_aot_dispatch_dynamic"]
                 with Calls() as calls:
                     outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
                 # opcheck compares the results, and for it NaN differs from NaN.
@@ -162,7 +163,7 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
 @every_op
 def test_fake_has_the_real_strides(spec: OpSpec, device: str) -> None:
     """In bfloat16, also with float32 weights and without elements. The next test has arbitrary layouts."""
-    some = itertools.product([(6, 33), (1, 3, 1, 5), (3, 0)], ["contiguous", "transposed"])
+    some = [((6, 33), "contiguous"), ((1, 3, 1, 5), "transposed"), ((3, 0), "transposed")]
     for shape, layout in [*some, *(((2, 3, 4, 37), layout) for layout in LAYOUTS)]:
         for sample in spec.sample_inputs(maker(device, torch.bfloat16, layout=layout), shape):
             for each in (sample, *([with_float_weights(sample)] if spec.float_weights else [])):
@@ -228,20 +229,29 @@ CAPTURES: dict[str, Callable[[OneCall, torch.Tensor], torch.nn.Module]] = {
 }
 
 
+# Strict export takes the longest. The quick tier has it under no_grad, where a graph might lose the gradients; Dynamo
+# sees all samples with gradients in test_compile_fullgraph_with_dynamic_shapes.
+WAYS = [
+    pytest.param(
+        *(capture, gradients),
+        id=f"{capture}-{'grad' if gradients else 'no_grad'}",
+        marks=[pytest.mark.slow] if gradients and capture == "strict torch.export" else [],
+    )
+    for capture, gradients in itertools.product(CAPTURES, (True, False))
+]
+
+
 @every_op
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("gradients", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("capture, gradients", WAYS)
 def test_captured_graphs_train(
     spec: OpSpec, capture: str, gradients: bool, device: str, request: pytest.FixtureRequest
 ) -> None:
     """A captured graph gives eager's results and every gradient, even if it was captured under no_grad. The quick tier
-    runs all samples where gradients are recorded, and one sample per op under no_grad, where the same code decides, and
-    with strict export, which takes the longest: Dynamo sees all samples in test_compile_fullgraph_with_dynamic_shapes.
-    """
+    runs all samples where gradients are recorded, and one sample per op under no_grad, where the same code decides."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
-    every = request.config.getoption("--slow") or (gradients and capture != "strict torch.export")
+    every = gradients or request.config.getoption("--slow")
     for sample in itertools.islice(spec.sample_inputs(maker(device, torch.float32), (5, 33)), None if every else 1):
         module, x = OneCall(spec, sample), sample.args[0].detach()
         with torch.set_grad_enabled(gradients):

@@ -93,16 +93,18 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
             given = {argument.name: x for argument, x in zip(called._schema.arguments, args, strict=False)}
+            mode = FakeTensorMode()
+            fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
             for op, (i, name) in itertools.product(both_overloads(called), enumerate(given)):
                 for wrong in _wrong(name, args[i], {other: x for other, x in given.items() if other != name}):
-                    call = [*args[:i], wrong, *args[i + 1 :]]
                     with pytest.raises(RuntimeError) as error:
-                        op(*call, **kwargs)
+                        op(*args[:i], wrong, *args[i + 1 :], **kwargs)
                     message = str(error.value)
                     assert message.startswith(f"{called._schema.name}: expected "), message
                     assert re.search(rf"\b({name}|dim|seed)\b", message), message
-                    with FakeTensorMode() as mode, pytest.raises(RuntimeError) as fake_error:
-                        op(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call), **kwargs)
+                    fake = mode.from_tensor(wrong) if isinstance(wrong, torch.Tensor) else wrong
+                    with mode, pytest.raises(RuntimeError) as fake_error:
+                        op(*fakes[:i], fake, *fakes[i + 1 :], **kwargs)
                     assert str(fake_error.value) == message
                     refused += 1
     assert refused > 0
