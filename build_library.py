@@ -101,7 +101,7 @@ EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
 # Of extension_cpp, and of two cores that do nothing else.
-TIMES = "All of them take 1 to 2 minutes on 2 cores, and for each GPU architecture 2 to 3 more."
+TIMES = "All of them take about a minute on 2 cores, and another for each GPU architecture."
 
 ARCHITECTURE_NAMES = {
     "Volta": "7.0+PTX",
