@@ -65,7 +65,7 @@ def fetch_torch(folder: str) -> None:
     it, and pip would take longer for gigabytes of CUDA's libraries than the compilers for the CPU's code."""
     torch = f"torch>={'.'.join(map(str, build_library.TORCH_MINIMUM))}"
     print(f"There is no torch here: pip fetches {torch} for its headers (0.5 GB).", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-user", "--no-deps", "--no-compile"]
     if subprocess.run([*command, "--target", folder, torch]).returncode != 0:
         raise build_library.BuildError(
             f"{sys.executable} has no torch, and pip could not fetch it; install {torch} there and build with "

@@ -197,13 +197,10 @@ class Judge:
             *others, _, _ = self.sample.args  # p and the seed
             self.sample = Sample((*others, 0.0, None), self.sample.kwargs)
         exact = self._result(case.spec.reference, convert(self.sample, torch.float64))
-
-        def with_eager() -> tuple[Result, list[float]]:
-            eager = self._result(case.eager(case.spec.reference), self.sample)
-            return eager, largest_errors(eager, exact)
-
+        eager = self._result(case.eager(case.spec.reference), self.sample)
+        judged_by = eager, largest_errors(eager, exact)
         scales = case.spec.least_scales(self.sample)
-        self.expected = Expected(exact, case.spec.reduction(self.sample), scales, with_eager)
+        self.expected = Expected(exact, case.spec.reduction(self.sample), scales, lambda: judged_by)
 
     def _result(self, function: Callable[..., Any], sample: Sample) -> Result:
         if not self.case.backward:

@@ -77,7 +77,8 @@ STEPS = {"plain": 599, "sanitized": 4999}
 SLOW_STEPS = {"plain": 199, "sanitized": 997}
 # Freed memory stays with the program: it is filled before each use, and the kernel would zero its pages as often.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_TOP_PAD_": str(2**26)}
-KEEP_MEMORY |= {"ASAN_OPTIONS": "quarantine_size_mb=16:allocator_release_to_os_interval_ms=-1"}
+SANITIZER = "quarantine_size_mb=16:allocator_release_to_os_interval_ms=-1"
+KEEP_MEMORY |= {"ASAN_OPTIONS": ":".join(filter(None, (SANITIZER, os.environ.get("ASAN_OPTIONS"))))}
 
 
 @functools.cache

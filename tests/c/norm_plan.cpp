@@ -50,7 +50,12 @@ static const char *fault(const Problem &p, const Plan &plan) {
   if (plan.groups > 0 && ceil_div(p.rows, plan.groups) > MOST_ROWS) return "a group has many rows";
   if (p.is_backward) return backward_fault(p, plan, vector);
   if (plan.ctas / plan.cluster * plan.rows_per_cta < p.rows) return "some rows have no CTA";
-  // With 2, 3 or 4 vectors per thread, less than a third of the registers is idle.
+  if (plan.kernel == Kernel::ROW) {
+    const bool has_kernel = plan.vectors == 4 || (plan.is_aligned && plan.vectors == 3) ||
+                            (plan.is_aligned && plan.vectors == 8 && p.form != Form::RESIDUAL);
+    if (!has_kernel) return "no kernel has so many vectors";
+  }
+  // With 3 or 4 vectors per thread, less than a third of the registers is idle.
   const int64_t room = int64_t{plan.threads} * plan.vectors, all = p.cols / vector;
   if (plan.is_aligned && plan.cluster == 1 && all > 16 && 2 * room > 3 * all)
     return "much of the room is idle";

@@ -33,7 +33,6 @@ static float math_function(int function, float x) {
     case TANH_FLOAT: return tanh_float(x);
     case EXP2_DEGREE_5: return product_of_powers(x, 5);
     case EXP2_DEGREE_4: return product_of_powers(x, 4);
-    case EXP2_DEGREE_3: return product_of_powers(x, 3);
     default: return exp_softmax_float(x);
   }
 }

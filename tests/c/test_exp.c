@@ -73,9 +73,9 @@ static void visit_math(const float *sweep, void *context) {
 /* exp and tanh in units in the last place; the parts in units of 2^-24 * (1 + |x|), and
  * powers of 2 in units of 2^-24, relative. */
 void test_softmax_math(uint32_t step) {
-  static const char *const names[MATH_FUNCTIONS] = {
-      "exp", "degree 5", "degree 4", "tanh", "2^x, degree 5", "2^x, degree 4", "2^x, degree 3"};
-  static const double most[MATH_FUNCTIONS] = {1.01, 2.8, 49, 1.6, 3, 49, 1702};
+  static const char *const names[MATH_FUNCTIONS] = {"exp",  "degree 5",      "degree 4",
+                                                    "tanh", "2^x, degree 5", "2^x, degree 4"};
+  static const double most[MATH_FUNCTIONS] = {1.01, 2.8, 49, 1.6, 3, 49};
   for (int function = 0; function < MATH_FUNCTIONS; ++function) {
     math_sweep all = {.function = function};
     sweep_floats(step, visit_math, &all);

@@ -91,8 +91,7 @@ static row_t row_of(const loss_case *c, int64_t row) {
                sums = c->inner > 1 ? 40 + 4 * lane : (lane < 256 ? lane : 256) + 8;
   r.error = rounding(c->dtype) * (sums + 8 * size) + (c->dtype == DTYPE_FLOAT64   ? 0
                                                       : c->dtype == DTYPE_FLOAT32 ? 0x1p-22
-                                                      : c->dtype == DTYPE_FLOAT16 ? 0x1p-18
-                                                                                  : 0x1p-13);
+                                                                                  : 0x1p-18);
   return r;
 }
 

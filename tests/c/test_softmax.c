@@ -29,12 +29,7 @@ static double roundings(const softmax_case *c) {
 
 /* The error of exp where a result has 16 bits, or is a term of a sum. */
 static double exp_error(dtype_t dtype) {
-  switch (dtype) {
-    case DTYPE_FLOAT64: return 0;
-    case DTYPE_FLOAT32: return 0x1p-22;
-    case DTYPE_FLOAT16: return 0x1p-18;
-    default: return 0x1p-13;
-  }
+  return dtype == DTYPE_FLOAT64 ? 0 : dtype == DTYPE_FLOAT32 ? 0x1p-22 : 0x1p-18;
 }
 
 static void set_forward(softmax_case *c) {

@@ -203,8 +203,9 @@ ALWAYS_INLINE void store_bfloat16(uint16_t *restrict p, const float *restrict v,
   store_pairs(p, pairs, n, stream);
 }
 
-/* The same for results of additions, multiplications and divisions of numbers of the type, and of
- * finite floats: their NaN are inputs' or the processor's own, and rounding leaves these alone. */
+/* As store_bfloat16, without a test for NaN. For values whose NaN can come only from a bfloat16
+ * input or from the processor (inf - inf, 0 * inf): its lower 16 bits are 0, so that rounding does
+ * not change it. Not for values computed from float32 inputs. */
 #define store_clean_float64 store_float64
 #define store_clean_float32 store_float32
 #define store_clean_float16 store_float16

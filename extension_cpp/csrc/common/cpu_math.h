@@ -82,7 +82,7 @@ ALWAYS_INLINE float exp_softmax_float(float x) {
 }
 
 /* 2^r for |r| <= 1/2. The relative error is 2^-22.7 with degree 5. Degree 4 (2^-18.4) suffices for
- * 16-bit results, and degree 3 (2^-13.3) for sums of bfloat16 (scripts/exp2_polynomial.sollya). */
+ * 16-bit types (scripts/exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp2_polynomial(float r, int degree) {
   float p;
   if (degree == 5) {
@@ -90,13 +90,10 @@ ALWAYS_INLINE float exp2_polynomial(float r, int degree) {
     p = fma_float(r, p, 0x1.c6b69cp-5f);
     p = fma_float(r, p, 0x1.ebf9bap-3f);
     p = fma_float(r, p, 0x1.62e42ap-1f);
-  } else if (degree == 4) {
+  } else {
     p = fma_float(r, 0x1.3a02fp-7f, 0x1.c9fc9cp-5f);
     p = fma_float(r, p, 0x1.ec0378p-3f);
     p = fma_float(r, p, 0x1.62e12cp-1f);
-  } else {
-    p = fma_float(r, 0x1.c2a1ccp-5f, 0x1.f00cb6p-3f);
-    p = fma_float(r, p, 0x1.62f5fep-1f);
   }
   return fma_float(r, p, 1.0f);
 }
@@ -121,8 +118,8 @@ ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
   return exp2_polynomial(r, degree);
 }
 
-/* 2^x / 2 for x <= 127, in the same two parts. 0 at -126 and below. The 126 is even, so that a tie is
- * rounded as in round_float. */
+/* 2^x / 2 for x <= 127, in the same two parts. 0 at -126 and below. The 126 is even, so that a tie
+ * is rounded as in round_float. */
 ALWAYS_INLINE float exp2_parts_float(float x, int degree, float *power) {
   x = x < exp2_zero_float ? exp2_zero_float : x;
   *power = bits_float(float_bits(x + (0x1.8p23f + 126)) << 23);

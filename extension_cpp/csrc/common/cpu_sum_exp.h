@@ -20,7 +20,7 @@ enum {
 enum { SOFTCAP = 1, ENTROPY = 2, SMOOTH = 4, TARGET = 8, CALLS = 16 };
 
 /* The degree of 2^x in sums. */
-enum { DEGREE_float64 = 5, DEGREE_float32 = 5, DEGREE_float16 = 4, DEGREE_bfloat16 = 3 };
+enum { DEGREE_float64 = 5, DEGREE_float32 = 5, DEGREE_float16 = 4, DEGREE_bfloat16 = 4 };
 
 /* How a pass over a row writes its columns, in three steps: if begin > 0, a block at 0 and a block
  * at `head`; streamed blocks in [begin, end); the blocks behind `end`. The last BLOCK columns are
@@ -53,8 +53,8 @@ ALWAYS_INLINE ahead_t sum_exp_ahead(int64_t cols, int64_t size) {
   return row_ahead(chunk, chunk, size, 1);
 }
 
-/* The largest of 32 lanes, in pairs. No lane is NaN. gcc makes scalar code of a loop that it unrolls
- * completely. */
+/* The largest of 32 lanes, in pairs. No lane is NaN. gcc makes scalar code of a loop that it
+ * unrolls completely. */
 #define DEFINE_FOLD_MAX(type)                                                       \
   ALWAYS_INLINE type fold_max_##type(const type *lane) {                            \
     type max[16];                                                                   \

@@ -138,7 +138,8 @@ ALWAYS_INLINE void NAME(raise)(NAME(sums_t) * row, ACC max) {
   row->max = max;
 }
 
-/* The sums over columns [begin, end), at most a chunk. With SOFTCAP or CALLS every block takes a call. */
+/* The sums over columns [begin, end), at most a chunk. With SOFTCAP or CALLS every block takes a
+ * call. */
 ALWAYS_INLINE void NAME(chunk_sums)(NAME(sums_t) * row, const T *x, int64_t begin, int64_t end,
                                     ahead_t ahead, NAME(map_t) map, int form) {
   ACC shift[BLOCK], sum[BLOCK] = {0}, products[BLOCK] = {0};
@@ -188,8 +189,8 @@ NOINLINE NAME(sums_t) NAME(rare_sums)(const T *x, int64_t cols, NAME(map_t) map)
   return NAME(row_sums)(x, cols, map, CALLS);
 }
 
-/* exp(x - max) / 2 in two parts, as 2^(x * LOG2E - shift), which saves an operation in eight. `shift`
- * is the rounded max * LOG2E. */
+/* exp(x - max) / 2 in two parts, as 2^(x * LOG2E - shift), which saves an operation in eight.
+ * `shift` is the rounded max * LOG2E. */
 ALWAYS_INLINE ACC NAME(power_of)(ACC x, ACC max, ACC shift, ACC *power) {
   const ACC y = HAS_FMA ? FMA(x, LOG2E(x), -shift) : (x - max) * LOG2E(x);
   return EXP2_PARTS(y, NAME(DEGREE), power);

@@ -1,10 +1,10 @@
 // Backward of ops with a bias over the last dimension: one pass over x and grad_out, each (rows,
 // cols), writes grad_x and sums the rows into grad_bias (cols).
 //
-// A thread owns one 16-byte vector of columns and strides over the rows of its CTA's share, with
-// LOADS rows in flight. The bias and the sums of its columns stay in registers. The CTA adds up the
-// sums of its thread rows and writes one partial row. A second kernel adds the partial rows in
-// order. There are no atomics.
+// A thread owns one 16-byte vector of columns, or a single column (width_of), and strides over the
+// rows of its CTA's share, with LOADS rows in flight. The bias and the sums of its columns stay in
+// registers. The CTA adds up the sums of its thread rows and writes one partial row. A second
+// kernel adds the partial rows in order. There are no atomics.
 //
 // Unaligned rows. Row r begins (phase + r * cols) % N elements after an aligned address. The rows
 // of a thread are a multiple of N apart and have the same offset, so a thread's columns are fixed

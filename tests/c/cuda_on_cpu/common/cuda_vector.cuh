@@ -30,10 +30,28 @@ struct __nv_bfloat16 {
   }
 };
 
+// By hand, because older compilers have no _Float16 in C++.
 struct __half {
-  _Float16 value;
+  uint16_t bits;
   __half() = default;
-  explicit __half(float x) : value(static_cast<_Float16>(x)) {}
+  explicit __half(float x) {  // to nearest, ties to even
+    const unsigned sign = std::signbit(x) ? 0x8000 : 0;
+    const float size = std::fabs(x);
+    int exponent;
+    std::frexp(size, &exponent);
+    exponent = max(exponent, -13);  // of the least normal number; subnormal ones have its unit
+    // A significand of 2048 carries into the exponent.
+    const float significand = std::nearbyint(std::ldexp(size, 11 - exponent));
+    const unsigned rounded = (exponent + 13) * 1024 + static_cast<unsigned>(significand);
+    bits = static_cast<uint16_t>(sign | (x != x ? 0x7e00 : size < 65520 ? rounded : 0x7c00));
+  }
+  float value() const {
+    const int exponent = bits >> 10 & 31, digits = bits & 1023;
+    const float size = exponent == 31 ? (digits == 0 ? INFINITY : NAN)
+                       : exponent == 0 ? std::ldexp(static_cast<float>(digits), -24)
+                                       : std::ldexp(static_cast<float>(1024 + digits), exponent - 25);
+    return bits & 0x8000 ? -size : size;
+  }
 };
 
 template <typename T>
@@ -45,7 +63,7 @@ inline float to_acc(__nv_bfloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
 
-inline float to_acc(__half x) { return static_cast<float>(x.value); }
+inline float to_acc(__half x) { return x.value(); }
 
 template <typename T>
 T from_acc(acc_t<T> x) {
