@@ -85,22 +85,23 @@ def test_every_plan(device: str) -> None:
         check(spec, next(iter(spec.sample_inputs(maker(device, getattr(torch, dtype)), (rows, cols)))))
 
 
-ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)
+ROW_COUNTS = (1, 2, 3, 32, 133, 513, 1024, 2048)  # of 4096; the first five are enough for the CPU's parts of 64 rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [spec for spec in all_specs() if "norm" in spec.name], ids=str)
 def test_batch_invariant(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """A row has the same bits in a call with few rows as in a call with 4096 rows."""
+    """A row has the same bits in a call with few rows as in a call with 4096 rows, on the CPU with 300."""
+    all_rows, row_counts = (300, ROW_COUNTS[:5]) if device == "cpu" else (4096, ROW_COUNTS)
     widths = (31, 64, 257, 1024) if device == "cpu" else (31, 64, 257, 768, 1024, 1025, 2560, 4096, 8192, 20480, 40000)
     for cols in widths:
-        sample = next(iter(spec.sample_inputs(maker(device, dtype), (4096, cols))))
+        sample = next(iter(spec.sample_inputs(maker(device, dtype), (all_rows, cols))))
         whole = as_tuple(spec.function(*sample.args, **sample.kwargs))
-        for rows in ROW_COUNTS:
+        for rows in row_counts:
             args = [a[:rows] if isinstance(a, Tensor) and a.dim() == 2 else a for a in sample.args]
             some = as_tuple(spec.function(*args, **sample.kwargs))
             for a, b in zip(some, whole, strict=True):
-                assert torch.equal(a, b[:rows]), f"{spec.name} {dtype}: {rows} of 4096 rows of {cols} columns"
+                assert torch.equal(a, b[:rows]), f"{spec.name} {dtype}: {rows} of {all_rows} rows of {cols} columns"
 
 
 @every_norm

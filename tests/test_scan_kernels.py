@@ -203,7 +203,7 @@ SHAPES += [(600, 33), (2, 1024)]
 
 @with_dtypes(*DTYPES)
 def test_right(spec: OpSpec, dtype: torch.dtype) -> None:
-    for shape in SHAPES:
+    for shape in SHAPES if dtype is not torch.float16 else SHAPES[3::4]:
         for sample in spec.sample_inputs(maker("cpu", dtype, seed=len(shape)), shape):
             check(spec, sample)
 
