@@ -191,6 +191,8 @@ def test_no_leak(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> N
 @every_op
 def test_eight_python_threads(spec: OpSpec, device: str) -> None:
     calls = _calls(spec, torch.float32, device)
+    if device == "cpu":  # of one shape: Python's threads meet in the shims, which have the same code for all
+        calls = calls[: max(len(calls) // 3, 1)]
     expected = _digest(spec, calls)
     results: list[str] = []
     threads = [threading.Thread(target=lambda: results.append(_digest(spec, calls))) for _ in range(8)]
