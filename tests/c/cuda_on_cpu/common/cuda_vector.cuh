@@ -39,7 +39,8 @@ struct __half {
     const float size = std::fabs(x);
     int exponent;
     std::frexp(size, &exponent);
-    exponent = max(exponent, -13);  // of the least normal number; subnormal ones have its unit
+    // Subnormal numbers, and 0, have the unit of the least normal one.
+    exponent = size < 0x1p-14f ? -13 : exponent;
     // A significand of 2048 carries into the exponent.
     const float significand = std::nearbyint(std::ldexp(size, 11 - exponent));
     const unsigned rounded = (exponent + 13) * 1024 + static_cast<unsigned>(significand);
@@ -47,9 +48,8 @@ struct __half {
   }
   float value() const {
     const int exponent = bits >> 10 & 31, digits = bits & 1023;
-    const float size = exponent == 31 ? (digits == 0 ? INFINITY : NAN)
-                       : exponent == 0 ? std::ldexp(static_cast<float>(digits), -24)
-                                       : std::ldexp(static_cast<float>(1024 + digits), exponent - 25);
+    float size = exponent == 0 ? std::ldexp(digits, -24) : std::ldexp(1024 + digits, exponent - 25);
+    if (exponent == 31) size = digits == 0 ? INFINITY : NAN;
     return bits & 0x8000 ? -size : size;
   }
 };
