@@ -80,10 +80,12 @@ struct RowMask {
 
 // ---- on the host ----
 
-// Launch the kernels for rows with a plan, except the sum of partial rows (norm_forward.cu,
-// norm_backward.cu).
+// Launch the kernels for rows with a plan, except the sum of partial rows. Each is in the .cu of its
+// name: the compilers take longest for these files, and work on them side by side.
 cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream);
 cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream);
+cudaError_t backward_pipeline(const norm_backward_args &args, const Plan &plan,
+                              cudaStream_t stream);
 
 // The properties of the current device.
 cudaError_t current_device(Device &device);
@@ -132,6 +134,16 @@ cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
     case Form::PLAIN: break;
   }
   return is_layer_norm ? f(LayerNorm{}, Plain{}) : f(RmsNorm{}, Plain{});
+}
+
+// Calls f(parameters, zero of the rows' type, norm, form).
+template <typename F>
+cudaError_t with_backward(const norm_backward_args &args, const Plan &plan, F &&f) {
+  return with_row_type(args.dtype, [&](auto zero) {
+    const BackwardParams<decltype(zero)> p{geometry_of(plan, args.rows, args.cols), args};
+    return with_form(args.mean != nullptr, form_of(args),
+                     [&](auto norm, auto form) { return f(p, zero, norm, form); });
+  });
 }
 
 // Not a template, so that the host code is compiled once instead of once per kernel.
