@@ -80,8 +80,8 @@ struct RowMask {
 
 // ---- on the host ----
 
-// Launch the kernels for rows with a plan, except the sum of partial rows. Each is in the .cu of its
-// name: the compilers take longest for these files, and work on them side by side.
+// Launch the kernels for rows with a plan, except the sum of partial rows. Each is in the .cu of
+// its name: the compilers take longest for these files, and work on them side by side.
 cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream);
 cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream);
 cudaError_t backward_pipeline(const norm_backward_args &args, const Plan &plan,
