@@ -38,7 +38,7 @@ CHANGES = {
             "  error = cudaLaunchKernelEx(&config, kernel, p);\n  if (error != cudaSuccess) return error;"
         )
     },
-    "scan_plan.h": {"THREADS = 256": "THREADS = 64", "FAN = 32": "FAN = 4"},
+    "scan_plan.h": {"THREADS = 256": "THREADS = 64", "FAN = 32": "FAN = 4", "MANY_CTAS = 1024": "MANY_CTAS = 2"},
 }
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # the numbers of common/dtype.h
 

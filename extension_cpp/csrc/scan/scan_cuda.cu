@@ -7,14 +7,15 @@
 
 namespace scans {
 
-// Whether every vector of `width` elements that a kernel accesses is 16 aligned bytes.
+// Whether every vector of `width` elements that a kernel accesses is aligned.
 static bool has_vectors(const void *data, int64_t outer, int64_t step, int64_t inner, int width,
                         int64_t element_size, const scan_shape &shape, const Plan &plan) {
   const int64_t back = step < 0 ? (width - 1) * element_size : 0;  // a reversed vector ends at data
   const auto address = reinterpret_cast<uintptr_t>(data);
   const bool has_outer = shape.outer == 1 || outer % width == 0;
-  if (plan.is_rows) return (step == 1 || step == -1) && has_outer && (address - back) % 16 == 0;
-  return inner == 1 && has_outer && step % width == 0 && address % 16 == 0;
+  const int64_t size = width * element_size;
+  if (plan.is_rows) return (step == 1 || step == -1) && has_outer && (address - back) % size == 0;
+  return inner == 1 && has_outer && step % width == 0 && address % size == 0;
 }
 
 // The bytes of shared memory that a CTA may have on the current device.
@@ -26,11 +27,11 @@ static int shared_memory() {
   return bytes;
 }
 
-// Bytes of dynamic shared memory. Rows: one unused vector after the run of each thread
-// (row_vector()).
+// Bytes of dynamic shared memory, with the gaps of row_vector() and ColumnTile.
 template <typename Op>
 static int dynamic_bytes(int vectors, bool is_rows) {
-  return Op::INPUTS * (vectors + is_rows) * THREADS * 16;
+  const int gaps = is_rows ? THREADS * 16 : ColumnTile<Op>::GAPS;
+  return Op::INPUTS * (vectors * THREADS * 16 + gaps);
 }
 
 // On devices with less shared memory than an H100 a thread has fewer vectors of columns, and where
@@ -72,13 +73,14 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
   p.inner = shape.inner;
   p.is_bfloat16 = shape.dtype == DTYPE_BFLOAT16;
   if (p.plan.ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const auto is_vector = [&](const auto &at) {
-    return has_vectors(at.data, at.outer, at.step, at.inner, WIDTH<T>, sizeof(T), shape, p.plan);
+  const auto is_vector = [&](const auto &at, int width) {
+    return has_vectors(at.data, at.outer, at.step, at.inner, width, sizeof(T), shape, p.plan);
   };
-  for (int i = 0; i < Op::INPUTS; ++i) p.in[i] = {in[i], is_vector(in[i])};
-  for (int o = 0; o < Op::OUTPUTS; ++o) p.out[o] = {out[o], is_vector(out[o])};
+  const int out_width = p.plan.is_rows ? WIDTH<T> : lines_of(WIDTH<T>);
+  for (int i = 0; i < Op::INPUTS; ++i) p.in[i] = {in[i], is_vector(in[i], WIDTH<T>)};
+  for (int o = 0; o < Op::OUTPUTS; ++o) p.out[o] = {out[o], is_vector(out[o], out_width)};
   const auto ctas = static_cast<unsigned>(p.plan.ctas);
-  const int bytes = dynamic_bytes<Op>(p.plan.vectors, p.plan.is_rows);
+  const int bytes = dynamic_bytes<Op>(p.plan.vectors * p.plan.repeats, p.plan.is_rows);
   const auto kernel = p.plan.is_rows ? scan_rows<Op> : scan_columns<Op>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -29,7 +29,7 @@ struct Operand {
 
 struct Result {
   scan_output at;
-  bool is_vector;
+  bool is_vector;  // rows: as above; columns: the lines of a thread are one aligned word
 };
 
 template <typename A, typename As>
@@ -155,6 +155,21 @@ __device__ inline void scatter(T *p, int64_t stride, int64_t count, const uint4 
 #pragma unroll
   for (int j = 0; j < WIDTH<T>; ++j) {
     if (j < count) p[j * stride] = v[j];
+  }
+}
+
+// Writes N neighbouring lines at one step.
+template <typename T, int N>
+__device__ inline void put_word(const Result &out, T *to, int64_t count, const Vector<T, N> &word) {
+  if (N == 1 || (out.is_vector && count >= N)) {
+    __stwb(reinterpret_cast<Vector<T, N> *>(to), word);
+  } else {
+    T v[N];
+    memcpy(v, &word, sizeof v);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (j < count) to[j * out.at.inner] = v[j];
+    }
   }
 }
 

@@ -15,35 +15,45 @@
 namespace scans {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-// Tiles per group, and groups per block, in the tree that joins tiles (scan_tile.cuh): one for each
-// lane of a warp.
-constexpr int FAN = 32;
-constexpr int MIN_LANES = 4;  // columns: a tile is at least 64 bytes wide
+constexpr int FAN = 32;  // tiles per group, and groups per block, in the tree of scan_tile.cuh
+
+// ---- columns ----
+
+constexpr int MIN_VECTORS = 4;  // a tile is at least 64 bytes wide
+// Neighbouring lines of a thread, in one word of 4 bytes (float64: 8). A vector has `width` elements.
+constexpr int lines_of(int width) { return width == 8 ? 2 : 1; }
+// A tile of a line that has several has that many segments and lines.
+constexpr int max_segments(int width) { return THREADS / (MIN_VECTORS * width / lines_of(width)); }
+constexpr int min_columns(int width) { return MIN_VECTORS * width; }
+// Fewer CTAs than this could leave SMs without work.
+constexpr int MANY_CTAS = 1024;
 
 struct Plan {
   bool is_rows;
-  int vectors;       // per input and thread; rows: a power of two
+  int vectors;       // per input and thread (columns: and strip)
   int lanes;         // rows: threads of a warp that share a row; columns: threads along inner
   int segments;      // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
   int columns;       // lines of a tile whose segments are joined in shared memory
   int row_vectors;   // rows: vectors of a row in a tile, a power of two
   int row_shift;     // its logarithm
   int rows;          // rows per CTA; columns: 1
+  int run;           // columns: steps of a thread
+  int repeats;       // columns: strips of short lines that a CTA scans, one after the other
   int64_t steps;     // per tile
   int64_t tiles;     // per line
-  int64_t strips;    // columns: tiles along inner; rows: 1
+  int64_t strips;    // columns: CTAs along inner; rows: 1
   int64_t per_tile;  // tiles that have the same steps of different lines
   int64_t ctas;
 };
 
 // A vector has `width` elements. In rows a thread has neighbouring vectors of a row. In columns it
-// has one vector from each of several neighbouring steps. row_vectors 0: rows are taken as columns.
+// has a run of steps of lines_of(width) lines. row_vectors 0: rows are taken as columns.
 inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column_vectors) {
   Plan plan{};
   plan.is_rows = shape.inner == 1 && row_vectors > 0;
   const int vectors = plan.is_rows ? row_vectors : column_vectors;
   plan.vectors = vectors;
-  plan.strips = plan.tiles = plan.rows = plan.lanes = plan.row_vectors = 1;
+  plan.strips = plan.tiles = plan.rows = plan.lanes = plan.row_vectors = plan.repeats = 1;
   if (plan.is_rows) {
     const int most = THREADS * vectors;  // vectors of a CTA
     while (plan.row_vectors < most && plan.row_vectors * width < shape.length) {
@@ -61,16 +71,24 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
   } else {
     // Short lines have more threads side by side and fewer segments, as long as a line fits in one
     // tile. The number of lines has no influence, because segments fix the order of the joins.
-    plan.lanes = MIN_LANES;
-    while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors >= shape.length) {
+    const int steps = width / lines_of(width);  // of a thread's vector
+    plan.lanes = MIN_VECTORS * steps;
+    while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors * steps >= shape.length) {
       plan.lanes *= 2;
     }
     plan.segments = THREADS / plan.lanes;
-    plan.columns = plan.lanes * width;
-    if (plan.segments == 1) plan.vectors = static_cast<int>(shape.length);
-    plan.steps = plan.segments * plan.vectors;
+    plan.columns = plan.lanes * lines_of(width);
+    if (plan.segments == 1) plan.vectors = static_cast<int>(ceil_div(shape.length, steps));
+    plan.run = plan.vectors * steps;
+    plan.steps = plan.segments * plan.run;
     plan.tiles = ceil_div(shape.length, plan.steps);
-    plan.strips = ceil_div(shape.inner, plan.columns);
+    // A CTA of one strip of short lines would have few bytes in flight.
+    const auto strips = [&](int repeats) { return ceil_div(shape.inner, plan.columns * repeats); };
+    while (plan.segments == 1 && 2 * plan.repeats * plan.vectors <= vectors &&
+           shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {
+      plan.repeats *= 2;
+    }
+    plan.strips = strips(plan.repeats);
   }
   plan.per_tile = ceil_div(shape.outer, plan.rows) * plan.strips;
   plan.ctas = plan.per_tile * plan.tiles;
@@ -86,17 +104,17 @@ struct StateLayout {
 };
 
 // `words` and `state_words`: the 64-bit words of a Part and of a State of one line, one for each
-// 32-bit piece. FAN values of a kind lie side by side.
+// 32-bit piece.
 inline StateLayout state_layout(const Plan &plan, int64_t outer, int64_t words,
                                 int64_t state_words) {
   StateLayout layout{};
   if (plan.tiles == 1) return layout;
-  const int64_t groups = layout.group_count = ceil_div(plan.tiles, FAN);
-  const int64_t blocks = layout.block_count = ceil_div(groups, FAN);
-  const int64_t fan = outer * plan.strips * plan.columns * FAN * 8;
-  layout.groups = fan * groups * words;
-  layout.blocks = layout.groups + fan * blocks * words;
-  layout.bytes = layout.blocks + fan * ceil_div(blocks, FAN) * state_words;
+  layout.group_count = ceil_div(plan.tiles, FAN);
+  layout.block_count = ceil_div(layout.group_count, FAN);
+  const int64_t lines = outer * plan.strips * plan.columns * 8;
+  layout.groups = lines * plan.tiles * words;
+  layout.blocks = layout.groups + lines * layout.group_count * words;
+  layout.bytes = layout.blocks + lines * layout.block_count * state_words;
   return layout;
 }
 

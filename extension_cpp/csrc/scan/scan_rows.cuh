@@ -175,7 +175,7 @@ constexpr int SM_THREADS = 1536;
 #endif
 
 template <typename Op>
-using RowTable = Table<typename Op::Algebra, typename Op::A, 2 * WARPS>;
+using RowTable = Table<typename Op::Algebra, typename Op::A, 2 * WARPS, 1>;
 
 template <typename Op>
 __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / THREADS))
@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
     const int segment = warp % plan.segments, column = warp / plan.segments;
     if (lane == 31) table.put(table.place(segment, plan.columns, column), all);
     table.join_segments(plan);
-    table.template put_states<1>(p.state, p.layout, plan, first_row, tile,
-                                 [&](int c) { return start_state(p, first_row + c, 0); });
+    table.put_states(p.state, p.layout, plan, first_row, tile,
+                     [&](int c) { return start_state(p, first_row + c, 0); });
     reached = table.state(segment, plan.columns, column);
   }
   auto state = reached;

@@ -3,14 +3,16 @@
 // FAN tiles form a group, and FAN groups form a block. A tile publishes the Part of its steps as
 // soon as it has read them. The last tile of a group publishes the Part of the group instead, and
 // the last tile of a block the State at its end. So a tile depends on up to FAN - 1 tiles of its
-// group, up to FAN - 1 groups of its block, and the State of the block before. A warp reads these
-// values, one per lane, and joins them in a fixed tree. Plain decoupled look-back joins whatever is
-// published at that moment, so its rounding differs from run to run.
+// group, up to FAN - 1 groups of its block, and the State of the block before. The warps share these
+// values and join them in a fixed tree. Plain decoupled look-back joins whatever is published at
+// that moment, so its rounding differs from run to run.
 //
 // A tile waits only for CTAs with lower indices. The GPU starts CTAs in the order of their indices
 // (CUB's scans assume this, too), so these CTAs are already running.
 #ifndef EXTENSION_CPP_SCAN_TILE_CUH
 #define EXTENSION_CPP_SCAN_TILE_CUH
+
+#include <algorithm>
 
 #include "scan/scan_math.cuh"
 #include "scan/scan_plan.h"
@@ -30,8 +32,8 @@ __device__ inline uint64_t look(const uint64_t *word) {
   return value;
 }
 
-// Published Parts or States of one line (columns: of a strip of lines), as words of shape (index /
-// FAN, piece, columns, index % FAN).
+// Published Parts or States of one line (columns: of a strip of lines), as words of shape (index,
+// piece, columns).
 template <typename Value>
 struct Published {
   static constexpr int PIECES = sizeof(Value) / 4;
@@ -39,7 +41,7 @@ struct Published {
   int columns;
 
   __device__ uint64_t *at(int64_t index, int piece, int column) const {
-    return words + ((index / FAN * PIECES + piece) * columns + column) * FAN + index % FAN;
+    return words + (index * PIECES + piece) * columns + column;
   }
   __device__ void put(int64_t index, int column, Value value) const {
     uint32_t pieces[PIECES];
@@ -48,23 +50,25 @@ struct Published {
     for (int i = 0; i < PIECES; ++i) publish(at(index, i, column), pieces[i]);
   }
   // Polls a value once and does not wait, so that several loads are in flight.
-  __device__ void look_for(uint64_t (&found)[PIECES], int64_t index, int column,
-                           bool is_wanted) const {
+  __device__ void look_for(uint64_t (&found)[PIECES], int64_t index, int column) const {
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) found[i] = is_wanted ? look(at(index, i, column)) : 0;
+    for (int i = 0; i < PIECES; ++i) found[i] = look(at(index, i, column));
   }
-  // Waits for the value and returns it; returns `other` if it is not wanted.
-  __device__ Value wait(uint64_t (&found)[PIECES], int64_t index, int column, bool is_wanted,
-                        Value other) const {
-    if (!is_wanted) return other;
+  __device__ Value wait(uint64_t (&found)[PIECES], int64_t index, int column) const {
     uint32_t pieces[PIECES];
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
       while (found[i] >> 32 == 0) found[i] = look(at(index, i, column));
       pieces[i] = static_cast<uint32_t>(found[i]);
     }
-    memcpy(&other, pieces, sizeof other);
-    return other;
+    Value value;
+    memcpy(&value, pieces, sizeof value);
+    return value;
+  }
+  __device__ Value wait_for(int64_t index, int column) const {
+    uint64_t found[PIECES];
+    look_for(found, index, column);
+    return wait(found, index, column);
   }
 };
 
@@ -75,6 +79,15 @@ __device__ inline Words<A, WORDS> shuffle_up(Words<A, WORDS> part, int distance)
 #pragma unroll
   for (int w = 0; w < WORDS; ++w) {
     part.v[w] = __shfl_up_sync(0xffffffffu, part.v[w], distance);
+  }
+  return part;
+}
+
+template <typename A, int WORDS>
+__device__ inline Words<A, WORDS> shuffle_down(Words<A, WORDS> part, int distance) {
+#pragma unroll
+  for (int w = 0; w < WORDS; ++w) {
+    part.v[w] = __shfl_down_sync(0xffffffffu, part.v[w], distance);
   }
   return part;
 }
@@ -103,71 +116,86 @@ __device__ inline typename Algebra::Part lanes_before(typename Algebra::Part &al
 
 // ---- look-back ----
 
-// Replaces start[r], the State before the line, by the State before tile `tile`. own[r] is the Part
-// of the tile. A warp calls it; r stands for column first + r * WARPS.
+// Where the tiles of COLUMNS neighbouring lines publish (rows: of one line), and what tile `tile`
+// waits for. A warp reads values of AT_ONCE tiles at once, one line per lane.
 template <typename Algebra, int COLUMNS>
-__device__ inline void look_back(char *state, const StateLayout &layout, const Plan &plan,
-                                 int64_t line, int64_t tile, int first,
-                                 const typename Algebra::Part (&own)[COLUMNS],
-                                 typename Algebra::State (&start)[COLUMNS]) {
-  using Parts = Published<typename Algebra::Part>;
-  using States = Published<typename Algebra::State>;
-  const int64_t fan = line * plan.columns * FAN;
-  const auto words = [&](int64_t offset, int64_t per_column) {
-    return reinterpret_cast<uint64_t *>(state + offset) + fan * per_column;
-  };
-  const int64_t of_blocks = (layout.block_count + FAN - 1) / FAN;
-  const Parts tiles{words(0, layout.group_count * Parts::PIECES), plan.columns};
-  const Parts groups{words(layout.groups, layout.block_count * Parts::PIECES), plan.columns};
-  const States blocks{words(layout.blocks, of_blocks * States::PIECES), plan.columns};
-  const int lane = threadIdx.x % 32, in_group = tile % FAN, in_block = tile / FAN % FAN;
-  const int64_t group = tile / FAN, block = group / FAN;
-  const bool ends_group = in_group == FAN - 1, ends_block = ends_group && in_block == FAN - 1;
-  uint64_t in_tiles[COLUMNS][Parts::PIECES], in_groups[COLUMNS][Parts::PIECES],
-      in_blocks[COLUMNS][States::PIECES];
-#pragma unroll
-  for (int r = 0; r < COLUMNS; ++r) {
-    const int c = first + r * WARPS;
-    if (lane == 0 && !ends_group) tiles.put(tile, c, own[r]);
+struct LookBack {
+  using Part = typename Algebra::Part;
+  using State = typename Algebra::State;
+  static constexpr int AT_ONCE = 32 / COLUMNS;
+  static constexpr int SHARE = std::max(1, FAN / (WARPS * AT_ONCE));  // tiles of a lane
+  static constexpr int PER_WARP = AT_ONCE * SHARE;
+  static constexpr int USED = std::max(1, FAN / PER_WARP);  // warps
+  Published<Part> tiles, groups;
+  Published<State> blocks;
+  int64_t tile, group, block;
+  int in_group, in_block;
+
+  __device__ LookBack(char *state, const StateLayout &layout, const Plan &plan, int64_t line,
+                      int64_t tile)
+      : tile(tile),
+        group(tile / FAN),
+        block(group / FAN),
+        in_group(tile % FAN),
+        in_block(group % FAN) {
+    const auto words = [&](int64_t offset, int64_t of_line) {
+      return reinterpret_cast<uint64_t *>(state + offset) + line * COLUMNS * of_line;
+    };
+    tiles = {words(0, plan.tiles * tiles.PIECES), COLUMNS};
+    groups = {words(layout.groups, layout.group_count * groups.PIECES), COLUMNS};
+    blocks = {words(layout.blocks, layout.block_count * blocks.PIECES), COLUMNS};
   }
+
+  // What a warp joins of `count` published values, from number `first` on. The constructor polls
+  // each value once, so that all loads are in flight.
+  struct Share {
+    const Published<Part> &from;
+    int64_t first;
+    int count, column;  // of this lane
+    uint64_t found[SHARE][Published<Part>::PIECES];
+
+    __device__ Share(const Published<Part> &from, int64_t first, int count)
+        : from(from), column(threadIdx.x % COLUMNS) {
+      const int begin = threadIdx.x / 32 * PER_WARP + threadIdx.x % 32 / COLUMNS * SHARE;
+      this->first = first + begin;
+      this->count = count - begin;
 #pragma unroll
-  for (int r = 0; r < COLUMNS; ++r) {
-    const int c = first + r * WARPS;
-    tiles.look_for(in_tiles[r], group * FAN + lane, c, lane < in_group);
-    groups.look_for(in_groups[r], block * FAN + lane, c, lane < in_block);
-    blocks.look_for(in_blocks[r], block - 1, c, block > 0);
-  }
-#pragma unroll
-  for (int r = 0; r < COLUMNS; ++r) {
-    const int c = first + r * WARPS;
-    auto of_tiles =
-        tiles.wait(in_tiles[r], group * FAN + lane, c, lane < in_group, Algebra::identity());
-    lanes_before<Algebra>(of_tiles, 32);
-    of_tiles = of_lane(of_tiles, 31);
-    if (lane == 0 && ends_group && !ends_block) {
-      groups.put(group, c, Algebra::join(of_tiles, own[r]));
+      for (int k = 0; k < SHARE; ++k) {
+        if (k < this->count) from.look_for(found[k], this->first + k, column);
+      }
     }
-    auto of_groups =
-        groups.wait(in_groups[r], block * FAN + lane, c, lane < in_block, Algebra::identity());
-    lanes_before<Algebra>(of_groups, 32);
-    of_groups = of_lane(of_groups, 31);
-    start[r] = blocks.wait(in_blocks[r], block - 1, c, block > 0, start[r]);
-    if (in_block > 0) start[r] = Algebra::apply(of_groups, start[r]);
-    if (in_group > 0) start[r] = Algebra::apply(of_tiles, start[r]);
-    if (lane == 0 && ends_block) blocks.put(block, c, Algebra::apply(own[r], start[r]));
-  }
-}
+    // Waits for the values. The first COLUMNS lanes get the joins.
+    __device__ Part join() {
+      Part all = Algebra::identity();
+#pragma unroll
+      for (int k = 0; k < SHARE; ++k) {
+        if (k >= count) break;
+        const Part part = from.wait(found[k], first + k, column);
+        all = k == 0 ? part : Algebra::join(all, part);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int distance = COLUMNS; distance < 32; distance *= 2) {
+        all = Algebra::join(all, shuffle_down(all, distance));
+      }
+      return all;
+    }
+  };
+};
 
 // ---- the segments of a tile ----
 
 // A table (segments, columns) of the Parts of a tile's segments. join_segments() replaces each Part
 // by the join of the segments before it, and put_states() stores the State before the tile with the
-// first segment. A gap after each segment puts the segments of a column into different banks.
-template <typename Algebra, typename A, int SIZE>
+// first segment. A gap after each segment puts the segments of a column into different banks. A
+// line that has several tiles is one of COLUMNS.
+template <typename Algebra, typename A, int SIZE, int COLUMNS>
 struct Table {
   using Part = typename Algebra::Part;
   using State = typename Algebra::State;
+  using Look = LookBack<Algebra, COLUMNS>;
   A parts[Part::WORDS][SIZE];
+  Part shares[Look::USED][COLUMNS];  // look_back()
 
   static __device__ int place(int segment, int columns, int c) {
     return segment * (columns + 1) + c;
@@ -213,26 +241,63 @@ struct Table {
   }
 
   // Replaces the entry of the first segment by the State before the tile. start(c) is the State
-  // before line c. COLUMNS: columns per warp in look_back().
-  template <int COLUMNS, typename F>
+  // before line c.
+  template <typename F>
   __device__ void put_states(char *state, const StateLayout &layout, const Plan &plan, int64_t line,
                              int64_t tile, F &&start) {
     if (plan.tiles == 1) {
       for (int c = threadIdx.x; c < plan.columns; c += THREADS) put(c, start(c));
-    } else if (const int warp = threadIdx.x / 32; warp < plan.columns) {
-      Part own[COLUMNS];
-      State states[COLUMNS];
-#pragma unroll
-      for (int r = 0; r < COLUMNS; ++r) {
-        own[r] = get(warp + r * WARPS);
-        states[r] = start(warp + r * WARPS);
-      }
-      __syncwarp();  // every lane has read before one writes
-      look_back<Algebra>(state, layout, plan, line, tile, warp, own, states);
-#pragma unroll
-      for (int r = 0; r < COLUMNS; ++r) put(warp + r * WARPS, states[r]);
+    } else {
+      look_back({state, layout, plan, line, tile}, start);
     }
     __syncthreads();
+  }
+
+  // put_states() of a line that has several tiles. Each warp joins its share of the tiles before
+  // this one, and the first warp joins the shares; then the groups. A group is published before the
+  // wait for other groups, so that it waits for its own tiles alone.
+  template <typename F>
+  __device__ void look_back(const Look &at, F &&start) {
+    const int warp = threadIdx.x / 32, c = threadIdx.x % 32;
+    const bool is_first = warp == 0 && c < COLUMNS, is_share = warp < Look::USED;
+    const bool ends_group = at.in_group == FAN - 1,
+               ends_block = ends_group && at.in_block == FAN - 1;
+    Part own = Algebra::identity(), tiles = own;
+    if (is_first) own = get(c);
+    if (is_first && !ends_group) at.tiles.put(at.tile, c, own);
+    typename Look::Share of_groups(at.groups, at.block * FAN, is_share ? at.in_block : 0);
+    typename Look::Share of_tiles(at.tiles, at.group * FAN, is_share ? at.in_group : 0);
+    put_share(of_tiles);
+    __syncthreads();
+    if (is_first) {
+      tiles = join_shares(at.in_group, c);
+      if (ends_group && !ends_block) at.groups.put(at.group, c, Algebra::join(tiles, own));
+    }
+    if (at.in_block > 0) {
+      __syncthreads();  // the shares of the tiles have been read
+      put_share(of_groups);
+      __syncthreads();
+    }
+    if (!is_first) return;
+    State before = at.block > 0 ? at.blocks.wait_for(at.block - 1, c) : start(c);
+    if (at.in_block > 0) before = Algebra::apply(join_shares(at.in_block, c), before);
+    if (at.in_group > 0) before = Algebra::apply(tiles, before);
+    if (ends_block) at.blocks.put(at.block, c, Algebra::apply(own, before));
+    put(c, before);
+  }
+  __device__ void put_share(typename Look::Share &share) {
+    const int warp = threadIdx.x / 32, c = threadIdx.x % 32;
+    if (warp >= Look::USED) return;
+    const Part part = share.join();
+    if (c < COLUMNS) shares[warp][c] = part;
+  }
+  __device__ Part join_shares(int count, int c) const {
+    Part all = shares[0][c];
+#pragma unroll
+    for (int w = 1; w < Look::USED; ++w) {
+      if (w * Look::PER_WARP < count) all = Algebra::join(all, shares[w][c]);
+    }
+    return all;
   }
 
   // The State before a segment.

@@ -187,6 +187,12 @@ T __shfl_up_sync(unsigned mask, T value, unsigned by) {
 }
 
 template <typename T>
+T __shfl_down_sync(unsigned mask, T value, unsigned by) {
+  const unsigned lane = threadIdx.x % on_cpu::WARP;
+  return __shfl_sync(mask, value, lane + by < on_cpu::WARP ? lane + by : lane);
+}
+
+template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, unsigned by) {
   return __shfl_sync(mask, value, threadIdx.x % on_cpu::WARP ^ by);
 }
@@ -204,9 +210,11 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
+// A vector at an address that is no multiple of its size ends the program, as on a GPU.
 template <typename T>
 void __stwb(T *place, T value) {
-  *place = value;
+  if (reinterpret_cast<uintptr_t>(place) % sizeof(T) != 0) on_cpu::fail("a vector is not aligned");
+  std::memcpy(place, &value, sizeof value);
 }
 
 inline unsigned __float_as_uint(float x) {

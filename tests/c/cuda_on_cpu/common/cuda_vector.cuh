@@ -21,6 +21,23 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
+template <int BYTES>
+struct Bits;
+template <>
+struct Bits<16> {
+  using type = uint4;
+};
+template <>
+struct Bits<8> {
+  using type = uint64_t;
+};
+template <>
+struct Bits<4> {
+  using type = unsigned;
+};
+template <typename T, int N>
+using Vector = typename Bits<sizeof(T) * N>::type;
+
 struct __nv_bfloat16 {
   uint16_t bits;
   __nv_bfloat16() = default;
@@ -84,14 +101,4 @@ uint4 pack(const acc_t<T> (&x)[N]) {
   uint4 bits;
   std::memcpy(&bits, v, sizeof bits);
   return bits;
-}
-
-// A vector at an address that is no multiple of its size ends the program, as on a GPU.
-inline void check_vector(const void *place) {
-  if (reinterpret_cast<uintptr_t>(place) % 16 != 0) on_cpu::fail("a vector is not aligned");
-}
-
-inline void __stwb(uint4 *place, uint4 bits) {
-  check_vector(place);
-  std::memcpy(place, &bits, sizeof bits);
 }
