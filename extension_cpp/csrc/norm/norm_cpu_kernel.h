@@ -91,7 +91,7 @@ ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares,
   for (int k = 0; k < BLOCK; ++k) squares[k] = FMA(d[k], d[k], squares[k]);
 }
 
-/* Moments in double, for rows whose squares leave float's range: their mean and variance. */
+/* Moments in double, for rows whose squares leave float's range, and for NaN: mean and variance. */
 NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, double *mean,
                                    double *variance) {
   double shift = 0, first = 0, second = 0;
@@ -111,7 +111,7 @@ NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, doubl
     first /= (double)cols;
     second /= (double)cols;
   }
-  *mean = isnan(first) ? shift : shift + first;
+  *mean = isnan(first) ? shift : shift + first; /* keeps an infinite mean */
   *variance = centered ? second - first * first : second;
 }
 
@@ -188,32 +188,24 @@ ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift,
   return (NAME(moments_t)){total / (double)cols, total_squares / (double)cols};
 }
 
-/* For the rows that take more than one pass. */
 NOINLINE NAME(moments_t) NAME(moments_again)(const T *x, int64_t cols, ACC shift) {
   return NAME(moments)(x, cols, shift, 1);
 }
 
 /* One pass gives the variance as the mean of d * d minus the squared mean of d, with d = x - shift
  * and the mean of the first block as shift. This is as exact as two passes while the shift lies
- * within one standard deviation of the mean (half types: four). Otherwise, and for NaN, a second
- * pass shifts by the mean. */
+ * within one standard deviation of the mean (half types: four). Otherwise a second pass shifts by
+ * the mean. */
 ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double eps, int centered) {
   const double reach = sizeof(T) == 2 ? 16 : 1;
-  double mean = 0, variance;
-  if (centered) {
-    ACC shift = (ACC)NAME(moments)(x, cols < BLOCK ? cols : BLOCK, 0, 1).first;
-    NAME(moments_t) m = NAME(moments)(x, cols, shift, 1);
-    variance = m.second - m.first * m.first;
-    if (!(m.first * m.first <= reach * variance)) {
-      shift = (ACC)NAME(moments_again)(x, cols, 0).first;
-      m = NAME(moments_again)(x, cols, shift);
-      variance = m.second - m.first * m.first;
-    }
-    mean = isnan(m.first) ? (double)shift : (double)shift + m.first; /* keeps an infinite mean */
-  } else {
-    variance = NAME(moments)(x, cols, 0, 0).second;
+  ACC shift = centered ? (ACC)NAME(moments)(x, cols < BLOCK ? cols : BLOCK, 0, 1).first : 0;
+  NAME(moments_t) m = NAME(moments)(x, cols, shift, centered);
+  if (!(m.first * m.first <= reach * (m.second - m.first * m.first))) {
+    shift += (ACC)m.first;
+    m = NAME(moments_again)(x, cols, shift);
   }
-  if (sizeof(ACC) == 4 && !(variance + eps >= 0x1p-100 && variance < (double)INFINITY)) {
+  double mean = (double)shift + m.first, variance = m.second - m.first * m.first;
+  if (!(variance + eps >= 0x1p-100 && variance < (double)INFINITY)) {
     NAME(double_moments)(x, cols, centered, &mean, &variance);
   }
   const double rstd = 1 / sqrt((variance < 0 ? 0 : variance) + eps);
