@@ -55,12 +55,6 @@ ALWAYS_INLINE void NAME(set_dropout)(const fused_t *fused, NAME(grad_row_t) * a,
 
 /* ---- one row, n columns from column c on ---- */
 
-/* Prologue of backward: from the gradient of dropout_y(y) to the gradient of y. */
-ALWAYS_INLINE void NAME(backward_prologue)(ACC *restrict grad_out, const NAME(grad_row_t) * row,
-                                           const fused_t *fused, int64_t c) {
-  if (fused && fused->drops_y) NAME(dropout_block)(grad_out, row->dropout, row->first + c);
-}
-
 /* Epilogue of backward: adds grad_sum to grad_x, stores it, and stores grad_dropped. */
 ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, const NAME(grad_row_t) * row,
                                            const fused_t *fused, int64_t c, int n, int stream) {
@@ -77,13 +71,13 @@ ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, const NAME(grad
   }
 }
 
-/* xhat, and grad_out after the prologue. */
+/* xhat, and grad_out after the prologue: from the gradient of dropout_y(y) to the gradient of y. */
 ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out,
                                       const NAME(grad_row_t) * row, const fused_t *fused, int64_t c,
                                       int n, int centered) {
   NAME(load_block)(xhat, row->x + c, n);
   NAME(load_block)(grad_out, row->grad_out + c, n);
-  NAME(backward_prologue)(grad_out, row, fused, c);
+  if (fused && fused->drops_y) NAME(dropout_block)(grad_out, row->dropout, row->first + c);
   NAME(normalise)(xhat, row->statistics, centered, 0);
 }
 
@@ -157,34 +151,19 @@ ALWAYS_INLINE void NAME(means_of)(NAME(part_t) part, const fused_t *fused, NAME(
   }
 }
 
-/* The first pass in functions of its own, which every combination of outputs calls. */
-NOINLINE void NAME(pair_means)(NAME(part_t) part, NAME(grad_row_t) * a, NAME(grad_row_t) * b) {
-  (part.needs & CENTERED) ? NAME(means_of)(part, NULL, a, b, 1)
-                          : NAME(means_of)(part, NULL, a, b, 0);
-}
-
-NOINLINE void NAME(fused_pair_means)(NAME(part_t) part, const fused_t *fused, NAME(grad_row_t) * a,
-                                     NAME(grad_row_t) * b) {
-  (part.needs & CENTERED) ? NAME(means_of)(part, fused, a, b, 1)
-                          : NAME(means_of)(part, fused, a, b, 0);
-}
-
-NOINLINE void NAME(row_means)(NAME(part_t) part, NAME(grad_row_t) * row) {
-  (part.needs & CENTERED) ? NAME(means_of)(part, NULL, row, NULL, 1)
-                          : NAME(means_of)(part, NULL, row, NULL, 0);
-}
-
-NOINLINE void NAME(fused_row_means)(NAME(part_t) part, const fused_t *fused,
-                                    NAME(grad_row_t) * row) {
-  NAME(means_of)(part, fused, row, NULL, part.needs & CENTERED);
-}
-
-ALWAYS_INLINE void NAME(grad_means)(NAME(part_t) part, const fused_t *fused, NAME(grad_row_t) * a,
-                                    NAME(grad_row_t) * b) {
-  if (fused && b) NAME(fused_pair_means)(part, fused, a, b);
-  if (fused && !b) NAME(fused_row_means)(part, fused, a);
-  if (!fused && b) NAME(pair_means)(part, a, b);
-  if (!fused && !b) NAME(row_means)(part, a);
+/* The first pass in a function of its own, which every combination of outputs calls. */
+NOINLINE void NAME(grad_means)(NAME(part_t) part, const fused_t *fused, NAME(grad_row_t) * a,
+                               NAME(grad_row_t) * b) {
+  const int centered = part.needs & CENTERED;
+  if (fused && b) {
+    centered ? NAME(means_of)(part, fused, a, b, 1) : NAME(means_of)(part, fused, a, b, 0);
+  } else if (fused) {
+    NAME(means_of)(part, fused, a, NULL, centered);
+  } else if (b) {
+    centered ? NAME(means_of)(part, NULL, a, b, 1) : NAME(means_of)(part, NULL, a, b, 0);
+  } else {
+    centered ? NAME(means_of)(part, NULL, a, NULL, 1) : NAME(means_of)(part, NULL, a, NULL, 0);
+  }
 }
 
 /* The second pass over n columns. */
@@ -241,20 +220,13 @@ ALWAYS_INLINE void NAME(one_row)(NAME(part_t) part, const fused_t *fused, int64_
 }
 
 /* Rows with any combination of outputs: part.needs is not a constant here. The plain norms have a
- * function of their own, in which fused is a constant: else they take 30 to 40 % longer. */
-NOINLINE void NAME(any_plain_rows)(NAME(part_t) part, int64_t begin, int64_t end) {
-  for (int64_t r = begin; r < end; ++r) NAME(one_row)(part, NULL, r);
-}
-
-NOINLINE void NAME(any_fused_rows)(NAME(part_t) part, const fused_t *fused, int64_t begin,
-                                   int64_t end) {
-  for (int64_t r = begin; r < end; ++r) NAME(one_row)(part, fused, r);
-}
-
-ALWAYS_INLINE void NAME(any_rows)(NAME(part_t) part, const fused_t *fused, int64_t begin,
-                                  int64_t end) {
-  if (begin < end && fused) NAME(any_fused_rows)(part, fused, begin, end);
-  if (begin < end && !fused) NAME(any_plain_rows)(part, begin, end);
+ * loop of their own, in which fused is a constant: else they take 30 to 40 % longer. */
+NOINLINE void NAME(any_rows)(NAME(part_t) part, const fused_t *fused, int64_t begin, int64_t end) {
+  if (fused) {
+    for (int64_t r = begin; r < end; ++r) NAME(one_row)(part, fused, r);
+  } else {
+    for (int64_t r = begin; r < end; ++r) NAME(one_row)(part, NULL, r);
+  }
 }
 
 /* A loop for one combination of outputs, `needs`, a constant; two rows at a time with `pairs`. */

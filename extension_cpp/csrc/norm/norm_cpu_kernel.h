@@ -248,13 +248,6 @@ NOINLINE void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropou
 
 /* ---- forward ---- */
 
-/* Epilogue of forward: y = dropout_y(y), stored. `i` is the index of the block's first element. */
-ALWAYS_INLINE void NAME(forward_epilogue)(T *p, ACC *restrict y, cpu_dropout_t *dropout, int64_t i,
-                                          int n, int stream) {
-  if (dropout) NAME(dropout_block)(y, dropout, i);
-  STORE(p, y, n, stream);
-}
-
 /* n elements of a row from column c on. `dropout` is y's, or NULL. */
 ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x, T *y,
                                        NAME(row_t) row, wide_halves_t halves, ahead_t ahead,
@@ -271,7 +264,8 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
   } else {
     for (int k = 0; k < BLOCK; ++k) v[k] *= weight[k];
   }
-  NAME(forward_epilogue)(y + c, v, dropout, y + c - (T *)args->y, n, stream);
+  if (dropout) NAME(dropout_block)(v, dropout, y + c - (T *)args->y); /* the epilogue */
+  STORE(y + c, v, n, stream);
 }
 
 /* A partial block: a function of its own, because loads and stores of variable width are long. */
