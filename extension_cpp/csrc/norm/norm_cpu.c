@@ -1,9 +1,8 @@
 /* layer_norm and rms_norm on the CPU.
  * Forward takes one row at a time: it reads the row from memory once, for the statistics, and again
  * from the caches, for the result.
- * Backward takes two rows at a time, which share the loads of the weights and of the running sums
- * over rows. The first pass over a row waits for memory and the second leaves memory idle, so the
- * second pass prefetches the next rows.
+ * Backward: the first pass over a row waits for memory and the second leaves memory idle, so the
+ * second pass prefetches the next row.
  * norm_cpu_kernel.h has the formulas and forward, norm_cpu_backward_kernel.h backward. */
 #include "norm/norm.h"
 
@@ -20,14 +19,6 @@ enum {
   FLUSH_ROWS = 64,   /* rows that sums over rows take before they go to double */
   PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches the output of no longer row */
 };
-
-/* Whether backward has loops specialised for two rows at a time. The baseline of x86-64 does
- * without them: there code size matters more than speed. */
-#if defined(__AVX2__) || !defined(__x86_64__)
-#define PAIRS 1
-#else
-#define PAIRS 0
-#endif
 
 /* Where the two halves of a block lie in a wide array (norm_cpu_kernel.h). */
 typedef struct {
@@ -47,8 +38,7 @@ enum { GRAD_BIAS = 1, GRAD_WEIGHT = 2, GRAD_X = 4, CENTERED = 8 };
  * plain norms nothing. The forms are told apart block by block: a loop for each would be much
  * code. */
 typedef struct {
-  cpu_dropout_t *dropout; /* two states of one dropout; NULL: none */
-  int64_t end;            /* one past the last element of the last row */
+  cpu_dropout_t *dropout;
   ahead_t grad_sum_ahead;
   int drops_y;
 } fused_t;

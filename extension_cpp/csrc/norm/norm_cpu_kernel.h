@@ -155,18 +155,6 @@ ALWAYS_INLINE void NAME(grad_x)(ACC *restrict grad_out, ACC *restrict xhat,
   for (int k = 0; k < BLOCK; ++k) grad_out[k] = FMA(grad_out[k] * rstd, weight[k], xhat[k]);
 }
 
-/* Weight gradients (second_pass). Adds grad_out * xhat to grad_weight and grad_out to grad_bias. */
-ALWAYS_INLINE void NAME(grad_weight_sums)(ACC *restrict grad_weight, ACC *restrict grad_bias,
-                                          const ACC *restrict grad_out, const ACC *restrict xhat,
-                                          int needs) {
-  if (needs & GRAD_WEIGHT) {
-    for (int k = 0; k < BLOCK; ++k) grad_weight[k] = FMA(grad_out[k], xhat[k], grad_weight[k]);
-  }
-  if (needs & GRAD_BIAS) {
-    for (int k = 0; k < BLOCK; ++k) grad_bias[k] += grad_out[k];
-  }
-}
-
 /* ---- statistics of a row ---- */
 
 typedef struct {
