@@ -34,15 +34,6 @@ ALWAYS_INLINE void prefetch_output(void *p, int64_t bytes) {
 /* Flags of a call of backward: layer_norm or rms_norm, and the gradients that it computes. */
 enum { GRAD_BIAS = 1, GRAD_WEIGHT = 2, GRAD_X = 4, CENTERED = 8 };
 
-/* What the fused forms of backward need besides. A NULL fused_t is a constant, so that it costs the
- * plain norms nothing. The forms are told apart block by block: a loop for each would be much
- * code. */
-typedef struct {
-  cpu_dropout_t *dropout;
-  ahead_t grad_sum_ahead;
-  int drops_y;
-} fused_t;
-
 #define KERNEL_BODY "norm/norm_cpu_kernel.h"
 #include "common/for_each_dtype.h"
 

@@ -1,20 +1,24 @@
 /* Backward of layer_norm and rms_norm: the part of norm_cpu_kernel.h that is not forward. */
 
 /* One part of the rows. Passed by value: an object whose address a call has seen is reloaded after
- * every store. */
+ * every store.
+ *
+ * `fused` in the functions below is the state of a dropout; it may have no seed. For plain norms it
+ * is the constant NULL, so that the fused forms cost them nothing. The forms are told apart block by
+ * block: a loop for each would be much code. */
 typedef struct {
   const norm_backward_args *args;
   /* The sums over rows: in double, and in ACC those of the last FLUSH_ROWS rows. NULL: not
    * needed. */
   double *weight, *bias;
   ACC *weight_rows, *bias_rows;
-  int needs, stream;
+  int needs, stream, drops_y;
+  ahead_t x_ahead, grad_out_ahead, grad_sum_ahead;
 } NAME(part_t);
 
 typedef struct {
   const T *x, *grad_out, *grad_sum;
   T *grad_x, *grad_dropped;
-  ahead_t x_ahead, grad_ahead;
   NAME(row_t) statistics;
   ACC slope, level; /* see NAME(grad_x) */
   int64_t first;    /* index of the row's first element */
@@ -28,8 +32,6 @@ ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(NAME(part_t) part, int64_t r) {
       .grad_sum = args->grad_sum ? (const T *)args->grad_sum + r * args->grad_sum_stride : NULL,
       .grad_x = args->grad_x ? (T *)args->grad_x + r * args->cols : NULL,
       .grad_dropped = args->grad_dropped ? (T *)args->grad_dropped + r * args->cols : NULL,
-      .x_ahead = row_ahead(args->x_stride, args->cols, sizeof(T), 1),
-      .grad_ahead = row_ahead(args->grad_out_stride, args->cols, sizeof(T), 1),
       .statistics.mean = part.needs & CENTERED ? ((const ACC *)args->mean)[r] : 0,
       .statistics.rstd = ((const ACC *)args->rstd)[r],
       .first = r * args->cols,
@@ -39,34 +41,35 @@ ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(NAME(part_t) part, int64_t r) {
 /* ---- one row, n columns from column c on ---- */
 
 /* Epilogue of backward: adds grad_sum to grad_x, stores it, and stores grad_dropped. */
-ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, const NAME(grad_row_t) * row,
-                                           const fused_t *fused, int64_t c, int n, int stream) {
+ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, NAME(part_t) part,
+                                           const NAME(grad_row_t) * row, cpu_dropout_t *fused,
+                                           int64_t c, int n, int stream) {
   if (fused && row->grad_sum) {
     ACC grad_sum[BLOCK];
-    prefetch_later(row->grad_sum + c, BLOCK * sizeof(T), fused->grad_sum_ahead);
+    prefetch_later(row->grad_sum + c, BLOCK * sizeof(T), part.grad_sum_ahead);
     NAME(load_block)(grad_sum, row->grad_sum + c, n);
     for (int k = 0; k < BLOCK; ++k) grad_x[k] += grad_sum[k];
   }
   STORE(row->grad_x + c, grad_x, n, stream);
   if (fused && row->grad_dropped) {
-    NAME(dropout_block)(grad_x, fused->dropout, row->first + c);
+    NAME(dropout_block)(grad_x, fused, row->first + c);
     STORE(row->grad_dropped + c, grad_x, n, stream);
   }
 }
 
 /* xhat, and grad_out after the prologue: from the gradient of dropout_y(y) to the gradient of y. */
-ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out,
-                                      const NAME(grad_row_t) * row, const fused_t *fused, int64_t c,
+ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out, NAME(part_t) part,
+                                      const NAME(grad_row_t) * row, cpu_dropout_t *fused, int64_t c,
                                       int n, int centered) {
   NAME(load_block)(xhat, row->x + c, n);
   NAME(load_block)(grad_out, row->grad_out + c, n);
-  if (fused && fused->drops_y) NAME(dropout_block)(grad_out, fused->dropout, row->first + c);
+  if (fused && part.drops_y) NAME(dropout_block)(grad_out, fused, row->first + c);
   NAME(normalise)(xhat, row->statistics, centered, 0);
 }
 
 /* First pass: the sums that grad_x needs. */
 ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, NAME(part_t) part,
-                                    const NAME(grad_row_t) * row, const fused_t *fused,
+                                    const NAME(grad_row_t) * row, cpu_dropout_t *fused,
                                     wide_halves_t halves, int64_t c, int n, int centered,
                                     int prefetches) {
   ACC xhat[BLOCK], g[BLOCK], weight[BLOCK];
@@ -75,7 +78,7 @@ ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, N
     if (fused && row->grad_dropped) prefetch_output(row->grad_dropped + c, BLOCK * sizeof(T));
   }
   NAME(load_wide)(weight, (const ACC *)part.args->weight, halves, c);
-  NAME(load_columns)(xhat, g, row, fused, c, n, centered);
+  NAME(load_columns)(xhat, g, part, row, fused, c, n, centered);
   NAME(grad_x_sums)(products, sum, g, xhat, weight, centered);
 }
 
@@ -97,22 +100,22 @@ ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad
 
 /* Second pass: adds to the sums over rows, and writes grad_x. */
 ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, const NAME(grad_row_t) * row,
-                                     const fused_t *fused, wide_halves_t halves, int64_t c, int n,
+                                     cpu_dropout_t *fused, wide_halves_t halves, int64_t c, int n,
                                      int stream) {
   const int needs = part.needs;
   ACC xhat[BLOCK], g[BLOCK], weight[BLOCK];
-  prefetch_later(row->x + c, BLOCK * sizeof(T), row->x_ahead);
-  prefetch_later(row->grad_out + c, BLOCK * sizeof(T), row->grad_ahead);
-  NAME(load_columns)(xhat, g, row, fused, c, n, needs & CENTERED);
+  prefetch_later(row->x + c, BLOCK * sizeof(T), part.x_ahead);
+  prefetch_later(row->grad_out + c, BLOCK * sizeof(T), part.grad_out_ahead);
+  NAME(load_columns)(xhat, g, part, row, fused, c, n, needs & CENTERED);
   NAME(add_to_sums)(part, g, xhat, halves, c);
   if (!(needs & GRAD_X)) return;
   NAME(load_wide)(weight, (const ACC *)part.args->weight, halves, c);
   NAME(grad_x)(g, xhat, weight, row->statistics.rstd, row->slope, row->level);
-  NAME(backward_epilogue)(g, row, fused, c, n, stream);
+  NAME(backward_epilogue)(g, part, row, fused, c, n, stream);
 }
 
 NOINLINE void NAME(second_part)(NAME(part_t) part, const NAME(grad_row_t) * row,
-                                const fused_t *fused, int64_t c, int n) {
+                                cpu_dropout_t *fused, int64_t c, int n) {
   const wide_halves_t halves = NAME(wide_halves)(c, part.args->cols);
   NAME(second_pass)(part, row, fused, halves, c, n, 0);
 }
@@ -120,7 +123,7 @@ NOINLINE void NAME(second_part)(NAME(part_t) part, const NAME(grad_row_t) * row,
 /* ---- one row, all columns ---- */
 
 /* The first pass: sets slope and level. */
-ALWAYS_INLINE void NAME(means_of)(NAME(part_t) part, NAME(grad_row_t) * row, const fused_t *fused,
+ALWAYS_INLINE void NAME(means_of)(NAME(part_t) part, NAME(grad_row_t) * row, cpu_dropout_t *fused,
                                   int centered) {
   const int64_t cols = part.args->cols;
   const int prefetches = !part.stream && cols * (int64_t)sizeof(T) <= PREFETCHED_ROW;
@@ -143,7 +146,7 @@ ALWAYS_INLINE void NAME(means_of)(NAME(part_t) part, NAME(grad_row_t) * row, con
 }
 
 /* The first pass in a function of its own, which every combination of outputs calls. */
-NOINLINE void NAME(grad_means)(NAME(part_t) part, NAME(grad_row_t) * row, const fused_t *fused) {
+NOINLINE void NAME(grad_means)(NAME(part_t) part, NAME(grad_row_t) * row, cpu_dropout_t *fused) {
   const int centered = part.needs & CENTERED;
   if (fused) {
     centered ? NAME(means_of)(part, row, fused, 1) : NAME(means_of)(part, row, fused, 0);
@@ -155,13 +158,11 @@ NOINLINE void NAME(grad_means)(NAME(part_t) part, NAME(grad_row_t) * row, const 
 /* The second pass. Streamed stores begin at a multiple of 64 bytes. The blocks read local copies,
  * see part_t. */
 ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, const NAME(grad_row_t) * row_in,
-                                      const fused_t *fused_in) {
+                                      cpu_dropout_t *fused) {
   const int64_t cols = part.args->cols;
-  const fused_t fused_copy = fused_in ? *fused_in : (fused_t){0},
-                *fused = fused_in ? &fused_copy : NULL;
   const NAME(grad_row_t) row = *row_in;
   int64_t c = NAME(row_head)(row.grad_x, cols, part.stream);
-  if (c > 0) NAME(second_part)(part, row_in, fused_in, 0, (int)c);
+  if (c > 0) NAME(second_part)(part, row_in, fused, 0, (int)c);
   const wide_halves_t halves = NAME(wide_halves)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
   const int dropped_aligned =
@@ -169,13 +170,13 @@ ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, const NAME(grad_row_t) 
   const int aligned = part.stream && dropped_aligned && (uintptr_t)(row.grad_x + c) % 64 == 0;
   for (; c < blocks_end; c += BLOCK)
     NAME(second_pass)(part, &row, fused, halves, c, BLOCK, aligned);
-  if (c < cols) NAME(second_part)(part, row_in, fused_in, c, (int)(cols - c));
+  if (c < cols) NAME(second_part)(part, row_in, fused, c, (int)(cols - c));
 }
 
 /* ---- rows [begin, end) ---- */
 
 /* A loop for one combination of outputs, `needs`, which is a constant if it can be. */
-ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, const fused_t *fused, int64_t begin,
+ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fused, int64_t begin,
                                  int64_t end) {
   part.needs = needs;
   for (int64_t r = begin; r < end; ++r) {
@@ -187,7 +188,7 @@ ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, const fused_t *fu
 
 /* The common combinations of outputs have loops of their own. The plain norms have, too, in which
  * `fused` is a constant: else they take 30 to 40 % longer. */
-ALWAYS_INLINE void NAME(backward_rows)(NAME(part_t) part, const fused_t *fused, int64_t begin,
+ALWAYS_INLINE void NAME(backward_rows)(NAME(part_t) part, cpu_dropout_t *fused, int64_t begin,
                                        int64_t end) {
   enum {
     LAYER_NORM = CENTERED | GRAD_X | GRAD_WEIGHT | GRAD_BIAS,
@@ -208,18 +209,6 @@ ALWAYS_INLINE void NAME(backward_rows)(NAME(part_t) part, const fused_t *fused, 
   NAME(rows_of)(part, part.needs, fused, begin, end);
 }
 
-/* The fused forms, any of them. */
-ALWAYS_INLINE void NAME(fused_rows)(NAME(part_t) part, int64_t begin, int64_t end) {
-  const norm_backward_args *args = part.args;
-  const int drops_y = args->dropout_y.seed != NULL;
-  const dropout_t *dropped = drops_y ? &args->dropout_y : &args->dropout_x;
-  cpu_dropout_t dropout;
-  cpu_dropout_init(&dropout, dropped, end * args->cols);
-  const ahead_t grad_sum_ahead = row_ahead(args->grad_sum_stride, args->cols, sizeof(T), 1);
-  const fused_t fused = {&dropout, grad_sum_ahead, drops_y};
-  NAME(backward_rows)(part, &fused, begin, end);
-}
-
 /* ---- parts of the rows, and their sums ---- */
 
 ALWAYS_INLINE NAME(part_t) NAME(part_of)(const norm_backward_args *args, int64_t part) {
@@ -235,6 +224,10 @@ ALWAYS_INLINE NAME(part_t) NAME(part_of)(const norm_backward_args *args, int64_t
       .bias_rows = args->grad_bias ? rows + bias : NULL,
       .needs = (args->mean ? CENTERED : 0) | (args->grad_x ? GRAD_X : 0) |
                (args->grad_weight ? GRAD_WEIGHT : 0) | (args->grad_bias ? GRAD_BIAS : 0),
+      .drops_y = args->dropout_y.seed != NULL,
+      .x_ahead = row_ahead(args->x_stride, args->cols, sizeof(T), 1),
+      .grad_out_ahead = row_ahead(args->grad_out_stride, args->cols, sizeof(T), 1),
+      .grad_sum_ahead = row_ahead(args->grad_sum_stride, args->cols, sizeof(T), 1),
   };
 }
 
@@ -255,14 +248,16 @@ static void NAME(norm_backward)(const norm_backward_args *args, int64_t number) 
   const int64_t last = first + part_rows < args->rows ? first + part_rows : args->rows;
   const int64_t wide = norm_wide_cols(args->cols), row_bytes = args->cols * (int64_t)sizeof(T);
   const int64_t tensors = 3 + (args->grad_sum != NULL) + (args->grad_dropped != NULL);
-  const int fused = args->grad_sum || args->grad_dropped || args->dropout_y.seed;
+  const int is_fused = args->grad_sum || args->grad_dropped || args->dropout_y.seed;
+  cpu_dropout_t fused;
+  cpu_dropout_init(&fused, part.drops_y ? &args->dropout_y : &args->dropout_x, last * args->cols);
   part.stream = args->grad_x && cpu_should_stream(tensors * args->rows * row_bytes);
   for (int64_t r = first; r < last; r += FLUSH_ROWS) {
     const int64_t end = r + FLUSH_ROWS < last ? r + FLUSH_ROWS : last;
     if (part.weight) memset(part.weight_rows, 0, (size_t)wide * sizeof(ACC));
     if (part.bias) memset(part.bias_rows, 0, (size_t)wide * sizeof(ACC));
-    if (fused) {
-      NAME(fused_rows)(part, r, end);
+    if (is_fused) {
+      NAME(backward_rows)(part, &fused, r, end);
     } else {
       NAME(backward_rows)(part, NULL, r, end);
     }
