@@ -83,7 +83,7 @@ def check_norm_backward(
 
 
 def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
-    """check_dropout of csrc/norm/norm_fused.cpp."""
+    """check_dropout of csrc/norm/norm_shim.cpp."""
     checks.check_probability(op, p)
     if seed is not None:
         checks.check_seed(op, seed, x)

@@ -1,4 +1,4 @@
-// What norm.cpp and norm_fused.cpp share: one forward and one backward for all five norms.
+// One forward and one backward for all five norms (norm.cpp).
 #ifndef EXTENSION_CPP_NORM_SHIM_H
 #define EXTENSION_CPP_NORM_SHIM_H
 
