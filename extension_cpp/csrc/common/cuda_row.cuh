@@ -278,27 +278,28 @@ class RowSum {
     return group_max(part < count ? warps(turn)[part].v[0] : -INFINITY, MAX_WARPS);
   }
 
-  // Sends `mine` to all CTAs of the cluster. Lane i receives the numbers of CTA i % 16, or zeros if
-  // there is no such CTA.
-  __device__ float2 exchange(float2 mine, int turn) const {
-    float2 numbers[1] = {mine};
-    exchange(numbers, turn);
-    return numbers[0];
-  }
-
-  // The same for several pairs, which take the time of one. Each counts as a turn.
-  template <int COUNT>
-  __device__ void exchange(float2 (&numbers)[COUNT], int turn) const {
-    static_assert(COUNT <= SLOTS);
+  // Sends `mine` to all CTAs of the cluster. Counts as a turn.
+  __device__ void send_to_all(float2 mine, int turn) const {
 #if HAS_CLUSTERS
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) send_to_all(numbers[i], turn + i);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) numbers[i] = receive(turn + i);
+    const int slot = turn % SLOTS;
+    if (threadIdx.x == 0) expect_bytes(&shared.arrived[slot], cluster * sizeof(float2));
+    if (threadIdx.x < cluster) {  // thread i of the CTA sends to CTA i
+      send(&shared.ctas[slot][rank], &shared.arrived[slot], threadIdx.x, mine);
+    }
 #endif
   }
 
+  // Lane i receives what CTA i % 16 sent in this turn, or zeros if there is no such CTA.
+  __device__ float2 receive(int turn) const {
+    float2 part{0, 0};
 #if HAS_CLUSTERS
+    const int slot = turn % SLOTS, cta = threadIdx.x % MAX_CLUSTER;
+    wait_cluster_phase(&shared.arrived[slot], turn / SLOTS % 2);
+    if (cta < cluster) part = shared.ctas[slot][cta];
+#endif
+    return part;
+  }
+
   // The sum over the cluster in two steps, post and collect, so that other work fits between them.
   // All threads of the CTA pass a barrier in post().
   template <int COUNT>
@@ -316,7 +317,6 @@ class RowSum {
     if (COUNT == 2) v[COUNT - 1] = part.y;
     group_sum(v, MAX_CLUSTER);
   }
-#endif
 
  private:
   Shared &shared;
@@ -366,23 +366,6 @@ class RowSum {
       v[1] = which == 0 ? other : sum[0];
     }
   }
-
-#if HAS_CLUSTERS
-  // Thread i of the CTA sends to CTA i.
-  __device__ void send_to_all(float2 mine, int turn) const {
-    const int slot = turn % SLOTS;
-    if (threadIdx.x == 0) expect_bytes(&shared.arrived[slot], cluster * sizeof(float2));
-    if (threadIdx.x < cluster) {
-      send(&shared.ctas[slot][rank], &shared.arrived[slot], threadIdx.x, mine);
-    }
-  }
-
-  __device__ float2 receive(int turn) const {
-    const int slot = turn % SLOTS, cta = threadIdx.x % MAX_CLUSTER;
-    wait_cluster_phase(&shared.arrived[slot], turn / SLOTS % 2);
-    return cta < cluster ? shared.ctas[slot][cta] : float2{0, 0};
-  }
-#endif
 };
 
 #endif

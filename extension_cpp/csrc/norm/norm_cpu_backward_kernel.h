@@ -64,7 +64,7 @@ ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out
   NAME(load_block)(xhat, row->x + c, n);
   NAME(load_block)(grad_out, row->grad_out + c, n);
   if (fused && part.drops_y) NAME(dropout_block)(grad_out, fused, row->first + c);
-  NAME(normalise)(xhat, row->statistics, centered, 0);
+  NAME(normalise)(xhat, row->statistics, centered);
 }
 
 /* First pass: the sums that grad_x needs. */

@@ -116,19 +116,15 @@ NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, doubl
 }
 
 /* What normalise needs of a row. `offset` corrects for the rounding of `mean`: (rounded mean -
- * exact mean) * rstd. */
+ * exact mean) * rstd. Backward has the rounded mean that forward stored, and no offset. */
 typedef struct {
   ACC mean, rstd, offset;
 } NAME(row_t);
 
-/* Normalise, for forward and both passes of backward. x becomes xhat. Backward has the rounded mean
- * that forward stored, and no offset. */
-ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centered, int has_offset) {
+/* Normalise, for forward and both passes of backward. x becomes xhat. */
+ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centered) {
   if (centered) {
-    for (int k = 0; k < BLOCK; ++k) x[k] -= row.mean;
-  }
-  if (has_offset) {
-    for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k], row.rstd, row.offset);
+    for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k] - row.mean, row.rstd, row.offset);
   } else {
     for (int k = 0; k < BLOCK; ++k) x[k] *= row.rstd;
   }
@@ -245,7 +241,7 @@ ALWAYS_INLINE void NAME(forward_block)(const norm_forward_args *args, const T *x
   prefetch_later(x + c, BLOCK * sizeof(T), ahead);
   NAME(load_block)(v, x + c, n);
   NAME(load_wide)(weight, (const ACC *)args->weight, halves, c);
-  NAME(normalise)(v, row, centered, centered);
+  NAME(normalise)(v, row, centered);
   if (centered) {
     NAME(load_wide)(bias, (const ACC *)args->bias, halves, c);
     for (int k = 0; k < BLOCK; ++k) v[k] = FMA(v[k], weight[k], bias[k]);

@@ -24,32 +24,18 @@ static cudaError_t ask_device(Device &device, int number) {
   device.has_sm_90_code = attributes.ptxVersion >= 90;
   if (error != cudaSuccess || !device.has_sm_90_code) return error;
   constexpr int SHARED = 160 << 10;  // one CTA per SM
-  error = cudaFuncSetAttribute(cluster_probe_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               SHARED);
-  if (error != cudaSuccess) {  // too little shared memory for the pipeline: use no clusters
-    cudaGetLastError();
-    return cudaSuccess;
-  }
-  error =
-      cudaFuncSetAttribute(cluster_probe_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  for (int log = 1; log < 5 && error == cudaSuccess; ++log) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {1u << log, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1u << log);
-    config.blockDim = dim3(512);
-    config.dynamicSmemBytes = SHARED;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaOccupancyMaxActiveClusters(&device.clusters[log], cluster_probe_kernel, &config);
-    if (error == cudaErrorInvalidClusterSize) {  // the device has no clusters of this size
+  const auto probe = reinterpret_cast<const void *>(cluster_probe_kernel);
+  for (int log = 1; log < 5; ++log) {
+    LaunchConfig config(1 << log, dim3(512), nullptr);
+    int &clusters = device.clusters[log];
+    error = config.set_cluster(probe, SHARED, 1 << log);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, probe, &config);
+    if (error != cudaSuccess) {  // no clusters of this size, or too little shared memory
       cudaGetLastError();
-      device.clusters[log] = 0;
-      return cudaSuccess;
+      clusters = 0;
     }
   }
-  return error;
+  return cudaSuccess;
 }
 
 // Each thread caches the properties of the device that it used last.
@@ -147,14 +133,9 @@ static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts, c
   if (outputs[0] == nullptr) std::swap(outputs[0], outputs[1]);
   if (outputs[0] == nullptr) return cudaSuccess;
   const int64_t ctas = ceil_div(args.cols, PARTIALS_X) * (outputs[1] == nullptr ? 1 : 2);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(PARTIALS_X, PARTIALS_Y);
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
+  LaunchConfig config(ctas, dim3(PARTIALS_X, PARTIALS_Y), stream);
+  config.attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  config.attribute.val.programmaticStreamSerializationAllowed = 1;
   // Code of an older architecture cannot wait for the previous kernel, so it must not start early.
   config.numAttrs = device.has_sm_90_code ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_partials_kernel<A, W>,

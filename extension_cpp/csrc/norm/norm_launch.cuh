@@ -49,14 +49,10 @@ struct BackwardParams : Geometry, norm_backward_args {
 // The operation that is fused with the norm. HAS_RESIDUAL: forward's prologue is x = residual +
 // dropout(x), backward's epilogue grad_x += grad_sum, grad_dropped = dropout(grad_x). DROPS_Y:
 // forward's epilogue is y = dropout(y), backward's prologue grad_out = dropout(grad_out).
-struct Plain {
-  static constexpr bool HAS_RESIDUAL = false, DROPS_Y = false;
-};
-struct Residual {
-  static constexpr bool HAS_RESIDUAL = true, DROPS_Y = false;
-};
-struct DropoutOfY {
-  static constexpr bool HAS_RESIDUAL = false, DROPS_Y = true;
+template <Form FORM>
+struct FormOf {
+  static constexpr bool HAS_RESIDUAL = FORM == Form::RESIDUAL;
+  static constexpr bool DROPS_Y = FORM == Form::DROPOUT_OF_Y;
 };
 
 // The dropout mask of a thread's elements of a row: bit 1 keeps an element.
@@ -127,13 +123,12 @@ cudaError_t with_row_shape(const Plan &plan, F &&f) {
 // Calls f(norm, form) with a Norm (norm_math.cuh) and a form.
 template <typename F>
 cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
-  switch (form) {
-    case Form::RESIDUAL:
-      return is_layer_norm ? f(LayerNorm{}, Residual{}) : f(RmsNorm{}, Residual{});
-    case Form::DROPOUT_OF_Y: return f(LayerNorm{}, DropoutOfY{});
-    case Form::PLAIN: break;
-  }
-  return is_layer_norm ? f(LayerNorm{}, Plain{}) : f(RmsNorm{}, Plain{});
+  constexpr FormOf<Form::RESIDUAL> residual;
+  constexpr FormOf<Form::PLAIN> plain;
+  if (form == Form::DROPOUT_OF_Y) return f(LayerNorm{}, FormOf<Form::DROPOUT_OF_Y>{});
+  if (form == Form::RESIDUAL)
+    return is_layer_norm ? f(LayerNorm{}, residual) : f(RmsNorm{}, residual);
+  return is_layer_norm ? f(LayerNorm{}, plain) : f(RmsNorm{}, plain);
 }
 
 // Calls f(parameters, zero of the rows' type, norm, form).
@@ -146,29 +141,39 @@ cudaError_t with_backward(const norm_backward_args &args, const Plan &plan, F &&
   });
 }
 
+// A launch with at most one attribute.
+struct LaunchConfig : cudaLaunchConfig_t {
+  cudaLaunchAttribute attribute{};
+
+  LaunchConfig(int64_t ctas, dim3 threads, cudaStream_t stream) : cudaLaunchConfig_t{} {
+    gridDim = dim3(static_cast<unsigned>(ctas));
+    blockDim = threads;
+    this->stream = stream;
+    attrs = &attribute;
+  }
+
+  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them.
+  cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
+    dynamicSmemBytes = shared_bytes;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    numAttrs = 1;
+    cudaError_t error = cudaSuccess;
+    if (shared_bytes > 0) {
+      error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    }
+    if (error != cudaSuccess || cluster <= 8) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+};
+
 // Not a template, so that the host code is compiled once instead of once per kernel.
 inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
                           cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.ctas));
-  config.blockDim = dim3(plan.threads, plan.rows_per_cta);
-  config.dynamicSmemBytes = plan.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  config.attrs = &attribute;
+  LaunchConfig config(plan.ctas, dim3(plan.threads, plan.rows_per_cta), stream);
   cudaError_t error = cudaSuccess;
-  if (plan.shared_bytes > 0) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 plan.shared_bytes);
-  }
-  if (error == cudaSuccess && plan.cluster > 1) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-    config.numAttrs = 1;
-    if (plan.cluster > 8) {
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    }
-  }
+  if (plan.cluster > 1) error = config.set_cluster(kernel, plan.shared_bytes, plan.cluster);
   void *parameters[] = {const_cast<void *>(params)};
   return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, parameters) : error;
 }

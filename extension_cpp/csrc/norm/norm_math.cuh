@@ -33,8 +33,8 @@ struct RmsNorm {
     for_each([&](A x) { squares[0] += x * x; });
     row_sum.sum_cta(squares, turn++);
     if (row_sum.cluster > 1) {
-      squares[0] = row_sum.exchange({static_cast<float>(squares[0]), 0}, turn++).x;
-      group_sum(squares, MAX_CLUSTER);
+      row_sum.send_to_all({static_cast<float>(squares[0]), 0}, turn);
+      row_sum.collect(squares, turn++);
     }
     return {0, reciprocal_root(squares[0] * per_col + eps), 0};
   }
@@ -86,12 +86,13 @@ struct LayerNorm {
     row_sum.sum_cta(deviations, turn++);
     moments.add(deviations, per_element);
     if (is_cluster) {
-      float2 parts[2] = {{static_cast<float>(moments.mean), static_cast<float>(moments.squares)},
-                         {static_cast<float>(moments.excess), 0}};
-      row_sum.exchange(parts, turn);
+      const float mean = static_cast<float>(moments.mean);
+      row_sum.send_to_all({mean, static_cast<float>(moments.squares)}, turn);
+      row_sum.send_to_all({static_cast<float>(moments.excess), 0}, turn + 1);
+      const float2 first = row_sum.receive(turn), second = row_sum.receive(turn + 1);
       turn += 2;
       const A count = static_cast<A>(columns(threadIdx.x % MAX_CLUSTER));
-      moments = join<A>({parts[0].x, parts[1].x, parts[0].y}, count, per_col);
+      moments = join<A>({first.x, second.x, first.y}, count, per_col);
     }
     const A variance = moments.squares * per_col;
     const A rstd = reciprocal_root((variance < 0 ? A(0) : variance) + eps);

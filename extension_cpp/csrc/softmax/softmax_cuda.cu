@@ -146,8 +146,8 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   });
   row_sum.sum_cta(sum, 0);
   if (p.cluster > 1) {
-    sum[0] = row_sum.exchange({sum[0], 0}, 1).x;
-    group_sum(sum, MAX_CLUSTER);
+    row_sum.send_to_all({sum[0], 0}, 1);
+    row_sum.collect(sum, 1);
   }
   if (!is_row) return;
   T *const grad_x = p.out + row * p.cols;

@@ -114,7 +114,8 @@ __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
 // this CTA, and become those of the row.
 template <typename Sum>
 __device__ inline void join_cluster(const Sum &row_sum, float &most, float &sum, int turn) {
-  const float2 part = row_sum.exchange({most, sum}, turn);
+  row_sum.send_to_all({most, sum}, turn);
+  const float2 part = row_sum.receive(turn);
   const bool is_cta = threadIdx.x % MAX_CLUSTER < row_sum.cluster;
   most = group_max(is_cta ? part.x : -INFINITY, MAX_CLUSTER);
   float sums[1] = {is_cta ? part.y * rescale(part.x, most) : 0};
