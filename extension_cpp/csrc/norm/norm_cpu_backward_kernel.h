@@ -1,5 +1,10 @@
 /* Backward of layer_norm and rms_norm: the part of norm_cpu_kernel.h that is not forward. */
 
+/* See NAME(grad_x). */
+typedef struct {
+  ACC slope, level;
+} NAME(slope_t);
+
 /* One part of the rows. Passed by value: an object whose address a call has seen is reloaded after
  * every store.
  *
@@ -14,71 +19,65 @@ typedef struct {
   ACC *weight_rows, *bias_rows;
   int needs, stream, drops_y;
   ahead_t x_ahead, grad_out_ahead, grad_sum_ahead;
-} NAME(part_t);
-
-typedef struct {
+  /* The current row. */
   const T *x, *grad_out, *grad_sum;
   T *grad_x, *grad_dropped;
-  NAME(row_t) statistics;
-  ACC slope, level; /* see NAME(grad_x) */
-  int64_t first;    /* index of the row's first element */
-} NAME(grad_row_t);
+  NAME(row_t) row;
+  NAME(slope_t) slope;
+  int64_t first; /* index of the row's first element */
+} NAME(part_t);
 
-ALWAYS_INLINE NAME(grad_row_t) NAME(grad_row)(NAME(part_t) part, int64_t r) {
-  const norm_backward_args *args = part.args;
-  return (NAME(grad_row_t)){
-      .x = (const T *)args->x + r * args->x_stride,
-      .grad_out = (const T *)args->grad_out + r * args->grad_out_stride,
-      .grad_sum = args->grad_sum ? (const T *)args->grad_sum + r * args->grad_sum_stride : NULL,
-      .grad_x = args->grad_x ? (T *)args->grad_x + r * args->cols : NULL,
-      .grad_dropped = args->grad_dropped ? (T *)args->grad_dropped + r * args->cols : NULL,
-      .statistics.mean = part.needs & CENTERED ? ((const ACC *)args->mean)[r] : 0,
-      .statistics.rstd = ((const ACC *)args->rstd)[r],
-      .first = r * args->cols,
-  };
+/* Sets the row that the functions below process. */
+ALWAYS_INLINE void NAME(set_row)(NAME(part_t) * part, int64_t r) {
+  const norm_backward_args *args = part->args;
+  part->x = (const T *)args->x + r * args->x_stride;
+  part->grad_out = (const T *)args->grad_out + r * args->grad_out_stride;
+  part->grad_sum = args->grad_sum ? (const T *)args->grad_sum + r * args->grad_sum_stride : NULL;
+  part->grad_x = args->grad_x ? (T *)args->grad_x + r * args->cols : NULL;
+  part->grad_dropped = args->grad_dropped ? (T *)args->grad_dropped + r * args->cols : NULL;
+  part->row.mean = part->needs & CENTERED ? ((const ACC *)args->mean)[r] : 0;
+  part->row.rstd = ((const ACC *)args->rstd)[r];
+  part->first = r * args->cols;
 }
 
 /* ---- one row, n columns from column c on ---- */
 
 /* Epilogue of backward: adds grad_sum to grad_x, stores it, and stores grad_dropped. */
 ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, NAME(part_t) part,
-                                           const NAME(grad_row_t) * row, cpu_dropout_t *fused,
-                                           int64_t c, int n, int stream) {
-  if (fused && row->grad_sum) {
+                                           cpu_dropout_t *fused, int64_t c, int n, int stream) {
+  if (fused && part.grad_sum) {
     ACC grad_sum[BLOCK];
-    prefetch_later(row->grad_sum + c, BLOCK * sizeof(T), part.grad_sum_ahead);
-    NAME(load_block)(grad_sum, row->grad_sum + c, n);
+    prefetch_later(part.grad_sum + c, BLOCK * sizeof(T), part.grad_sum_ahead);
+    NAME(load_block)(grad_sum, part.grad_sum + c, n);
     for (int k = 0; k < BLOCK; ++k) grad_x[k] += grad_sum[k];
   }
-  STORE(row->grad_x + c, grad_x, n, stream);
-  if (fused && row->grad_dropped) {
-    NAME(dropout_block)(grad_x, fused, row->first + c);
-    STORE(row->grad_dropped + c, grad_x, n, stream);
+  STORE(part.grad_x + c, grad_x, n, stream);
+  if (fused && part.grad_dropped) {
+    NAME(dropout_block)(grad_x, fused, part.first + c);
+    STORE(part.grad_dropped + c, grad_x, n, stream);
   }
 }
 
 /* xhat, and grad_out after the prologue: from the gradient of dropout_y(y) to the gradient of y. */
 ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out, NAME(part_t) part,
-                                      const NAME(grad_row_t) * row, cpu_dropout_t *fused, int64_t c,
-                                      int n, int centered) {
-  NAME(load_block)(xhat, row->x + c, n);
-  NAME(load_block)(grad_out, row->grad_out + c, n);
-  if (fused && part.drops_y) NAME(dropout_block)(grad_out, fused, row->first + c);
-  NAME(normalise)(xhat, row->statistics, centered);
+                                      cpu_dropout_t *fused, int64_t c, int n, int centered) {
+  NAME(load_block)(xhat, part.x + c, n);
+  NAME(load_block)(grad_out, part.grad_out + c, n);
+  if (fused && part.drops_y) NAME(dropout_block)(grad_out, fused, part.first + c);
+  NAME(normalise)(xhat, part.row, centered);
 }
 
 /* First pass: the sums that grad_x needs. */
 ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, NAME(part_t) part,
-                                    const NAME(grad_row_t) * row, cpu_dropout_t *fused,
-                                    wide_halves_t halves, int64_t c, int n, int centered,
-                                    int prefetches) {
+                                    cpu_dropout_t *fused, wide_halves_t halves, int64_t c, int n,
+                                    int centered, int prefetches) {
   ACC xhat[BLOCK], g[BLOCK], weight[BLOCK];
   if (prefetches) {
-    prefetch_output(row->grad_x + c, BLOCK * sizeof(T));
-    if (fused && row->grad_dropped) prefetch_output(row->grad_dropped + c, BLOCK * sizeof(T));
+    prefetch_output(part.grad_x + c, BLOCK * sizeof(T));
+    if (fused && part.grad_dropped) prefetch_output(part.grad_dropped + c, BLOCK * sizeof(T));
   }
   NAME(load_wide)(weight, (const ACC *)part.args->weight, halves, c);
-  NAME(load_columns)(xhat, g, part, row, fused, c, n, centered);
+  NAME(load_columns)(xhat, g, part, fused, c, n, centered);
   NAME(grad_x_sums)(products, sum, g, xhat, weight, centered);
 }
 
@@ -99,32 +98,29 @@ ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad
 }
 
 /* Second pass: adds to the sums over rows, and writes grad_x. */
-ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, const NAME(grad_row_t) * row,
-                                     cpu_dropout_t *fused, wide_halves_t halves, int64_t c, int n,
-                                     int stream) {
+ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, cpu_dropout_t *fused, wide_halves_t halves,
+                                     int64_t c, int n, int stream) {
   const int needs = part.needs;
   ACC xhat[BLOCK], g[BLOCK], weight[BLOCK];
-  prefetch_later(row->x + c, BLOCK * sizeof(T), part.x_ahead);
-  prefetch_later(row->grad_out + c, BLOCK * sizeof(T), part.grad_out_ahead);
-  NAME(load_columns)(xhat, g, part, row, fused, c, n, needs & CENTERED);
+  prefetch_later(part.x + c, BLOCK * sizeof(T), part.x_ahead);
+  prefetch_later(part.grad_out + c, BLOCK * sizeof(T), part.grad_out_ahead);
+  NAME(load_columns)(xhat, g, part, fused, c, n, needs & CENTERED);
   NAME(add_to_sums)(part, g, xhat, halves, c);
   if (!(needs & GRAD_X)) return;
   NAME(load_wide)(weight, (const ACC *)part.args->weight, halves, c);
-  NAME(grad_x)(g, xhat, weight, row->statistics.rstd, row->slope, row->level);
-  NAME(backward_epilogue)(g, part, row, fused, c, n, stream);
+  NAME(grad_x)(g, xhat, weight, part.row.rstd, part.slope.slope, part.slope.level);
+  NAME(backward_epilogue)(g, part, fused, c, n, stream);
 }
 
-NOINLINE void NAME(second_part)(NAME(part_t) part, const NAME(grad_row_t) * row,
-                                cpu_dropout_t *fused, int64_t c, int n) {
+NOINLINE void NAME(second_part)(NAME(part_t) part, cpu_dropout_t *fused, int64_t c, int n) {
   const wide_halves_t halves = NAME(wide_halves)(c, part.args->cols);
-  NAME(second_pass)(part, row, fused, halves, c, n, 0);
+  NAME(second_pass)(part, fused, halves, c, n, 0);
 }
 
 /* ---- one row, all columns ---- */
 
-/* The first pass: sets slope and level. */
-ALWAYS_INLINE void NAME(means_of)(NAME(part_t) part, NAME(grad_row_t) * row, cpu_dropout_t *fused,
-                                  int centered) {
+/* The first pass. */
+ALWAYS_INLINE NAME(slope_t) NAME(means_of)(NAME(part_t) part, cpu_dropout_t *fused, int centered) {
   const int64_t cols = part.args->cols;
   const int prefetches = !part.stream && cols * (int64_t)sizeof(T) <= PREFETCHED_ROW;
   const wide_halves_t halves = NAME(wide_halves)(0, cols);
@@ -133,44 +129,37 @@ ALWAYS_INLINE void NAME(means_of)(NAME(part_t) part, NAME(grad_row_t) * row, cpu
     const int64_t end = cols - c < FLUSH_COLS ? cols : c + FLUSH_COLS;
     ACC products[BLOCK] = {0}, sum[BLOCK] = {0};
     for (; c + BLOCK <= end; c += BLOCK)
-      NAME(first_pass)(products, sum, part, row, fused, halves, c, BLOCK, centered, prefetches);
+      NAME(first_pass)(products, sum, part, fused, halves, c, BLOCK, centered, prefetches);
     const int n = (int)(end - c);
-    if (n > 0) NAME(first_pass)(products, sum, part, row, fused, halves, c, n, centered, 0);
+    if (n > 0) NAME(first_pass)(products, sum, part, fused, halves, c, n, centered, 0);
     total_products += FOLD(products);
     if (centered) total += FOLD(sum);
     c = end;
   }
-  const double scale = -(double)row->statistics.rstd / (double)cols;
-  row->slope = (ACC)(total_products * scale);
-  row->level = (ACC)(total * scale);
+  const double scale = -(double)part.row.rstd / (double)cols;
+  return (NAME(slope_t)){(ACC)(total_products * scale), (ACC)(total * scale)};
 }
 
 /* The first pass in a function of its own, which every combination of outputs calls. */
-NOINLINE void NAME(grad_means)(NAME(part_t) part, NAME(grad_row_t) * row, cpu_dropout_t *fused) {
-  const int centered = part.needs & CENTERED;
-  if (fused) {
-    centered ? NAME(means_of)(part, row, fused, 1) : NAME(means_of)(part, row, fused, 0);
-  } else {
-    centered ? NAME(means_of)(part, row, NULL, 1) : NAME(means_of)(part, row, NULL, 0);
-  }
+NOINLINE NAME(slope_t) NAME(grad_means)(NAME(part_t) part, cpu_dropout_t *fused) {
+  if (fused && part.needs & CENTERED) return NAME(means_of)(part, fused, 1);
+  if (fused) return NAME(means_of)(part, fused, 0);
+  if (part.needs & CENTERED) return NAME(means_of)(part, NULL, 1);
+  return NAME(means_of)(part, NULL, 0);
 }
 
-/* The second pass. Streamed stores begin at a multiple of 64 bytes. The blocks read local copies,
- * see part_t. */
-ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, const NAME(grad_row_t) * row_in,
-                                      cpu_dropout_t *fused) {
+/* The second pass. Streamed stores begin at a multiple of 64 bytes. */
+ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, cpu_dropout_t *fused) {
   const int64_t cols = part.args->cols;
-  const NAME(grad_row_t) row = *row_in;
-  int64_t c = NAME(row_head)(row.grad_x, cols, part.stream);
-  if (c > 0) NAME(second_part)(part, row_in, fused, 0, (int)c);
+  int64_t c = NAME(row_head)(part.grad_x, cols, part.stream);
+  if (c > 0) NAME(second_part)(part, fused, 0, (int)c);
   const wide_halves_t halves = NAME(wide_halves)(c, cols);
   const int64_t blocks_end = cols - (cols - c) % BLOCK;
   const int dropped_aligned =
-      !fused || !row.grad_dropped || (uintptr_t)(row.grad_dropped + c) % 64 == 0;
-  const int aligned = part.stream && dropped_aligned && (uintptr_t)(row.grad_x + c) % 64 == 0;
-  for (; c < blocks_end; c += BLOCK)
-    NAME(second_pass)(part, &row, fused, halves, c, BLOCK, aligned);
-  if (c < cols) NAME(second_part)(part, row_in, fused, c, (int)(cols - c));
+      !fused || !part.grad_dropped || (uintptr_t)(part.grad_dropped + c) % 64 == 0;
+  const int aligned = part.stream && dropped_aligned && (uintptr_t)(part.grad_x + c) % 64 == 0;
+  for (; c < blocks_end; c += BLOCK) NAME(second_pass)(part, fused, halves, c, BLOCK, aligned);
+  if (c < cols) NAME(second_part)(part, fused, c, (int)(cols - c));
 }
 
 /* ---- rows [begin, end) ---- */
@@ -180,9 +169,9 @@ ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fu
                                  int64_t end) {
   part.needs = needs;
   for (int64_t r = begin; r < end; ++r) {
-    NAME(grad_row_t) row = NAME(grad_row)(part, r);
-    if (needs & GRAD_X) NAME(grad_means)(part, &row, fused);
-    NAME(grad_columns)(part, &row, fused);
+    NAME(set_row)(&part, r);
+    if (needs & GRAD_X) part.slope = NAME(grad_means)(part, fused);
+    NAME(grad_columns)(part, fused);
   }
 }
 
