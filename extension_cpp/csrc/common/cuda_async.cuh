@@ -46,14 +46,16 @@ __device__ inline void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-#if HAS_CLUSTERS
-
 // The number of this CTA in its cluster.
 __device__ inline int cluster_rank() {
-  int rank;
+  int rank = 0;
+#if HAS_CLUSTERS
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
   return rank;
 }
+
+#if HAS_CLUSTERS
 
 // Waits until every thread of every CTA of the cluster has arrived.
 __device__ inline void sync_cluster() {

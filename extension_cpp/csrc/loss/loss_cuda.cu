@@ -26,10 +26,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;
   __shared__ typename Sum::Shared shared;
-  int rank = 0;
-#if HAS_CLUSTERS
-  if (p.cluster > 1) rank = cluster_rank();
-#endif
+  const int rank = p.cluster > 1 ? cluster_rank() : 0;
   const loss_rows &rows = p.args.rows;
   const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
   const bool is_row = row < p.rows;

@@ -104,8 +104,7 @@ enum { NORM_TILE = 2048 };
 static inline int64_t norm_part_rows(int64_t rows, int64_t cols) {
   const int64_t wide = norm_wide_cols(cols), fitting = (16 << 20) / (24 * wide);
   const int64_t parts = fitting < 8 ? 8 : fitting > 256 ? 256 : fitting;
-  const int64_t part_rows = 2 * ceil_div(ceil_div(rows, parts), 2),
-                wide_rows = (1 << 17) / wide * 2;
+  const int64_t part_rows = ceil_div(rows, parts), wide_rows = (1 << 18) / wide;
   const int64_t least = wide_rows < 8 ? 8 : wide_rows > 64 ? 64 : wide_rows;
   return part_rows < least ? least : part_rows;
 }

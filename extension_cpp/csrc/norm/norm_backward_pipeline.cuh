@@ -49,15 +49,7 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
         row_sum(shared.sums, p.cluster, rank),
         rank(rank) {}
 
-  __device__ void begin(const Segment &segment) {
-    slice = RowSlice<T, ALIGNED>(p.cols, segment.first, p.slice, rank);
-    window = RowWindow<T, K, ALIGNED>(slice);
-    this->load_weights();
-    this->columns = {};
-  }
-
-  // The place of a row, after that of the row before. Rows keep their offset from a multiple of 128
-  // bytes, because bulk copies are slower otherwise.
+  // The place of a row, after that of the row before.
   __device__ Place next_place(const Place &before, int64_t row) const {
     const auto offset = [&](const T *data) {
       return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data + slice.begin) / 16 % 8 * 16);
@@ -133,7 +125,10 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
   }
 
   __device__ void run(const Segment &segment) {
-    begin(segment);
+    slice = RowSlice<T, ALIGNED>(p.cols, segment.first, p.slice, rank);
+    window = RowWindow<T, K, ALIGNED>(slice);
+    this->load_weights();
+    this->columns = {};
     const int64_t end = segment.first + segment.count * segment.step, step = segment.step;
     const auto start_copies = [&](int i) {
       fetched = next_place(fetched, segment.first + i * step);
@@ -141,7 +136,6 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
     };
     Place now = next_place(fetched, segment.first), next;
     for (int i = 0; i < p.stages && i < segment.count; ++i) start_copies(i);
-    // mean and rstd are loaded two rows ahead.
     float2 moments = load_moments(p, segment.first), next_moments{}, later_moments{};
     if (segment.count > 1) next_moments = load_moments(p, segment.first + step);
     Mask mask, next_mask;

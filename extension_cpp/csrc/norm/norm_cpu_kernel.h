@@ -32,12 +32,8 @@ ALWAYS_INLINE void NAME(load_wide)(ACC *restrict v, const ACC *wide, wide_halves
 ALWAYS_INLINE void NAME(store_wide)(ACC *wide, wide_halves_t halves, int64_t c,
                                     const ACC *restrict v) {
   ACC *p = wide + NAME(wide_index)(c);
-  if (NAME(column)(1) == 1) {
-    for (int k = 0; k < BLOCK; ++k) p[k] = v[k];
-  } else {
-    for (int k = 0; k < BLOCK / 2; ++k) p[halves.lower + k] = v[k];
-    for (int k = 0; k < BLOCK / 2; ++k) p[halves.upper + k] = v[BLOCK / 2 + k];
-  }
+  for (int k = 0; k < BLOCK / 2; ++k) p[halves.lower + k] = v[k];
+  for (int k = 0; k < BLOCK / 2; ++k) p[halves.upper + k] = v[BLOCK / 2 + k];
 }
 
 static void NAME(norm_widen)(const norm_widen_args *args, int64_t begin, int64_t end) {
@@ -263,7 +259,7 @@ NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y
 
 /* The number of elements before the next multiple of 64 bytes, or 0 if aligning does not pay. */
 ALWAYS_INLINE int64_t NAME(row_head)(const T *p, int64_t cols, int pays) {
-  const int64_t head = (int64_t)((64 - (uintptr_t)p % 64) % 64 / sizeof(T));
+  const int64_t head = elements_to_line(p, sizeof(T));
   return pays && head < cols ? head : 0;
 }
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <tuple>
 
 #include "common/dtype.h"
 #include "common/range.h"
@@ -201,16 +202,15 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
 // Picks from the kernel's shapes that fit: the smallest cluster, then the least capacity (threads *
 // vectors), then the most vectors per thread. Returns false if none fits.
 inline bool pick_shape(Plan &plan, Kernel kernel, const Problem &p, const Device &device) {
+  const auto cost = [](const Plan &plan) {
+    return std::tuple(plan.cluster, plan.threads * plan.vectors, -plan.vectors);
+  };
   bool is_found = false;
   for (int index = 0; index < SHAPE_COUNT; ++index) {
     Plan other;
     const bool is_allowed = device.shapes >> index & 1;
     if (SHAPES[index].kernel != kernel || !is_allowed || !fit(other, index, p, device)) continue;
-    const int room = other.threads * other.vectors, least = plan.threads * plan.vectors;
-    const bool is_better = !is_found || other.cluster < plan.cluster ||
-                           (other.cluster == plan.cluster &&
-                            (room < least || (room == least && other.vectors > plan.vectors)));
-    if (is_better) plan = other;
+    if (!is_found || cost(other) < cost(plan)) plan = other;
     is_found = true;
   }
   return is_found;

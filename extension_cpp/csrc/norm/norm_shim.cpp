@@ -83,6 +83,8 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
 
 // ---- memory ----
 
+static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
+
 // weight or bias as the kernels read it. On CUDA: the contiguous tensor, if there is one. On the
 // CPU: the output of norm_widen_cpu, with `value` in every column if there is no tensor.
 template <typename Args>
@@ -93,17 +95,11 @@ static Optional weight_for_kernel(const Optional &weight, double value, const Ar
   if (x.is_cuda()) return source;
   const int64_t padded = norm_wide_cols(call.cols);
   const Tensor wide = allocate({&padded, 1}, statistics_dtype(call.dtype), x);
-  norm_widen_args args{source ? source->const_data_ptr() : nullptr,
-                       wide.mutable_data_ptr(),
-                       value,
-                       call.cols,
-                       call.dtype,
-                       call.weight_dtype};
+  norm_widen_args args{pointer(source), wide.mutable_data_ptr(), value, call.cols,
+                       call.dtype,      call.weight_dtype};
   norm_widen_cpu(0, call.cols, &args);
   return wide;
 }
-
-static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
 
 // Allocates a tensor of these sizes if `needed`, else an empty one.
 static Tensor allocate_if(bool needed, Sizes sizes, dtype_t dtype, const Tensor &like) {
