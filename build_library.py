@@ -62,8 +62,8 @@ CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # types, whose work to_acc and from_acc do. PyTorch's own flags for extensions take these away, too.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
-# Small .cu that are compiled as one file: each alone takes the compilers 2 s for CUDA's headers. An op that is not
-# named here has a file of its own.
+# Sources that are compiled as one file, where each alone would take the compilers long for what all of them read: a .cu
+# 2 s for CUDA's headers, a shim half a second for PyTorch's templates. An op that is not named here has its own files.
 TOGETHER: dict[str, list[str]] = {
     "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
     "together_2.cu": [
@@ -83,6 +83,28 @@ TOGETHER: dict[str, list[str]] = {
         "norm/norm_cuda.cu",
         "softmax/softmax_cuda.cu",
     ],
+    "shims_1.cpp": [
+        "activation/activation.cpp",
+        "bias_gelu/bias_gelu.cpp",
+        "common/op.cpp",
+        "dropout/dropout.cpp",
+        "gate/gate.cpp",
+        "mish/mish.cpp",
+        "muladd/muladd.cpp",
+        "reduce_sum/reduce_sum.cpp",
+        "relu/relu.cpp",
+        "rotary_embedding/rotary_embedding.cpp",
+        "scale_bias_relu/scale_bias_relu.cpp",
+    ],
+    "shims_2.cpp": [
+        "loss/loss.cpp",
+        "loss/loss_shim.cpp",
+        "loss/token_log_probs.cpp",
+        "scan/scan.cpp",
+        "scan/scan_shim.cpp",
+        "softmax/softmax.cpp",
+    ],
+    "shims_3.cpp": ["norm/norm.cpp", "norm/norm_fused.cpp"],
 }
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
@@ -328,10 +350,23 @@ def write_objects(
     objects: list[str] = []
 
     def add(rule: str, source: Path, flags: list[str], prefix: str = "", header: str = "") -> None:
-        objects.append(f"{prefix}{source.relative_to(CSRC)}.o")
-        path = escape(csrc / source.relative_to(CSRC)) + (f" | {header}.gch" if header else "")
+        """A source of CSRC, or one that stands for several and lies in the build folder."""
+        name = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
+        objects.append(f"{prefix}{name}.o")
+        path = escape(source if name == source else csrc / name) + (f" | {header}.gch" if header else "")
         flags = [*flags, "-include", header] if header else flags
         file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
+
+    def together(suffix: str) -> list[Path]:
+        """All sources with this suffix, those of TOGETHER first, and each of these as one file."""
+        alone, found = set(CSRC.rglob(f"*{suffix}")), []
+        for name, sources in TOGETHER.items():
+            some = [source for source in sources if CSRC / source in alone]  # `remove` may have deleted an op
+            alone -= {CSRC / source for source in some}
+            if some:
+                write_if_new(folder / name, "".join(f'#include "{source}"\n' for source in some))
+                found.append(Path(name))
+        return [*found, *sorted(alone)]
 
     def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
         if not precompiled:
@@ -344,16 +379,7 @@ def write_objects(
 
     # What takes longest comes first: at the end no core waits for it.
     if cuda:
-        alone = set(CSRC.rglob("*.cu"))
-        for name, sources in TOGETHER.items():
-            some = [source for source in sources if CSRC / source in alone]  # `remove` may have deleted an op
-            alone -= {CSRC / source for source in some}
-            if not some:
-                continue
-            write_if_new(folder / name, "".join(f'#include "{source}"\n' for source in some))
-            objects.append(f"{name}.o")
-            file.write(f"build {name}.o: nvcc {name}\n")
-        for source in sorted(alone):
+        for source in together(".cu"):
             add("nvcc", source, [])
     for source in sorted(CSRC.glob("common/*.c")):
         add("c", source, [], "baseline/")
@@ -363,7 +389,7 @@ def write_objects(
         for source in sorted(CSRC.rglob("*_cpu.c")):
             add("c", source, flags, f"{level}/", header)
     header = precompile("cxx", f"{own}shims.h", SHIMS_HEADER, ["-x", "c++-header"])
-    for source in sorted(CSRC.rglob("*.cpp")):
+    for source in together(".cpp"):
         add("cxx", source, [f'-DBUILD_INFO="{info}"'] if source.name == "library.cpp" else [], own, header)
     return objects
 

@@ -163,17 +163,18 @@ void impl_with_no_grad(StableLibrary &m, const char *name, BoxedKernel kernel,
 
 // Registers a list of kernels for the dispatch keys CPU and, in a build with CUDA, CUDA:
 //   REGISTER_KERNELS(m) { impl_with_no_grad(m, "relu", TORCH_BOX(&relu)); }
+// The function behind it gets a name of its own: several shims may be compiled as one file.
+#define REGISTER_KERNELS(m) REGISTER_BY(C10_CONCATENATE(register_kernels_, C10_UID), m)
+#define REGISTER_BY(function, m)                                           \
+  static void function(::extension_cpp::StableLibrary &);                  \
+  REGISTER_CUDA(function)                                                  \
+  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { function(m); } \
+  static void function(::extension_cpp::StableLibrary &m)
 #ifdef WITH_CUDA
-#define REGISTER_KERNELS(m)                                                         \
-  static void register_kernels(::extension_cpp::StableLibrary &);                   \
-  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { register_kernels(m); }  \
-  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) { register_kernels(m); } \
-  static void register_kernels(::extension_cpp::StableLibrary &m)
+#define REGISTER_CUDA(function) \
+  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) { function(m); }
 #else
-#define REGISTER_KERNELS(m)                                                        \
-  static void register_kernels(::extension_cpp::StableLibrary &);                  \
-  STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) { register_kernels(m); } \
-  static void register_kernels(::extension_cpp::StableLibrary &m)
+#define REGISTER_CUDA(function)
 #endif
 
 }  // namespace extension_cpp
