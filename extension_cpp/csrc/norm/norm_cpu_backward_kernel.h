@@ -58,12 +58,13 @@ ALWAYS_INLINE void NAME(backward_epilogue)(ACC *restrict grad_x, NAME(part_t) pa
   }
 }
 
-/* xhat, and grad_out after the prologue: from the gradient of dropout_y(y) to the gradient of y. */
+/* xhat, and grad_out after the prologue: from the gradient of dropout_y(y) to the gradient of y.
+ * rms_norm has no dropout of y. */
 ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out, NAME(part_t) part,
                                       cpu_dropout_t *fused, int64_t c, int n, int centered) {
   NAME(load_block)(xhat, part.x + c, n);
   NAME(load_block)(grad_out, part.grad_out + c, n);
-  if (fused && part.drops_y) NAME(dropout_block)(grad_out, fused, part.first + c);
+  if (centered && fused && part.drops_y) NAME(dropout_block)(grad_out, fused, part.first + c);
   NAME(normalise)(xhat, part.row, centered);
 }
 
@@ -74,7 +75,7 @@ ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, N
   ACC xhat[BLOCK], g[BLOCK], weight[BLOCK];
   if (prefetches) {
     prefetch_output(part.grad_x + c, BLOCK * sizeof(T));
-    if (fused && part.grad_dropped) prefetch_output(part.grad_dropped + c, BLOCK * sizeof(T));
+    if (part.grad_dropped) prefetch_output(part.grad_dropped + c, BLOCK * sizeof(T));
   }
   NAME(load_wide)(weight, (const ACC *)part.args->weight, halves, c);
   NAME(load_columns)(xhat, g, part, fused, c, n, centered);
@@ -140,10 +141,10 @@ ALWAYS_INLINE NAME(slope_t) NAME(means_of)(NAME(part_t) part, cpu_dropout_t *fus
   return (NAME(slope_t)){(ACC)(total_products * scale), (ACC)(total * scale)};
 }
 
-/* The first pass in a function of its own, which every combination of outputs calls. */
+/* The first pass in a function of its own, which every combination of outputs calls. Of the fused
+ * forms only a dropout of y changes it. */
 NOINLINE NAME(slope_t) NAME(grad_means)(NAME(part_t) part, cpu_dropout_t *fused) {
-  if (fused && part.needs & CENTERED) return NAME(means_of)(part, fused, 1);
-  if (fused) return NAME(means_of)(part, fused, 0);
+  if (fused && part.drops_y) return NAME(means_of)(part, fused, 1);
   if (part.needs & CENTERED) return NAME(means_of)(part, NULL, 1);
   return NAME(means_of)(part, NULL, 0);
 }

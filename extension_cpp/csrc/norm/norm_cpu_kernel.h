@@ -172,13 +172,21 @@ NOINLINE NAME(moments_t) NAME(moments_again)(const T *x, int64_t cols, ACC shift
   return NAME(moments)(x, cols, shift, 1);
 }
 
+/* The mean of the first block of a row. */
+ALWAYS_INLINE ACC NAME(first_mean)(const T *x, int64_t cols) {
+  const int n = cols < BLOCK ? (int)cols : BLOCK;
+  ACC v[BLOCK];
+  NAME(load_block)(v, x, n);
+  return (ACC)(FOLD(v) / n);
+}
+
 /* One pass gives the variance as the mean of d * d minus the squared mean of d, with d = x - shift
  * and the mean of the first block as shift. This is as exact as two passes while the shift lies
  * within one standard deviation of the mean (half types: four). Otherwise a second pass shifts by
  * the mean. */
 ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double eps, int centered) {
   const double reach = sizeof(T) == 2 ? 16 : 1;
-  ACC shift = centered ? (ACC)NAME(moments)(x, cols < BLOCK ? cols : BLOCK, 0, 1).first : 0;
+  ACC shift = centered ? NAME(first_mean)(x, cols) : 0;
   NAME(moments_t) m = NAME(moments)(x, cols, shift, centered);
   if (!(m.first * m.first <= reach * (m.second - m.first * m.first))) {
     shift += (ACC)m.first;
