@@ -17,12 +17,12 @@ static bool same_shape(const Plan &a, const Plan &b) {
 
 // What only backward plans have. A group adds up rows that begin at the same offset.
 static const char *backward_fault(const Problem &p, const Plan &plan, int64_t vector) {
-  const int64_t step = plan.kernel == Kernel::PIPELINE ? plan.period : plan.groups;
-  if (plan.groups > 0 && p.rows > plan.groups && step * p.cols % vector != 0) {
+  if (plan.groups > 0 && p.rows > plan.groups && plan.groups * p.cols % vector != 0) {
     return "a group has rows of several alignments";
   }
-  if (plan.kernel != Kernel::SPLIT) return nullptr;
-  if (!plan.is_aligned) return "the split kernel needs aligned rows";
+  if (plan.kernel == Kernel::PERSISTENT) return nullptr;
+  if (!plan.is_aligned) return "the pipeline and the split kernel need aligned rows";
+  if (plan.kernel == Kernel::PIPELINE) return nullptr;
   const int64_t columns = plan.column_ctas * COLUMN_VECTORS * vector;
   if (p.wants_parameters ? columns < p.cols : columns != 0) return "wrong number of column CTAs";
   const int64_t row_ctas = plan.ctas - plan.column_ctas;

@@ -46,11 +46,6 @@ struct RowSlice {
     end = max(limit, begin) + tails;
   }
   __device__ int count() const { return max(limit - first, 0) + heads + tails; }
-  // The number of vectors from `begin` on that hold the slice. A vector that would extend past the
-  // end of the tensor does not count (is_last_row).
-  __device__ int vectors(bool is_last_row) const {
-    return is_last_row ? (end - begin) / N : (end - begin + N - 1) / N;
-  }
 };
 
 // Vector k of a thread's part of a row, or, with SIZE = 1 and k = K, its edge.
@@ -95,7 +90,9 @@ struct RowWindow {
   __device__ void for_each(F &&f) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) f(Part<N>{k});
-    if (has_edge()) f(Part<1>{K});
+    if constexpr (!ALIGNED) {
+      if (has_edge()) f(Part<1>{K});
+    }
   }
 };
 

@@ -10,9 +10,7 @@ cudaError_t backward_pipeline(const norm_backward_args &args, const Plan &plan,
     using Norm = decltype(norm);
     using FormOf = decltype(form);
     constexpr int K = PERSISTENT_ELEMENTS / VECTOR<T>;
-    return launch(plan.is_aligned ? pipeline_kernel<T, Norm, FormOf, K, true>
-                                  : pipeline_kernel<T, Norm, FormOf, K, false>,
-                  p, plan, stream);
+    return launch(pipeline_kernel<T, Norm, FormOf, K>, p, plan, stream);
   });
 }
 

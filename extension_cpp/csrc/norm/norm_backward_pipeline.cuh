@@ -1,4 +1,4 @@
-// Backward of the norms for wide rows, by persistent clusters. Bulk copies load rows ahead into
+// Backward of the norms for wide aligned rows, by persistent clusters. Bulk copies load rows ahead into
 // stages of shared memory. A row is read from its stage twice, for its sums and for grad_x, instead
 // of staying in registers: its sums are exchanged while the next row is summed.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
@@ -10,12 +10,6 @@ namespace norms {
 
 constexpr int PIPELINE_THREADS = 512;  // per CTA; an SM has one CTA
 
-// The rows first, first + step, ... of a cluster, which have the same alignment.
-struct Segment {
-  int64_t first, step, count;
-  int64_t partial;  // index of its partial row
-};
-
 // The location of a row in shared memory.
 struct Place {
   uint32_t x, grad_out;  // addresses of the CTA's slice
@@ -24,9 +18,9 @@ struct Place {
 };
 
 #if HAS_CLUSTERS
-template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
-struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
-  using Base = BackwardRows<T, Norm, Form, K, ALIGNED>;
+template <typename T, typename Norm, typename Form, int K>
+struct PipelineRows : BackwardRows<T, Norm, Form, K, true> {
+  using Base = BackwardRows<T, Norm, Form, K, true>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
   using typename Base::Fragment, typename Base::Mask;
   using Sum = RowSum<float, 4>;
@@ -62,10 +56,10 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
     return next;
   }
 
-  // One thread starts the copies of a row: in the last warp, because the first one has edges.
+  // One thread starts the copies of a row.
   __device__ void fetch(int64_t row, const Place &place) const {
     if (threadIdx.x != blockDim.x - 1) return;
-    const uint32_t bytes = 16 * slice.vectors(!ALIGNED && row == p.rows - 1);
+    const uint32_t bytes = slice.count() * sizeof(T);
     uint64_t *const filled = &shared.filled[place.stage];
     expect_bytes(filled, 2 * bytes);
     if (bytes == 0) return;
@@ -76,36 +70,29 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
   }
 
   // Loads a vector of a row from shared memory.
-  __device__ void load(float (&x)[N], const T *, int64_t, uint32_t place, Part<N> part) const {
-    const uint32_t address = place + (window.column(part.k) - slice.begin) * sizeof(T);
-    unpack<T, N>(x, load_shared(address, window.has(part.k)));
+  __device__ void load(float (&x)[N], uint32_t place, int k) const {
+    const uint32_t address = place + (window.column(k) - slice.begin) * sizeof(T);
+    unpack<T, N>(x, load_shared(address, window.has(k)));
   }
 
-  // The same for an edge. The copy of the tensor's last row ends before the edges at its end.
-  __device__ void load(float (&x)[1], const T *data, int64_t row, uint32_t place, Part<1>) const {
-    const uint32_t address = place + (window.edge - slice.begin) * sizeof(T);
-    const void *const copy = __cvta_shared_to_generic(address);
-    x[0] = to_acc(row == p.rows - 1 ? data[window.edge] : *static_cast<const T *>(copy));
-  }
-
-  // Calls f(part, x, grad_out) for the vectors of a row, and for its edge.
+  // Calls f(part, x, grad_out) for the vectors of a row.
   template <typename F>
-  __device__ void for_each(int64_t row, const Place &place, const Mask &mask, const F &f) {
-    window.for_each([&](auto part) {
-      float x[decltype(part)::SIZE], grad[decltype(part)::SIZE];
-      load(x, p.x_row(row), row, place.x, part);
-      load(grad, p.grad_out_row(row), row, place.grad_out, part);
+  __device__ void for_each(const Place &place, const Mask &mask, const F &f) {
+    window.for_each([&](Part<N> part) {
+      float x[N], grad[N];
+      load(x, place.x, part.k);
+      load(grad, place.grad_out, part.k);
       if (Form::DROPS_Y) drop(grad, p.dropout_y, mask.at(part.k));
       f(part, x, grad);
     });
   }
 
   // Adds a row to the column sums, and posts the row's own sums. `turn` is the number of the row.
-  __device__ void sum(int64_t row, int turn, const Place &place, const Mask &mask,
+  __device__ void sum(int turn, const Place &place, const Mask &mask,
                       const Statistics<float> &statistics) {
     float sums[P] = {};
     wait_phase(&shared.filled[place.stage], place.parity);
-    for_each(row, place, mask, [&](auto part, auto &x, auto &grad) {
+    for_each(place, mask, [&](auto part, auto &x, auto &grad) {
       this->sum_part(part, x, grad, statistics, sums);
     });
     row_sum.post(sums, turn);
@@ -118,44 +105,45 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
     row_sum.collect(sums, turn);
 #pragma unroll
     for (int n = 0; n < P; ++n) sums[n] *= p.per_col;
-    for_each(row, place, mask, [&](auto part, auto &x, auto &grad) {
+    for_each(place, mask, [&](auto part, auto &x, auto &grad) {
       this->normalize_part(part, x, grad, statistics);
       this->write_part(part, row, x, grad, sums, grad_sum, mask);
     });
   }
 
-  __device__ void run(const Segment &segment) {
-    slice = RowSlice<T, ALIGNED>(p.cols, segment.first, p.slice, rank);
-    window = RowWindow<T, K, ALIGNED>(slice);
+  // The clusters take rows round-robin.
+  __device__ void run() {
+    const int64_t first = blockIdx.x / p.cluster, step = p.groups;
+    const int64_t count = (p.rows - first + step - 1) / step;
+    row_sum.wait_for_others();
+    if (count <= 0) return;
     this->load_weights();
-    this->columns = {};
-    const int64_t end = segment.first + segment.count * segment.step, step = segment.step;
-    const auto start_copies = [&](int i) {
-      fetched = next_place(fetched, segment.first + i * step);
-      fetch(segment.first + i * step, fetched);
+    const auto start_copies = [&](int64_t i) {
+      fetched = next_place(fetched, first + i * step);
+      fetch(first + i * step, fetched);
     };
-    Place now = next_place(fetched, segment.first), next;
-    for (int i = 0; i < p.stages && i < segment.count; ++i) start_copies(i);
-    float2 moments = load_moments(p, segment.first), next_moments{}, later_moments{};
-    if (segment.count > 1) next_moments = load_moments(p, segment.first + step);
+    Place now = next_place(fetched, first), next;
+    for (int i = 0; i < p.stages && i < count; ++i) start_copies(i);
+    float2 moments = load_moments(p, first), next_moments{}, later_moments{};
+    if (count > 1) next_moments = load_moments(p, first + step);
     Mask mask, next_mask;
-    mask.template make<Form>(p, segment.first, window);
-    sum(segment.first, turn, now, mask, to_statistics<T>(moments));
+    mask.template make<Form>(p, first, window);
+    sum(turn, now, mask, to_statistics<T>(moments));
     int i = 0;
-    for (int64_t row = segment.first; row < end; row += step, ++i, ++turn) {
+    for (int64_t row = first; row < p.rows; row += step, ++i, ++turn) {
       const int64_t next_row = row + step;
-      if (next_row + step < end) later_moments = load_moments(p, next_row + step);
+      if (next_row + step < p.rows) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
       if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {  // grad_sum has no stages
         grad_sum.load(p.grad_sum_row(row), window, p.hint);
-        if (next_row < end) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
+        if (next_row < p.rows) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
       }
-      if (next_row < end) {
+      if (next_row < p.rows) {
         next_mask.template make<Form>(p, next_row, window);
         next = next_place(now, next_row);
-        sum(next_row, turn + 1, next, next_mask, to_statistics<T>(next_moments));
+        sum(turn + 1, next, next_mask, to_statistics<T>(next_moments));
         // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
-        if (i > 0 && i - 1 + p.stages < segment.count) start_copies(i - 1 + p.stages);
+        if (i > 0 && i - 1 + p.stages < count) start_copies(i - 1 + p.stages);
       }
       if (p.grad_x != nullptr) {
         finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);
@@ -166,55 +154,18 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
       moments = next_moments;
       next_moments = later_moments;
     }
-    write_partial(segment.partial);
-    __syncthreads();  // every warp has read the last rows, so their stages are free
-  }
-
-  // Writes this CTA's columns of partial row `number`.
-  __device__ void write_partial(int64_t number) const {
-    for (int i = 0; i < P; ++i) {
-      if (p.gradient(i) == nullptr) continue;
-      this->write_columns(this->partial_row(i, number, p.groups + p.period - 1), i);
-    }
-  }
-
-  // Processes all rows of the cluster. With period 1 the clusters take rows round-robin. Else rows
-  // are ordered by alignment class (row % period), and each cluster (group) takes an equal range of
-  // that order. Class c of group g has partial row g + c. If group g begins with class c > 0, no
-  // segment has partial row g + c - 1, so the group writes zeros to it. run() is called in one
-  // place, because it is most of the kernel's code.
-  __device__ void run_all() {
-    const int64_t group = blockIdx.x / p.cluster;
-    const int64_t begin = p.rows * group / p.groups, end = p.rows * (group + 1) / p.groups;
-    row_sum.wait_for_others();
-    int64_t class_begin = 0;
-#pragma unroll 1
-    for (int c = 0; c < (ALIGNED ? 1 : p.period); ++c) {
-      Segment segment{group, p.groups, (p.rows - group + p.groups - 1) / p.groups, group};
-      bool begins_with_class = false;
-      if (!ALIGNED && p.period > 1) {
-        const int64_t class_end = class_begin + (p.rows - c + p.period - 1) / p.period;
-        const int64_t from = max(begin, class_begin), to = min(end, class_end);
-        segment = {c + (from - class_begin) * p.period, p.period, to - from, group + c};
-        begins_with_class = from == begin && begin == class_begin && c > 0;
-        class_begin = class_end;
-      }
-      if (segment.count <= 0) continue;
-      run(segment);
-      if (begins_with_class) {
-        this->columns = {};
-        write_partial(group + c - 1);
-      }
+    for (int n = 0; n < P; ++n) {
+      if (p.gradient(n) != nullptr) this->write_columns(this->partial_row(n, first, p.groups), n);
     }
   }
 };
 #endif
 
-template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+template <typename T, typename Norm, typename Form, int K>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
     pipeline_kernel(const __grid_constant__ BackwardParams<T> p) {
 #if HAS_CLUSTERS
-  using Rows = PipelineRows<T, Norm, Form, K, ALIGNED>;
+  using Rows = PipelineRows<T, Norm, Form, K>;
   extern __shared__ __align__(128) uint4 memory[];
   __shared__ typename Rows::Shared shared;
   if (threadIdx.x == 0) {
@@ -223,7 +174,7 @@ __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
   }
   __syncthreads();
   Rows rows(p, memory, shared, cluster_rank());
-  rows.run_all();
+  rows.run();
 #endif
 }
 

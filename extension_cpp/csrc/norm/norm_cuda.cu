@@ -123,7 +123,7 @@ static cudaError_t generic_backward(const norm_backward_args &args, const Plan &
 static int64_t parts_of(const norm_backward_args &args, const Plan &plan, const Device &device) {
   if (plan.kernel == Kernel::GENERIC) return generic_parts(args, device);
   if (plan.kernel == Kernel::SPLIT) return 0;
-  return plan.kernel == Kernel::PIPELINE ? plan.groups + plan.period - 1 : plan.ctas;
+  return plan.kernel == Kernel::PIPELINE ? plan.groups : plan.ctas;
 }
 
 template <typename A, typename W>

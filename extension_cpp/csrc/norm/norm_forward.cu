@@ -74,13 +74,15 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
       finish(Part<N>{begin + b}, parameters);
     }
   }
-  if (!window.has_edge()) return;
-  float parameters[P][1];
+  if constexpr (!ALIGNED) {
+    if (!window.has_edge()) return;
+    float parameters[P][1];
 #pragma unroll
-  for (int i = 0; i < P; ++i) {
-    parameters[i][0] = load_parameter<W>(p.parameter(i), window.edge, 1 - i);
+    for (int i = 0; i < P; ++i) {
+      parameters[i][0] = load_parameter<W>(p.parameter(i), window.edge, 1 - i);
+    }
+    finish(Part<1>{K}, parameters);
   }
-  finish(Part<1>{K}, parameters);
 }
 
 // Registers per thread. They limit the threads of an SM, and so its bytes in flight.

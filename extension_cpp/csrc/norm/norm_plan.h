@@ -71,7 +71,6 @@ struct Plan {
   int slice;    // columns of a row per CTA
   int64_t ctas;
   int64_t groups;        // PERSISTENT, PIPELINE: rows processed at once
-  int period;            // PIPELINE: rows r and r + period have the same alignment
   int stages;            // PIPELINE: rows in shared memory
   int stage_vectors;     // PIPELINE: vectors per tensor and stage
   int shared_bytes;      // dynamic shared memory per CTA
@@ -271,8 +270,9 @@ inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
   return row_units(p, unit, std::max(most / step * step, step));
 }
 
+// The pipeline has no kernels for unaligned rows: models have no norms that wide of such a width.
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
-  if (!pick_shape(plan, Kernel::PIPELINE, p, device)) return false;
+  if (!pick_shape(plan, Kernel::PIPELINE, p, device) || !plan.is_aligned) return false;
   // A stage holds a row of x and one of grad_out. Both keep their offset from a multiple of 128
   // bytes in global memory, because bulk copies are slower otherwise.
   plan.stage_vectors = static_cast<int>(ceil_div(plan.slice / vector_elements(p.dtype) + 9, 8) * 8);
@@ -280,11 +280,9 @@ inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   plan.stages = static_cast<int>(std::min(
       {2 + std::max<int64_t>(PIPELINE_BYTES / stage, 2), SHARED_BYTES / stage, MAX_STAGES}));
   plan.shared_bytes = static_cast<int>(plan.stages * stage);
-  // Unaligned rows are ordered by alignment; a group takes a range of that order (run_all()).
   plan.groups = std::min(p.rows, row_units(p, 1, device.clusters[log_of(plan.cluster)]));
-  plan.period = p.rows > plan.groups ? static_cast<int>(alignment_period(p)) : 1;
   plan.ctas = plan.groups * plan.cluster;
-  return plan.period <= p.rows;
+  return true;
 }
 
 // The split kernel processes few rows, or any number of rows if only grad_x is computed.
