@@ -94,8 +94,7 @@ __device__ inline void for_each_vector(const RowFragment<T, K, ALIGNED> &x,
     unpack<T, N>(values, x.bits[k]);
     f(values, window.column(k), k);
   }
-  if constexpr (!ALIGNED) {
-    if (!window.has_edge()) return;
+  if (window.has_edge()) {
     float value[1] = {to_acc(x.edge)};
     f(value, window.edge, K);
   }
