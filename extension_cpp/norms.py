@@ -48,7 +48,7 @@ def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape
 def check_norm(
     op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
 ) -> None:
-    """check_inputs of csrc/norm/norm.cpp."""
+    """check_inputs of csrc/norm/norm_shim.cpp."""
     dims = len(normalized_shape)
     checks.check_dtype(op, "x", x)
     checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
@@ -71,7 +71,7 @@ def check_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None = None,
 ) -> None:
-    """The checks of norm_backward in csrc/norm/norm.cpp. `statistics` has the saved statistics by name."""
+    """The checks of norm_backward in csrc/norm/norm_shim.cpp. `statistics` has the saved statistics by name."""
     check_norm(op, x, normalized_shape, weight, bias)
     checks.check_like(op, "grad_out", grad_out, "x", x)
     expected = norm_statistics(x, normalized_shape)

@@ -131,6 +131,13 @@ ALWAYS_INLINE void cpu_dropout_hold(cpu_dropout_t *state, int64_t i, int64_t n) 
   if (__builtin_expect(i < state->begin || i + n > state->end, 0)) cpu_dropout_make(state, i);
 }
 
+/* Called before a row of n elements from i on that is read twice: forgets older masks if the row's
+ * own would not fit behind them. */
+ALWAYS_INLINE void cpu_dropout_begin_row(cpu_dropout_t *state, int64_t i, int64_t n) {
+  const int64_t room = state->begin + HELD - MADE_AT_ONCE;
+  if (i + n + BLOCK > room) state->begin = state->end = i - i % 64;
+}
+
 /* Bit k: whether element i + k is kept. Blocks need it past the end of a row too: the rest of a
  * block is 0, but 0 * scale may be NaN. */
 ALWAYS_INLINE uint32_t kept_bits(cpu_dropout_t *state, int64_t i) {

@@ -19,17 +19,17 @@ DEFINE_FOLD(float)
 DEFINE_FOLD(double)
 #define FOLD(lane) _Generic((lane)[0], float : fold_float, double : fold_double)(lane)
 
-/* How far ahead the last pass over a row prefetches: one or two rows, and at least 4 KiB if rows
- * are narrow. Wide rows are prefetched into the second-level cache; in the first level they would
+/* How far ahead the last pass over a row prefetches: one row, and at least 4 KiB if rows are
+ * narrow. Wide rows are prefetched into the second-level cache; in the first level they would
  * evict each other. */
 typedef struct {
   int64_t bytes;
   int wide;
 } ahead_t;
 
-ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size, int rows) {
+ALWAYS_INLINE ahead_t row_ahead(int64_t stride, int64_t cols, int64_t size) {
   const int64_t bytes = stride * size, least = bytes > 0 ? ceil_div(4096, bytes) : 0;
-  return (ahead_t){bytes * (least > rows ? least : rows), cols * size >= 16384};
+  return (ahead_t){bytes * (least > 1 ? least : 1), cols * size >= 16384};
 }
 
 /* Prefetches `bytes` bytes at distance `ahead` from p. */

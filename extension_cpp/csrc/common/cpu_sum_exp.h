@@ -50,7 +50,7 @@ ALWAYS_INLINE row_span_t row_span(const void *out, int64_t cols, int64_t size, i
 /* How far ahead a sum prefetches: to the next chunk, which is in short rows the next row. */
 ALWAYS_INLINE ahead_t sum_exp_ahead(int64_t cols, int64_t size) {
   const int64_t chunk = cols < SUM_EXP_COLS ? cols : SUM_EXP_COLS;
-  return row_ahead(chunk, chunk, size, 1);
+  return row_ahead(chunk, chunk, size);
 }
 
 /* The largest of 32 lanes, in pairs. No lane is NaN. gcc makes scalar code of a loop that it

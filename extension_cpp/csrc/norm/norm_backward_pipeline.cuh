@@ -1,6 +1,6 @@
-// Backward of the norms for wide aligned rows, by persistent clusters. Bulk copies load rows ahead into
-// stages of shared memory. A row is read from its stage twice, for its sums and for grad_x, instead
-// of staying in registers: its sums are exchanged while the next row is summed.
+// Backward of the norms for wide aligned rows, by persistent clusters. Bulk copies load rows ahead
+// into stages of shared memory. A row is read from its stage twice, for its sums and for grad_x,
+// instead of staying in registers: its sums are exchanged while the next row is summed.
 #ifndef EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 #define EXTENSION_CPP_NORM_BACKWARD_PIPELINE_CUH
 
@@ -95,7 +95,12 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, true> {
     for_each(place, mask, [&](auto part, auto &x, auto &grad) {
       this->sum_part(part, x, grad, statistics, sums);
     });
-    row_sum.post(sums, turn);
+    // Nobody collects the sums without grad_x, so a CTA could exit while others send to it.
+    if (p.grad_x != nullptr) {
+      row_sum.post(sums, turn);
+    } else {
+      __syncthreads();
+    }
   }
 
   // Collects the row's sums and writes grad_x.
@@ -116,7 +121,6 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, true> {
     const int64_t first = blockIdx.x / p.cluster, step = p.groups;
     const int64_t count = (p.rows - first + step - 1) / step;
     row_sum.wait_for_others();
-    if (count <= 0) return;
     this->load_weights();
     const auto start_copies = [&](int64_t i) {
       fetched = next_place(fetched, first + i * step);

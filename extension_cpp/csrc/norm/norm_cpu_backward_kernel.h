@@ -9,8 +9,8 @@ typedef struct {
  * every store.
  *
  * `fused` in the functions below is the state of a dropout; it may have no seed. For plain norms it
- * is the constant NULL, so that the fused forms cost them nothing. The forms are told apart block by
- * block: a loop for each would be much code. */
+ * is the constant NULL, so that the fused forms cost them nothing. The forms are told apart block
+ * by block: a loop for each would be much code. */
 typedef struct {
   const norm_backward_args *args;
   /* The sums over rows: in double, and in ACC those of the last FLUSH_ROWS rows. NULL: not
@@ -171,6 +171,7 @@ ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fu
   part.needs = needs;
   for (int64_t r = begin; r < end; ++r) {
     NAME(set_row)(&part, r);
+    if (fused && part.drops_y) cpu_dropout_begin_row(fused, part.first, part.args->cols);
     if (needs & GRAD_X) part.slope = NAME(grad_means)(part, fused);
     NAME(grad_columns)(part, fused);
   }
@@ -215,9 +216,9 @@ ALWAYS_INLINE NAME(part_t) NAME(part_of)(const norm_backward_args *args, int64_t
       .needs = (args->mean ? CENTERED : 0) | (args->grad_x ? GRAD_X : 0) |
                (args->grad_weight ? GRAD_WEIGHT : 0) | (args->grad_bias ? GRAD_BIAS : 0),
       .drops_y = args->dropout_y.seed != NULL,
-      .x_ahead = row_ahead(args->x_stride, args->cols, sizeof(T), 1),
-      .grad_out_ahead = row_ahead(args->grad_out_stride, args->cols, sizeof(T), 1),
-      .grad_sum_ahead = row_ahead(args->grad_sum_stride, args->cols, sizeof(T), 1),
+      .x_ahead = row_ahead(args->x_stride, args->cols, sizeof(T)),
+      .grad_out_ahead = row_ahead(args->grad_out_stride, args->cols, sizeof(T)),
+      .grad_sum_ahead = row_ahead(args->grad_sum_stride, args->cols, sizeof(T)),
   };
 }
 

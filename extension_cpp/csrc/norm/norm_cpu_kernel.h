@@ -193,7 +193,7 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
     m = NAME(moments_again)(x, cols, shift);
   }
   double mean = (double)shift + m.first, variance = m.second - m.first * m.first;
-  if (!(variance + eps >= 0x1p-100 && variance < (double)INFINITY)) {
+  if (sizeof(ACC) == 4 && !(variance + eps >= 0x1p-100 && variance < (double)INFINITY)) {
     NAME(double_moments)(x, cols, centered, &mean, &variance);
   }
   const double rstd = 1 / sqrt((variance < 0 ? 0 : variance) + eps);
@@ -221,8 +221,8 @@ ALWAYS_INLINE void NAME(add_block)(const norm_forward_args *args, int64_t r, ahe
 /* Writes row r of sum, which the norm then reads from the caches. */
 NOINLINE void NAME(add_row)(const norm_forward_args *args, int64_t r, cpu_dropout_t *dropout) {
   const int64_t cols = args->cols, blocks_end = cols - cols % BLOCK;
-  const ahead_t x_ahead = row_ahead(args->x_stride, cols, sizeof(T), 1);
-  const ahead_t residual_ahead = row_ahead(args->residual_stride, cols, sizeof(T), 1);
+  const ahead_t x_ahead = row_ahead(args->x_stride, cols, sizeof(T));
+  const ahead_t residual_ahead = row_ahead(args->residual_stride, cols, sizeof(T));
   int64_t c = 0;
   if (dropout) {
     for (; c < blocks_end; c += BLOCK)
@@ -302,7 +302,7 @@ ALWAYS_INLINE void NAME(forward_rows)(const norm_forward_args *args, int64_t beg
   const int stream = cpu_should_stream(tensors * args->rows * args->cols * (int64_t)sizeof(T));
   const T *x = args->residual ? args->sum : args->x;
   const int64_t x_stride = args->residual ? args->cols : args->x_stride;
-  const ahead_t ahead = row_ahead(args->residual ? 0 : x_stride, args->cols, sizeof(T), 1);
+  const ahead_t ahead = row_ahead(args->residual ? 0 : x_stride, args->cols, sizeof(T));
   cpu_dropout_t dropout_x;
   cpu_dropout_init(&dropout_x, &args->dropout_x, end * args->cols);
   for (int64_t r = begin; r < end; ++r) {

@@ -30,9 +30,12 @@ static cudaError_t ask_device(Device &device, int number) {
     int &clusters = device.clusters[log];
     error = config.set_cluster(probe, SHARED, 1 << log);
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, probe, &config);
-    if (error != cudaSuccess) {  // no clusters of this size, or too little shared memory
+    // No clusters of this size, or too little shared memory.
+    if (error == cudaErrorInvalidClusterSize || error == cudaErrorInvalidValue) {
       cudaGetLastError();
       clusters = 0;
+    } else if (error != cudaSuccess) {
+      return error;
     }
   }
   return cudaSuccess;

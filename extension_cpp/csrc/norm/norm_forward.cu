@@ -151,13 +151,13 @@ cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_
     return with_form(args.centered, form_of(args), [&](auto norm, auto form) {
       // Inside the next lambda gcc would take these for references.
       using Norm = decltype(norm);
-      using FormOf = decltype(form);
+      using ThisForm = decltype(form);
       return with_row_shape(plan, [&](auto vectors, auto aligned) {
         constexpr int K = decltype(vectors)::value;
-        if constexpr (FormOf::HAS_RESIDUAL && K == 8) {
+        if constexpr (ThisForm::HAS_RESIDUAL && K == 8) {
           return cudaErrorInvalidValue;  // no plan: fit() gives these 4 vectors
         } else {
-          constexpr auto kernel = row_kernel<T, Norm, FormOf, K, decltype(aligned)::value>;
+          constexpr auto kernel = row_kernel<T, Norm, ThisForm, K, decltype(aligned)::value>;
           return launch(kernel, p, plan, stream);
         }
       });

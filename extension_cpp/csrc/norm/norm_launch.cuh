@@ -80,8 +80,6 @@ struct RowMask {
 // its name: the compilers take longest for these files, and work on them side by side.
 cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream);
 cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream);
-cudaError_t backward_pipeline(const norm_backward_args &args, const Plan &plan,
-                              cudaStream_t stream);
 
 // The properties of the current device.
 cudaError_t current_device(Device &device);

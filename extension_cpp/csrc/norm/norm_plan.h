@@ -270,7 +270,7 @@ inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
   return row_units(p, unit, std::max(most / step * step, step));
 }
 
-// The pipeline has no kernels for unaligned rows: models have no norms that wide of such a width.
+// The pipeline has no kernels for unaligned rows, because models have no norms of such widths.
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
   if (!pick_shape(plan, Kernel::PIPELINE, p, device) || !plan.is_aligned) return false;
   // A stage holds a row of x and one of grad_out. Both keep their offset from a multiple of 128

@@ -31,8 +31,8 @@ static dtype_t check_weight(const char *op, const char *name, const Tensor &weig
   return check_dtype(op, name, weight);
 }
 
-// Checks the inputs of a call, and fills in the types and sizes of its arguments. x becomes a matrix
-// whose columns are the normalized dimensions.
+// Checks the inputs of a call, and fills in the types and sizes of its arguments. x becomes a
+// matrix whose columns are the normalized dimensions.
 template <typename Args, typename Call>
 static void check_inputs(Args &args, const Call &call) {
   const char *op = call.op;

@@ -20,9 +20,10 @@ constexpr int FAN = 32;  // tiles per group, and groups per block, in the tree o
 // ---- columns ----
 
 constexpr int MIN_VECTORS = 4;  // a tile is at least 64 bytes wide
-// Neighbouring lines of a thread, in one word of 4 bytes (float64: 8). A vector has `width` elements.
+// Neighbouring lines of a thread, in one word of 4 bytes (float64: 8). A vector has `width`
+// elements.
 constexpr int lines_of(int width) { return width == 8 ? 2 : 1; }
-// A tile of a line that has several has that many segments and lines.
+// The segments and lines of a tile, if a line has several tiles.
 constexpr int max_segments(int width) { return THREADS / (MIN_VECTORS * width / lines_of(width)); }
 constexpr int min_columns(int width) { return MIN_VECTORS * width; }
 // Fewer CTAs than this could leave SMs without work.
@@ -30,7 +31,7 @@ constexpr int MANY_CTAS = 1024;
 
 struct Plan {
   bool is_rows;
-  int vectors;       // per input and thread (columns: and strip)
+  int vectors;       // per input and thread; columns: of one strip
   int lanes;         // rows: threads of a warp that share a row; columns: threads along inner
   int segments;      // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
   int columns;       // lines of a tile whose segments are joined in shared memory

@@ -187,8 +187,8 @@ struct LookBack {
 
 // A table (segments, columns) of the Parts of a tile's segments. join_segments() replaces each Part
 // by the join of the segments before it, and put_states() stores the State before the tile with the
-// first segment. A gap after each segment puts the segments of a column into different banks. A
-// line that has several tiles is one of COLUMNS.
+// first segment. A gap after each segment puts the segments of a column into different banks.
+// COLUMNS: the lines of a tile, if a line has several tiles.
 template <typename Algebra, typename A, int SIZE, int COLUMNS>
 struct Table {
   using Part = typename Algebra::Part;

@@ -81,7 +81,7 @@ ALWAYS_INLINE void NAME(gradient_row)(const T *grad_out, const T *y, T *grad_x, 
 ALWAYS_INLINE void NAME(gradient_rows)(const softmax_backward_args *args, int64_t begin,
                                        int64_t end, int is_log, int stream) {
   const int64_t cols = args->cols;
-  const ahead_t ahead = row_ahead(cols, cols, sizeof(T), 1);
+  const ahead_t ahead = row_ahead(cols, cols, sizeof(T));
   for (int64_t r = begin; r < end; ++r) NAME(gradient_row)
   ((const T *)args->grad_out + r * cols, (const T *)args->y + r * cols,
    (T *)args->grad_x + r * cols, cols, ahead, is_log, stream);

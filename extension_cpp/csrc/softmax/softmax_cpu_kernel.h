@@ -118,7 +118,7 @@ ALWAYS_INLINE void NAME(saved_row)(const T *x, T *y, int64_t cols, ahead_t ahead
 ALWAYS_INLINE void NAME(softmax_rows)(const softmax_forward_args *args, int64_t begin, int64_t end,
                                       int is_log, int stream) {
   const int64_t cols = args->cols;
-  const ahead_t ahead = row_ahead(cols, cols, sizeof(T), 1);
+  const ahead_t ahead = row_ahead(cols, cols, sizeof(T));
   for (int64_t r = begin; r < end; ++r) {
     const T *x = (const T *)args->x + r * cols;
     T *y = (T *)args->y + r * cols;
