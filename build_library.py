@@ -64,8 +64,8 @@ CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # 2.5 times as long.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
-# Sources that are compiled as one file. Each alone takes the compilers longer: a .cu 2 s for CUDA's headers, a shim half
-# a second for PyTorch's templates. An op that is not named here has its own files.
+# Sources that are compiled as one file. Each alone takes the compilers longer: a .cu 2 s for CUDA's headers, a shim
+# half a second for PyTorch's templates. An op that is not named here has its own files.
 TOGETHER: dict[str, list[str]] = {
     "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
     "together_2.cu": [
