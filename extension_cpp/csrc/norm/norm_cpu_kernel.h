@@ -193,7 +193,7 @@ ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double 
     m = NAME(moments_again)(x, cols, shift);
   }
   double mean = (double)shift + m.first, variance = m.second - m.first * m.first;
-  if (sizeof(ACC) == 4 && !(variance + eps >= 0x1p-100 && variance < (double)INFINITY)) {
+  if (!(variance + eps >= 0x1p-100 && variance < (double)INFINITY)) {
     NAME(double_moments)(x, cols, centered, &mean, &variance);
   }
   const double rstd = 1 / sqrt((variance < 0 ? 0 : variance) + eps);

@@ -3,9 +3,9 @@
 // FAN tiles form a group, and FAN groups form a block. A tile publishes the Part of its steps as
 // soon as it has read them. The last tile of a group publishes the Part of the group instead, and
 // the last tile of a block the State at its end. So a tile depends on up to FAN - 1 tiles of its
-// group, up to FAN - 1 groups of its block, and the State of the block before. The warps share these
-// values and join them in a fixed tree. Plain decoupled look-back joins whatever is published at
-// that moment, so its rounding differs from run to run.
+// group, up to FAN - 1 groups of its block, and the State of the block before. The warps share
+// these values and join them in a fixed tree. Plain decoupled look-back joins whatever is published
+// at that moment, so its rounding differs from run to run.
 //
 // A tile waits only for CTAs with lower indices. The GPU starts CTAs in the order of their indices
 // (CUB's scans assume this, too), so these CTAs are already running.
