@@ -337,6 +337,10 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
         assert not TRACES.search(str(path)) and "extension_cpp" not in str(path)
         if text is not None and path.name != "LICENSE":
             assert not TRACES.search(text.decode()) and b"extension_cpp" not in text.lower(), path
+        if text is not None and path.parts[0] == "tests":  # what a test imports, runs or compiles is there, too
+            used = [f"tests/{module}*" for module in re.findall(r"\btests\.(\w+)", text.decode())]
+            used += [f"tests/**/{source}" for source in re.findall(r'"(\w+\.c)"', text.decode())]
+            assert not [pattern for pattern in used if not list(folder.glob(pattern))], path
     assert (folder / ".ci" / "run").stat().st_mode & 0o111
     lint(folder, mypy=(name, kind) == (LONG, "reduction"))
 
