@@ -35,7 +35,7 @@ def _once_cuda(call: Callable[[], object], ahead: bool) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if ahead:  # the host launches the call during this wait, so that the events enclose device time alone
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(10_000_000)
     start.record()
     call()
     end.record()
