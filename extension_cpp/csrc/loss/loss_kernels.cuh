@@ -54,23 +54,26 @@ __device__ inline void walk(const T *row, int64_t cols, const RowSpan<T> &span, 
       f(value, c);
     }
   }
-  int64_t v = begin + threadIdx.x;
-  for (; v + (UNROLL - 1) * step < end; v += UNROLL * step) {
+  // The last vectors of a thread are loaded at once, too.
+  const auto batch = [&](int64_t v, auto is_whole) {
     Vector<T, N> bits[UNROLL];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) bits[u] = load_vector<T, N>(from + (v + u * step) * N);
+    for (int u = 0; u < UNROLL; ++u) {
+      if (decltype(is_whole)::value || v + u * step < end) {
+        bits[u] = load_vector<T, N>(from + (v + u * step) * N);
+      }
+    }
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
+      if (!decltype(is_whole)::value && v + u * step >= end) break;
       float values[N];
       unpack<T, N>(values, bits[u]);
       f(values, span.head + (v + u * step) * N);
     }
-  }
-  for (; v < end; v += step) {
-    float values[N];
-    load<T, N>(values, from + v * N);
-    f(values, span.head + v * N);
-  }
+  };
+  int64_t v = begin + threadIdx.x;
+  for (; v + (UNROLL - 1) * step < end; v += UNROLL * step) batch(v, std::true_type{});
+  if (v < end) batch(v, std::false_type{});
 }
 
 // ---- forward ----
