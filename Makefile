@@ -133,6 +133,8 @@ lint: $(READY)  ## ruff, mypy, clang-format
 	@$(PYTHON) -m ruff format --check --quiet .
 	@$(PYTHON) -m mypy
 	@$(C_SOURCES) | xargs $(CLANG_FORMAT) --dry-run -Werror
+	@# Comments, too, which clang-format leaves as they are.
+	@! $(C_SOURCES) | xargs grep -HnE '.{101}' || { echo "error: these lines have more than 100 columns." >&2; exit 1; }
 
 format: $(READY)  ## lay out the code as lint wants it
 	$(call need,ruff clang_format)

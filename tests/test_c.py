@@ -331,17 +331,3 @@ def test_norm_plan(tmp_path: Path) -> None:
     subprocess.run([*compiler, "-std=c++17", "-O1", *include, "-o", program, SOURCES / "norm_plan.cpp"], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_lines_have_at_most_100_columns() -> None:
-    """Comments, too, which clang-format leaves as they are."""
-    folders = [
-        build_library.CSRC,
-        SOURCES,
-        *(SOURCES.parent.parent / name for name in ("templates", "examples", "benchmarks")),
-    ]
-    paths = [
-        path for folder in folders for suffix in ("c", "h", "cpp", "cu", "cuh") for path in folder.rglob(f"*.{suffix}")
-    ]
-    long = [f"{path}:{i}" for path in paths for i, line in enumerate(path.open(), 1) if len(line) > 101]
-    assert paths and not long
