@@ -120,24 +120,29 @@ def check_torch(settings: RunSettings) -> None:
 # ---- the model ----
 
 
-class MinGRU(nn.Module):
-    """Gates, candidates and the recurrence. Input and output have the shape (B, T, width)."""
+class Mixer(nn.Module):
+    """extension_cpp.nn.MinGRU, or its formula with another recurrence, and a product. Input and output have the shape
+    (B, T, width)."""
 
     def __init__(self, recurrence: str, width: int) -> None:
         super().__init__()
-        self.recurrence = RECURRENCES[recurrence]
-        self.gates, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width, bias=False)
+        self.recurrence = recurrence
+        self.gru, self.out = extension_cpp.nn.MinGRU(width, width), nn.Linear(width, width, bias=False)
 
     def forget_slowly(self) -> None:
         """The biases of z: some states begin with a short memory, some with a long one."""
         with torch.no_grad():
-            self.gates.bias.zero_()
-            self.gates.bias.chunk(2)[0].copy_(-torch.linspace(0, math.log(LONGEST_MEMORY), self.out.in_features))
+            self.gru.projection.bias.zero_()
+            z, _ = self.gru.projection.bias.chunk(2)
+            z.copy_(-torch.linspace(0, math.log(LONGEST_MEMORY), self.gru.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        z, candidate = self.gates(x).chunk(2, dim=-1)
-        z = torch.sigmoid(z)
-        y: Tensor = self.out(self.recurrence(1 - z, z * candidate))
+        if self.recurrence == "ours":
+            states, _ = self.gru(x)
+        else:
+            gate, candidate = self.gru.projection(x).chunk(2, dim=-1)
+            states = RECURRENCES[self.recurrence](torch.sigmoid(-gate), torch.sigmoid(gate) * candidate)
+        y: Tensor = self.out(states)
         return y
 
 
@@ -147,7 +152,7 @@ class Block(nn.Module):
     def __init__(self, recurrence: str, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = extension_cpp.nn.AddRMSNorm(width), extension_cpp.nn.AddRMSNorm(width)
-        self.mix = MinGRU(recurrence, width)
+        self.mix = Mixer(recurrence, width)
         self.gate_up, self.down = nn.Linear(width, 6 * width, bias=False), nn.Linear(3 * width, width, bias=False)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +176,7 @@ class RecurrentModel(nn.Module):
                 into_the_stream = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
         for module in self.modules():
-            if isinstance(module, MinGRU):
+            if isinstance(module, Mixer):
                 module.forget_slowly()
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:

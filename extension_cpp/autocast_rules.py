@@ -27,9 +27,13 @@ def branches(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_recurrence(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All tensors in the widest of their dtypes, as for PyTorch's operators that promote."""
+    """All tensors in the widest of their dtypes, as for PyTorch's operators that promote. Or as they are, if one is of
+    integers: the operator refuses it.
+    """
     *tensors, dim, reverse = args
     dtypes = [x.dtype for x in tensors if x is not None]
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return args
     dtype = functools.reduce(torch.promote_types, dtypes)
     return *(x if x is None else x.to(dtype) for x in tensors), dim, reverse
 
@@ -43,8 +47,10 @@ def linear_cross_entropy(device_type: str, args: tuple[Any, ...]) -> tuple[Any, 
     """x, linear_weight and linear_bias in autocast's dtype, except float64, and a float32 loss."""
     x, linear_weight, target, linear_bias, *others = args
     dtype = torch.get_autocast_dtype(device_type)
-    cast = (t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (x, linear_weight, linear_bias))
-    x, linear_weight, linear_bias = cast
+    x, linear_weight, linear_bias = (
+        t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
+        for t in (x, linear_weight, linear_bias)
+    )
     others[6] = True  # float_loss
     return x, linear_weight, target, linear_bias, *others
 
@@ -55,6 +61,8 @@ def rotary_embedding(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]
     This is type promotion, except that the results keep the dtype of q and k.
     """
     q, k, cos, sin, interleaved = args
+    if not all(x.is_floating_point() for x in (q, k, cos, sin)):
+        return args
     if q.dtype != k.dtype:
         dtype = torch.promote_types(q.dtype, k.dtype)
         q, k = q.to(dtype), k.to(dtype)

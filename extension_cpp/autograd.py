@@ -325,6 +325,8 @@ def _autograd_kernel(
         if forward_ad._current_level >= 0 and has_tangent(*args):
             if plain is None:
                 raise RuntimeError(f"{op._schema.name}: forward-mode differentiation is not implemented")
+            with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+                op.redispatch(keys, *args, **keywords)  # for its checks
             return plain(*args, *defaults[len(args) :], **keywords)
         if torch.is_grad_enabled():
             for arg in args:

@@ -201,7 +201,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The operator, for DTensors the function of sharded_loss.py."""
     number = reduction_number("linear_cross_entropy", reduction)
-    for name, tensor in (("x", x), ("linear_weight", linear_weight), ("target", target)):
+    given = {"x": x, "linear_weight": linear_weight, "target": target}
+    for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
         checks.check_tensor("linear_cross_entropy", name, tensor)
     needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
     function = autograd.sharded_loss if isinstance(x, autograd.DTENSOR) else _ops

@@ -16,6 +16,8 @@ from .autograd import NO_GRAD, library_for, operators, own_ops
 BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "bias_gelu"]
 BY_ROWS += ["dropout", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"]
 
+SCANS = ("cumsum", "logcumsumexp", "linear_recurrence")
+
 
 def register_nested(op: Any) -> None:
     """Runs an operator on the values of jagged nested tensors that have the same offsets."""
@@ -31,7 +33,9 @@ def register_nested(op: Any) -> None:
 
 def _refuse(name: str) -> Callable[..., Any]:
     def rule(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        checks.fail(name, "expected no nested tensor; call it on the tensor's values()")
+        # values() does not say where a sequence ends.
+        hint = "pad it (to_padded_tensor)" if name.startswith(SCANS) else "call it on the tensor's values()"
+        checks.fail(name, f"expected no nested tensor; {hint}")
 
     return rule
 

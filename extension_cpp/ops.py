@@ -6,9 +6,10 @@ share. second_order.py has the derivatives of the backward operators, reference.
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It computes in float32, for float64 in float64.
 NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
-the same bits in every run and for every number of threads. Jagged nested tensors work with every op except reduce_sum,
-softmax, the scans, the losses and rotary_embedding: the op runs on their values(). A wrong argument raises RuntimeError
-with a sentence that names the op, the argument, what was expected and what it got. A result like
+the same bits in every run and, except linear_cross_entropy's, for every number of threads. Jagged nested tensors work
+with every op except reduce_sum, softmax, the scans, the losses and rotary_embedding: the op runs on their values(). A
+wrong argument raises RuntimeError with a sentence that names the op, the argument, what was expected and what it got. A
+result like
 ``torch.empty_like(x)`` has ``x``'s strides if ``x`` is dense, else dense strides in ``x``'s order of dimensions. Where
 rows of unit stride are read without a copy, other strides cost one.
 A function that PyTorch also has names its first argument ``input``, as PyTorch does. Formulas, operators and messages
@@ -847,7 +848,9 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
 
     Differentiable, to any order; the gradient is a cumsum in the other direction, and nothing is saved. Terms are added
     in float32 or better (float64: float64) along a fixed tree, so that every run gives the same bits, and each result
-    is rounded once. NaN and infinities reach only the sums that contain them. Batch-invariant: the sums of a line have
+    is rounded once to ``x``'s dtype. In float32 and float64 the tree's partial sums round, too; where one overflows, a
+    result can be infinite or NaN that a loop would keep finite. NaN and infinities reach only the sums that contain
+    them. Batch-invariant: the sums of a line have
     the same bits for any number of lines, except that a single column is summed as a row. Any strides are read without
     a copy, provided that one stride steps through all dimensions before ``dim``, and one through all after it. Autocast
     casts half inputs to float32 on CUDA, as for torch.cumsum. Source: torch.cumsum.
@@ -934,15 +937,16 @@ def linear_recurrence(
     """All states of a linear recurrence along one dimension: ``h[t] = a[t] * h[t - 1] + b[t]``.
 
     Args:
-        a: the factors; their shape broadcasts to that of ``b``: size 1 along ``dim`` is a constant factor.
+        a: the factors; their shape broadcasts to that of ``b``: size 1 along ``dim`` is a constant factor. A factor for
+            each head, (..., H, 1) beside (..., H, D), is copied to the shape of ``b``.
         b: any shape, such as (..., T, D); dtype and device of ``a``.
         h0: the state before the first step, of ``b``'s shape without ``dim``; None: zeros.
         dim: the dimension of the steps; negative ones count from the end.
         reverse: whether the recurrence runs from the last step to the first: ``h[t] = a[t] * h[t + 1] + b[t]``.
 
     Returns:
-        A tensor with the shape, dtype and strides of ``torch.empty_like(b)``. Its last state, ``h.select(dim, -1)``,
-        can be h0 of the next call.
+        A tensor with the shape, dtype and strides of ``torch.empty_like(b)``. Its last state, ``h.select(dim, -1)``
+        or, with ``reverse``, ``h.select(dim, 0)``, can be h0 of the next call.
 
     Raises:
         RuntimeError: ``a`` does not broadcast to ``b``, ``h0`` has another shape, a dtype or device differs, ``dim`` is
@@ -950,10 +954,11 @@ def linear_recurrence(
 
     Differentiable in ``a``, ``b`` and ``h0``, to any order; the gradient is a recurrence in the other direction, and
     backward saves ``a``, ``h0`` and the result. The state is float32 (float64: float64) and each result is rounded
-    once. Steps run in parallel, in a tree of fixed shape, so that every run gives the same bits. If the product of
-    neighbouring factors overflows, a state may be infinite or NaN where a loop's is not. NaN and infinities reach later
-    steps only. Strides and batch invariance are as for cumsum. Autocast promotes the tensors to the widest of their
-    dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications; Martin and Cundy 2018, arXiv:1709.04057.
+    once. Steps run in parallel, in a tree of fixed shape, so that every run gives the same bits. If a product of
+    neighbouring factors overflows or underflows, or a factor is infinite, a state may be infinite, NaN or 0 where a
+    loop's is not. NaN and infinities reach later steps only. Strides and batch invariance are as for cumsum. Autocast
+    promotes the tensors to the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications;
+    Martin and Cundy 2018, arXiv:1709.04057.
     """
     return _ops.linear_recurrence(a, b, h0, dim, reverse)
 
@@ -1039,8 +1044,10 @@ def cross_entropy(
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
     reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
-    Batch-invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
-    arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
+    The log-sum-exp is float64: beside a maximum beyond 1e12 it loses digits that the gradient needs, and in a row that
+    is masked as a whole by -1e30 each p_c of the gradient is 1. Batch-invariant at equal alignment. Sources:
+    torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024,
+    arXiv:2408.00118.
     """
     options = label_smoothing, z_loss, softcap
     return losses.cross_entropy(input, target, weight, ignore_index, reduction, *options, False)
@@ -1125,13 +1132,15 @@ def linear_cross_entropy(
         RuntimeError: as for cross_entropy. On CUDA a target that is not a class makes NaN of the row's loss and
             gradient, and of the gradients of ``linear_weight`` and ``linear_bias``.
 
-    Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows are processed in chunks of at most
-    1 GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
-    and in float16 backward computes the logits again. The gradient of the logits is rounded to ``x``'s dtype, as in
-    eager PyTorch. Each chunk after the first rounds the sum for ``linear_weight`` once more: with n chunks of a half
-    type the rounding error of this gradient is up to sqrt(1 + (n - 1) / 2) times eager's. If a row of logits is not a
-    multiple of 16 bytes, a padded copy of ``linear_weight`` is in memory, too. Deterministic. Under autocast the matrix
-    products have autocast's dtype. Source: torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
+    Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows are processed in chunks of at most 1
+    GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
+    and in float16 backward computes the logits again, beside their gradient. The gradient of the logits is rounded to
+    ``x``'s dtype, as in eager PyTorch. Each chunk after the first rounds the sum for ``linear_weight`` once more. With
+    n chunks of a half type and independent rows the rounding error of this gradient is about sqrt(1 + (n - 1) / 2)
+    times eager's at most; where the sums of chunks cancel, it is larger. If a row of logits is not a multiple of 16
+    bytes, a padded copy of ``linear_weight`` is in memory, too. Deterministic; on the CPU the matrix products may
+    depend on the number of threads. Under autocast they have autocast's dtype. Source:
+    torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
     options = ignore_index, label_smoothing, z_loss, softcap
     return losses.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, *options, False)

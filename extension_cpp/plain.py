@@ -360,13 +360,15 @@ def cross_entropy(
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     w = z.new_ones(z.shape[-1]) if weight is None else wide(weight)
     is_ignored, index = target == ignore_index, target.clamp(0, z.shape[-1] - 1)
-    of_target = torch.where(is_ignored, 0, w[index])
+    is_outside = (index != target) & ~is_ignored  # on CUDA, where the loss is NaN
+    of_target = torch.where(is_ignored | is_outside, 0, w[index])
     lse = torch.logsumexp(z, -1)
     distance = lse - z.gather(-1, index[..., None])[..., 0]
     losses = of_target * ((1 - label_smoothing) * distance + z_loss * lse.square())
     if label_smoothing > 0:
         losses = losses + label_smoothing / z.shape[-1] * (w * (lse[..., None] - z)).sum(-1)
-    losses, total = torch.where(is_ignored, 0, losses), of_target.sum().reshape(1)
+    losses = torch.where(is_ignored, 0, losses).masked_fill(is_outside, torch.nan)
+    total = of_target.sum().reshape(1)
     dtype = losses.dtype if float_loss else logits.dtype
     if reduction == 0:
         return losses.to(dtype), lse.detach().double(), total.new_empty(0)
@@ -379,7 +381,10 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
     log_p = torch.log_softmax(z, -1)
     entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
     lse = torch.logsumexp(z.detach(), -1).double()
-    return log_p.gather(-1, target[..., None])[..., 0], entropy, lse
+    index = target.clamp(0, z.shape[-1] - 1)
+    of_target = log_p.gather(-1, index[..., None])[..., 0]
+    is_outside = index != target  # on CUDA, where the results are NaN
+    return of_target.masked_fill(is_outside, torch.nan), entropy.masked_fill(is_outside, torch.nan), lse
 
 
 def linear_cross_entropy(

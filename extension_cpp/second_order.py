@@ -260,7 +260,7 @@ def add_rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
 def sum_to(x: Tensor, like: Tensor) -> Tensor:
     """x summed over the dimensions in which `like` broadcasts to it."""
     missing = x.dim() - like.dim()
-    ones = [missing + d for d, size in enumerate(like.shape) if size == 1 and x.shape[missing + d] != 1]
+    ones = [missing + d for d, size in enumerate(like.shape) if x.shape[missing + d] != size]
     dims = (*range(missing), *ones)
     return _ops.reduce_sum(x, dims, True).view(like.shape) if dims else x
 

@@ -32,7 +32,7 @@ def _call(name: str, target: Tensor) -> tuple[Tensor, list[Tensor]]:
 LOSSES = ["cross_entropy", "token_log_probs", "linear_cross_entropy"]
 
 
-@pytest.mark.parametrize("wrong", [-1, CLASSES, 2**40, -(2**62)])
+@pytest.mark.parametrize("wrong", [-1, CLASSES, 2**40, -(2**62), -(2**63)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
     """The CPU raises an error that names the target. A GPU would have to synchronize for that, so it gives NaN in that
@@ -374,3 +374,35 @@ def test_second_derivatives_get_a_sentence(device: str) -> None:
         gradient = torch.autograd.grad(losses.sum(), leaves[0], create_graph=True)[0]
         with pytest.raises(RuntimeError, match=rf"extension_cpp::{name}: the second derivative is not implemented"):
             gradient.sum().backward()
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-20, 1e-30])
+@pytest.mark.parametrize("shape", [(50, 1000), (50, 7)], ids=str)
+def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tuple[int, int], device: str) -> None:
+    """The largest logit divided by the temperature is far beyond 2^24, where floats are whole numbers."""
+    logits = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 40).to(device).requires_grad_()
+    best = logits.detach().argmax(-1)
+    log_probs, entropy = extension_cpp.token_log_probs(logits, best, temperature)
+    (grad,) = torch.autograd.grad(log_probs.sum() + entropy.sum(), logits)
+    second = logits.detach().topk(2).values.diff().abs().squeeze(-1) / temperature
+    assert torch.all(log_probs[second > 100] == 0) and torch.all(entropy[second > 200] == 0)
+    assert (second > 200).sum() > 40 and torch.isfinite(log_probs).all() and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("inner", [(), (3,)], ids=["rows", "columns"])
+def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], device: str) -> None:
+    """Many classes make lse large beside the cap, and dz/dx must not come from z - lse. In eager PyTorch, too, 1 - tanh^2
+    loses digits where the cap is felt."""
+    logits = torch.randn(4, 1000, *inner, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    target = torch.zeros(4, *inner, dtype=torch.int64, device=device)
+
+    def gradient(x: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        (grad,) = torch.autograd.grad(loss(x), x)
+        return grad
+
+    ours = gradient(logits, lambda x: extension_cpp.cross_entropy(x, target, softcap=0.1))
+    exact = gradient(
+        logits.detach().double().requires_grad_(), lambda x: F.cross_entropy(0.1 * (x / 0.1).tanh(), target)
+    )
+    eager = gradient(logits.detach().requires_grad_(), lambda x: F.cross_entropy(0.1 * (x / 0.1).tanh(), target))
+    assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-7 * exact.abs().max()

@@ -12,6 +12,7 @@ from torch import Tensor
 import build_library
 import extension_cpp
 from extension_cpp.nn import MinGRU
+from tests.battery import profiled
 from tests.checks import last_level_cache, maker, random_grad, run
 from tests.opspec import DTYPES, OpSpec, all_specs
 from tests.test_c import level_here
@@ -254,6 +255,49 @@ def test_autocast_promotes(device: str) -> None:
     assert torch.equal(h, extension_cpp.linear_recurrence(a, b.float(), b[0].float()))
     with pytest.raises(RuntimeError, match="expected a to be bfloat16 like b, but got float32"):
         extension_cpp.linear_recurrence(a, b)
+
+
+VIEWS = {
+    "every third column": lambda x: x[:, ::3],
+    "every second row, transposed": lambda x: x.t()[::2],
+    "half of each row": lambda x: x[:, :30],
+    "expanded": lambda x: x[:1].expand(40, 60),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_are_read_in_place(view: str, dim: int, device: str) -> None:
+    x = VIEWS[view](torch.randn(40, 60, device=device))
+    for scan in (
+        lambda: extension_cpp.cumsum(x, dim),
+        lambda: extension_cpp.logcumsumexp(x, dim),
+        lambda: extension_cpp.linear_recurrence(x, x, dim=dim),
+    ):
+        names, _ = profiled(scan, device)
+        assert "aten::copy_" not in names
+
+
+@pytest.mark.parametrize("shape", [(9_000_001,), (1_100_000, 8)], ids=str)
+def test_every_level_of_the_tree(shape: tuple[int, ...], device: str) -> None:
+    """On a GPU cumsum has more than 1,024 tiles: all levels. Sums of small whole numbers are exact."""
+    x = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0)).float()
+    exact, x = x.double().cumsum(0), x.to(device)
+    one = torch.ones(1, device=device)
+    for sums in (extension_cpp.cumsum(x, 0), extension_cpp.linear_recurrence(one, x, dim=0)):
+        assert torch.equal(sums.cpu().double(), exact)
+
+
+def test_sizes_that_depend_on_data_compile(device: str) -> None:
+    def states(x: Tensor, mask: Tensor) -> Tensor:
+        y = x[mask]
+        return extension_cpp.linear_recurrence(y.sigmoid(), y, dim=0)
+
+    x = torch.randn(40, 6, device=device)
+    mask = x[:, 0] > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = torch.compile(states, backend="aot_eager", fullgraph=True)(x, mask)
+    assert torch.equal(got, states(x, mask))
 
 
 PLANS = r"""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from tests.battery import both_overloads, calls_of_every_order, every_op
 from tests.checks import (
@@ -108,3 +109,29 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
                     assert str(fake_error.value) == message
                     refused += 1
     assert refused > 0
+
+
+@every_op
+def test_forward_mode_refuses_what_kernels_refuse(spec: OpSpec, device: str) -> None:
+    """It computes by plain tensor operations, which would take other arguments and raise other errors."""
+    for sample in spec.error_inputs(device):
+        args = list(sample.args)
+        places = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if "out" in sample.kwargs or "grad" in sample.message or not places:
+            continue
+        with forward_ad.dual_level(), pytest.raises(RuntimeError) as error:
+            x = args[places[0]].detach()
+            args[places[0]] = forward_ad.make_dual(x, torch.ones_like(x))
+            spec.function(*args, **sample.kwargs)
+        assert str(error.value) == sample.message
+
+
+@every_op
+def test_autocast_lets_no_integers_through(spec: OpSpec, device: str) -> None:
+    for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
+        for i, x in enumerate(sample.args):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                args = [*sample.args[:i], x.detach().int(), *sample.args[i + 1 :]]
+                with torch.autocast(device, dtype=torch.bfloat16), pytest.raises(RuntimeError) as error:
+                    spec.function(*args, **sample.kwargs)
+                assert str(error.value).startswith(f"extension_cpp::{spec.name}: expected "), error.value

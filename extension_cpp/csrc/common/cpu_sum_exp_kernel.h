@@ -15,24 +15,21 @@ typedef struct {
   ACC scale, softcap, inverse;
 } NAME(map_t);
 
-/* x becomes z - shift. */
+/* x becomes z - shift. The product is rounded, as the shift was from the largest x: fused, the
+ * distance of that x would be the rounding error of its z, and beyond 2^24 exp of it overflows. */
 ALWAYS_INLINE void NAME(map_block)(ACC *restrict x, NAME(map_t) map, const ACC *restrict shift,
                                    int form) {
   if (form & SOFTCAP) {
     for (int k = 0; k < BLOCK; ++k) x[k] = map.softcap * TANH(x[k] * map.inverse) - shift[k];
+  } else if (map.scale == 1) {
+    for (int k = 0; k < BLOCK; ++k) x[k] -= shift[k];
   } else {
-    for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k], map.scale, -shift[k]);
+    for (int k = 0; k < BLOCK; ++k) x[k] = x[k] * map.scale - shift[k];
   }
 }
 
 ALWAYS_INLINE ACC NAME(map_one)(ACC x, NAME(map_t) map, int form) {
   return form & SOFTCAP ? map.softcap * TANH(x * map.inverse) : x * map.scale;
-}
-
-/* z - shift of one element. Unlike map_block it does not round the product of x and scale. */
-ALWAYS_INLINE double NAME(distance_one)(ACC x, NAME(map_t) map, double shift, int form) {
-  if (form & SOFTCAP) return (double)NAME(map_one)(x, map, form) - shift;
-  return fma((double)x, (double)map.scale, -shift);
 }
 
 /* exp(x) for a result of type T. float32 needs the more exact one. */

@@ -50,7 +50,8 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
   }
   const ACC x_target = (ACC)NAME(widen)(x[target * rows->inner]);
   /* This is not z - lse, because lse loses the digits of log_sum if max is large. */
-  const double log_prob = NAME(distance_one)(x_target, call->map, max, call->form) - log_sum;
+  const double z = (double)NAME(map_one)(x_target, call->map, call->form);
+  const double log_prob = z - max - log_sum;
   if (args->entropy) {
     const double entropy = log_sum - sums.products / sums.sum;
     /* Rounding may give them the wrong sign. */
@@ -102,6 +103,21 @@ NOINLINE double NAME(smooth_sum)(const loss_rows *rows, const T *x, ACC max, NAM
 
 /* ---- gradient of a row: forward's and backward's ---- */
 
+/* x becomes z - shift, and with SOFTCAP slope becomes dz/dx. It is computed from tanh, because
+ * (z - shift) + shift has lost digits of z. */
+ALWAYS_INLINE void NAME(map_with_slope)(ACC *restrict x, ACC *restrict slope, NAME(map_t) map,
+                                        const ACC *restrict shift, int form) {
+  if (!(form & SOFTCAP)) {
+    NAME(map_block)(x, map, shift, form);
+    return;
+  }
+  for (int k = 0; k < BLOCK; ++k) {
+    const ACC tanh = TANH(x[k] * map.inverse);
+    slope[k] = FMA(-tanh, tanh, (ACC)1);
+    x[k] = map.softcap * tanh - shift[k];
+  }
+}
+
 /* n columns from column c on. Without `form` and target, this is two operations besides exp. */
 ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *out, gradient_t g,
                                         NAME(map_t) map, int64_t c, int n, int form, int stream) {
@@ -109,11 +125,7 @@ ALWAYS_INLINE void NAME(gradient_block)(const loss_rows *rows, const T *x, T *ou
   ACC v[BLOCK], slope[BLOCK], shift[BLOCK];
   for (int k = 0; k < BLOCK; ++k) shift[k] = (ACC)g.shift;
   LOAD(v, x + c, n);
-  NAME(map_block)(v, map, shift, form);
-  if (form & SOFTCAP) {
-    for (int k = 0; k < BLOCK; ++k) slope[k] = (v[k] + shift[k]) * map.inverse;
-    for (int k = 0; k < BLOCK; ++k) slope[k] = FMA(-slope[k], slope[k], (ACC)1);
-  }
+  NAME(map_with_slope)(v, slope, map, shift, form);
   if (form & ENTROPY) {
     const ACC entropy_factor = (ACC)g.entropy_factor, entropy = (ACC)g.entropy;
     for (int k = 0; k < BLOCK; ++k) {

@@ -41,8 +41,7 @@ ALWAYS_INLINE void NAME(tile_gradient_column)(const NAME(tile_t) * tile, const T
                                               int32_t c, int first, int n, int form, int stream) {
   ACC v[BLOCK], slope[BLOCK];
   LOAD(v, x, n);
-  NAME(map_block)(v, map, tile->shift + first, form);
-  for (int k = 0; k < BLOCK; ++k) slope[k] = (v[k] + tile->shift[first + k]) * map.inverse;
+  NAME(map_with_slope)(v, slope, map, tile->shift + first, form);
   if (form & ENTROPY) {
     for (int k = 0; k < BLOCK; ++k) {
       const ACC d = v[k] < EXP_ZERO(v[k]) ? EXP_ZERO(v[k]) : v[k];
@@ -57,7 +56,7 @@ ALWAYS_INLINE void NAME(tile_gradient_column)(const NAME(tile_t) * tile, const T
   }
   for (int k = 0; k < BLOCK; ++k) v[k] -= at[k] == c ? tile->at_target[first + k] : 0;
   if (form & SOFTCAP) {
-    for (int k = 0; k < BLOCK; ++k) v[k] *= FMA(-slope[k], slope[k], (ACC)1);
+    for (int k = 0; k < BLOCK; ++k) v[k] *= slope[k];
   }
   for (int k = 0; k < BLOCK; ++k)
     v[k] = tile->constant[first + k] != 0 ? tile->factor[first + k] : v[k];

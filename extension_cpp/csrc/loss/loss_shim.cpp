@@ -47,9 +47,11 @@ static void check_target(const char *op, const Tensor &target, const Tensor &log
   const Tensor dense = as_contiguous(target);
   const auto *const values = static_cast<const int64_t *>(dense.const_data_ptr());
   const int64_t classes = logits.size(class_dim);
+  const bool can_ignore = ignore_index != INT64_MIN;  // token_log_probs cannot
   for (int64_t i = 0; i < dense.numel(); ++i) {
-    if ((values[i] >= 0 && values[i] < classes) || values[i] == ignore_index) continue;
-    const std::string or_ignored = ignore_index == INT64_MIN ? "" : " or ignore_index";
+    if (values[i] >= 0 && values[i] < classes) continue;
+    if (can_ignore && values[i] == ignore_index) continue;
+    const std::string or_ignored = can_ignore ? " or ignore_index" : "";
     fail(op, "expected target in [0, " + std::to_string(classes - 1) + "]" + or_ignored +
                  ", but got " + std::to_string(values[i]));
   }

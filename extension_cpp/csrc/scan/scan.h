@@ -10,11 +10,11 @@
  * runs over length. h0 and grad_h0 are (outer, inner); their stride `step` is unused. Kernels scan
  * in one direction: for a scan from the last step to the first, `data` points at the last step and
  * `step` is negative. So step k - 1 in the formulas of the gradients is step k + 1 of their
- * kernels. Outputs overlap neither inputs nor one another. Any size may exceed 2^31; a call with no
- * element is not launched. Computed in float (float64: double) or better and rounded once per
- * element. Run-to-run deterministic and batch-invariant at equal alignment: a line's result does
- * not depend on the number of threads or on the other lines. NaN and infinities spread to later
- * steps only. Source: PyTorch's definitions; Blelloch, Prefix Sums and Their Applications, 1990. */
+ * kernels. Outputs overlap neither inputs nor one another. Any size may exceed 2^31; on the GPU
+ * columns have at most 2^31 - 1 tiles (scan_plan.h). A call with no element is not launched.
+ * Computed in float (float64: double) or better and rounded once per element. Run-to-run
+ * deterministic and batch-invariant at equal alignment: a line's result does not depend on the
+ * number of threads or on the other lines. NaN and infinities spread to later steps only. Source: PyTorch's definitions; Blelloch, Prefix Sums and Their Applications, 1990. */
 #ifndef EXTENSION_CPP_SCAN_H
 #define EXTENSION_CPP_SCAN_H
 
