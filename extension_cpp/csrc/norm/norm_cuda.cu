@@ -91,9 +91,9 @@ static cudaError_t generic_forward(const norm_forward_args &args, const Plan &pl
                                    cudaStream_t stream) {
   return with_dtype(args.dtype, [&](auto zero) {
     using T = decltype(zero);
-    return launch(
-        args.centered ? generic_forward_kernel<T, LayerNorm> : generic_forward_kernel<T, RmsNorm>,
-        args, plan, stream);
+    const auto kernel = args.centered ? generic_forward_kernel<T, LayerNorm<acc_t<T>>>
+                                      : generic_forward_kernel<T, RmsNorm<acc_t<T>>>;
+    return launch(kernel, args, plan, stream);
   });
 }
 
@@ -179,8 +179,9 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
   if (plan.kernel == Kernel::GENERIC) {
     error = with_dtype(args->dtype, [&](auto zero) {
       using T = decltype(zero);
-      return args->mean != nullptr ? generic_backward<T, LayerNorm>(*args, plan, parts, on)
-                                   : generic_backward<T, RmsNorm>(*args, plan, parts, on);
+      return args->mean != nullptr
+                 ? generic_backward<T, LayerNorm<acc_t<T>>>(*args, plan, parts, on)
+                 : generic_backward<T, RmsNorm<acc_t<T>>>(*args, plan, parts, on);
     });
   } else {
     error = backward(*args, plan, on);

@@ -45,10 +45,8 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
     x.unpack(values, part.k);
 #pragma unroll
     for (int j = 0; j < M; ++j) {
-      float of_element[P];
-#pragma unroll
-      for (int i = 0; i < P; ++i) of_element[i] = parameters[i][j];
-      values[j] = Norm::y(Norm::xhat(values[j], statistics), of_element);
+      const float weight = parameters[0][j], bias = parameters[P - 1][j];
+      values[j] = Norm::y(Norm::xhat(values[j], statistics), weight, bias);
     }
     if (Form::DROPS_Y) drop(values, p.dropout_y, mask.at(part.k));
     store<T, M>(y + window.column(part.k), values);

@@ -58,11 +58,9 @@ __global__ void __launch_bounds__(256)
     }
     const bool is_float = p.weight_dtype == DTYPE_FLOAT32;
     for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
-      A parameters[Norm::PARAMETERS] = {parameter<T>(p.weight, is_float, c, 1)};
-      if (Norm::PARAMETERS == 2) {
-        parameters[Norm::PARAMETERS - 1] = parameter<T>(p.bias, is_float, c, 0);
-      }
-      const A y = Norm::y(Norm::xhat(to_acc(x[c]), statistics), parameters);
+      const A weight = parameter<T>(p.weight, is_float, c, 1);
+      const A bias = parameter<T>(p.bias, is_float, c, 0);
+      const A y = Norm::y(Norm::xhat(to_acc(x[c]), statistics), weight, bias);
       static_cast<T *>(p.y)[row * p.cols + c] =
           from_acc<T>(drop_element(y, p.dropout_y, row * p.cols + c));
     }

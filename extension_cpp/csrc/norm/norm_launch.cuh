@@ -123,10 +123,10 @@ template <typename F>
 cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
   constexpr FormOf<Form::RESIDUAL> residual;
   constexpr FormOf<Form::PLAIN> plain;
-  if (form == Form::DROPOUT_OF_Y) return f(LayerNorm{}, FormOf<Form::DROPOUT_OF_Y>{});
+  if (form == Form::DROPOUT_OF_Y) return f(LayerNorm<float>{}, FormOf<Form::DROPOUT_OF_Y>{});
   if (form == Form::RESIDUAL)
-    return is_layer_norm ? f(LayerNorm{}, residual) : f(RmsNorm{}, residual);
-  return is_layer_norm ? f(LayerNorm{}, plain) : f(RmsNorm{}, plain);
+    return is_layer_norm ? f(LayerNorm<float>{}, residual) : f(RmsNorm<float>{}, residual);
+  return is_layer_norm ? f(LayerNorm<float>{}, plain) : f(RmsNorm<float>{}, plain);
 }
 
 // Calls f(parameters, zero of the rows' type, norm, form).

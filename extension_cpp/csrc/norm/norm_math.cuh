@@ -21,12 +21,13 @@ struct Statistics {
 __device__ inline float reciprocal_root(float x) { return rsqrtf(x); }
 __device__ inline double reciprocal_root(double x) { return 1 / sqrt(x); }
 
+template <typename A>
 struct RmsNorm {
   static constexpr int PARAMETERS = 1;
 
   // for_each(f) calls f(x) for this thread's elements of the row. row_sum is a RowSum; CTA r of a
   // cluster has columns(r) columns.
-  template <typename A, typename ForEach, typename RowSum, typename Columns>
+  template <typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &, A per_col, A eps) {
     A squares[1] = {0};
@@ -39,36 +40,25 @@ struct RmsNorm {
     return {0, reciprocal_root(squares[0] * per_col + eps), 0};
   }
 
-  template <typename A>
-  __device__ static A xhat(A x, const Statistics<A> &row) {
-    return x * row.rstd;
-  }
+  __device__ static A xhat(A x, const Statistics<A> &row) { return x * row.rstd; }
 
-  template <typename A>
-  __device__ static A y(A xhat, const A (&parameters)[1]) {
-    return xhat * parameters[0];
-  }
+  __device__ static A y(A xhat, A weight, A) { return xhat * weight; }
 
   // Adds an element to the sums of its column, with grad = grad_out, or of its row, with grad = g =
   // grad_out * rstd * weight.
-  template <typename A>
-  __device__ static void add(A (&sums)[1], A grad, A xhat) {
-    sums[0] += grad * xhat;
-  }
+  __device__ static void add(A (&sums)[1], A grad, A xhat) { sums[0] += grad * xhat; }
 
   // means = the row's sums / cols.
-  template <typename A>
-  __device__ static A grad_x(A g, A xhat, const A (&means)[1]) {
-    return g - xhat * means[0];
-  }
+  __device__ static A grad_x(A g, A xhat, const A (&means)[1]) { return g - xhat * means[0]; }
 };
 
+template <typename A>
 struct LayerNorm {
   static constexpr int PARAMETERS = 2;
 
   // Each CTA computes the mean of its columns, then the sum of squared deviations from it. The CTAs
   // join these moments in one exchange instead of two (Chan, Golub and LeVeque 1983).
-  template <typename A, typename ForEach, typename RowSum, typename Columns>
+  template <typename ForEach, typename RowSum, typename Columns>
   __device__ static Statistics<A> statistics(const ForEach &for_each, const RowSum &row_sum,
                                              int &turn, const Columns &columns, A per_col, A eps) {
     const bool is_cluster = row_sum.cluster > 1;
@@ -77,7 +67,7 @@ struct LayerNorm {
     A sum[1] = {0}, deviations[2] = {0, 0};
     for_each([&](A x) { sum[0] += x; });
     row_sum.sum_cta(sum, turn++);
-    Moments<A> moments{sum[0] * per_element, 0, 0};
+    Moments moments{sum[0] * per_element, 0, 0};
     for_each([&](A x) {
       const A deviation = x - moments.mean;
       deviations[0] += deviation;
@@ -92,7 +82,7 @@ struct LayerNorm {
       const float2 first = row_sum.receive(turn), second = row_sum.receive(turn + 1);
       turn += 2;
       const A count = static_cast<A>(columns(threadIdx.x % MAX_CLUSTER));
-      moments = join<A>({first.x, second.x, first.y}, count, per_col);
+      moments = join({first.x, second.x, first.y}, count, per_col);
     }
     const A variance = moments.squares * per_col;
     const A rstd = reciprocal_root((variance < 0 ? A(0) : variance) + eps);
@@ -100,7 +90,6 @@ struct LayerNorm {
   }
 
   // excess: the rounding error of `mean`; squares: the sum of squared deviations from the mean.
-  template <typename A>
   struct Moments {
     A mean, excess, squares;
 
@@ -116,9 +105,8 @@ struct LayerNorm {
 
   // Joins the moments of 16 neighbouring lanes, each of `count` elements. Uses `excess`, because
   // the rounding of the means matters if they are large compared with the deviations.
-  template <typename A>
-  __device__ static Moments<A> join(const Moments<A> &part, A count, A per_element) {
-    Moments<A> all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};
+  __device__ static Moments join(const Moments &part, A count, A per_element) {
+    Moments all{__shfl_sync(0xffffffffu, part.mean, 0), 0, 0};
     const A distance = count > 0 ? (part.mean - all.mean) - part.excess : A(0);
     A deviations[2] = {count * distance, part.squares};
     deviations[1] += deviations[0] * distance;
@@ -127,23 +115,17 @@ struct LayerNorm {
     return all;
   }
 
-  template <typename A>
   __device__ static A xhat(A x, const Statistics<A> &row) {
     return (x - row.mean) * row.rstd + row.offset;
   }
 
-  template <typename A>
-  __device__ static A y(A xhat, const A (&parameters)[2]) {
-    return xhat * parameters[0] + parameters[1];
-  }
+  __device__ static A y(A xhat, A weight, A bias) { return xhat * weight + bias; }
 
-  template <typename A>
   __device__ static void add(A (&sums)[2], A grad, A xhat) {
     sums[0] += grad * xhat;
     sums[1] += grad;
   }
 
-  template <typename A>
   __device__ static A grad_x(A g, A xhat, const A (&means)[2]) {
     return (g - means[1]) - xhat * means[0];
   }
