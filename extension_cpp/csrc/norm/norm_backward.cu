@@ -4,18 +4,20 @@
 
 namespace norms {
 
-cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream) {
-  return with_backward(args, plan, [&](const auto &p, auto zero, auto norm, auto form) {
+cudaError_t backward(const norm_backward_args &args, Form form, const Plan &plan,
+                     cudaStream_t stream) {
+  const auto run = [&](const auto &p, auto zero, auto norm, auto constant) {
     using T = decltype(zero);
     using Norm = decltype(norm);
-    using ThisForm = decltype(form);
+    constexpr Form FORM = decltype(constant)::value;
     constexpr int K = PERSISTENT_ELEMENTS / VECTOR<T>;
-    auto kernel = plan.is_aligned ? persistent_kernel<T, Norm, ThisForm, K, true>
-                                  : persistent_kernel<T, Norm, ThisForm, K, false>;
-    if (plan.kernel == Kernel::PIPELINE) kernel = pipeline_kernel<T, Norm, ThisForm, K>;
-    if (plan.kernel == Kernel::SPLIT) kernel = split_kernel<T, Norm, ThisForm, 2>;
+    auto kernel = plan.is_aligned ? persistent_kernel<T, Norm, FORM, K, true>
+                                  : persistent_kernel<T, Norm, FORM, K, false>;
+    if (plan.kernel == Kernel::PIPELINE) kernel = pipeline_kernel<T, Norm, FORM, K>;
+    if (plan.kernel == Kernel::SPLIT) kernel = split_kernel<T, Norm, FORM, 2>;
     return launch(kernel, p, plan, stream);
-  });
+  };
+  return with_params<BackwardParams>(args, args.mean != nullptr, form, plan, run);
 }
 
 }  // namespace norms

@@ -25,7 +25,7 @@ __device__ inline Statistics<float> to_statistics(float2 moments) {
 }
 
 // What the loops over rows share: a thread's columns, their weights and their sums over the rows.
-template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
+template <typename T, typename Norm, Form FORM, int K, bool ALIGNED>
 struct BackwardRows {
   static constexpr int N = VECTOR<T>, P = Norm::PARAMETERS;
   using Fragment = RowFragment<T, K, ALIGNED>;
@@ -92,14 +92,14 @@ struct BackwardRows {
     if (!window.has(part.k)) return;
     const int64_t at = row * p.cols + window.column(part.k);
     float grad_x[M], more[M];
-    if (Form::HAS_RESIDUAL) grad_sum.unpack(more, part.k);
+    if (FORM == Form::RESIDUAL) grad_sum.unpack(more, part.k);
 #pragma unroll
     for (int j = 0; j < M; ++j) {
       grad_x[j] = Norm::grad_x(grad[j], x[j], means);
-      if (Form::HAS_RESIDUAL) grad_x[j] += more[j];
+      if (FORM == Form::RESIDUAL) grad_x[j] += more[j];
     }
     store<T, M>(static_cast<T *>(p.grad_x) + at, grad_x);
-    if (!Form::HAS_RESIDUAL || p.grad_dropped == nullptr) return;
+    if (FORM != Form::RESIDUAL || p.grad_dropped == nullptr) return;
     drop(grad_x, p.dropout_x, mask.at(part.k));
     store<T, M>(static_cast<T *>(p.grad_dropped) + at, grad_x);
   }
@@ -136,21 +136,20 @@ struct BackwardRows {
     if (row < p.release_from || row >= p.rows) return;
     release_row(p.x_row(row), slice);
     release_row(p.grad_out_row(row), slice);
-    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) release_row(p.grad_sum_row(row), slice);
+    if (FORM == Form::RESIDUAL && p.grad_sum != nullptr) release_row(p.grad_sum_row(row), slice);
   }
 };
 
 constexpr int PERSISTENT_ELEMENTS = 16;  // per thread and row
 // The most threads of a CTA; an SM has one CTA.
-template <typename T, typename Form, bool ALIGNED>
-constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, Form::HAS_RESIDUAL,
-                                                           Form::DROPS_Y, ALIGNED);
+template <typename T, Form FORM, bool ALIGNED>
+constexpr int PERSISTENT_THREADS = most_persistent_threads(sizeof(T) == 4, FORM, ALIGNED);
 
 // The rows of a persistent CTA. The loads of the next row are in flight while the threads exchange
 // the sums of the current row. LOOPS: false in the split kernel, which has one row per group.
-template <typename T, typename Norm, typename Form, int K, bool ALIGNED, bool LOOPS = true>
-struct PersistentRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
-  using Base = BackwardRows<T, Norm, Form, K, ALIGNED>;
+template <typename T, typename Norm, Form FORM, int K, bool ALIGNED, bool LOOPS = true>
+struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
+  using Base = BackwardRows<T, Norm, FORM, K, ALIGNED>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
   using typename Base::Fragment, typename Base::Mask;
   // float32 with two sums per column leaves no registers for the weights: they are loaded from the
@@ -187,7 +186,7 @@ struct PersistentRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
   // Prefetches a row of x and grad_out into the L2, and the row before it of grad_sum, which is not
   // loaded into registers ahead of its use.
   __device__ void prefetch(int64_t row) const {
-    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && row - p.groups < p.rows) {
+    if (FORM == Form::RESIDUAL && p.grad_sum != nullptr && row - p.groups < p.rows) {
       prefetch_slice(p.grad_sum_row(row - p.groups), slice, p.hint);
     }
     if (!p.has_prefetch || row >= p.rows) return;
@@ -199,14 +198,14 @@ struct PersistentRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
   __device__ void start() {
     load(first);
     if (LOOPS) prefetch(first + p.groups);
-    if (Form::DROPS_Y || !LOOPS) mask.template make<Form>(p, first, window);
+    if (FORM == Form::DROPOUT_OF_Y || !LOOPS) mask.template make<FORM>(p, first, window);
     if (HOLDS_WEIGHTS) this->load_weights();
   }
 
   __device__ void process(int64_t row) {
     Fragment grad_sum{};
     const bool is_row = row < p.rows;
-    if (Form::HAS_RESIDUAL && p.grad_sum != nullptr && is_row) {
+    if (FORM == Form::RESIDUAL && p.grad_sum != nullptr && is_row) {
       grad_sum.load(p.grad_sum_row(row), window, p.hint);
     }
     if (!HOLDS_WEIGHTS) this->load_weights();
@@ -216,13 +215,13 @@ struct PersistentRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
     window.for_each([&](auto part) {
       x.unpack(xhat.at(part), part.k);
       grad_out.unpack(g.at(part), part.k);
-      if (Form::DROPS_Y) drop(g.at(part), p.dropout_y, mask.at(part.k));
+      if (FORM == Form::DROPOUT_OF_Y) drop(g.at(part), p.dropout_y, mask.at(part.k));
       this->sum_part(part, xhat.at(part), g.at(part), statistics, sums);
     });
     if (LOOPS) {
       load(row + p.groups);
       prefetch(row + 2 * p.groups);
-      mask.template make<Form>(p, Form::DROPS_Y ? row + p.groups : row, window);
+      mask.template make<FORM>(p, FORM == Form::DROPOUT_OF_Y ? row + p.groups : row, window);
     }
     if (p.grad_x == nullptr) return;
     row_sum.sum_cta(sums, turn++);
@@ -254,14 +253,14 @@ struct PersistentRows : BackwardRows<T, Norm, Form, K, ALIGNED> {
   }
 };
 
-template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
-__global__ void __launch_bounds__((PERSISTENT_THREADS<T, Form, ALIGNED>), 1)
+template <typename T, typename Norm, Form FORM, int K, bool ALIGNED>
+__global__ void __launch_bounds__((PERSISTENT_THREADS<T, FORM, ALIGNED>), 1)
     persistent_kernel(const __grid_constant__ BackwardParams<T> p) {
-  using Rows = PersistentRows<T, Norm, Form, K, ALIGNED>;
+  using Rows = PersistentRows<T, Norm, FORM, K, ALIGNED>;
   __shared__ typename Rows::Sum::Shared shared;
   // A thread of an unaligned row may have an edge besides its vectors.
   __shared__ __align__(
-      16) float partial[PERSISTENT_THREADS<T, Form, ALIGNED> * (PERSISTENT_ELEMENTS + !ALIGNED)];
+      16) float partial[PERSISTENT_THREADS<T, FORM, ALIGNED> * (PERSISTENT_ELEMENTS + !ALIGNED)];
   Rows rows(p, shared, blockIdx.x);
   rows.start();
   // All groups of the CTA make the same number of iterations, because groups may share a warp.

@@ -18,9 +18,9 @@ struct Place {
 };
 
 #if HAS_CLUSTERS
-template <typename T, typename Norm, typename Form, int K>
-struct PipelineRows : BackwardRows<T, Norm, Form, K, true> {
-  using Base = BackwardRows<T, Norm, Form, K, true>;
+template <typename T, typename Norm, Form FORM, int K>
+struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
+  using Base = BackwardRows<T, Norm, FORM, K, true>;
   using Base::N, Base::P, Base::p, Base::slice, Base::window;
   using typename Base::Fragment, typename Base::Mask;
   using Sum = RowSum<float, 4>;
@@ -82,7 +82,7 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, true> {
       float x[N], grad[N];
       load(x, place.x, part.k);
       load(grad, place.grad_out, part.k);
-      if (Form::DROPS_Y) drop(grad, p.dropout_y, mask.at(part.k));
+      if (FORM == Form::DROPOUT_OF_Y) drop(grad, p.dropout_y, mask.at(part.k));
       f(part, x, grad);
     });
   }
@@ -131,19 +131,19 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, true> {
     float2 moments = load_moments(p, first), next_moments{}, later_moments{};
     if (count > 1) next_moments = load_moments(p, first + step);
     Mask mask, next_mask;
-    mask.template make<Form>(p, first, window);
+    mask.template make<FORM>(p, first, window);
     sum(turn, now, mask, to_statistics<T>(moments));
     int i = 0;
     for (int64_t row = first; row < p.rows; row += step, ++i, ++turn) {
       const int64_t next_row = row + step;
       if (next_row + step < p.rows) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
-      if (Form::HAS_RESIDUAL && p.grad_sum != nullptr) {  // grad_sum has no stages
+      if (FORM == Form::RESIDUAL && p.grad_sum != nullptr) {  // grad_sum has no stages
         grad_sum.load(p.grad_sum_row(row), window, p.hint);
         if (next_row < p.rows) prefetch_slice(p.grad_sum_row(next_row), slice, p.hint);
       }
       if (next_row < p.rows) {
-        next_mask.template make<Form>(p, next_row, window);
+        next_mask.template make<FORM>(p, next_row, window);
         next = next_place(now, next_row);
         sum(turn + 1, next, next_mask, to_statistics<T>(next_moments));
         // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
@@ -165,11 +165,11 @@ struct PipelineRows : BackwardRows<T, Norm, Form, K, true> {
 };
 #endif
 
-template <typename T, typename Norm, typename Form, int K>
+template <typename T, typename Norm, Form FORM, int K>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)
     pipeline_kernel(const __grid_constant__ BackwardParams<T> p) {
 #if HAS_CLUSTERS
-  using Rows = PipelineRows<T, Norm, Form, K>;
+  using Rows = PipelineRows<T, Norm, FORM, K>;
   extern __shared__ __align__(128) uint4 memory[];
   __shared__ typename Rows::Shared shared;
   if (threadIdx.x == 0) {

@@ -15,7 +15,7 @@ namespace norms {
 constexpr int SPLIT_THREADS = 512;
 
 // Sums N columns over the rows first, first + step, ..., with the loads of two rows in flight.
-template <typename Norm, typename Form, typename T>
+template <typename Norm, Form FORM, typename T>
 __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int first, int step,
                                    float (&sums)[VECTOR<T>][Norm::PARAMETERS]) {
   constexpr int N = VECTOR<T>, ROWS = 2;
@@ -35,7 +35,7 @@ __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int f
       float values[N], grad[N];
       unpack<T, N>(values, x[r]);
       unpack<T, N>(grad, grad_out[r]);
-      if (Form::DROPS_Y) {
+      if (FORM == Form::DROPOUT_OF_Y) {
         uint32_t mask[1];
         keep<N>(mask, p.dropout_y, *p.dropout_y.seed, {(begin + r * step) * p.cols + column});
         drop(grad, p.dropout_y, mask[0]);
@@ -48,14 +48,14 @@ __device__ inline void sum_columns(const BackwardParams<T> &p, int column, int f
   }
 }
 
-template <typename Norm, typename Form, typename T>
+template <typename Norm, Form FORM, typename T>
 __device__ inline void split_columns(const BackwardParams<T> &p) {
   constexpr int N = VECTOR<T>, P = Norm::PARAMETERS, X = COLUMN_VECTORS, WIDTH = X * N;
   __shared__ float shared[SPLIT_THREADS / 32][P][WIDTH];
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int x = thread % X, column = (blockIdx.x * X + x) * N;
   float sums[N][P] = {};
-  if (column < p.cols) sum_columns<Norm, Form>(p, column, thread / X, threads / X, sums);
+  if (column < p.cols) sum_columns<Norm, FORM>(p, column, thread / X, threads / X, sums);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
 #pragma unroll
@@ -81,11 +81,11 @@ __device__ inline void split_columns(const BackwardParams<T> &p) {
   }
 }
 
-template <typename T, typename Norm, typename Form, int K>
+template <typename T, typename Norm, Form FORM, int K>
 __global__ void __maxnreg__(64) split_kernel(const __grid_constant__ BackwardParams<T> p) {
-  using Rows = PersistentRows<T, Norm, Form, K, true, false>;
+  using Rows = PersistentRows<T, Norm, FORM, K, true, false>;
   __shared__ typename Rows::Sum::Shared shared;
-  if (static_cast<int64_t>(blockIdx.x) < p.column_ctas) return split_columns<Norm, Form>(p);
+  if (static_cast<int64_t>(blockIdx.x) < p.column_ctas) return split_columns<Norm, FORM>(p);
   Rows rows(p, shared, blockIdx.x - p.column_ctas);
   rows.start();
   rows.process(rows.first);

@@ -64,8 +64,14 @@ static bool is_congruent(const Problem &p, const void *data, int64_t stride) {
          (is_aligned(data) && (p.rows == 1 || (stride - p.cols) % vector_elements(p.dtype) == 0));
 }
 
+static Form form_of(bool has_residual, const dropout_t &dropout_y) {
+  if (has_residual) return Form::RESIDUAL;
+  return dropout_y.seed != nullptr ? Form::DROPOUT_OF_Y : Form::PLAIN;
+}
+
 static Problem problem_of(const norm_forward_args &args) {
-  Problem p{false, form_of(args), args.dtype, args.rows, args.cols};
+  const Form form = form_of(args.residual != nullptr, args.dropout_y);
+  Problem p{false, form, args.dtype, args.rows, args.cols};
   p.is_congruent = is_congruent(p, args.x, args.x_stride) && is_congruent(p, args.y, p.cols) &&
                    is_congruent(p, args.residual, args.residual_stride) &&
                    is_congruent(p, args.sum, p.cols) && is_aligned(args.weight) &&
@@ -74,7 +80,8 @@ static Problem problem_of(const norm_forward_args &args) {
 }
 
 static Problem problem_of(const norm_backward_args &args) {
-  Problem p{true, form_of(args), args.dtype, args.rows, args.cols};
+  const bool has_residual = args.grad_sum != nullptr || args.grad_dropped != nullptr;
+  Problem p{true, form_of(has_residual, args.dropout_y), args.dtype, args.rows, args.cols};
   p.is_congruent = is_congruent(p, args.x, args.x_stride) &&
                    is_congruent(p, args.grad_out, args.grad_out_stride) &&
                    is_congruent(p, args.grad_x, p.cols) &&
@@ -154,9 +161,10 @@ extern "C" int norm_forward_cuda(const norm_forward_args *args, void *stream) {
   Device device;
   const cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
-  const Plan plan = pick(problem_of(*args), device);
+  const Problem problem = problem_of(*args);
+  const Plan plan = pick(problem, device);
   if (plan.kernel == Kernel::GENERIC) return generic_forward(*args, plan, on);
-  return forward(*args, plan, on);
+  return forward(*args, problem.form, plan, on);
 }
 
 extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
@@ -174,7 +182,8 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
   Device device;
   cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
-  const Plan plan = pick(problem_of(*args), device);
+  const Problem problem = problem_of(*args);
+  const Plan plan = pick(problem, device);
   const int64_t parts = parts_of(*args, plan, device);
   if (plan.kernel == Kernel::GENERIC) {
     error = with_dtype(args->dtype, [&](auto zero) {
@@ -184,7 +193,7 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
                  : generic_backward<T, RmsNorm<acc_t<T>>>(*args, plan, parts, on);
     });
   } else {
-    error = backward(*args, plan, on);
+    error = backward(*args, problem.form, plan, on);
     if (plan.kernel == Kernel::SPLIT) return error;
   }
   if (error != cudaSuccess) return error;

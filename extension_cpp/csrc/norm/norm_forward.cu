@@ -29,7 +29,7 @@ __device__ inline void add_residual(RowFragment<T, K, ALIGNED> &x,
 
 // Writes y. W is the type of the parameters in memory. They are loaded BATCH vectors at a time, as
 // many as the registers hold; unaligned vectors need more registers.
-template <typename Norm, typename Form, typename W, typename T, int K, bool ALIGNED>
+template <typename Norm, Form FORM, typename W, typename T, int K, bool ALIGNED>
 __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
                                  const RowWindow<T, K, ALIGNED> &window,
                                  const RowFragment<T, K, ALIGNED> &x,
@@ -48,7 +48,7 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
       const float weight = parameters[0][j], bias = parameters[P - 1][j];
       values[j] = Norm::y(Norm::xhat(values[j], statistics), weight, bias);
     }
-    if (Form::DROPS_Y) drop(values, p.dropout_y, mask.at(part.k));
+    if (FORM == Form::DROPOUT_OF_Y) drop(values, p.dropout_y, mask.at(part.k));
     store<T, M>(y + window.column(part.k), values);
   };
 #pragma unroll
@@ -84,14 +84,14 @@ __device__ inline void write_row(const ForwardParams<T> &p, int64_t row,
 }
 
 // Registers per thread. They limit the threads of an SM, and so its bytes in flight.
-template <typename Norm, typename Form, int K, bool ALIGNED>
+template <typename Norm, Form FORM, int K, bool ALIGNED>
 constexpr int row_registers() {
   if (K == 8 || !ALIGNED) return 80;
-  return Norm::PARAMETERS == 1 && !Form::HAS_RESIDUAL ? 48 : 64;
+  return Norm::PARAMETERS == 1 && FORM != Form::RESIDUAL ? 48 : 64;
 }
 
-template <typename T, typename Norm, typename Form, int K, bool ALIGNED>
-__global__ void __maxnreg__((row_registers<Norm, Form, K, ALIGNED>()))
+template <typename T, typename Norm, Form FORM, int K, bool ALIGNED>
+__global__ void __maxnreg__((row_registers<Norm, FORM, K, ALIGNED>()))
     row_kernel(const __grid_constant__ ForwardParams<T> p) {
   using Slice = RowSlice<T, ALIGNED>;
   using Sum = RowSum<float, 4>;
@@ -106,12 +106,12 @@ __global__ void __maxnreg__((row_registers<Norm, Form, K, ALIGNED>()))
   RowMask<K, VECTOR<T>> mask;
   if (is_row) {
     x.load(p.x_row(row), window, p.hint);
-    if (Form::HAS_RESIDUAL) residual.load(p.residual_row(row), window, p.hint);
-    mask.template make<Form>(p, row, window);
+    if (FORM == Form::RESIDUAL) residual.load(p.residual_row(row), window, p.hint);
+    mask.template make<FORM>(p, row, window);
     if (p.ahead > 0 && row + p.ahead < p.rows) {
       prefetch_slice(p.x_row(row + p.ahead), slice, p.hint);
     }
-    if (Form::HAS_RESIDUAL) add_residual(x, residual, mask, p, row, window);
+    if (FORM == Form::RESIDUAL) add_residual(x, residual, mask, p, row, window);
   }
   row_sum.wait_for_others();
   const auto for_each = [&](auto &&f) {
@@ -133,34 +133,33 @@ __global__ void __maxnreg__((row_registers<Norm, Form, K, ALIGNED>()))
     static_cast<float *>(p.rstd)[row] = statistics.rstd;
   }
   if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
-    write_row<Norm, Form, float>(p, row, window, x, mask, statistics);
+    write_row<Norm, FORM, float>(p, row, window, x, mask, statistics);
   } else {
-    write_row<Norm, Form, T>(p, row, window, x, mask, statistics);
+    write_row<Norm, FORM, T>(p, row, window, x, mask, statistics);
   }
   if (row < p.release_from) return;
   release_row(p.x_row(row), slice);
-  if (Form::HAS_RESIDUAL) release_row(p.residual_row(row), slice);
+  if (FORM == Form::RESIDUAL) release_row(p.residual_row(row), slice);
 }
 
-cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream) {
-  return with_row_type(args.dtype, [&](auto zero) {
+cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
+                    cudaStream_t stream) {
+  const auto run = [&](const auto &p, auto zero, auto norm, auto constant) {
+    // Inside the next lambda gcc would take these for references.
     using T = decltype(zero);
-    const ForwardParams<T> p{geometry_of(plan, args.rows, args.cols), args};
-    return with_form(args.centered, form_of(args), [&](auto norm, auto form) {
-      // Inside the next lambda gcc would take these for references.
-      using Norm = decltype(norm);
-      using ThisForm = decltype(form);
-      return with_row_shape(plan, [&](auto vectors, auto aligned) {
-        constexpr int K = decltype(vectors)::value;
-        if constexpr (ThisForm::HAS_RESIDUAL && K == 8) {
-          return cudaErrorInvalidValue;  // no plan: fit() gives these 4 vectors
-        } else {
-          constexpr auto kernel = row_kernel<T, Norm, ThisForm, K, decltype(aligned)::value>;
-          return launch(kernel, p, plan, stream);
-        }
-      });
+    using Norm = decltype(norm);
+    constexpr Form FORM = decltype(constant)::value;
+    return with_row_shape(plan, [&](auto vectors, auto aligned) {
+      constexpr int K = decltype(vectors)::value;
+      if constexpr (FORM == Form::RESIDUAL && K == 8) {
+        return cudaErrorInvalidValue;  // no plan: fit() gives these 4 vectors
+      } else {
+        constexpr auto kernel = row_kernel<T, Norm, FORM, K, decltype(aligned)::value>;
+        return launch(kernel, p, plan, stream);
+      }
     });
-  });
+  };
+  return with_params<ForwardParams>(args, args.centered, form, plan, run);
 }
 
 }  // namespace norms

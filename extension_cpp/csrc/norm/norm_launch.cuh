@@ -46,15 +46,6 @@ struct BackwardParams : Geometry, norm_backward_args {
   __device__ bool drops_x() const { return grad_dropped != nullptr; }
 };
 
-// The operation that is fused with the norm. HAS_RESIDUAL: forward's prologue is x = residual +
-// dropout(x), backward's epilogue grad_x += grad_sum, grad_dropped = dropout(grad_x). DROPS_Y:
-// forward's epilogue is y = dropout(y), backward's prologue grad_out = dropout(grad_out).
-template <Form FORM>
-struct FormOf {
-  static constexpr bool HAS_RESIDUAL = FORM == Form::RESIDUAL;
-  static constexpr bool DROPS_Y = FORM == Form::DROPOUT_OF_Y;
-};
-
 // The dropout mask of a thread's elements of a row: bit 1 keeps an element.
 template <int K, int N>
 struct RowMask {
@@ -62,10 +53,10 @@ struct RowMask {
   __device__ uint32_t at(int k) const { return k < K ? bits[k] : edge; }
 
   // Computes the mask if the form needs one.
-  template <typename Form, typename Params, typename Window>
+  template <Form FORM, typename Params, typename Window>
   __device__ void make(const Params &p, int64_t row, const Window &window) {
-    if (!Form::DROPS_Y && !(Form::HAS_RESIDUAL && p.drops_x())) return;
-    const dropout_t &dropout = Form::DROPS_Y ? p.dropout_y : p.dropout_x;
+    if (FORM != Form::DROPOUT_OF_Y && !(FORM == Form::RESIDUAL && p.drops_x())) return;
+    const dropout_t &dropout = FORM == Form::DROPOUT_OF_Y ? p.dropout_y : p.dropout_x;
     int64_t first[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) first[k] = row * p.cols + window.column(k);
@@ -78,23 +69,13 @@ struct RowMask {
 
 // Launch the kernels for rows with a plan, except the sum of partial rows. Each is in the .cu of
 // its name: the compilers take longest for these files, and work on them side by side.
-cudaError_t forward(const norm_forward_args &args, const Plan &plan, cudaStream_t stream);
-cudaError_t backward(const norm_backward_args &args, const Plan &plan, cudaStream_t stream);
+cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
+                    cudaStream_t stream);
+cudaError_t backward(const norm_backward_args &args, Form form, const Plan &plan,
+                     cudaStream_t stream);
 
 // The properties of the current device.
 cudaError_t current_device(Device &device);
-
-inline Form form_of(const norm_forward_args &args) {
-  return args.residual != nullptr         ? Form::RESIDUAL
-         : args.dropout_y.seed != nullptr ? Form::DROPOUT_OF_Y
-                                          : Form::PLAIN;
-}
-
-inline Form form_of(const norm_backward_args &args) {
-  return args.grad_sum != nullptr || args.grad_dropped != nullptr ? Form::RESIDUAL
-         : args.dropout_y.seed != nullptr                         ? Form::DROPOUT_OF_Y
-                                                                  : Form::PLAIN;
-}
 
 inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
   constexpr CacheHint HINTS[] = {NO_HINT, EVICT_FIRST, EVICT_LAST};
@@ -118,24 +99,20 @@ cudaError_t with_row_shape(const Plan &plan, F &&f) {
   }
 }
 
-// Calls f(norm, form) with a Norm (norm_math.cuh) and a form.
-template <typename F>
-cudaError_t with_form(bool is_layer_norm, Form form, F &&f) {
-  constexpr FormOf<Form::RESIDUAL> residual;
-  constexpr FormOf<Form::PLAIN> plain;
-  if (form == Form::DROPOUT_OF_Y) return f(LayerNorm<float>{}, FormOf<Form::DROPOUT_OF_Y>{});
-  if (form == Form::RESIDUAL)
-    return is_layer_norm ? f(LayerNorm<float>{}, residual) : f(RmsNorm<float>{}, residual);
-  return is_layer_norm ? f(LayerNorm<float>{}, plain) : f(RmsNorm<float>{}, plain);
-}
-
-// Calls f(parameters, zero of the rows' type, norm, form).
-template <typename F>
-cudaError_t with_backward(const norm_backward_args &args, const Plan &plan, F &&f) {
+// Calls f(parameters, zero of the rows' type, norm, form) with a Norm (norm_math.cuh) and a form as
+// a constant. Only layer_norm is fused with dropout of y.
+template <template <typename T> class Params, typename Args, typename F>
+cudaError_t with_params(const Args &args, bool is_layer_norm, Form form, const Plan &plan, F &&f) {
   return with_row_type(args.dtype, [&](auto zero) {
-    const BackwardParams<decltype(zero)> p{geometry_of(plan, args.rows, args.cols), args};
-    return with_form(args.mean != nullptr, form_of(args),
-                     [&](auto norm, auto form) { return f(p, zero, norm, form); });
+    const Params<decltype(zero)> p{geometry_of(plan, args.rows, args.cols), args};
+    constexpr std::integral_constant<Form, Form::PLAIN> plain;
+    constexpr std::integral_constant<Form, Form::RESIDUAL> residual;
+    constexpr std::integral_constant<Form, Form::DROPOUT_OF_Y> dropout_of_y;
+    const auto run = [&](auto norm) {
+      return form == Form::RESIDUAL ? f(p, zero, norm, residual) : f(p, zero, norm, plain);
+    };
+    if (form == Form::DROPOUT_OF_Y) return f(p, zero, LayerNorm<float>{}, dropout_of_y);
+    return is_layer_norm ? run(LayerNorm<float>{}) : run(RmsNorm<float>{});
   });
 }
 

@@ -35,6 +35,9 @@ inline const char *name_of(Kernel kernel) {
 // L2 eviction hints (common/cuda_cache.cuh).
 enum class Hint { NONE, FIRST, LAST };
 
+// The operation that is fused with the norm. RESIDUAL: forward's prologue is x = residual +
+// dropout(x), backward's epilogue grad_x += grad_sum, grad_dropped = dropout(grad_x). DROPOUT_OF_Y:
+// forward's epilogue is y = dropout(y), backward's prologue grad_out = dropout(grad_out).
 enum class Form { PLAIN, RESIDUAL, DROPOUT_OF_Y };
 
 struct Problem {
@@ -121,9 +124,10 @@ constexpr int SHAPE_COUNT = sizeof SHAPES / sizeof SHAPES[0];
 
 // The most threads of a persistent CTA. float32, a residual, dropout and unaligned rows each need
 // more registers; the pairs below leave registers for only 384 threads.
-constexpr int most_persistent_threads(bool is_float32, bool has_residual, bool drops_y,
-                                      bool is_aligned) {
-  return is_float32 + has_residual + !is_aligned > 1 || (drops_y && !is_aligned) ? 384 : 512;
+constexpr int most_persistent_threads(bool is_float32, Form form, bool is_aligned) {
+  const bool is_crowded = is_float32 + (form == Form::RESIDUAL) + !is_aligned > 1 ||
+                          (form == Form::DROPOUT_OF_Y && !is_aligned);
+  return is_crowded ? 384 : 512;
 }
 
 // The most rows that a thread adds up in float32 (generic_parts(), row_units()).
@@ -187,8 +191,7 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   int most = shape.cta;
   if (shape.kernel == Kernel::ROW && threads > 32) most = 0;
   if (shape.kernel == Kernel::PERSISTENT) {
-    most = most_persistent_threads(p.dtype == DTYPE_FLOAT32, has_residual,
-                                   p.form == Form::DROPOUT_OF_Y, is_aligned);
+    most = most_persistent_threads(p.dtype == DTYPE_FLOAT32, p.form, is_aligned);
     if (threads > most) return false;
   }
   plan.threads = static_cast<int>(threads);
