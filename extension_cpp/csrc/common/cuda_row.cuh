@@ -222,14 +222,10 @@ __device__ inline float load_parameter(const void *data, int64_t c, float missin
 // barriers of the CTA, and an SM has barriers for only four such CTAs.
 template <typename A, int SLOTS, bool SEVERAL = false>
 class RowSum {
-  struct alignas(2 * sizeof(A)) Part {
-    A v[2];
-  };
-
  public:
   static constexpr int MAX_WARPS = 16;  // per CTA, if a row has several
   struct Shared {
-    Part warps[SLOTS][MAX_WARPS];
+    alignas(2 * sizeof(A)) A warps[SLOTS][MAX_WARPS][2];
     float2 ctas[SLOTS][MAX_CLUSTER];
     uint64_t arrived[SLOTS];
   };
@@ -270,9 +266,9 @@ class RowSum {
     v = group_max(v, min(blockDim.x, 32));
     if (blockDim.x <= 32) return v;
     const int count = blockDim.x / 32, part = threadIdx.x % MAX_WARPS;
-    if (threadIdx.x % 32 == 0) warps(turn)[threadIdx.x / 32].v[0] = v;
+    if (threadIdx.x % 32 == 0) warps(turn)[threadIdx.x / 32][0] = v;
     sync();
-    return group_max(part < count ? warps(turn)[part].v[0] : -INFINITY, MAX_WARPS);
+    return group_max(part < count ? warps(turn)[part][0] : -INFINITY, MAX_WARPS);
   }
 
   // Sends `mine` to all CTAs of the cluster. Counts as a turn.
@@ -318,7 +314,7 @@ class RowSum {
  private:
   Shared &shared;
 
-  __device__ Part *warps(int turn) const {
+  __device__ auto *warps(int turn) const {
     return shared.warps[turn % SLOTS] + (SEVERAL ? threadIdx.y * (blockDim.x / 32) : 0);
   }
 
@@ -342,10 +338,10 @@ class RowSum {
       sum[0] = is_upper ? v[1] : v[0];
       sum[0] += __shfl_xor_sync(0xffffffffu, is_upper ? v[0] : v[1], 16);
       group_sum(sum, 16);
-      if (lane % 16 == 0) warps(turn)[warp].v[lane / 16] = sum[0];
+      if (lane % 16 == 0) warps(turn)[warp][lane / 16] = sum[0];
     } else {
       group_sum(sum);
-      if (lane == 0) warps(turn)[warp].v[0] = sum[0];
+      if (lane == 0) warps(turn)[warp][0] = sum[0];
     }
     sync();
   }
@@ -354,7 +350,7 @@ class RowSum {
   __device__ void read_warps(A (&v)[COUNT], int turn) const {
     const int count = blockDim.x / 32, lane = threadIdx.x % 32, part = lane % MAX_WARPS;
     const int which = COUNT == 2 ? lane / 16 : 0;
-    A sum[1] = {part < count ? warps(turn)[part].v[which] : A(0)};
+    A sum[1] = {part < count ? warps(turn)[part][which] : A(0)};
     group_sum(sum, MAX_WARPS);
     v[0] = sum[0];
     if constexpr (COUNT == 2) {

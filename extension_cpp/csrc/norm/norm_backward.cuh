@@ -60,27 +60,17 @@ struct BackwardRows {
     }
   }
 
-  // Replaces x by xhat, and grad by g = weighted(grad_out).
+  // Replaces x by xhat, and grad by g = weighted(grad_out). With `sums`, the sums of the row, adds
+  // the elements to them and to the sums of their columns.
   template <int M>
-  __device__ void normalize_part(Part<M> part, float (&x)[M], float (&grad)[M],
-                                 const Statistics<float> &statistics) {
+  __device__ void normalize(Part<M> part, float (&x)[M], float (&grad)[M],
+                            const Statistics<float> &statistics, float (*sums)[P] = nullptr) {
 #pragma unroll
     for (int j = 0; j < M; ++j) {
       x[j] = Norm::xhat(x[j], statistics);
+      if (sums != nullptr) Norm::add(columns.at(part)[j], grad[j], x[j]);
       grad[j] = weighted(grad[j], weights.at(part)[j], statistics);
-    }
-  }
-
-  // The same, and adds the elements to the sums of their columns and to `sums` of their row.
-  template <int M>
-  __device__ void sum_part(Part<M> part, float (&x)[M], float (&grad)[M],
-                           const Statistics<float> &statistics, float (&sums)[P]) {
-#pragma unroll
-    for (int j = 0; j < M; ++j) {
-      x[j] = Norm::xhat(x[j], statistics);
-      Norm::add(columns.at(part)[j], grad[j], x[j]);
-      grad[j] = weighted(grad[j], weights.at(part)[j], statistics);
-      Norm::add(sums, grad[j], x[j]);
+      if (sums != nullptr) Norm::add(*sums, grad[j], x[j]);
     }
   }
 
@@ -216,7 +206,7 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
       x.unpack(xhat.at(part), part.k);
       grad_out.unpack(g.at(part), part.k);
       if (FORM == Form::DROPOUT_OF_Y) drop(g.at(part), p.dropout_y, mask.at(part.k));
-      this->sum_part(part, xhat.at(part), g.at(part), statistics, sums);
+      this->normalize(part, xhat.at(part), g.at(part), statistics, &sums);
     });
     if (LOOPS) {
       load(row + p.groups);

@@ -32,7 +32,6 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
   const uint32_t memory;  // address of the first stage
   Shared &shared;
   Sum row_sum;
-  const int rank;
   Place fetched{0, 0, -1, 0};  // the last row whose copies have started
   int turn = 0;                // rows that are finished
 
@@ -40,8 +39,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
       : Base(p, 0, rank),
         memory(shared_address(memory)),
         shared(shared),
-        row_sum(shared.sums, p.cluster, rank),
-        rank(rank) {}
+        row_sum(shared.sums, p.cluster, rank) {}
 
   // The place of a row, after that of the row before.
   __device__ Place next_place(const Place &before, int64_t row) const {
@@ -93,7 +91,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     float sums[P] = {};
     wait_phase(&shared.filled[place.stage], place.parity);
     for_each(place, mask, [&](auto part, auto &x, auto &grad) {
-      this->sum_part(part, x, grad, statistics, sums);
+      this->normalize(part, x, grad, statistics, &sums);
     });
     // Nobody collects the sums without grad_x, so a CTA could exit while others send to it.
     if (p.grad_x != nullptr) {
@@ -111,7 +109,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
 #pragma unroll
     for (int n = 0; n < P; ++n) sums[n] *= p.per_col;
     for_each(place, mask, [&](auto part, auto &x, auto &grad) {
-      this->normalize_part(part, x, grad, statistics);
+      this->normalize(part, x, grad, statistics);
       this->write_part(part, row, x, grad, sums, grad_sum, mask);
     });
   }
