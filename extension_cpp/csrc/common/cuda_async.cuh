@@ -1,5 +1,6 @@
 // Asynchronous instructions from sm_90 (Hopper) on: bulk copies into shared memory, mbarriers, and
-// stores to the shared memory of other CTAs of a cluster.
+// stores to the shared memory of other CTAs of a cluster. For older architectures, callers leave
+// them out with `if (HAS_CLUSTERS)`.
 #ifndef EXTENSION_CPP_CUDA_ASYNC_CUH
 #define EXTENSION_CPP_CUDA_ASYNC_CUH
 
@@ -49,21 +50,12 @@ __device__ inline void sync_threads(int barrier, int threads) {
 // The number of this CTA in its cluster.
 __device__ inline int cluster_rank() {
   int rank = 0;
-#if HAS_CLUSTERS
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
+  if (HAS_CLUSTERS) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-#if HAS_CLUSTERS
-
-// Waits until every thread of every CTA of the cluster has arrived.
-__device__ inline void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// The same barrier in two steps. The arrival is relaxed: the only writes that it makes visible are
-// initialisations of mbarriers before fence_mbarrier_init().
+// A barrier of every thread of every CTA of the cluster, in two steps. The arrival is relaxed: the
+// only writes that it makes visible are initialisations of mbarriers before fence_mbarrier_init().
 __device__ inline void arrive_at_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -138,7 +130,5 @@ __device__ inline void send(float2 *slot, uint64_t *barrier, int rank, float2 va
       "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(at)
       : "memory");
 }
-
-#endif
 
 #endif

@@ -233,21 +233,17 @@ class RowSum {
 
   __device__ RowSum(Shared &shared, int cluster, int rank)
       : cluster(cluster), rank(rank), shared(shared) {
-#if HAS_CLUSTERS
-    if (cluster == 1) return;
+    if (!HAS_CLUSTERS || cluster == 1) return;
     if (threadIdx.x == 0) {
       for (uint64_t &barrier : shared.arrived) init_mbarrier(&barrier, 1);
       fence_mbarrier_init();
     }
     arrive_at_cluster();
-#endif
   }
 
   // Waits until the mbarriers of the other CTAs are initialised. Call it before the first exchange.
   __device__ void wait_for_others() const {
-#if HAS_CLUSTERS
-    if (cluster > 1) wait_for_cluster();
-#endif
+    if (HAS_CLUSTERS && cluster > 1) wait_for_cluster();
   }
 
   // Replaces v by its sum over the CTA's threads of the row. `turn` counts the sums: 0, 1, ...
@@ -273,23 +269,21 @@ class RowSum {
 
   // Sends `mine` to all CTAs of the cluster. Counts as a turn.
   __device__ void send_to_all(float2 mine, int turn) const {
-#if HAS_CLUSTERS
+    if (!HAS_CLUSTERS) return;
     const int slot = turn % SLOTS;
     if (threadIdx.x == 0) expect_bytes(&shared.arrived[slot], cluster * sizeof(float2));
     if (threadIdx.x < cluster) {  // thread i of the CTA sends to CTA i
       send(&shared.ctas[slot][rank], &shared.arrived[slot], threadIdx.x, mine);
     }
-#endif
   }
 
   // Lane i receives what CTA i % 16 sent in this turn, or zeros if there is no such CTA.
   __device__ float2 receive(int turn) const {
     float2 part{0, 0};
-#if HAS_CLUSTERS
+    if (!HAS_CLUSTERS) return part;
     const int slot = turn % SLOTS, cta = threadIdx.x % MAX_CLUSTER;
     wait_cluster_phase(&shared.arrived[slot], turn / SLOTS % 2);
     if (cta < cluster) part = shared.ctas[slot][cta];
-#endif
     return part;
   }
 

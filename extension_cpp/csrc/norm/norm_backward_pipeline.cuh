@@ -17,7 +17,6 @@ struct Place {
   uint32_t parity;  // of the stage's mbarrier
 };
 
-#if HAS_CLUSTERS
 template <typename T, typename Norm, Form FORM, int K>
 struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
   using Base = BackwardRows<T, Norm, FORM, K, true>;
@@ -161,7 +160,6 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     }
   }
 };
-#endif
 
 template <typename T, typename Norm, Form FORM, int K>
 __global__ void __launch_bounds__(PIPELINE_THREADS, 1)

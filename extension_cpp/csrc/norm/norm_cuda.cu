@@ -104,45 +104,35 @@ static cudaError_t generic_forward(const norm_forward_args &args, const Plan &pl
   });
 }
 
-// The number of partial rows of the fallback: a few CTAs per SM, if there are enough rows. More if
-// a thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
-static int64_t generic_parts(const norm_backward_args &args, const Device &device) {
-  const int64_t tiles = ceil_div(args.cols, COLUMNS_X);
-  const int64_t usual = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
-  const int64_t wanted = std::max(usual, ceil_div(args.rows, COLUMNS_Y * MOST_ROWS));
-  return std::min({ceil_div(args.rows, COLUMNS_Y), wanted, int64_t{65535}});
-}
-
-template <typename T, typename Norm>
-static cudaError_t generic_backward(const norm_backward_args &args, const Plan &plan, int64_t parts,
+static cudaError_t generic_backward(const norm_backward_args &args, const Plan &plan,
                                     cudaStream_t stream) {
-  if (args.grad_x != nullptr && args.rows > 0) {
-    const cudaError_t error = launch(generic_rows_kernel<T, Norm>, args, plan, stream);
-    if (error != cudaSuccess) return error;
-  }
-  if (parts == 0 || (args.grad_weight == nullptr && args.grad_bias == nullptr)) return cudaSuccess;
-  const dim3 ctas(static_cast<unsigned>(ceil_div(args.cols, COLUMNS_X)),
-                  static_cast<unsigned>(parts));
-  generic_columns_kernel<T, Norm>
-      <<<ctas, dim3(COLUMNS_X, COLUMNS_Y), 0, stream>>>(args, ceil_div(args.rows, parts));
-  return cudaGetLastError();
+  return with_dtype(args.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const bool is_layer_norm = args.mean != nullptr;
+    if (args.grad_x != nullptr && args.rows > 0) {
+      const auto kernel = is_layer_norm ? generic_rows_kernel<T, LayerNorm<acc_t<T>>>
+                                        : generic_rows_kernel<T, RmsNorm<acc_t<T>>>;
+      const cudaError_t error = launch(kernel, args, plan, stream);
+      if (error != cudaSuccess) return error;
+    }
+    if (plan.parts == 0 || norm_weight_gradients(&args) == 0) return cudaSuccess;
+    const auto kernel = is_layer_norm ? generic_columns_kernel<T, LayerNorm<acc_t<T>>>
+                                      : generic_columns_kernel<T, RmsNorm<acc_t<T>>>;
+    const dim3 ctas(static_cast<unsigned>(ceil_div(args.cols, COLUMNS_X)), plan.parts);
+    const int64_t chunk = ceil_div(args.rows, plan.parts);
+    kernel<<<ctas, dim3(COLUMNS_X, COLUMNS_Y), 0, stream>>>(args, chunk);
+    return cudaGetLastError();
+  });
 }
 
 // ---- partial rows ----
 
-static int64_t parts_of(const norm_backward_args &args, const Plan &plan, const Device &device) {
-  if (plan.kernel == Kernel::GENERIC) return generic_parts(args, device);
-  if (plan.kernel == Kernel::SPLIT) return 0;
-  return plan.kernel == Kernel::PIPELINE ? plan.groups : plan.ctas;
-}
-
 template <typename A, typename W>
-static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts, const Device &device,
-                                cudaStream_t stream) {
+static cudaError_t sum_partials(const norm_backward_args &args, const Plan &plan,
+                                const Device &device, cudaStream_t stream) {
   void *outputs[2] = {args.grad_weight, args.grad_bias};
   if (outputs[0] == nullptr) std::swap(outputs[0], outputs[1]);
-  if (outputs[0] == nullptr) return cudaSuccess;
-  const int64_t ctas = ceil_div(args.cols, PARTIALS_X) * (outputs[1] == nullptr ? 1 : 2);
+  const int64_t ctas = ceil_div(args.cols, PARTIALS_X) * norm_weight_gradients(&args);
   LaunchConfig config(ctas, dim3(PARTIALS_X, PARTIALS_Y), stream);
   config.attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   config.attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -150,7 +140,7 @@ static cudaError_t sum_partials(const norm_backward_args &args, int64_t parts, c
   config.numAttrs = device.has_sm_90_code ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_partials_kernel<A, W>,
                             static_cast<const A *>(args.partial), static_cast<W *>(outputs[0]),
-                            static_cast<W *>(outputs[1]), parts, args.cols);
+                            static_cast<W *>(outputs[1]), plan.parts, args.cols);
 }
 
 }  // namespace norms
@@ -173,7 +163,7 @@ extern "C" int64_t norm_partial_cuda(const norm_backward_args *args) {
   if (current_device(device) != cudaSuccess) return 0;  // the launch reports the error
   const Plan plan = pick(problem_of(*args), device);
   const int64_t size = args->dtype == DTYPE_FLOAT64 ? sizeof(double) : sizeof(float);
-  return norm_weight_gradients(args) * parts_of(*args, plan, device) * args->cols * size;
+  return norm_weight_gradients(args) * plan.parts * args->cols * size;
 }
 
 extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) {
@@ -184,21 +174,12 @@ extern "C" int norm_backward_cuda(const norm_backward_args *args, void *stream) 
   if (error != cudaSuccess) return error;
   const Problem problem = problem_of(*args);
   const Plan plan = pick(problem, device);
-  const int64_t parts = parts_of(*args, plan, device);
-  if (plan.kernel == Kernel::GENERIC) {
-    error = with_dtype(args->dtype, [&](auto zero) {
-      using T = decltype(zero);
-      return args->mean != nullptr
-                 ? generic_backward<T, LayerNorm<acc_t<T>>>(*args, plan, parts, on)
-                 : generic_backward<T, RmsNorm<acc_t<T>>>(*args, plan, parts, on);
-    });
-  } else {
-    error = backward(*args, problem.form, plan, on);
-    if (plan.kernel == Kernel::SPLIT) return error;
-  }
-  if (error != cudaSuccess) return error;
-  if (args->dtype == DTYPE_FLOAT64) return sum_partials<double, double>(*args, parts, device, on);
+  error = plan.kernel == Kernel::GENERIC ? generic_backward(*args, plan, on)
+                                         : backward(*args, problem.form, plan, on);
+  const bool has_partials = problem.wants_parameters && plan.kernel != Kernel::SPLIT;
+  if (error != cudaSuccess || !has_partials) return error;
+  if (args->dtype == DTYPE_FLOAT64) return sum_partials<double, double>(*args, plan, device, on);
   return with_row_type(args->weight_dtype, [&](auto zero) {
-    return sum_partials<float, decltype(zero)>(*args, parts, device, on);
+    return sum_partials<float, decltype(zero)>(*args, plan, device, on);
   });
 }

@@ -121,8 +121,6 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;
-
 // CTA (i, j) sums 32 columns from 32 * i on over `chunk` rows from j * chunk on: partial row j.
 template <typename T, typename Norm>
 __global__ void __launch_bounds__(COLUMNS_X *COLUMNS_Y)
@@ -160,10 +158,8 @@ template <typename A, typename W>
 __global__ void __launch_bounds__(PARTIALS_X *PARTIALS_Y)
     sum_partials_kernel(const A *partial, W *first, W *second, int64_t parts, int64_t cols) {
   __shared__ double shared[PARTIALS_Y][PARTIALS_X];
-#if HAS_CLUSTERS
   // The previous kernel may still be writing `partial` (programmatic dependent launch).
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  if (HAS_CLUSTERS) asm volatile("griddepcontrol.wait;" ::: "memory");
   const int64_t ctas = (cols + PARTIALS_X - 1) / PARTIALS_X;
   const int64_t c = blockIdx.x % ctas * PARTIALS_X + threadIdx.x;
   if (blockIdx.x >= ctas) partial += parts * cols;

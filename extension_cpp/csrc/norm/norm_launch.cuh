@@ -87,10 +87,7 @@ inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
 // these alone.
 template <typename F>
 cudaError_t with_row_shape(const Plan &plan, F &&f) {
-  if (!plan.is_aligned) {
-    if (plan.vectors != 4) return cudaErrorInvalidValue;
-    return f(std::integral_constant<int, 4>{}, std::false_type{});
-  }
+  if (!plan.is_aligned) return f(std::integral_constant<int, 4>{}, std::false_type{});
   switch (plan.vectors) {
     case 3: return f(std::integral_constant<int, 3>{}, std::true_type{});
     case 4: return f(std::integral_constant<int, 4>{}, std::true_type{});

@@ -81,6 +81,7 @@ struct Plan {
   int ahead;             // forward: rows from a row to the one to prefetch into the L2; 0: none
   bool has_prefetch;     // PERSISTENT: prefetches rows into the L2 before their loads
   Hint priority;         // of the lines that are read, in the L2
+  int parts;             // backward: partial rows of the parameters' gradients
   int64_t release_from;  // first row whose L2 lines become evict_normal again; rows: none
 };
 
@@ -132,6 +133,7 @@ constexpr int most_persistent_threads(bool is_float32, Form form, bool is_aligne
 
 // The most rows that a thread adds up in float32 (generic_parts(), row_units()).
 constexpr int64_t MOST_ROWS = 4096;
+constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;  // threads of a CTA of generic_columns_kernel
 // Forward prefetches into the L2 at a distance of 1 / AHEAD_PARTS of the L2's size. At twice that
 // distance, lines are evicted before they are read. Rows shorter than AHEAD_ROW_BYTES gain nothing.
 constexpr int64_t AHEAD_PARTS = 12, AHEAD_ROW_BYTES = 20 << 10;
@@ -167,12 +169,12 @@ inline bool fit(Plan &plan, int index, const Problem &p, const Device &device) {
   if (shape.cluster > 1 && device.clusters[log_of(shape.cluster)] == 0) return false;
   const int vector = vector_elements(p.dtype);
   const bool is_aligned = p.cols % vector == 0;
-  const bool has_residual = p.form == Form::RESIDUAL;
-  // Unaligned rows have kernels with 4 vectors alone, which halves their number.
-  if (shape.kernel == Kernel::ROW && !is_aligned && shape.vectors != 4) return false;
-  if (shape.kernel == Kernel::ROW && shape.cluster > 1 &&
-      (has_residual || !is_aligned) != (shape.vectors == 4)) {
-    return false;
+  if (shape.kernel == Kernel::ROW) {
+    // Unaligned rows have kernels with 4 vectors alone, which halves their number.
+    const bool needs_four = !is_aligned || (p.form == Form::RESIDUAL && shape.cluster > 1);
+    if (needs_four ? shape.vectors != 4 : shape.cluster > 1 && shape.vectors == 4) return false;
+  } else if (shape.kernel != Kernel::PERSISTENT && !is_aligned) {
+    return false;  // models have no norms of such widths: the pipeline and SPLIT have no kernels
   }
   // Slices begin at multiples of 32 vectors, so that a warp reads whole cache lines.
   const int64_t all = std::max<int64_t>(p.cols / vector, 1);
@@ -226,7 +228,16 @@ inline void hint_last(Plan &plan, const Problem &p, const Device &device, int te
   plan.release_from = std::max<int64_t>(0, p.rows - rows);
 }
 
-inline Plan generic_plan(const Problem &p) {
+// The number of partial rows of the fallback: a few CTAs per SM, if there are enough rows. More if
+// a thread would add more than MOST_ROWS rows, up to the limit of gridDim.y.
+inline int64_t generic_parts(const Problem &p, const Device &device) {
+  const int64_t tiles = ceil_div(p.cols, COLUMNS_X);
+  const int64_t usual = std::clamp<int64_t>(8 * device.sms / tiles, 1, 160);
+  const int64_t wanted = std::max(usual, ceil_div(p.rows, COLUMNS_Y * MOST_ROWS));
+  return std::min({ceil_div(p.rows, COLUMNS_Y), wanted, int64_t{65535}});
+}
+
+inline Plan generic_plan(const Problem &p, const Device &device) {
   Plan plan{};
   plan.kernel = Kernel::GENERIC;
   plan.shape = -1;
@@ -234,7 +245,7 @@ inline Plan generic_plan(const Problem &p) {
   plan.rows_per_cta = 256 / plan.threads;
   plan.ctas = std::min<int64_t>(ceil_div(p.rows, plan.rows_per_cta), INT32_MAX);
   plan.cluster = 1;
-  plan.release_from = p.rows;
+  if (p.is_backward && p.cols > 0) plan.parts = static_cast<int>(generic_parts(p, device));
   return plan;
 }
 
@@ -245,7 +256,7 @@ inline bool is_generic(const Problem &p) {
 
 inline Plan forward_plan(const Problem &p, const Device &device) {
   Plan plan{};
-  if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p);
+  if (is_generic(p) || !pick_shape(plan, Kernel::ROW, p, device)) return generic_plan(p, device);
   plan.ctas = ceil_div(p.rows, plan.rows_per_cta) * plan.cluster;
   // With a single input, a CTA that waits for its sums has too few bytes in flight.
   if (p.form != Form::RESIDUAL && row_bytes(p) >= AHEAD_ROW_BYTES) {
@@ -273,9 +284,8 @@ inline int64_t persistent_ctas(const Problem &p, int64_t unit, int64_t most) {
   return row_units(p, unit, std::max(most / step * step, step));
 }
 
-// The pipeline has no kernels for unaligned rows, because models have no norms of such widths.
 inline bool pick_pipeline(Plan &plan, const Problem &p, const Device &device) {
-  if (!pick_shape(plan, Kernel::PIPELINE, p, device) || !plan.is_aligned) return false;
+  if (!pick_shape(plan, Kernel::PIPELINE, p, device)) return false;
   // A stage holds a row of x and one of grad_out. Both keep their offset from a multiple of 128
   // bytes in global memory, because bulk copies are slower otherwise.
   plan.stage_vectors = static_cast<int>(ceil_div(plan.slice / vector_elements(p.dtype) + 9, 8) * 8);
@@ -293,7 +303,6 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
   const bool is_few =
       p.rows <= FEW_ROWS && p.rows * row_bytes(p) <= FEW_BYTES && row_bytes(p) <= FEW_ROW_BYTES;
   if ((p.wants_parameters && !is_few) || !pick_shape(plan, Kernel::SPLIT, p, device)) return false;
-  if (!plan.is_aligned) return false;
   const int64_t vectors = p.cols / vector_elements(p.dtype);
   plan.column_ctas = p.wants_parameters ? static_cast<int>(ceil_div(vectors, COLUMN_VECTORS)) : 0;
   plan.ctas = plan.column_ctas + (p.wants_x ? ceil_div(p.rows, plan.rows_per_cta) : 0);
@@ -317,15 +326,16 @@ inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
 
 inline Plan backward_plan(const Problem &p, const Device &device) {
   Plan plan{};
-  if (is_generic(p)) return generic_plan(p);
+  if (is_generic(p)) return generic_plan(p, device);
   if (pick_split(plan, p, device)) return plan;
   if (pick_shape(plan, Kernel::PERSISTENT, p, device)) {
     plan.ctas = persistent_ctas(p, plan.rows_per_cta, device.sms);
     plan.groups = plan.ctas * plan.rows_per_cta;
     plan.has_prefetch = 2 * plan.rows_per_cta * row_bytes(p) < FLIGHT_BYTES;
   } else if (!pick_pipeline(plan, p, device)) {
-    return generic_plan(p);
+    return generic_plan(p, device);
   }
+  plan.parts = static_cast<int>(plan.groups / plan.rows_per_cta);
   hint_backward(plan, p, device);
   return plan;
 }
