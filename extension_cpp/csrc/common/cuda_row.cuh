@@ -116,6 +116,24 @@ struct RowFragment {
   __device__ void unpack(float (&x)[1], int) const { x[0] = to_acc(edge); }
   __device__ void pack(const float (&x)[N], int k) { bits[k] = ::pack<T, N>(x); }
   __device__ void pack(const float (&x)[1], int) { edge = from_acc<T>(x[0]); }
+
+  // Calls f(values, column, k) for each vector k in the slice, and for the edge, if there is one:
+  // an array of one number.
+  template <typename F>
+  __device__ void for_each(const RowWindow<T, K, ALIGNED> &window, F &&f) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (!window.has(k)) continue;
+      float values[N];
+      unpack(values, k);
+      f(values, window.column(k), k);
+    }
+    if (window.has_edge()) {
+      float value[1];
+      unpack(value, K);
+      f(value, window.edge, K);
+    }
+  }
 };
 
 // Marks the lines of a CTA's slice of a row evict_normal. The threads that read the slice call it.

@@ -47,11 +47,11 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     if (target.is_class) own = z_target = to_acc(from_row[target.c]);
   }
   row_sum.wait_for_others();
-  for_each_vector(x, window, [&](auto &values, int, int) {
+  x.for_each(window, [&](auto &values, int, int) {
     for (const float value : values) own = max(own, value);
   });
   own = row_sum.max_cta(own, 0);
-  for_each_vector(x, window, [&](auto &values, int, int) {
+  x.for_each(window, [&](auto &values, int, int) {
     for (const float value : values) sum[0] += exponential(value - finite_maximum(own));
   });
   row_sum.sum_cta(sum, 1);
@@ -69,7 +69,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   }
   T *const out = static_cast<T *>(p.args.grad_logits) + row * p.cols;
   const Logit<PLAIN, float> logit(rows);
-  for_each_vector(x, window, [&](auto &values, int column, int) {
+  x.for_each(window, [&](auto &values, int column, int) {
     gradient.apply(values, rows, logit, column);
     store_at(out, column, values);
   });

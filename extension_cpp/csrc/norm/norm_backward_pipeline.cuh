@@ -32,7 +32,6 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
   Shared &shared;
   Sum row_sum;
   Place fetched{0, 0, -1, 0};  // the last row whose copies have started
-  int turn = 0;                // rows that are finished
 
   __device__ PipelineRows(const BackwardParams<T> &p, const uint4 *memory, Shared &shared, int rank)
       : Base(p, 0, rank),
@@ -129,9 +128,9 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
     if (count > 1) next_moments = load_moments(p, first + step);
     Mask mask, next_mask;
     mask.template make<FORM>(p, first, window);
+    int turn = 0;  // rows that are finished
     sum(turn, now, mask, to_statistics<T>(moments));
-    int i = 0;
-    for (int64_t row = first; row < p.rows; row += step, ++i, ++turn) {
+    for (int64_t row = first; row < p.rows; row += step, ++turn) {
       const int64_t next_row = row + step;
       if (next_row + step < p.rows) later_moments = load_moments(p, next_row + step);
       Fragment grad_sum{};
@@ -144,7 +143,7 @@ struct PipelineRows : BackwardRows<T, Norm, FORM, K, true> {
         next = next_place(now, next_row);
         sum(turn + 1, next, next_mask, to_statistics<T>(next_moments));
         // sum() passed a barrier: every warp has finished the previous row, whose stage is free.
-        if (i > 0 && i - 1 + p.stages < count) start_copies(i - 1 + p.stages);
+        if (turn > 0 && turn - 1 + p.stages < count) start_copies(turn - 1 + p.stages);
       }
       if (p.grad_x != nullptr) {
         finish(row, turn, now, mask, to_statistics<T>(moments), grad_sum);

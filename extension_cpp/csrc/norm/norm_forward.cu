@@ -115,10 +115,7 @@ __global__ void __maxnreg__((row_registers<Norm, FORM, K, ALIGNED>()))
   }
   row_sum.wait_for_others();
   const auto for_each = [&](auto &&f) {
-    window.for_each([&](auto part) {
-      if (!window.has(part.k)) return;
-      float values[decltype(part)::SIZE];
-      x.unpack(values, part.k);
+    x.for_each(window, [&](auto &values, int, int) {
 #pragma unroll
       for (const float value : values) f(value);
     });

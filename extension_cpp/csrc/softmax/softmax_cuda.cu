@@ -54,7 +54,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   }
   row_sum.wait_for_others();
   float own = -INFINITY, sum[1] = {0};
-  for_each_vector(x, window, [&](auto &values, int, int) {
+  x.for_each(window, [&](auto &values, int, int) {
     for (const float value : values) own = max(own, value);
   });
   own = row_sum.max_cta(own, 0);
@@ -63,7 +63,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   constexpr bool KEEPS = K <= 4;
   float kept[KEEPS ? K : 1][N], kept_edge = 0;
   const float from = finite_maximum(own);
-  for_each_vector(x, window, [&](auto &values, int, int k) {
+  x.for_each(window, [&](auto &values, int, int k) {
     constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
     for (int j = 0; j < M; ++j) {
@@ -85,7 +85,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   const float factor = rescale(own, most) / sum[0];
   const float offset = from - finite_maximum(most) - logarithm(sum[0]);
   T *const y = p.out + row * p.cols;
-  for_each_vector(x, window, [&](auto &values, int column, int k) {
+  x.for_each(window, [&](auto &values, int column, int k) {
     constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
     for (int j = 0; j < M; ++j) {
@@ -120,14 +120,9 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   row_sum.wait_for_others();
   // Calls f(grads, values, column) with the values of grad_out and of y in the same columns.
   const auto for_each_pair = [&](auto &&f) {
-    for_each_vector(grad_out, window, [&](auto &grads, int column, int k) {
-      constexpr int M = sizeof(grads) / sizeof(float);
-      float values[M];
-      if constexpr (M == 1) {
-        values[0] = to_acc(y.edge);
-      } else {
-        unpack<T, M>(values, y.bits[k]);
-      }
+    grad_out.for_each(window, [&](auto &grads, int column, int k) {
+      float values[sizeof(grads) / sizeof(float)];
+      y.unpack(values, k);
       f(grads, values, column);
     });
   };

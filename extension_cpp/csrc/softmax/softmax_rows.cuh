@@ -81,26 +81,7 @@ constexpr int row_registers(int vectors, bool is_aligned) {
   return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
 }
 
-// Calls f(values, column, k) for each vector k of a thread's part of a row, and for its edge.
-// `values` is an array of numbers; for the edge it has one.
-template <typename T, int K, bool ALIGNED, typename F>
-__device__ inline void for_each_vector(const RowFragment<T, K, ALIGNED> &x,
-                                       const RowWindow<T, K, ALIGNED> &window, F &&f) {
-  constexpr int N = VECTOR<T>;
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    if (!window.has(k)) continue;
-    float values[N];
-    unpack<T, N>(values, x.bits[k]);
-    f(values, window.column(k), k);
-  }
-  if (window.has_edge()) {
-    float value[1] = {to_acc(x.edge)};
-    f(value, window.edge, K);
-  }
-}
-
-// Stores values that for_each_vector passed.
+// Stores values that RowFragment::for_each passed.
 template <typename T, int M>
 __device__ inline void store_at(T *row, int column, const float (&values)[M]) {
   if constexpr (M == 1) {
