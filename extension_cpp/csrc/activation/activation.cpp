@@ -19,8 +19,7 @@ static Tensor forward(const char *op, activation_t kind, const Tensor &x) {
 
 static Tensor backward(const char *op, activation_t kind, const Tensor &grad_out, const Tensor &x) {
   const dtype_t dtype = check_dtype(op, "x", x);
-  check_same(op, "grad_out", grad_out, "x", x);
-  check_shape(op, "grad_out", grad_out, "x", x);
+  check_like(op, "grad_out", grad_out, "x", x);
   const Tensor grad_x = allocate_like(x);
   if (x.numel() == 0) return grad_x;
   const Tensor g = with_strides_of(grad_out, grad_x), x_dense = with_strides_of(x, grad_x);
@@ -37,10 +36,8 @@ static Tensor backward(const char *op, activation_t kind, const Tensor &grad_out
 static Tensor double_backward(const char *op, activation_t kind, const Tensor &grad_grad_x,
                               const Tensor &grad_out, const Tensor &x) {
   const dtype_t dtype = check_dtype(op, "x", x);
-  check_same(op, "grad_grad_x", grad_grad_x, "x", x);
-  check_shape(op, "grad_grad_x", grad_grad_x, "x", x);
-  check_same(op, "grad_out", grad_out, "x", x);
-  check_shape(op, "grad_out", grad_out, "x", x);
+  check_like(op, "grad_grad_x", grad_grad_x, "x", x);
+  check_like(op, "grad_out", grad_out, "x", x);
   const Tensor grad_x = allocate_like(x);
   if (x.numel() == 0) return grad_x;
   const Tensor gg = with_strides_of(grad_grad_x, grad_x), g = with_strides_of(grad_out, grad_x);

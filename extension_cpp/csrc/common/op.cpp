@@ -95,6 +95,12 @@ void check_shape(const char *op, const char *name, const Tensor &x, const char *
   }
 }
 
+void check_like(const char *op, const char *name, const Tensor &x, const char *like_name,
+                const Tensor &like) {
+  check_same(op, name, x, like_name, like);
+  check_shape(op, name, x, like_name, like);
+}
+
 int64_t check_dim(const char *op, const Tensor &x, int64_t dim) {
   const int64_t dims = std::max<int64_t>(x.dim(), 1);
   if (dim < -dims || dim >= dims) {

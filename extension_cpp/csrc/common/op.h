@@ -45,6 +45,10 @@ void check_same(const char *op, const char *name, const Tensor &x, const char *l
 void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name,
                  const Tensor &like);
 
+// check_same, then check_shape.
+void check_like(const char *op, const char *name, const Tensor &x, const char *like_name,
+                const Tensor &like);
+
 // x's element type. Fails unless bias is like x and has the size of x's last dimension.
 dtype_t check_bias(const char *op, const Tensor &x, const Tensor &bias);
 

@@ -8,8 +8,7 @@ namespace extension_cpp {
 
 static dtype_t check_inputs(const char *op, const Tensor &gate, const Tensor &up) {
   const dtype_t dtype = check_dtype(op, "gate", gate);
-  check_same(op, "up", up, "gate", gate);
-  check_shape(op, "up", up, "gate", gate);
+  check_like(op, "up", up, "gate", gate);
   return dtype;
 }
 
@@ -53,8 +52,7 @@ static std::tuple<Tensor, Tensor> backward(const char *op, activation_t kind,
                                            const Tensor &grad_out, const Tensor &gate,
                                            const Tensor &up) {
   const dtype_t dtype = check_inputs(op, gate, up);
-  check_same(op, "grad_out", grad_out, "gate", gate);
-  check_shape(op, "grad_out", grad_out, "gate", gate);
+  check_like(op, "grad_out", grad_out, "gate", gate);
   const Tensor grad_gate = allocate_like(gate), grad_up = allocate_like(gate);
   if (gate.numel() == 0) return {grad_gate, grad_up};
   const Rows grad_rows = input_rows(grad_out, grad_gate), gate_rows = input_rows(gate, grad_gate),

@@ -17,8 +17,7 @@ static Tensor mish(const Tensor &x) {
 
 static Tensor mish_backward(const Tensor &grad_out, const Tensor &x) {
   const dtype_t dtype = check_dtype("mish_backward", "x", x);
-  check_same("mish_backward", "grad_out", grad_out, "x", x);
-  check_shape("mish_backward", "grad_out", grad_out, "x", x);
+  check_like("mish_backward", "grad_out", grad_out, "x", x);
   const Tensor grad_x = allocate_like(x);
   if (x.numel() == 0) return grad_x;
   const Tensor g = with_strides_of(grad_out, grad_x), x_dense = with_strides_of(x, grad_x);
@@ -32,10 +31,8 @@ static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad
                                    const Tensor &x) {
   const char *op = "mish_double_backward";
   const dtype_t dtype = check_dtype(op, "x", x);
-  check_same(op, "grad_grad_x", grad_grad_x, "x", x);
-  check_shape(op, "grad_grad_x", grad_grad_x, "x", x);
-  check_same(op, "grad_out", grad_out, "x", x);
-  check_shape(op, "grad_out", grad_out, "x", x);
+  check_like(op, "grad_grad_x", grad_grad_x, "x", x);
+  check_like(op, "grad_out", grad_out, "x", x);
   const Tensor grad_x = allocate_like(x);
   if (x.numel() == 0) return grad_x;
   const Tensor gg = with_strides_of(grad_grad_x, grad_x), g = with_strides_of(grad_out, grad_x);

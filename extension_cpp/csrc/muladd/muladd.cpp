@@ -7,8 +7,7 @@ namespace extension_cpp {
 
 static void check_inputs(const Tensor &a, const Tensor &b) {
   check_dtype("muladd", "a", a);
-  check_same("muladd", "b", b, "a", a);
-  check_shape("muladd", "b", b, "a", a);
+  check_like("muladd", "b", b, "a", a);
 }
 
 // out is dense and has a's shape. a and b are read in out's element order.
@@ -33,8 +32,7 @@ static Tensor muladd(const Tensor &a, const Tensor &b, double c) {
 
 static void muladd_out(const Tensor &a, const Tensor &b, double c, const Tensor &out) {
   check_inputs(a, b);
-  check_same("muladd", "out", out, "a", a);
-  check_shape("muladd", "out", out, "a", a);
+  check_like("muladd", "out", out, "a", a);
   check_writable("muladd", out);
   check_no_partial_overlap("muladd", out, "a", a);
   check_no_partial_overlap("muladd", out, "b", b);
@@ -45,10 +43,8 @@ static void muladd_out(const Tensor &a, const Tensor &b, double c, const Tensor 
 static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const Tensor &a,
                                                   const Tensor &b) {
   const dtype_t dtype = check_dtype("muladd_backward", "a", a);
-  check_same("muladd_backward", "grad_out", grad_out, "a", a);
-  check_shape("muladd_backward", "grad_out", grad_out, "a", a);
-  check_same("muladd_backward", "b", b, "a", a);
-  check_shape("muladd_backward", "b", b, "a", a);
+  check_like("muladd_backward", "grad_out", grad_out, "a", a);
+  check_like("muladd_backward", "b", b, "a", a);
   const Tensor grad_a = allocate_like(a), grad_b = allocate_like(a);
   if (a.numel() == 0) return {grad_a, grad_b};
   const Tensor g = with_strides_of(grad_out, grad_a), a_like = with_strides_of(a, grad_a),

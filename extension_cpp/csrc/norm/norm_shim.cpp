@@ -57,12 +57,6 @@ static void check_inputs(Args &args, const Call &call) {
   for (size_t d = 0; d < x_dims; ++d) (d < x_dims - dims ? args.rows : args.cols) *= sizes[d];
 }
 
-static void check_like(const char *op, const char *name, const Tensor &tensor,
-                       const char *like_name, const Tensor &like) {
-  check_same(op, name, tensor, like_name, like);
-  check_shape(op, name, tensor, like_name, like);
-}
-
 // p = 0 means no dropout, with or without a seed.
 static dropout_t check_dropout(const char *op, double p, const Optional &seed, const Tensor &x) {
   check_probability(op, p);

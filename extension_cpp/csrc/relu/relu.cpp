@@ -17,8 +17,7 @@ static Tensor relu(const Tensor &x) {
 
 static Tensor relu_backward(const Tensor &grad_out, const Tensor &y) {
   const dtype_t dtype = check_dtype("relu_backward", "y", y);
-  check_same("relu_backward", "grad_out", grad_out, "y", y);
-  check_shape("relu_backward", "grad_out", grad_out, "y", y);
+  check_like("relu_backward", "grad_out", grad_out, "y", y);
   const Tensor grad_x = allocate_like(y);
   if (y.numel() == 0) return grad_x;
   const Tensor g = with_strides_of(grad_out, grad_x), y_dense = with_strides_of(y, grad_x);

@@ -34,8 +34,7 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
                                                            bool needs_grad_bias) {
   const char *op = "scale_bias_relu_backward";
   const dtype_t dtype = check_bias(op, x, bias);
-  check_same(op, "grad_out", grad_out, "x", x);
-  check_shape(op, "grad_out", grad_out, "x", x);
+  check_like(op, "grad_out", grad_out, "x", x);
   const int64_t none = 0, cols = x.size(-1), rows = cols == 0 ? 0 : x.numel() / cols;
   const Tensor grad_x = needs_grad_x ? allocate_like(x) : allocate({&none, 1}, dtype, x);
   const Tensor grad_bias = allocate({needs_grad_bias ? &cols : &none, 1}, dtype, x);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
-#include <utility>
 
 #include "common/op.h"
 #include "scan/scan_shim.h"
@@ -42,10 +41,8 @@ static Tensor logcumsumexp_backward(const Tensor &grad_out, const Tensor &x, con
                                     int64_t dim) {
   const char *op = "logcumsumexp_backward";
   const dtype_t dtype = check_dtype(op, "x", x);
-  for (const auto &[name, tensor] : {std::pair{"grad_out", &grad_out}, std::pair{"y", &y}}) {
-    check_same(op, name, *tensor, "x", x);
-    check_shape(op, name, *tensor, "x", x);
-  }
+  check_like(op, "grad_out", grad_out, "x", x);
+  check_like(op, "y", y, "x", x);
   dim = check_dim(op, x, dim);
   const Tensor grad_x = allocate_like(x);
   if (x.numel() == 0) return grad_x;
@@ -106,8 +103,7 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
     int64_t dim, bool reverse) {
   const char *op = "linear_recurrence_backward";
   const dtype_t dtype = check_dtype(op, "h", h);
-  check_same(op, "grad_h", grad_h, "h", h);
-  check_shape(op, "grad_h", grad_h, "h", h);
+  check_like(op, "grad_h", grad_h, "h", h);
   check_recurrence(op, a, "h", h, h0, &dim);
   const Tensor grad_a = allocate_like(h), grad_b = allocate_like(h);
   const Tensor grad_h0 = h0 ? allocate(h0->sizes(), dtype, h) : allocate({0}, dtype, h);

@@ -48,8 +48,7 @@ static Tensor forward(const char *op, const Tensor &x, int64_t dim, bool is_log)
 static Tensor backward(const char *op, const Tensor &grad_out, const Tensor &y, int64_t dim,
                        bool is_log) {
   const dtype_t dtype = check_dtype(op, "y", y);
-  check_same(op, "grad_out", grad_out, "y", y);
-  check_shape(op, "grad_out", grad_out, "y", y);
+  check_like(op, "grad_out", grad_out, "y", y);
   dim = check_dim(op, y, dim);
   const Tensor grad_x = allocate_like(y);
   if (y.numel() == 0) return grad_x;
