@@ -67,6 +67,14 @@ def check_same(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> N
     check(op, x.dtype == like.dtype, f"{expected}, but got {dtype_name(x)}")
 
 
+def check_same_or_float32(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    check_device(op, name, x, like_name, like)
+    is_half = like.dtype.itemsize < 4
+    expected = f"expected {name} to be {dtype_name(like)} like {like_name}{' or float32' if is_half else ''}"
+    fits = x.dtype == like.dtype or (is_half and x.dtype == torch.float32)
+    check(op, fits, f"{expected}, but got {dtype_name(x)}")
+
+
 def check_shape(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
     expected = f"expected {name} of shape {list(like.shape)} like {like_name}"
     check_sizes(op, x.shape, like.shape, f"{expected}, but got {list(x.shape)}")

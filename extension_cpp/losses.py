@@ -50,11 +50,7 @@ def check_loss(
     expected = f"expected target of shape {shape}, that of logits without the classes"
     checks.check_sizes(op, target.shape, shape, f"{expected}, but got {list(target.shape)}")
     if weight is not None:
-        checks.check_device(op, "weight", weight, "logits", logits)
-        is_half = logits.dtype.itemsize < 4
-        expected = f"expected weight to be {checks.dtype_name(logits)} like logits{' or float32' if is_half else ''}"
-        fits = weight.dtype == logits.dtype or (is_half and weight.dtype == torch.float32)
-        checks.check(op, fits, f"{expected}, but got {checks.dtype_name(weight)}")
+        checks.check_same_or_float32(op, "weight", weight, "logits", logits)
         expected = f"expected weight of shape [{classes}], a number for each class"
         checks.check_sizes(op, weight.shape, [classes], f"{expected}, but got {list(weight.shape)}")
     expected = f"expected label_smoothing to be between 0 and 1, but got {label_smoothing:g}"
@@ -100,12 +96,7 @@ def check_statistic(op: str, name: str, x: Tensor, shape: Sequence[int], dtype: 
 
 
 def check_loss_grad(op: str, name: str, grad: Tensor, shape: Sequence[int], logits: Tensor) -> None:
-    checks.check_device(op, name, grad, "logits", logits)
-    acc = loss_type(logits)
-    expected = f"expected {name} to be {checks.dtype_name(logits)} like logits"
-    if acc != logits.dtype:
-        expected += f" or {str(acc).removeprefix('torch.')}"
-    checks.check(op, grad.dtype in (logits.dtype, acc), f"{expected}, but got {checks.dtype_name(grad)}")
+    checks.check_same_or_float32(op, name, grad, "logits", logits)
     expected = f"expected {name} of shape {list(shape)}, that of the result"
     checks.check_sizes(op, grad.shape, shape, f"{expected}, but got {list(grad.shape)}")
 

@@ -33,14 +33,7 @@ def norm_gradients(
 
 
 def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape: Sequence[int]) -> None:
-    checks.check_device(op, name, weight, "x", x)
-    half = x.dtype.itemsize < 4
-    checks.check(
-        op,
-        weight.dtype == x.dtype or (half and weight.dtype == torch.float32),
-        f"expected {name} to be {checks.dtype_name(x)} like x{' or float32' if half else ''}, "
-        f"but got {checks.dtype_name(weight)}",
-    )
+    checks.check_same_or_float32(op, name, weight, "x", x)
     expected = f"expected {name} of shape {list(normalized_shape)}, normalized_shape"
     checks.check_sizes(op, weight.shape, normalized_shape, f"{expected}, but got {list(weight.shape)}")
 

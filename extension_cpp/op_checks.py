@@ -120,11 +120,7 @@ def check_rotary(op: str, grad: str, q: Tensor, k: Tensor, cos: Tensor, sin: Ten
     q_name, k_name = f"{grad}q", f"{grad}k"
     checks.check_dtype(op, q_name, q)
     checks.check_same(op, k_name, k, q_name, q)
-    checks.check_device(op, "cos", cos, q_name, q)
-    is_half = q.dtype.itemsize == 2
-    expected = f"expected cos to be {checks.dtype_name(q)} like {q_name}{' or float32' if is_half else ''}"
-    fits = cos.dtype == q.dtype or (is_half and cos.dtype == torch.float32)
-    checks.check(op, fits, f"{expected}, but got {checks.dtype_name(cos)}")
+    checks.check_same_or_float32(op, "cos", cos, q_name, q)
     checks.check_same(op, "sin", sin, "cos", cos)
     shapes = "(tokens, width), (heads, tokens, width) or (batch, heads, tokens, width)"
     expected = f"expected {q_name} of shape {shapes}, but got {list(q.shape)}"

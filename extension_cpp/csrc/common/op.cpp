@@ -86,6 +86,18 @@ void check_same(const char *op, const char *name, const Tensor &x, const char *l
   }
 }
 
+dtype_t check_same_or_float32(const char *op, const char *name, const Tensor &x,
+                              const char *like_name, const Tensor &like) {
+  check_device(op, name, x, like_name, like);
+  const bool is_half = like.element_size() < 4;
+  if (x.scalar_type() != like.scalar_type() &&
+      !(is_half && x.scalar_type() == ScalarType::Float)) {
+    fail(op, "expected " + std::string(name) + " to be " + dtype_string(like) + " like " +
+                 like_name + (is_half ? " or float32" : "") + ", but got " + dtype_string(x));
+  }
+  return check_dtype(op, name, x);
+}
+
 void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name,
                  const Tensor &like) {
   const Sizes a = x.sizes(), b = like.sizes();

@@ -41,6 +41,16 @@ void check_device(const char *op, const char *name, const Tensor &x, const char 
 void check_same(const char *op, const char *name, const Tensor &x, const char *like_name,
                 const Tensor &like);
 
+// The type in which kernels compute and accumulate.
+inline dtype_t acc_dtype(dtype_t dtype) {
+  return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+}
+
+// x's element type. Fails unless x has the device of `like` and its dtype or, if that is a half
+// type, float32.
+dtype_t check_same_or_float32(const char *op, const char *name, const Tensor &x,
+                              const char *like_name, const Tensor &like);
+
 // Fails unless x has the shape of `like`.
 void check_shape(const char *op, const char *name, const Tensor &x, const char *like_name,
                  const Tensor &like);

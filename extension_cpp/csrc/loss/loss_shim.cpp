@@ -10,8 +10,6 @@ namespace extension_cpp {
 
 // ---- checks ----
 
-dtype_t acc_dtype(dtype_t dtype) { return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32; }
-
 std::string to_text(double x) {
   std::ostringstream text;
   text << x;
@@ -59,13 +57,7 @@ static void check_target(const char *op, const Tensor &target, const Tensor &log
 
 static void check_weight(const char *op, const Tensor &weight, const Tensor &logits,
                          int64_t classes) {
-  check_device(op, "weight", weight, "logits", logits);
-  if (weight.scalar_type() != logits.scalar_type() &&
-      (weight.scalar_type() != ScalarType::Float || logits.scalar_type() == ScalarType::Double)) {
-    const std::string or_float32 = logits.element_size() < 4 ? " or float32" : "";
-    fail(op, "expected weight to be " + dtype_string(logits) + " like logits" + or_float32 +
-                 ", but got " + dtype_string(weight));
-  }
+  check_same_or_float32(op, "weight", weight, "logits", logits);
   if (weight.dim() != 1 || weight.size(0) != classes) {
     fail(op, "expected weight of shape [" + std::to_string(classes) +
                  "], a number for each class, but got " + to_string(weight.sizes()));
@@ -105,19 +97,12 @@ void check_statistic(const char *op, const char *name, const Tensor &x, const Te
 
 dtype_t check_loss_grad(const char *op, const char *name, const Tensor &grad, const Tensor &logits,
                         Sizes shape) {
-  check_device(op, name, grad, "logits", logits);
-  const dtype_t dtype = check_dtype(op, "logits", logits), acc = acc_dtype(dtype);
-  const bool is_acc = grad.scalar_type() == scalar_type(acc);
-  if (!is_acc && grad.scalar_type() != logits.scalar_type()) {
-    const std::string or_float32 = acc != dtype ? " or float32" : "";
-    fail(op, "expected " + std::string(name) + " to be " + dtype_string(logits) + " like logits" +
-                 or_float32 + ", but got " + dtype_string(grad));
-  }
+  const dtype_t dtype = check_same_or_float32(op, name, grad, "logits", logits);
   if (!are_equal(grad.sizes(), shape)) {
     fail(op, "expected " + std::string(name) + " of shape " + to_string(shape) +
                  ", that of the result, but got " + to_string(grad.sizes()));
   }
-  return is_acc ? acc : dtype;
+  return dtype;
 }
 
 // ---- memory ----

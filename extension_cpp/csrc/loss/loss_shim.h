@@ -19,9 +19,6 @@ struct LossOptions {
   std::optional<double> softcap;
 };
 
-// The accumulation type. Losses and statistics have it, except lse, which is float64.
-dtype_t acc_dtype(dtype_t dtype);
-
 std::string to_text(double x);
 
 // The dtype of logits. Fails unless logits, target, weight and options fit; class_dim is the
@@ -52,7 +49,7 @@ LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target
 // Allocates the scratch of a loss_reduce, and launches it.
 void launch_reduce(const char *op, loss_reduce_args &args, const Tensor &like);
 
-// What forward writes for each row.
+// What forward writes for each row, in the accumulation type; lse is float64.
 struct RowResults {
   Tensor loss, lse;
   Optional entropy;

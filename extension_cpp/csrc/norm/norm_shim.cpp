@@ -8,27 +8,15 @@ namespace extension_cpp {
 
 // ---- checks ----
 
-// The accumulation type. mean and rstd have it too.
-static dtype_t statistics_dtype(dtype_t dtype) {
-  return dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
-}
-
 // Fails unless weight (or bias) has normalized_shape, x's device, and x's dtype or float32.
 static dtype_t check_weight(const char *op, const char *name, const Tensor &weight, const Tensor &x,
                             Sizes normalized_shape) {
-  check_device(op, name, weight, "x", x);
-  const ScalarType dtype = weight.scalar_type();
-  if (dtype != x.scalar_type() &&
-      (dtype != ScalarType::Float || x.scalar_type() == ScalarType::Double)) {
-    const std::string or_float32 = x.element_size() < 4 ? " or float32" : "";
-    fail(op, "expected " + std::string(name) + " to be " + dtype_string(x) + " like x" +
-                 or_float32 + ", but got " + dtype_string(weight));
-  }
+  const dtype_t dtype = check_same_or_float32(op, name, weight, "x", x);
   if (!weight.sizes().equals(normalized_shape)) {
     fail(op, "expected " + std::string(name) + " of shape " + to_string(normalized_shape) +
                  ", normalized_shape, but got " + to_string(weight.sizes()));
   }
-  return check_dtype(op, name, weight);
+  return dtype;
 }
 
 // Checks the inputs of a call, and fills in the types and sizes of its arguments. x becomes a
@@ -69,7 +57,7 @@ static dropout_t check_dropout(const char *op, double p, const Optional &seed, c
 static void check_statistics(const char *op, const char *name, const Tensor &statistics,
                              const Tensor &x, const norm_backward_args &args) {
   check_device(op, name, statistics, "x", x);
-  if (statistics.scalar_type() != scalar_type(statistics_dtype(args.dtype)) ||
+  if (statistics.scalar_type() != scalar_type(acc_dtype(args.dtype)) ||
       !statistics.is_contiguous() || statistics.numel() != args.rows) {
     fail(op, "expected " + std::string(name) + " as the forward returned it");
   }
@@ -88,7 +76,7 @@ static Optional weight_for_kernel(const Optional &weight, double value, const Ar
   if (weight) source.emplace(as_contiguous(*weight));
   if (x.is_cuda()) return source;
   const int64_t padded = norm_wide_cols(call.cols);
-  const Tensor wide = allocate({&padded, 1}, statistics_dtype(call.dtype), x);
+  const Tensor wide = allocate({&padded, 1}, acc_dtype(call.dtype), x);
   norm_widen_args args{pointer(source), wide.mutable_data_ptr(), value, call.cols,
                        call.dtype,      call.weight_dtype};
   norm_widen_cpu(0, call.cols, &args);
@@ -104,7 +92,7 @@ static Tensor allocate_if(bool needed, Sizes sizes, dtype_t dtype, const Tensor 
 static Tensor allocate_statistics(const Forward &call, dtype_t dtype) {
   Shape shape(call.x.sizes().begin(), call.x.sizes().end());
   std::fill_n(shape.rbegin(), call.normalized_shape.size(), 1);
-  return allocate({shape.data(), shape.size()}, statistics_dtype(dtype), call.x);
+  return allocate({shape.data(), shape.size()}, acc_dtype(dtype), call.x);
 }
 
 static Rows rows_of(const Tensor &x, Sizes normalized_shape) {

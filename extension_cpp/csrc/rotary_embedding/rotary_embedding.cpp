@@ -66,13 +66,7 @@ static dtype_t check_inputs(const Names &names, const Tensor &q, const Tensor &k
   const char *const op = names.op;
   const dtype_t dtype = check_dtype(op, names.q, q);
   check_same(op, names.k, k, names.q, q);
-  check_device(op, "cos", cos, names.q, q);
-  const bool is_half = q.element_size() == 2;
-  if (cos.scalar_type() != q.scalar_type() &&
-      !(is_half && cos.scalar_type() == ScalarType::Float)) {
-    fail(op, "expected cos to be " + dtype_string(q) + " like " + names.q +
-                 (is_half ? " or float32" : "") + ", but got " + dtype_string(cos));
-  }
+  check_same_or_float32(op, "cos", cos, names.q, q);
   check_same(op, "sin", sin, "cos", cos);
   if (q.dim() < 2 || q.dim() > 4) {
     fail(op, "expected " + std::string(names.q) +
