@@ -106,7 +106,6 @@ TOGETHER: dict[str, list[str]] = {
         "scan/scan_shim.cpp",
         "softmax/softmax.cpp",
     ],
-    "shims_3.cpp": ["norm/norm.cpp", "norm/norm_shim.cpp"],
 }
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved

@@ -41,7 +41,7 @@ def check_weight(op: str, name: str, weight: Tensor, x: Tensor, normalized_shape
 def check_norm(
     op: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None = None
 ) -> None:
-    """check_inputs of csrc/norm/norm_shim.cpp."""
+    """check_inputs of csrc/norm/norm.cpp."""
     dims = len(normalized_shape)
     checks.check_dtype(op, "x", x)
     checks.check(op, dims > 0, "expected normalized_shape to have at least one dimension, but got []")
@@ -64,7 +64,7 @@ def check_norm_backward(
     weight: Tensor | None,
     bias: Tensor | None = None,
 ) -> None:
-    """The checks of norm_backward in csrc/norm/norm_shim.cpp. `statistics` has the saved statistics by name."""
+    """The checks of norm_backward in csrc/norm/norm.cpp. `statistics` has the saved statistics by name."""
     check_norm(op, x, normalized_shape, weight, bias)
     checks.check_like(op, "grad_out", grad_out, "x", x)
     expected = norm_statistics(x, normalized_shape)
@@ -76,7 +76,7 @@ def check_norm_backward(
 
 
 def check_dropout(op: str, p: float, seed: Tensor | None, x: Tensor) -> None:
-    """check_dropout of csrc/norm/norm_shim.cpp."""
+    """check_dropout of csrc/norm/norm.cpp."""
     checks.check_probability(op, p)
     if seed is not None:
         checks.check_seed(op, seed, x)
