@@ -3,7 +3,7 @@
  * from the caches, for the result.
  * Backward: the first pass over a row waits for memory and the second leaves memory idle, so the
  * second pass prefetches the next row.
- * norm_cpu_kernel.h has the formulas and forward, norm_cpu_backward_kernel.h backward. */
+ * norm_cpu_kernel.h has forward, norm_cpu_backward_kernel.h backward. */
 #include "norm/norm.h"
 
 #include "common/cpu_block.h"
@@ -19,6 +19,11 @@ enum {
   FLUSH_ROWS = 64,   /* rows that sums over rows take before they go to double */
   PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches the output of no longer row */
 };
+
+/* Of a row, or of its distances from a number near its mean. */
+typedef struct {
+  double mean, variance;
+} moments_t;
 
 /* Where the two halves of a block lie in a wide array (norm_cpu_kernel.h). */
 typedef struct {

@@ -1,6 +1,7 @@
 /* Backward of layer_norm and rms_norm: the part of norm_cpu_kernel.h that is not forward. */
 
-/* See NAME(grad_x). */
+/* What grad_x needs of a row's sums, with g = grad_out * weight:
+ *   slope = -rstd * mean_c(g * xhat),  level = -rstd * mean_c(g) */
 typedef struct {
   ACC slope, level;
 } NAME(slope_t);
@@ -13,10 +14,7 @@ typedef struct {
  * by block: a loop for each would be much code. */
 typedef struct {
   const norm_backward_args *args;
-  /* The sums over rows: in double, and in ACC those of the last FLUSH_ROWS rows. NULL: not
-   * needed. */
-  double *weight, *bias;
-  ACC *weight_rows, *bias_rows;
+  ACC *weight_sums, *bias_sums; /* over the last FLUSH_ROWS rows; NULL: not needed */
   int needs, stream, drops_y;
   ahead_t x_ahead, grad_out_ahead, grad_sum_ahead;
   /* The current row. */
@@ -26,19 +24,6 @@ typedef struct {
   NAME(slope_t) slope;
   int64_t first; /* index of the row's first element */
 } NAME(part_t);
-
-/* Sets the row that the functions below process. */
-ALWAYS_INLINE void NAME(set_row)(NAME(part_t) * part, int64_t r) {
-  const norm_backward_args *args = part->args;
-  part->x = (const T *)args->x + r * args->x_stride;
-  part->grad_out = (const T *)args->grad_out + r * args->grad_out_stride;
-  part->grad_sum = args->grad_sum ? (const T *)args->grad_sum + r * args->grad_sum_stride : NULL;
-  part->grad_x = args->grad_x ? (T *)args->grad_x + r * args->cols : NULL;
-  part->grad_dropped = args->grad_dropped ? (T *)args->grad_dropped + r * args->cols : NULL;
-  part->row.mean = part->needs & CENTERED ? ((const ACC *)args->mean)[r] : 0;
-  part->row.rstd = ((const ACC *)args->rstd)[r];
-  part->first = r * args->cols;
-}
 
 /* ---- one row, n columns from column c on ---- */
 
@@ -68,7 +53,8 @@ ALWAYS_INLINE void NAME(load_columns)(ACC *restrict xhat, ACC *restrict grad_out
   NAME(normalise)(xhat, part.row, centered);
 }
 
-/* First pass: the sums that grad_x needs. */
+/* First pass: with g = grad_out * weight, adds g * xhat to `products` and g to `sum`. xhat is
+ * computed block by block: a sum of g * x could leave float's range. */
 ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, NAME(part_t) part,
                                     cpu_dropout_t *fused, wide_halves_t halves, int64_t c, int n,
                                     int centered, int prefetches) {
@@ -79,7 +65,11 @@ ALWAYS_INLINE void NAME(first_pass)(ACC *restrict products, ACC *restrict sum, N
   }
   NAME(load_wide)(weight, (const ACC *)part.args->weight, halves, c);
   NAME(load_columns)(xhat, g, part, fused, c, n, centered);
-  NAME(grad_x_sums)(products, sum, g, xhat, weight, centered);
+  for (int k = 0; k < BLOCK; ++k) g[k] *= weight[k];
+  if (centered) {
+    for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
+  }
+  for (int k = 0; k < BLOCK; ++k) products[k] = FMA(g[k], xhat[k], products[k]);
 }
 
 /* Adds grad_out * xhat to the sums of grad_weight, and grad_out to those of grad_bias. */
@@ -87,18 +77,19 @@ ALWAYS_INLINE void NAME(add_to_sums)(NAME(part_t) part, const ACC *restrict grad
                                      const ACC *restrict xhat, wide_halves_t halves, int64_t c) {
   ACC sums[BLOCK];
   if (part.needs & GRAD_WEIGHT) {
-    NAME(load_wide)(sums, part.weight_rows, halves, c);
+    NAME(load_wide)(sums, part.weight_sums, halves, c);
     for (int k = 0; k < BLOCK; ++k) sums[k] = FMA(grad_out[k], xhat[k], sums[k]);
-    NAME(store_wide)(part.weight_rows, halves, c, sums);
+    NAME(store_wide)(part.weight_sums, halves, c, sums);
   }
   if (part.needs & GRAD_BIAS) {
-    NAME(load_wide)(sums, part.bias_rows, halves, c);
+    NAME(load_wide)(sums, part.bias_sums, halves, c);
     for (int k = 0; k < BLOCK; ++k) sums[k] += grad_out[k];
-    NAME(store_wide)(part.bias_rows, halves, c, sums);
+    NAME(store_wide)(part.bias_sums, halves, c, sums);
   }
 }
 
-/* Second pass: adds to the sums over rows, and writes grad_x. */
+/* Second pass: adds to the sums over rows, and writes
+ * grad_x = grad_out * weight * rstd + xhat * slope + level. */
 ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, cpu_dropout_t *fused, wide_halves_t halves,
                                      int64_t c, int n, int stream) {
   const int needs = part.needs;
@@ -109,7 +100,8 @@ ALWAYS_INLINE void NAME(second_pass)(NAME(part_t) part, cpu_dropout_t *fused, wi
   NAME(add_to_sums)(part, g, xhat, halves, c);
   if (!(needs & GRAD_X)) return;
   NAME(load_wide)(weight, (const ACC *)part.args->weight, halves, c);
-  NAME(grad_x)(g, xhat, weight, part.row.rstd, part.slope.slope, part.slope.level);
+  for (int k = 0; k < BLOCK; ++k) xhat[k] = FMA(xhat[k], part.slope.slope, part.slope.level);
+  for (int k = 0; k < BLOCK; ++k) g[k] = FMA(g[k] * part.row.rstd, weight[k], xhat[k]);
   NAME(backward_epilogue)(g, part, fused, c, n, stream);
 }
 
@@ -168,10 +160,18 @@ ALWAYS_INLINE void NAME(grad_columns)(NAME(part_t) part, cpu_dropout_t *fused) {
 /* A loop for one combination of outputs, `needs`, which is a constant if it can be. */
 ALWAYS_INLINE void NAME(rows_of)(NAME(part_t) part, int needs, cpu_dropout_t *fused, int64_t begin,
                                  int64_t end) {
+  const norm_backward_args *args = part.args;
   part.needs = needs;
   for (int64_t r = begin; r < end; ++r) {
-    NAME(set_row)(&part, r);
-    if (fused && part.drops_y) cpu_dropout_begin_row(fused, part.first, part.args->cols);
+    part.first = r * args->cols;
+    part.x = (const T *)args->x + r * args->x_stride;
+    part.grad_out = (const T *)args->grad_out + r * args->grad_out_stride;
+    part.grad_sum = args->grad_sum ? (const T *)args->grad_sum + r * args->grad_sum_stride : NULL;
+    part.grad_x = args->grad_x ? (T *)args->grad_x + part.first : NULL;
+    part.grad_dropped = args->grad_dropped ? (T *)args->grad_dropped + part.first : NULL;
+    part.row.mean = needs & CENTERED ? ((const ACC *)args->mean)[r] : 0;
+    part.row.rstd = ((const ACC *)args->rstd)[r];
+    if (fused && part.drops_y) cpu_dropout_begin_row(fused, part.first, args->cols);
     if (needs & GRAD_X) part.slope = NAME(grad_means)(part, fused);
     NAME(grad_columns)(part, fused);
   }
@@ -202,78 +202,71 @@ ALWAYS_INLINE void NAME(backward_rows)(NAME(part_t) part, cpu_dropout_t *fused, 
 
 /* ---- parts of the rows, and their sums ---- */
 
-ALWAYS_INLINE NAME(part_t) NAME(part_of)(const norm_backward_args *args, int64_t part) {
-  const int64_t wide = norm_wide_cols(args->cols);
-  double *sums = (double *)(void *)((char *)args->partial + part * norm_partial_part(args));
-  ACC *rows = (ACC *)(void *)(sums + norm_weight_gradients(args) * wide);
-  const int64_t bias = args->grad_weight ? wide : 0; /* where the sums for grad_bias begin */
-  return (NAME(part_t)){
+/* The sums over a part's rows, in double: those for grad_weight, then those for grad_bias. */
+ALWAYS_INLINE double *NAME(sums_of)(const norm_backward_args *args, int64_t part) {
+  return (double *)(void *)((char *)args->partial + part * norm_partial_part(args));
+}
+
+/* Adds the sums of the last rows to those in double, or, the first time, stores them there. */
+ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, const ACC *restrict recent,
+                                    int64_t count, int first) {
+  if (first) {
+    for (int64_t i = 0; i < count; ++i) sums[i] = (double)recent[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) sums[i] += (double)recent[i];
+  }
+}
+
+static void NAME(norm_backward)(const norm_backward_args *args, int64_t number) {
+  const int64_t part_rows = norm_part_rows(args->rows, args->cols), first = number * part_rows;
+  const int64_t last = first + part_rows < args->rows ? first + part_rows : args->rows;
+  const int64_t wide = norm_wide_cols(args->cols), count = norm_weight_gradients(args) * wide;
+  const int64_t tensors = 3 + (args->grad_sum != NULL) + (args->grad_dropped != NULL);
+  const int64_t bytes = tensors * args->rows * args->cols * (int64_t)sizeof(T);
+  const int is_fused = args->grad_sum || args->grad_dropped || args->dropout_y.seed;
+  double *sums = NAME(sums_of)(args, number);
+  ACC *recent = (ACC *)(void *)(sums + count); /* those over the last FLUSH_ROWS rows */
+  const NAME(part_t) part = {
       .args = args,
-      .weight = args->grad_weight ? sums : NULL,
-      .bias = args->grad_bias ? sums + bias : NULL,
-      .weight_rows = args->grad_weight ? rows : NULL,
-      .bias_rows = args->grad_bias ? rows + bias : NULL,
+      .weight_sums = args->grad_weight ? recent : NULL,
+      .bias_sums = args->grad_bias ? recent + count - wide : NULL,
       .needs = (args->mean ? CENTERED : 0) | (args->grad_x ? GRAD_X : 0) |
                (args->grad_weight ? GRAD_WEIGHT : 0) | (args->grad_bias ? GRAD_BIAS : 0),
+      .stream = args->grad_x && cpu_should_stream(bytes),
       .drops_y = args->dropout_y.seed != NULL,
       .x_ahead = row_ahead(args->x_stride, args->cols, sizeof(T)),
       .grad_out_ahead = row_ahead(args->grad_out_stride, args->cols, sizeof(T)),
       .grad_sum_ahead = row_ahead(args->grad_sum_stride, args->cols, sizeof(T)),
   };
-}
-
-/* Adds the sums of the last rows to those in double, or, the first time, stores them there. */
-ALWAYS_INLINE void NAME(flush_sums)(double *restrict sums, ACC *restrict rows, int64_t wide,
-                                    int first) {
-  if (!sums) return;
-  if (first) {
-    for (int64_t i = 0; i < wide; ++i) sums[i] = (double)rows[i];
-  } else {
-    for (int64_t i = 0; i < wide; ++i) sums[i] += (double)rows[i];
-  }
-}
-
-static void NAME(norm_backward)(const norm_backward_args *args, int64_t number) {
-  NAME(part_t) part = NAME(part_of)(args, number);
-  const int64_t part_rows = norm_part_rows(args->rows, args->cols), first = number * part_rows;
-  const int64_t last = first + part_rows < args->rows ? first + part_rows : args->rows;
-  const int64_t wide = norm_wide_cols(args->cols), row_bytes = args->cols * (int64_t)sizeof(T);
-  const int64_t tensors = 3 + (args->grad_sum != NULL) + (args->grad_dropped != NULL);
-  const int is_fused = args->grad_sum || args->grad_dropped || args->dropout_y.seed;
   cpu_dropout_t fused;
   cpu_dropout_init(&fused, part.drops_y ? &args->dropout_y : &args->dropout_x, last * args->cols);
-  part.stream = args->grad_x && cpu_should_stream(tensors * args->rows * row_bytes);
   for (int64_t r = first; r < last; r += FLUSH_ROWS) {
     const int64_t end = r + FLUSH_ROWS < last ? r + FLUSH_ROWS : last;
-    if (part.weight) memset(part.weight_rows, 0, (size_t)wide * sizeof(ACC));
-    if (part.bias) memset(part.bias_rows, 0, (size_t)wide * sizeof(ACC));
+    if (count > 0) memset(recent, 0, (size_t)count * sizeof(ACC));
     if (is_fused) {
       NAME(backward_rows)(part, &fused, r, end);
     } else {
       NAME(backward_rows)(part, NULL, r, end);
     }
-    NAME(flush_sums)(part.weight, part.weight_rows, wide, r == first);
-    NAME(flush_sums)(part.bias, part.bias_rows, wide, r == first);
+    NAME(flush_sums)(sums, recent, count, r == first);
   }
   if (part.stream) stream_fence();
 }
 
-/* Adds the parts' sums for one tile of columns and stores them: grad_weight, or with `bias`
- * grad_bias. */
-ALWAYS_INLINE void NAME(add_parts)(const norm_backward_args *args, int64_t tile, int bias) {
+/* Adds the parts' sums from `offset` on for one tile of columns, and stores them. */
+static void NAME(add_parts)(const norm_backward_args *args, int64_t tile, int64_t offset,
+                            void *out) {
   const int64_t parts = norm_parts(args->rows, args->cols), begin = tile * NORM_TILE;
   const int64_t end = args->cols - begin < NORM_TILE ? args->cols : begin + NORM_TILE;
   const wide_halves_t halves = NAME(wide_halves)(0, args->cols);
   double total[NORM_TILE] = {0};
   for (int64_t part = 0; part < parts; ++part) {
-    const NAME(part_t) sums = NAME(part_of)(args, part);
     for (int64_t c = begin; c < end; c += BLOCK) {
-      const double *p = (bias ? sums.bias : sums.weight) + NAME(wide_index)(c);
+      const double *p = NAME(sums_of)(args, part) + offset + NAME(wide_index)(c);
       for (int k = 0; k < BLOCK / 2; ++k) total[c - begin + k] += p[halves.lower + k];
       for (int k = 0; k < BLOCK / 2; ++k) total[c - begin + BLOCK / 2 + k] += p[halves.upper + k];
     }
   }
-  void *out = bias ? args->grad_bias : args->grad_weight;
   for (int64_t c = begin; c < end; c += BLOCK) {
     const int n = end - c < BLOCK ? (int)(end - c) : BLOCK;
     if (args->weight_dtype == args->dtype) {
@@ -289,6 +282,7 @@ ALWAYS_INLINE void NAME(add_parts)(const norm_backward_args *args, int64_t tile,
 }
 
 static void NAME(norm_grad_weight)(const norm_backward_args *args, int64_t tile) {
-  if (args->grad_weight) NAME(add_parts)(args, tile, 0);
-  if (args->grad_bias) NAME(add_parts)(args, tile, 1);
+  const int64_t offset = (norm_weight_gradients(args) - 1) * norm_wide_cols(args->cols);
+  if (args->grad_weight) NAME(add_parts)(args, tile, 0, args->grad_weight);
+  if (args->grad_bias) NAME(add_parts)(args, tile, offset, args->grad_bias);
 }

@@ -1,5 +1,5 @@
-/* The formulas of layer_norm and rms_norm, and their forward. norm_cpu.c compiles this file once
- * per element type: common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
+/* Forward of layer_norm and rms_norm, and what backward shares with it. norm_cpu.c compiles this
+ * file once per element type: common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
 
 /* ---- wide arrays: weight, bias and the sums over rows (norm.h) ----
  *
@@ -69,10 +69,27 @@ ALWAYS_INLINE void NAME(load_block)(ACC *restrict v, const T *restrict p, int n)
   }
 }
 
-/* ---- the formulas: each stands here once, and every path of the CPU calls it ---- */
+/* ---- normalise, for forward and both passes of backward ---- */
 
-/* Moments, for every pass of row_statistics. Adds d = x - shift of n elements to `sum` and d * d to
- * `squares`. Without `centered` the shift is 0 and there is no sum. */
+/* What normalise needs of a row. `offset` corrects for the rounding of `mean`: (rounded mean -
+ * exact mean) * rstd. Backward has the rounded mean that forward stored, and no offset. */
+typedef struct {
+  ACC mean, rstd, offset;
+} NAME(row_t);
+
+/* x becomes xhat. */
+ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centered) {
+  if (centered) {
+    for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k] - row.mean, row.rstd, row.offset);
+  } else {
+    for (int k = 0; k < BLOCK; ++k) x[k] *= row.rstd;
+  }
+}
+
+/* ---- statistics of a row ---- */
+
+/* Adds d = x - shift of n elements to `sum` and d * d to `squares`. Without `centered` the shift is
+ * 0 and there is no sum. */
 ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares, const T *x,
                                        ACC shift, int n, int centered) {
   ACC d[BLOCK];
@@ -87,9 +104,8 @@ ALWAYS_INLINE void NAME(moments_block)(ACC *restrict sum, ACC *restrict squares,
   for (int k = 0; k < BLOCK; ++k) squares[k] = FMA(d[k], d[k], squares[k]);
 }
 
-/* Moments in double, for rows whose squares leave float's range, and for NaN: mean and variance. */
-NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, double *mean,
-                                   double *variance) {
+/* Moments in double, for rows whose squares leave float's range, and for NaN. */
+NOINLINE moments_t NAME(double_moments)(const T *x, int64_t cols, int centered) {
   double shift = 0, first = 0, second = 0;
   for (int pass = !centered; pass < 2; ++pass) {
     shift += first;
@@ -107,53 +123,12 @@ NOINLINE void NAME(double_moments)(const T *x, int64_t cols, int centered, doubl
     first /= (double)cols;
     second /= (double)cols;
   }
-  *mean = isnan(first) ? shift : shift + first; /* keeps an infinite mean */
-  *variance = centered ? second - first * first : second;
+  return (moments_t){isnan(first) ? shift : shift + first, /* keeps an infinite mean */
+                     centered ? second - first * first : second};
 }
 
-/* What normalise needs of a row. `offset` corrects for the rounding of `mean`: (rounded mean -
- * exact mean) * rstd. Backward has the rounded mean that forward stored, and no offset. */
-typedef struct {
-  ACC mean, rstd, offset;
-} NAME(row_t);
-
-/* Normalise, for forward and both passes of backward. x becomes xhat. */
-ALWAYS_INLINE void NAME(normalise)(ACC *restrict x, NAME(row_t) row, int centered) {
-  if (centered) {
-    for (int k = 0; k < BLOCK; ++k) x[k] = FMA(x[k] - row.mean, row.rstd, row.offset);
-  } else {
-    for (int k = 0; k < BLOCK; ++k) x[k] *= row.rstd;
-  }
-}
-
-/* Gradient of x, its sums over the row (first_pass). With g = grad_out * weight, adds g * xhat to
- * `products` and g to `sum`. xhat is computed block by block: a sum of g * x could leave float's
- * range. */
-ALWAYS_INLINE void NAME(grad_x_sums)(ACC *restrict products, ACC *restrict sum, ACC *restrict g,
-                                     const ACC *restrict xhat, const ACC *restrict weight,
-                                     int centered) {
-  for (int k = 0; k < BLOCK; ++k) g[k] *= weight[k];
-  if (centered) {
-    for (int k = 0; k < BLOCK; ++k) sum[k] += g[k];
-  }
-  for (int k = 0; k < BLOCK; ++k) products[k] = FMA(g[k], xhat[k], products[k]);
-}
-
-/* Gradient of x (second_pass). grad_out becomes grad_out * weight * rstd + xhat * slope + level,
- * with slope = -rstd * mean_c(g * xhat) and level = -rstd * mean_c(g). Overwrites xhat. */
-ALWAYS_INLINE void NAME(grad_x)(ACC *restrict grad_out, ACC *restrict xhat,
-                                const ACC *restrict weight, ACC rstd, ACC slope, ACC level) {
-  for (int k = 0; k < BLOCK; ++k) xhat[k] = FMA(xhat[k], slope, level);
-  for (int k = 0; k < BLOCK; ++k) grad_out[k] = FMA(grad_out[k] * rstd, weight[k], xhat[k]);
-}
-
-/* ---- statistics of a row ---- */
-
-typedef struct {
-  double first, second; /* the means of d and of d * d */
-} NAME(moments_t);
-
-ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift, int centered) {
+/* The moments of d = x - shift. */
+ALWAYS_INLINE moments_t NAME(moments)(const T *x, int64_t cols, ACC shift, int centered) {
   double total = 0, total_squares = 0;
   for (int64_t c = 0; c < cols;) {
     const int64_t end = cols - c < FLUSH_COLS ? cols : c + FLUSH_COLS;
@@ -165,10 +140,11 @@ ALWAYS_INLINE NAME(moments_t) NAME(moments)(const T *x, int64_t cols, ACC shift,
     total_squares += FOLD(squares);
     c = end;
   }
-  return (NAME(moments_t)){total / (double)cols, total_squares / (double)cols};
+  const double mean = total / (double)cols;
+  return (moments_t){mean, total_squares / (double)cols - mean * mean};
 }
 
-NOINLINE NAME(moments_t) NAME(moments_again)(const T *x, int64_t cols, ACC shift) {
+NOINLINE moments_t NAME(moments_again)(const T *x, int64_t cols, ACC shift) {
   return NAME(moments)(x, cols, shift, 1);
 }
 
@@ -187,18 +163,17 @@ ALWAYS_INLINE ACC NAME(first_mean)(const T *x, int64_t cols) {
 ALWAYS_INLINE NAME(row_t) NAME(row_statistics)(const T *x, int64_t cols, double eps, int centered) {
   const double reach = sizeof(T) == 2 ? 16 : 1;
   ACC shift = centered ? NAME(first_mean)(x, cols) : 0;
-  NAME(moments_t) m = NAME(moments)(x, cols, shift, centered);
-  if (!(m.first * m.first <= reach * (m.second - m.first * m.first))) {
-    shift += (ACC)m.first;
+  moments_t m = NAME(moments)(x, cols, shift, centered);
+  if (!(m.mean * m.mean <= reach * m.variance)) {
+    shift += (ACC)m.mean;
     m = NAME(moments_again)(x, cols, shift);
   }
-  double mean = (double)shift + m.first, variance = m.second - m.first * m.first;
-  if (!(variance + eps >= 0x1p-100 && variance < (double)INFINITY)) {
-    NAME(double_moments)(x, cols, centered, &mean, &variance);
-  }
-  const double rstd = 1 / sqrt((variance < 0 ? 0 : variance) + eps);
-  const ACC rounded = (ACC)mean;
-  return (NAME(row_t)){rounded, (ACC)rstd, (ACC)(((double)rounded - mean) * rstd)};
+  m.mean += (double)shift;
+  if (!(m.variance + eps >= 0x1p-100 && m.variance < (double)INFINITY))
+    m = NAME(double_moments)(x, cols, centered);
+  const double rstd = 1 / sqrt((m.variance < 0 ? 0 : m.variance) + eps);
+  const ACC mean = (ACC)m.mean;
+  return (NAME(row_t)){mean, (ACC)rstd, (ACC)(((double)mean - m.mean) * rstd)};
 }
 
 /* ---- prologue of forward: sum = residual + dropout_x(x) ---- */
@@ -261,8 +236,7 @@ NOINLINE void NAME(forward_part)(const norm_forward_args *args, const T *x, T *y
                                  const NAME(row_t) * row, cpu_dropout_t *dropout, int64_t c,
                                  int n) {
   const wide_halves_t halves = NAME(wide_halves)(c, args->cols);
-  const ahead_t none = {0};
-  NAME(forward_block)(args, x, y, *row, halves, none, dropout, c, n, args->centered, 0);
+  NAME(forward_block)(args, x, y, *row, halves, (ahead_t){0}, dropout, c, n, args->centered, 0);
 }
 
 /* The number of elements before the next multiple of 64 bytes, or 0 if aligning does not pay. */
@@ -297,30 +271,30 @@ ALWAYS_INLINE void NAME(forward_row)(const norm_forward_args *args, const T *x, 
 }
 
 ALWAYS_INLINE void NAME(forward_rows)(const norm_forward_args *args, int64_t begin, int64_t end,
-                                      cpu_dropout_t *dropout_y, int centered) {
+                                      cpu_dropout_t *dropout_x, cpu_dropout_t *dropout_y,
+                                      int centered) {
   const int64_t tensors = args->residual ? 4 : 2;
   const int stream = cpu_should_stream(tensors * args->rows * args->cols * (int64_t)sizeof(T));
   const T *x = args->residual ? args->sum : args->x;
   const int64_t x_stride = args->residual ? args->cols : args->x_stride;
   const ahead_t ahead = row_ahead(args->residual ? 0 : x_stride, args->cols, sizeof(T));
-  cpu_dropout_t dropout_x;
-  cpu_dropout_init(&dropout_x, &args->dropout_x, end * args->cols);
   for (int64_t r = begin; r < end; ++r) {
-    if (args->residual) NAME(add_row)(args, r, args->dropout_x.seed ? &dropout_x : NULL);
+    if (args->residual) NAME(add_row)(args, r, args->dropout_x.seed ? dropout_x : NULL);
     NAME(forward_row)(args, x + r * x_stride, r, ahead, dropout_y, centered, stream);
   }
   if (stream) stream_fence();
 }
 
 static void NAME(norm_forward)(const norm_forward_args *args, int64_t begin, int64_t end) {
-  cpu_dropout_t dropout_y;
-  cpu_dropout_init(&dropout_y, &args->dropout_y, end * args->cols);
+  cpu_dropout_t dropout;
+  cpu_dropout_init(&dropout, args->residual ? &args->dropout_x : &args->dropout_y,
+                   end * args->cols);
   if (args->dropout_y.seed) {
-    NAME(forward_rows)(args, begin, end, &dropout_y, 1);
+    NAME(forward_rows)(args, begin, end, NULL, &dropout, 1);
   } else if (args->centered) {
-    NAME(forward_rows)(args, begin, end, NULL, 1);
+    NAME(forward_rows)(args, begin, end, &dropout, NULL, 1);
   } else {
-    NAME(forward_rows)(args, begin, end, NULL, 0);
+    NAME(forward_rows)(args, begin, end, &dropout, NULL, 0);
   }
 }
 
