@@ -391,8 +391,8 @@ def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tu
 
 @pytest.mark.parametrize("inner", [(), (3,)], ids=["rows", "columns"])
 def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], device: str) -> None:
-    """Many classes make lse large beside the cap, and dz/dx must not come from z - lse. In eager PyTorch, too, 1 - tanh^2
-    loses digits where the cap is felt."""
+    """Many classes make lse large beside the cap, and dz/dx must not come from z - lse. Eager PyTorch, too, loses
+    digits in 1 - tanh^2 where the cap is felt."""
     logits = torch.randn(4, 1000, *inner, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     target = torch.zeros(4, *inner, dtype=torch.int64, device=device)
 

@@ -90,8 +90,7 @@ dtype_t check_same_or_float32(const char *op, const char *name, const Tensor &x,
                               const char *like_name, const Tensor &like) {
   check_device(op, name, x, like_name, like);
   const bool is_half = like.element_size() < 4;
-  if (x.scalar_type() != like.scalar_type() &&
-      !(is_half && x.scalar_type() == ScalarType::Float)) {
+  if (x.scalar_type() != like.scalar_type() && !(is_half && x.scalar_type() == ScalarType::Float)) {
     fail(op, "expected " + std::string(name) + " to be " + dtype_string(like) + " like " +
                  like_name + (is_half ? " or float32" : "") + ", but got " + dtype_string(x));
   }

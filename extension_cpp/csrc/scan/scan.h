@@ -14,7 +14,8 @@
  * columns have at most 2^31 - 1 tiles (scan_plan.h). A call with no element is not launched.
  * Computed in float (float64: double) or better and rounded once per element. Run-to-run
  * deterministic and batch-invariant at equal alignment: a line's result does not depend on the
- * number of threads or on the other lines. NaN and infinities spread to later steps only. Source: PyTorch's definitions; Blelloch, Prefix Sums and Their Applications, 1990. */
+ * number of threads or on the other lines. NaN and infinities spread to later steps only.
+ * Source: PyTorch's definitions; Blelloch, Prefix Sums and Their Applications, 1990. */
 #ifndef EXTENSION_CPP_SCAN_H
 #define EXTENSION_CPP_SCAN_H
 
