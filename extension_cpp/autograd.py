@@ -14,7 +14,7 @@ in the schema, enters a guard, and sets needs_input_grad twice in a backward. Th
 that, and differs in three ways:
 
 * torch.library's refuses the transforms of torch.func, and gives a tangent of zero in forward-mode differentiation.
-  Here the transforms work. Forward mode runs the operator in plain tensor operations, or raises an error.
+  Here the transforms work. Forward mode computes in plain tensor operations, or raises an error.
 * Its guard keeps the kernels below from recording gradients. That is not needed: autograd.Function switches recording
   off, and without an argument that requires grad nothing is recorded.
 * It flattens lists of tensors. Here operators with such lists are refused.
@@ -209,6 +209,14 @@ def has_tangent(*args: Any) -> bool:
     )
 
 
+def _is_batched(x: object) -> bool:
+    """Whether vmap gave x, which would call the operator once for each element of the batch."""
+    functorch = torch._C._functorch
+    while isinstance(x, Tensor) and functorch.is_gradtrackingtensor(x):
+        x = functorch.get_unwrapped(x)
+    return isinstance(x, Tensor) and functorch.is_batchedtensor(x)
+
+
 def register_autograd(
     op: str,
     backward: Callable[..., Gradients],
@@ -227,8 +235,9 @@ def register_autograd(
         setup_context: ``setup_context(ctx, inputs, output)`` saves what backward reads. ``inputs`` and
             ``ctx.needs_input_grad`` have an entry for each argument that can be given by position, defaults included.
             If the operator has keyword-only arguments, they come as ``keyword_only_inputs``.
-        plain: the operator in plain tensor operations, which is called instead if an argument has a tangent of
-            forward-mode differentiation. None: forward mode raises RuntimeError.
+        plain: the operator in plain tensor operations, which gives the results if an argument has a tangent of
+            forward-mode differentiation; the operator is called for its checks alone, and not under vmap or while a
+            graph records the call. None: forward mode raises RuntimeError.
 
     Raises:
         NotImplementedError: the operator's schema is not as ``op`` says.
@@ -325,8 +334,9 @@ def _autograd_kernel(
         if forward_ad._current_level >= 0 and has_tangent(*args):
             if plain is None:
                 raise RuntimeError(f"{op._schema.name}: forward-mode differentiation is not implemented")
-            with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
-                op.redispatch(keys, *args, **keywords)  # for its checks
+            if not (torch._C._len_torch_dispatch_stack() or any(map(_is_batched, args))):
+                with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+                    op.redispatch(keys, *args, **keywords)  # for its checks
             return plain(*args, *defaults[len(args) :], **keywords)
         if torch.is_grad_enabled():
             for arg in args:

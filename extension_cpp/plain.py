@@ -1,7 +1,7 @@
 """The operators in plain tensor operations, for forward-mode differentiation, which a kernel cannot do.
 
 Each function takes an operator's arguments and returns its results. PyTorch can differentiate it in any mode and to any
-order. register_autograd calls it instead of the kernel if an argument has a tangent. Its results differ from the
+order. register_autograd takes its results in place of the kernel's if an argument has a tangent. They differ from the
 kernel's only by rounding.
 """
 
@@ -367,7 +367,7 @@ def cross_entropy(
     losses = of_target * ((1 - label_smoothing) * distance + z_loss * lse.square())
     if label_smoothing > 0:
         losses = losses + label_smoothing / z.shape[-1] * (w * (lse[..., None] - z)).sum(-1)
-    losses = torch.where(is_ignored, 0, losses).masked_fill(is_outside, torch.nan)
+    losses = torch.where(is_ignored, 0, losses) * torch.where(is_outside, torch.nan, 1)  # the tangent becomes NaN, too
     total = of_target.sum().reshape(1)
     dtype = losses.dtype if float_loss else logits.dtype
     if reduction == 0:
@@ -383,8 +383,8 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
     lse = torch.logsumexp(z.detach(), -1).double()
     index = target.clamp(0, z.shape[-1] - 1)
     of_target = log_p.gather(-1, index[..., None])[..., 0]
-    is_outside = index != target  # on CUDA, where the results are NaN
-    return of_target.masked_fill(is_outside, torch.nan), entropy.masked_fill(is_outside, torch.nan), lse
+    factor = torch.where(index != target, torch.nan, 1)  # on CUDA, where the results are NaN
+    return of_target * factor, entropy * factor, lse
 
 
 def linear_cross_entropy(

@@ -257,10 +257,19 @@ def add_rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
 # ---- scans ----
 
 
+def _may_differ(a: Any, b: Any) -> bool:
+    """a != b, and True for sizes that torch.compile does not know because they depend on data."""
+    if not isinstance(a, torch.SymInt) and not isinstance(b, torch.SymInt):
+        return bool(a != b)
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return bool(guard_or_true(a != b))
+
+
 def sum_to(x: Tensor, like: Tensor) -> Tensor:
     """x summed over the dimensions in which `like` broadcasts to it."""
     missing = x.dim() - like.dim()
-    ones = [missing + d for d, size in enumerate(like.shape) if x.shape[missing + d] != size]
+    ones = [missing + d for d, size in enumerate(like.shape) if _may_differ(x.shape[missing + d], size)]
     dims = (*range(missing), *ones)
     return _ops.reduce_sum(x, dims, True).view(like.shape) if dims else x
 

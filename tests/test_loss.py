@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp import linear_loss
+from extension_cpp import linear_loss, plain
 from tests.battery import profiled
 
 ROWS, CLASSES, FEATURES = 5, 7, 3
@@ -406,3 +406,20 @@ def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], 
     )
     eager = gradient(logits.detach().requires_grad_(), lambda x: F.cross_entropy(0.1 * (x / 0.1).tanh(), target))
     assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-7 * exact.abs().max()
+
+
+def test_forward_mode_of_a_target_that_is_no_class() -> None:
+    """On CUDA the operator cannot raise, and its plain form gives NaN, also as the tangent."""
+    logits, target = torch.randn(3, 5), torch.tensor([1, 7, -100])
+
+    def cross_entropy(x: Tensor) -> Tensor:
+        return plain.cross_entropy(x, target, None, -100, 0, 0.0, 0.0, None, False)[0]
+
+    def log_probs_and_entropy(x: Tensor) -> tuple[Tensor, Tensor]:
+        return plain.token_log_probs(x, target.clamp(min=0))[:2]
+
+    ones = torch.ones_like(logits)
+    for value in torch.func.jvp(cross_entropy, (logits,), (ones,)):
+        assert value.isnan().tolist() == [False, True, False] and value[2] == 0
+    for pair in torch.func.jvp(log_probs_and_entropy, (logits,), (ones,)):
+        assert all(value.isnan().tolist() == [False, True, False] for value in pair)

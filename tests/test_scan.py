@@ -288,16 +288,21 @@ def test_every_level_of_the_tree(shape: tuple[int, ...], device: str) -> None:
         assert torch.equal(sums.cpu().double(), exact)
 
 
-def test_sizes_that_depend_on_data_compile(device: str) -> None:
-    def states(x: Tensor, mask: Tensor) -> Tensor:
-        y = x[mask]
-        return extension_cpp.linear_recurrence(y.sigmoid(), y, dim=0)
+@pytest.mark.parametrize("of_a", [(1, 6), (6,), (40, 6)], ids=str)
+def test_sizes_that_depend_on_data_compile(of_a: tuple[int, ...], device: str) -> None:
+    def states(a: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        return extension_cpp.linear_recurrence(a[mask] if len(a) == len(mask) else a, x[mask], dim=0)
 
-    x = torch.randn(40, 6, device=device)
-    mask = x[:, 0] > 0
+    a = torch.rand(of_a, device=device, requires_grad=True)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    mask = torch.arange(40, device=device) % 3 > 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        got = torch.compile(states, backend="aot_eager", fullgraph=True)(x, mask)
-    assert torch.equal(got, states(x, mask))
+        got = torch.compile(states, backend="aot_eager", fullgraph=True)(a, x, mask)
+        gradients = torch.autograd.grad(got.sum(), (a, x))
+    expected = states(a, x, mask)
+    assert torch.equal(got, expected)
+    for ours, other in zip(gradients, torch.autograd.grad(expected.sum(), (a, x)), strict=True):
+        assert torch.equal(ours, other)
 
 
 PLANS = r"""

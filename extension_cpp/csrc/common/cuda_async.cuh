@@ -1,6 +1,7 @@
 // Asynchronous instructions from sm_90 (Hopper) on: bulk copies into shared memory, mbarriers, and
 // stores to the shared memory of other CTAs of a cluster. For older architectures, callers leave
-// them out with `if (HAS_CLUSTERS)`.
+// them out with #if, or with `if (HAS_CLUSTERS)`, which needs an optimized build (nvcc -G: also
+// -dopt=on).
 #ifndef EXTENSION_CPP_CUDA_ASYNC_CUH
 #define EXTENSION_CPP_CUDA_ASYNC_CUH
 

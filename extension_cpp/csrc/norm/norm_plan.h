@@ -82,7 +82,7 @@ struct Plan {
   bool has_prefetch;     // PERSISTENT: prefetches rows into the L2 before their loads
   Hint priority;         // of the lines that are read, in the L2
   int parts;             // backward: partial rows of the parameters' gradients
-  int64_t release_from;  // first row whose L2 lines become evict_normal again; rows: none
+  int64_t release_from;  // ROW: the first row whose L2 lines become evict_normal; rows: none
 };
 
 // ---- the table ----
