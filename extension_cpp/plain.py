@@ -345,6 +345,11 @@ def log_softmax_backward(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
     return (g - wide(y).exp() * g.sum(dim, keepdim=True)).to(y.dtype)
 
 
+def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN, and 1 elsewhere. As a factor it makes the tangent NaN, too, which masked_fill would make 0."""
+    return torch.where(mask, torch.nan, 1).to(dtype)
+
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -367,7 +372,7 @@ def cross_entropy(
     losses = of_target * ((1 - label_smoothing) * distance + z_loss * lse.square())
     if label_smoothing > 0:
         losses = losses + label_smoothing / z.shape[-1] * (w * (lse[..., None] - z)).sum(-1)
-    losses = torch.where(is_ignored, 0, losses) * torch.where(is_outside, torch.nan, 1)  # the tangent becomes NaN, too
+    losses = torch.where(is_ignored, 0, losses) * _nan_where(is_outside, z.dtype)
     total = of_target.sum().reshape(1)
     dtype = losses.dtype if float_loss else logits.dtype
     if reduction == 0:
@@ -383,7 +388,7 @@ def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) ->
     lse = torch.logsumexp(z.detach(), -1).double()
     index = target.clamp(0, z.shape[-1] - 1)
     of_target = log_p.gather(-1, index[..., None])[..., 0]
-    factor = torch.where(index != target, torch.nan, 1)  # on CUDA, where the results are NaN
+    factor = _nan_where(index != target, z.dtype)  # on CUDA, where the results are NaN
     return of_target * factor, entropy * factor, lse
 
 
