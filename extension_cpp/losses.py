@@ -79,8 +79,14 @@ def class_dim(logits: Tensor) -> int:
 
 
 def loss_type(logits: Tensor) -> torch.dtype:
-    """The dtype in which the losses are computed, and of the statistics other than lse."""
+    """The dtype in which the losses are computed, and of the statistics."""
     return torch.promote_types(logits.dtype, torch.float32)
+
+
+def unevaluated_lse(most: Tensor, log_sum: Tensor, dtype: torch.dtype) -> Tensor:
+    """most + log_sum, both float64, as the operators save it: two numbers for each row (csrc/loss/loss.h)."""
+    lse = (most + log_sum).to(dtype)
+    return torch.stack([lse, (log_sum - (lse - most)).to(dtype)], -1)
 
 
 def refuse_weight_gradient(op: str, needs: bool) -> None:
@@ -232,7 +238,7 @@ def cross_entropy_fake(
     check_cross_entropy("cross_entropy", logits, target, weight, *options[:-1])
     acc = loss_type(logits)
     loss = logits.new_empty([] if reduction else target.shape, dtype=acc if float_loss else logits.dtype)
-    lse = logits.new_empty(target.shape, dtype=torch.float64)
+    lse = logits.new_empty((*target.shape, 2), dtype=acc)
     return loss, lse, logits.new_empty([1 if reduction else 0], dtype=acc)
 
 
@@ -243,7 +249,7 @@ def cross_entropy_backward_fake(
     _, reduction, *_ = options
     check_cross_entropy(op, logits, target, weight, *options)
     check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, logits)
-    check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
+    check_statistic(op, "lse", lse, (*target.shape, 2), loss_type(logits), logits)
     check_statistic(op, "total", total, [1 if reduction else 0], loss_type(logits), logits)
     return logits.new_empty(logits.shape)
 
@@ -264,8 +270,9 @@ def cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradi
 
 def token_log_probs_fake(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     check_tokens("token_log_probs", logits, target, temperature)
-    log_probs, entropy = (logits.new_empty(target.shape, dtype=loss_type(logits)) for _ in range(2))
-    return log_probs, entropy, logits.new_empty(target.shape, dtype=torch.float64)
+    shapes = target.shape, target.shape, (*target.shape, 2)
+    log_probs, entropy, lse = (logits.new_empty(shape, dtype=loss_type(logits)) for shape in shapes)
+    return log_probs, entropy, lse
 
 
 def token_log_probs_backward_fake(
@@ -277,7 +284,7 @@ def token_log_probs_backward_fake(
     check_loss_grad(op, "grad_log_probs", grad_log_probs, target.shape, logits)
     check_loss_grad(op, "grad_entropy", grad_entropy, target.shape, logits)
     checks.check_same(op, "grad_entropy", grad_entropy, "grad_log_probs", grad_log_probs)
-    check_statistic(op, "lse", lse, target.shape, torch.float64, logits)
+    check_statistic(op, "lse", lse, (*target.shape, 2), loss_type(logits), logits)
     check_statistic(op, "entropy", entropy, target.shape, loss_type(logits), logits)
     return logits.new_empty(logits.shape)
 

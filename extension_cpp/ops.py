@@ -1044,10 +1044,8 @@ def cross_entropy(
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
     reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
-    The log-sum-exp is float64: beside a maximum beyond 1e12 it loses digits that the gradient needs, and in a row that
-    is masked as a whole by -1e30 each p_c of the gradient is 1. Batch-invariant at equal alignment. Sources:
-    torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024,
-    arXiv:2408.00118.
+    Batch-invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
+    arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     options = label_smoothing, z_loss, softcap
     return losses.cross_entropy(input, target, weight, ignore_index, reduction, *options, False)

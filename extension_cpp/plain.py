@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .autograd import own_ops
+from .losses import unevaluated_lse
 
 Results = Callable[..., tuple[Tensor, ...]]
 
@@ -350,6 +351,19 @@ def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, torch.nan, 1).to(dtype)
 
 
+def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log_softmax, the log-sum-exp, and what the operators save of it."""
+    most = z.detach().amax(-1)
+    d = z - most[..., None]
+    log_sum = torch.logsumexp(d, -1)
+    saved = unevaluated_lse(most.double(), log_sum.detach().double(), z.dtype)
+    return d - log_sum[..., None], most + log_sum, saved
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(-1, index[..., None])[..., 0]
+
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -367,29 +381,26 @@ def cross_entropy(
     is_ignored, index = target == ignore_index, target.clamp(0, z.shape[-1] - 1)
     is_outside = (index != target) & ~is_ignored  # on CUDA, where the loss is NaN
     of_target = torch.where(is_ignored | is_outside, 0, w[index])
-    lse = torch.logsumexp(z, -1)
-    distance = lse - z.gather(-1, index[..., None])[..., 0]
-    losses = of_target * ((1 - label_smoothing) * distance + z_loss * lse.square())
+    log_p, lse, saved = _log_softmax(z)
+    losses = of_target * (z_loss * lse * lse - (1 - label_smoothing) * _at(log_p, index))
     if label_smoothing > 0:
-        losses = losses + label_smoothing / z.shape[-1] * (w * (lse[..., None] - z)).sum(-1)
+        losses = losses - label_smoothing / z.shape[-1] * (w * log_p).sum(-1)
     losses = torch.where(is_ignored, 0, losses) * _nan_where(is_outside, z.dtype)
     total = of_target.sum().reshape(1)
     dtype = losses.dtype if float_loss else logits.dtype
     if reduction == 0:
-        return losses.to(dtype), lse.detach().double(), total.new_empty(0)
+        return losses.to(dtype), saved, total.new_empty(0)
     loss = losses.sum() / total[0] if reduction == 1 else losses.sum()
-    return loss.to(dtype), lse.detach().double(), total.detach()
+    return loss.to(dtype), saved, total.detach()
 
 
 def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     z = wide(logits) / temperature
-    log_p = torch.log_softmax(z, -1)
+    log_p, _, saved = _log_softmax(z)
     entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
-    lse = torch.logsumexp(z.detach(), -1).double()
     index = target.clamp(0, z.shape[-1] - 1)
-    of_target = log_p.gather(-1, index[..., None])[..., 0]
     factor = _nan_where(index != target, z.dtype)  # on CUDA, where the results are NaN
-    return of_target * factor, entropy * factor, lse
+    return _at(log_p, index) * factor, entropy * factor, saved
 
 
 def linear_cross_entropy(

@@ -4,10 +4,10 @@ With "mean" the sum of all losses is divided by the sum of all weights, because 
 
 Where the classes lie in several processes (vocabulary-parallel), each process runs cross_entropy on its own classes.
 Two all-reduces, of at most three numbers a row, combine the results: the maximum of the log-sum-exps, and the sums of
-exp(lse - maximum), of the target's logit and, for label smoothing, of the logits. Backward needs none: it calls the
-operator with the log-sum-exp of all classes. The operator wants a target among the classes that it gets. Where another
-process has the target, it gets class 0, and backward writes that element of the gradient again, without the target's
-term.
+exp(lse - maximum), of the target's logit and, for label smoothing, of maximum - logit. Backward needs none: it calls
+the operator with the log-sum-exp of all classes. The operator wants a target among the classes that it gets. Where
+another process has the target, it gets class 0, and backward writes that element of the gradient again, without the
+target's term.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import autograd, linear_loss, ops
 from .autograd import own_ops
-from .losses import check_loss, check_targets, refuse_weight_gradient
+from .losses import check_loss, check_targets, refuse_weight_gradient, unevaluated_lse
 
 IGNORED = -1  # a target that is no class of any process
 
@@ -146,29 +146,34 @@ class RowLosses(torch.autograd.Function):
         label = label.where(is_here, 0)
         # With label_smoothing = 1 the loss is the mean of lse - z_c.
         given = x, label, None, IGNORED, 0, float(label_smoothing > 0), 0.0, softcap, True
-        loss, lse, _ = own_ops.cross_entropy.default(*given)
+        loss, saved, _ = own_ops.cross_entropy.default(*given)
+        lse, rest = saved.double().unbind(-1)
+        is_masked = lse == -torch.inf  # as are all logits of this process; rest and loss are NaN
+        rest, loss = rest.masked_fill(is_masked, 0.0), loss.masked_fill(is_masked, 0.0)
         z = x.gather(dim, label.unsqueeze(dim)).squeeze(dim).double()
         if softcap is not None:
             z = softcap * torch.tanh(z / softcap)
         most = classes.reduce(lse, "max")
-        sums = [torch.exp(lse - most), z.where(is_here, 0.0)]
+        sums = [torch.exp(lse - most + rest), z.where(is_here, 0.0)]
         if label_smoothing > 0:
-            sums.append((lse - loss) * x.shape[dim])
-        exponentials, z_target, *z_sum = classes.reduce(torch.stack(sums), "sum")
-        lse = most + exponentials.log()
-        losses = (1 - label_smoothing) * (lse - z_target) + z_loss * lse * lse
+            sums.append((loss - rest + (most - lse)) * x.shape[dim])
+        exponentials, z_target, *distance = classes.reduce(torch.stack(sums), "sum")
+        log_sum = exponentials.log()  # added last, because it is lost beside a large maximum
+        lse = most + log_sum
+        losses = (1 - label_smoothing) * (most - z_target + log_sum) + z_loss * lse * lse
         if label_smoothing > 0:
-            losses += label_smoothing * (lse - z_sum[0] / classes.count)
+            losses += label_smoothing * (distance[0] / classes.count + log_sum)
         factor = torch.ones_like(lse) if weight is None else weight.double()[labels.clamp(0, classes.count - 1)]
         factor = factor.where(is_class, torch.nan)
-        ctx.save_for_backward(logits, label.masked_fill(is_ignored, IGNORED), is_here, z, lse, factor)
+        statistics = z, unevaluated_lse(most, log_sum, loss.dtype), factor
+        ctx.save_for_backward(logits, label.masked_fill(is_ignored, IGNORED), is_here, *statistics)
         ctx.class_dim, ctx.classes, ctx.options = class_dim, classes, (label_smoothing, z_loss, softcap)
         ctx.placements = target.placements
         return _placed((factor * losses).masked_fill(is_ignored, 0.0), target)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one result
-        logits, label, is_here, z, lse, factor = ctx.saved_tensors
+        logits, label, is_here, z, saved, factor = ctx.saved_tensors
         label_smoothing, z_loss, softcap = ctx.options
         x, count = _local_rows(logits, ctx.class_dim), ctx.classes.count
         dim, acc = min(1, x.dim() - 1), torch.promote_types(x.dtype, torch.float32)
@@ -176,9 +181,10 @@ class RowLosses(torch.autograd.Function):
         # The operator spreads label_smoothing over as many classes as it gets.
         options = IGNORED, 0, label_smoothing * x.shape[dim] / count, z_loss, softcap
         grad_x = ops._ops.cross_entropy_backward(
-            grad.to(acc), x, label, lse, grad.new_empty(0, dtype=acc), None, *options
+            grad.to(acc), x, label, saved, grad.new_empty(0, dtype=acc), None, *options
         )
-        of_label = (1 + 2 * z_loss * lse) * torch.exp(z - lse) - label_smoothing / count
+        lse, rest = saved.double().unbind(-1)
+        of_label = (1 + 2 * z_loss * (lse + rest)) * torch.exp(z - lse - rest) - label_smoothing / count
         of_label = grad * (of_label - (1 - label_smoothing) * is_here)
         if softcap is not None:
             of_label = of_label * (1 - (z / softcap) ** 2)

@@ -55,7 +55,7 @@ OF_FOLDERS = {
     "norm": files("norm", "fused_norm", "norm_kernels"),
     "scan": files("scan", "scan_kernels"),
     "rotary_embedding": files("rotary"),
-    "loss": files("loss", "convert_loss"),
+    "loss": files("loss", "large_logits", "convert_loss"),
 }
 
 

@@ -412,6 +412,29 @@ def check_hostile_logits_over_classes(mesh: Any) -> None:
     assert results[1][0][4] == 0 and (results[1][1][4] == 0).all() and results[1][0][5].isnan()
 
 
+def check_equal_large_logits_over_classes(mesh: Any) -> None:
+    """The largest logits are equal and huge: in all processes, or in one. tests/test_large_logits.py says why."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for dtype in (torch.float32, torch.float64):
+        eps, maxima = torch.finfo(dtype).eps, [1e13, 1e20, -1e30, torch.finfo(dtype).min]
+        logits = torch.tensor(maxima, dtype=dtype)[:, None].repeat(2, 8)
+        logits[4:, 5:] = -torch.inf
+        logits[7, 3:] = -torch.inf
+        target = torch.tensor([0, 7, 3, 4, 0, 1, 2, 0])
+        for label_smoothing in (0.0, 0.25):
+            exact = logits.double().requires_grad_()
+            ours = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+            results = []
+            for loss, x in ((torch.nn.functional.cross_entropy, exact), (extension_cpp.cross_entropy, ours)):
+                value = loss(x, target, reduction="none", label_smoothing=label_smoothing)
+                grad = torch.autograd.grad(value, x, torch.ones_like(value))[0]
+                results.append([whole(value).double(), whole(grad).double()])
+            for right, x in zip(*results, strict=True):
+                # A probability of 1 / 8 is exp(-2.1), and has roundings of some eps. The loss is at most 2.1.
+                torch.testing.assert_close(x, right, rtol=8 * eps, atol=8 * eps)
+
+
 def check_targets_that_no_process_has(mesh: Any) -> None:
     """On CUDA and compiled, where targets are not checked, their rows are NaN, as with one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

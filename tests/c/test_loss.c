@@ -31,11 +31,11 @@ typedef struct {
 static int64_t rows_of(const loss_case *c) { return c->outer * c->inner; }
 
 static int64_t count(const loss_case *c, int output) {
-  return rows_of(c) * (output >= FORWARD_GRAD ? c->cols : 1);
+  return rows_of(c) * (output >= FORWARD_GRAD ? c->cols : output == LSE ? 2 : 1);
 }
 
 static dtype_t dtype_of(const loss_case *c, int output) {
-  return output == LSE ? DTYPE_FLOAT64 : output >= FORWARD_GRAD ? c->dtype : c->acc;
+  return output >= FORWARD_GRAD ? c->dtype : c->acc;
 }
 
 static size_t bytes_of(const loss_case *c, int output) {
@@ -228,15 +228,15 @@ static loss_rows args_of(const loss_case *c, const void *logits) {
 static void forward(const loss_case *c, int64_t begin, int64_t end, const void *logits,
                     buffer_t out[], void *grad_logits) {
   loss_forward_args args = {
-      args_of(c, logits),      out[LOSS].data, c->options.entropy ? out[ENTROPY].data : NULL,
-      (double *)out[LSE].data, grad_logits,    c->grad_scale};
+      args_of(c, logits), out[LOSS].data, c->options.entropy ? out[ENTROPY].data : NULL,
+      out[LSE].data,      grad_logits,    c->grad_scale};
   loss_forward_cpu(begin, end, &args);
 }
 
 static void backward(const loss_case *c, int64_t begin, int64_t end, const void *logits,
                      buffer_t out[], void *grad_logits) {
   loss_backward_args args = {.rows = args_of(c, logits),
-                             .lse = (const double *)out[LSE].data,
+                             .lse = out[LSE].data,
                              .grad_loss = c->grad_loss,
                              .total = c->total,
                              .entropy = c->options.entropy ? out[ENTROPY].data : NULL,
@@ -253,13 +253,22 @@ static void new_outputs(const loss_case *c, buffer_t out[]) {
     out[k] = buffer_new(bytes_of(c, k), k >= FORWARD_GRAD ? (size_t)c->offset * size : 0);
 }
 
+/* Number i of an output; lse, which is two numbers, as float64. The second is NaN if the first is
+ * infinite. */
+static double value_of(const loss_case *c, int output, const void *data, int64_t i) {
+  if (output != LSE) return element(dtype_of(c, output), data, i);
+  const double lse = element(c->acc, data, 2 * i);
+  return isfinite(lse) ? lse + element(c->acc, data, 2 * i + 1) : lse;
+}
+
 static void check_outputs(const loss_case *c, const buffer_t out[]) {
   for (int k = 0; k < OUTPUTS; ++k) {
     buffer_check(&out[k], NULL, output_names[k]);
     if (k == ENTROPY && !c->options.entropy) continue;
-    for (int64_t i = 0; i < count(c, k); ++i) {
-      const double value = element(dtype_of(c, k), out[k].data, i);
-      CHECK(close_to(dtype_of(c, k), value, c->want[k][i], c->slack[k][i]),
+    const dtype_t dtype = k == LSE ? DTYPE_FLOAT64 : dtype_of(c, k);
+    for (int64_t i = 0; i < (k == LSE ? rows_of(c) : count(c, k)); ++i) {
+      const double value = value_of(c, k, out[k].data, i);
+      CHECK(close_to(dtype, value, c->want[k][i], c->slack[k][i]),
             "%s %s (%lld, %lld, %lld), smoothing %g, softcap %g: element %lld of %s is %a, not %a "
             "within %a",
             c->options.entropy ? "token_log_probs" : "cross_entropy", dtype_names[c->dtype],

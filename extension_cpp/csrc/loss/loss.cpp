@@ -100,7 +100,7 @@ static Tensor cross_entropy_backward(const Tensor &grad_out, const Tensor &logit
   loss_backward_args args{};
   args.grad_dtype = check_loss_grad(op, "grad_out", grad_out, logits,
                                     reduction == NONE ? target.sizes() : scalar);
-  check_statistic(op, "lse", lse, target, DTYPE_FLOAT64);
+  check_lse(op, lse, target, dtype);
   check_device(op, "total", total, "logits", logits);
   if (total.scalar_type() != scalar_type(acc_dtype(dtype)) || !total.is_contiguous() ||
       total.dim() != 1 || total.numel() != (reduction != NONE)) {
@@ -110,7 +110,7 @@ static Tensor cross_entropy_backward(const Tensor &grad_out, const Tensor &logit
       loss_rows_of(op, logits, target, weight, options, class_dim_of(logits), 1, dtype);
   const Tensor grads = as_contiguous(grad_out);
   args.rows = rows.args;
-  args.lse = static_cast<const double *>(lse.const_data_ptr());
+  args.lse = lse.const_data_ptr();
   args.grad_loss = grads.const_data_ptr();
   args.grad_stride = reduction == NONE;
   args.total = reduction == MEAN ? total.const_data_ptr() : nullptr;

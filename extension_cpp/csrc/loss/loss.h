@@ -10,6 +10,10 @@
  *   dloss/dz_c = [c = t] - p_c,  dentropy/dz_c = -p_c * (z_c - lse + entropy)
  * dz_c/dx_c = scale, or 1 - (z_c / softcap)^2.
  *
+ * Forward saves lse as an unevaluated sum of two numbers: the rounded lse, and its rounding error.
+ * In one number, log(sum_c exp(z_c - max)) would be lost beside a large maximum, and in a row of
+ * equal logits p_c would be 1.
+ *
  * A row whose target is ignore_index has loss 0 and gradient 0, whatever its logits (lse is still
  * written). A row whose target is outside [0, cols) and not ignore_index has loss, entropy and
  * gradient NaN, and nothing outside the row is read. NaN in a row makes its lse and loss NaN, and
@@ -49,7 +53,7 @@ typedef struct {
   loss_rows rows;
   void *loss;             /* (outer, inner), ACC; token_log_probs: the log-probability */
   void *entropy;          /* (outer, inner), ACC; NULL: cross_entropy */
-  double *lse;            /* (outer, inner), float64: exp(z - lse) needs its digits */
+  void *lse;              /* (outer, inner, 2), ACC */
   void *grad_logits;      /* (outer, cols, inner), contiguous; may be contiguous logits */
   const void *grad_scale; /* one number, ACC */
 } loss_forward_args;
@@ -57,7 +61,7 @@ typedef struct {
 /* Writes grad_logits = dloss/dx * grad_loss / total + dentropy/dx * grad_entropy. */
 typedef struct {
   loss_rows rows;
-  const double *lse;        /* (outer, inner), from forward */
+  const void *lse;          /* (outer, inner, 2), ACC, from forward */
   const void *grad_loss;    /* of type grad_dtype; row r at r * grad_stride, which is 0 or 1 */
   const void *total;        /* one number, ACC; NULL: 1 */
   const void *entropy;      /* (outer, inner), ACC, from forward; NULL: cross_entropy */

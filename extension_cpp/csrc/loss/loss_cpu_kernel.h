@@ -38,7 +38,9 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
   const int64_t target = rows->target[r];
   const double max = (double)sums.max, log_sum = log(sums.sum), lse = max + log_sum;
   const double grad = args->grad_logits ? (double)*(const ACC *)args->grad_scale : 0;
-  args->lse[r] = lse;
+  ACC *saved = (ACC *)args->lse + 2 * r;
+  saved[0] = (ACC)lse;
+  saved[1] = (ACC)(log_sum - ((double)saved[0] - max));
   if (is_ignored(rows, target, args->entropy != NULL)) {
     ((ACC *)args->loss)[r] = 0;
     return constant_gradient(0);
@@ -230,18 +232,18 @@ static gradient_t NAME(backward_gradient)(const loss_backward_args *args, const 
   const int64_t target = rows->target[r];
   if (is_ignored(rows, target, args->entropy != NULL)) return constant_gradient(0);
   if (is_outside(rows, target)) return constant_gradient((double)NAN);
-  const double lse = args->lse[r];
+  const ACC *lse = (const ACC *)args->lse + 2 * r;
   /* exp(z - lse) with lse rounded; the factor makes up for the rounding. */
-  const double shift = (double)(ACC)lse, inverse = exp(shift - lse);
+  const double shift = (double)lse[0], rest = (double)lse[1], inverse = exp(-rest);
   const double total = args->total ? (double)*(const ACC *)args->total : 1;
   const double grad = number(args->grad_dtype, args->grad_loss, r * args->grad_stride) / total;
   if (args->entropy) {
     const double entropy = (double)((const ACC *)args->entropy)[r];
-    return log_prob_gradient(rows, target, shift, inverse, entropy + (shift - lse), grad,
+    return log_prob_gradient(rows, target, shift, inverse, entropy - rest, grad,
                              number(args->grad_dtype, args->grad_entropy, r));
   }
   return cross_entropy_gradient(rows, target, (double)NAME(weight_of)(rows, target), call->weights,
-                                shift, inverse, lse, grad);
+                                shift, inverse, shift + rest, grad);
 }
 
 #include "loss/loss_cpu_tile_kernel.h"

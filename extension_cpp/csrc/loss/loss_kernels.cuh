@@ -164,7 +164,9 @@ __device__ inline A number(const void *data, dtype_t dtype, int64_t i) {
 template <Mode MODE, typename A>
 __device__ inline RowGradient<A> row_gradient(const loss_backward_args &p, int64_t r) {
   RowGradient<A> gradient;
-  gradient.set_lse(p.lse[r]);
+  const A *const lse = static_cast<const A *>(p.lse) + 2 * r;
+  gradient.from = lse[0];
+  gradient.log_sum = lse[1];
   A g = number<A>(p.grad_loss, p.grad_dtype, r * p.grad_stride);
   if (p.total != nullptr) g /= *static_cast<const A *>(p.total);
   const Target target(p.rows, r, MODE != ENTROPY);

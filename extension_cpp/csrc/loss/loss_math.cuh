@@ -82,7 +82,10 @@ template <Mode MODE, typename A>
 __device__ inline void write_results(const loss_forward_args &p, int64_t r, const Target &target,
                                      A z, A from, A log_sum, A moment, A smooth, A origin) {
   const loss_rows &rows = p.rows;
-  p.lse[r] = static_cast<double>(from) + static_cast<double>(log_sum);
+  const A lse = from + log_sum;
+  A *const saved = static_cast<A *>(p.lse) + 2 * r;
+  saved[0] = lse;
+  saved[1] = static_cast<A>(log_sum - (static_cast<double>(lse) - from));
   A loss = NAN;
   if (target.is_ignored) {
     loss = 0;
@@ -90,7 +93,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
     loss = (z - from) - log_sum;
     if (loss > 0) loss = 0;  // rounding may make it positive
   } else if (target.is_class) {
-    const A lse = from + log_sum, s = static_cast<A>(rows.label_smoothing);
+    const A s = static_cast<A>(rows.label_smoothing);
     loss = class_weight<A>(rows, target.c) *
            ((1 - s) * (log_sum - (z - from)) + static_cast<A>(rows.z_loss) * lse * lse);
     if (MODE == GENERAL) {
@@ -109,7 +112,7 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
 template <typename A>
 struct RowGradient {
   A of_p, of_p_log_p, of_target, of_weight;
-  A from, log_sum;  // log(p_c) = (z_c - from) - log_sum
+  A from, log_sum;  // log(p_c) = (z_c - from) - log_sum; in backward the two numbers of lse
   int64_t target;
   bool is_zero;
 
@@ -137,12 +140,6 @@ struct RowGradient {
     of_weight = 0;
     target = row.c;
     is_zero = false;
-  }
-
-  // Splits lse into from + log_sum, so that z - lse loses no digits.
-  __device__ void set_lse(double lse) {
-    from = static_cast<A>(lse);
-    log_sum = static_cast<A>(lse - static_cast<double>(from));
   }
 
   // Replaces x by dx in M columns, from column c on.

@@ -87,12 +87,23 @@ dtype_t check_loss_inputs(const char *op, const Tensor &logits, const Tensor &ta
 }
 
 void check_statistic(const char *op, const char *name, const Tensor &x, const Tensor &target,
-                     dtype_t dtype) {
+                     Sizes shape, dtype_t dtype) {
   check_device(op, name, x, "logits", target);
-  if (x.scalar_type() != scalar_type(dtype) || !x.is_contiguous() ||
-      !are_equal(x.sizes(), target.sizes())) {
+  if (x.scalar_type() != scalar_type(dtype) || !x.is_contiguous() || !are_equal(x.sizes(), shape)) {
     fail(op, "expected " + std::string(name) + " as the forward returned it");
   }
+}
+
+// The shape of lse: two numbers for each row.
+static std::vector<int64_t> lse_shape(const Tensor &target) {
+  std::vector<int64_t> sizes(target.sizes().begin(), target.sizes().end());
+  sizes.push_back(2);
+  return sizes;
+}
+
+void check_lse(const char *op, const Tensor &lse, const Tensor &target, dtype_t dtype) {
+  const std::vector<int64_t> shape = lse_shape(target);
+  check_statistic(op, "lse", lse, target, {shape.data(), shape.size()}, acc_dtype(dtype));
 }
 
 dtype_t check_loss_grad(const char *op, const char *name, const Tensor &grad, const Tensor &logits,
@@ -176,12 +187,13 @@ RowResults launch_forward(const char *op, const LossRows &rows, bool with_entrop
                           const Tensor *grad_logits, const Tensor *grad_scale) {
   const Sizes sizes = rows.target.sizes();
   const dtype_t acc = acc_dtype(rows.args.dtype);
+  const std::vector<int64_t> lse = lse_shape(rows.target);
   RowResults results{
-      allocate(sizes, acc, rows.target), allocate(sizes, DTYPE_FLOAT64, rows.target), {}};
+      allocate(sizes, acc, rows.target), allocate({lse.data(), lse.size()}, acc, rows.target), {}};
   loss_forward_args args{};
   args.rows = rows.args;
   args.loss = results.loss.mutable_data_ptr();
-  args.lse = static_cast<double *>(results.lse.mutable_data_ptr());
+  args.lse = results.lse.mutable_data_ptr();
   if (with_entropy) {
     results.entropy.emplace(allocate(sizes, acc, rows.target));
     args.entropy = results.entropy->mutable_data_ptr();

@@ -26,9 +26,12 @@ std::string to_text(double x);
 dtype_t check_loss_inputs(const char *op, const Tensor &logits, const Tensor &target,
                           const Optional &weight, const LossOptions &options, int64_t class_dim);
 
-// Fails unless x is what forward returned: the rows' shape, this type, contiguous.
+// Fails unless x is what forward returned: this shape and type, contiguous, on target's device.
 void check_statistic(const char *op, const char *name, const Tensor &x, const Tensor &target,
-                     dtype_t dtype);
+                     Sizes shape, dtype_t dtype);
+
+// Fails unless lse is what forward returned for logits of this type.
+void check_lse(const char *op, const Tensor &lse, const Tensor &target, dtype_t dtype);
 
 // The dtype of grad. Fails unless grad has the device of logits, its dtype or the accumulation
 // type, and this shape.
@@ -49,7 +52,7 @@ LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target
 // Allocates the scratch of a loss_reduce, and launches it.
 void launch_reduce(const char *op, loss_reduce_args &args, const Tensor &like);
 
-// What forward writes for each row, in the accumulation type; lse is float64.
+// What forward writes for each row, in the accumulation type.
 struct RowResults {
   Tensor loss, lse;
   Optional entropy;

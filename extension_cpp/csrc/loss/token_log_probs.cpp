@@ -46,14 +46,14 @@ static Tensor token_log_probs_backward(const Tensor &grad_log_probs, const Tenso
   args.grad_dtype = check_loss_grad(op, "grad_log_probs", grad_log_probs, logits, target.sizes());
   check_loss_grad(op, "grad_entropy", grad_entropy, logits, target.sizes());
   check_same(op, "grad_entropy", grad_entropy, "grad_log_probs", grad_log_probs);
-  check_statistic(op, "lse", lse, target, DTYPE_FLOAT64);
-  check_statistic(op, "entropy", entropy, target, acc_dtype(dtype));
+  check_lse(op, lse, target, dtype);
+  check_statistic(op, "entropy", entropy, target, target.sizes(), acc_dtype(dtype));
   const LossRows rows = loss_rows_of(op, logits, target, std::nullopt, token_options(),
                                      logits.dim() - 1, 1 / temperature, dtype);
   const Tensor of_log_probs = as_contiguous(grad_log_probs),
                of_entropy = as_contiguous(grad_entropy);
   args.rows = rows.args;
-  args.lse = static_cast<const double *>(lse.const_data_ptr());
+  args.lse = lse.const_data_ptr();
   args.grad_loss = of_log_probs.const_data_ptr();
   args.grad_stride = 1;
   args.entropy = entropy.const_data_ptr();
