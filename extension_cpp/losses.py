@@ -36,6 +36,7 @@ def check_loss(
     class_dim: int,
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> None:
     """check_inputs of csrc/loss/loss.cpp, except that the values of the targets are not checked."""
@@ -55,8 +56,11 @@ def check_loss(
         checks.check_sizes(op, weight.shape, [classes], f"{expected}, but got {list(weight.shape)}")
     expected = f"expected label_smoothing to be between 0 and 1, but got {label_smoothing:g}"
     checks.check(op, 0 <= label_smoothing <= 1, expected)
+    checks.check(op, -math.inf < z_loss < math.inf, f"expected z_loss to be finite, but got {z_loss:g}")
     if softcap is not None:
-        checks.check(op, 0 < softcap < math.inf, f"expected softcap to be positive or None, but got {softcap:g}")
+        limits = torch.finfo(loss_type(logits))
+        expected = f"expected softcap to be None or a positive normal number of {limits.dtype}, but got {softcap:g}"
+        checks.check(op, limits.tiny <= softcap <= limits.max, expected)
 
 
 def check_cross_entropy(
@@ -71,7 +75,7 @@ def check_cross_entropy(
     softcap: float | None,
 ) -> None:
     check_reduction(op, reduction)
-    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, softcap)
+    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, z_loss, softcap)
 
 
 def class_dim(logits: Tensor) -> int:
@@ -138,7 +142,7 @@ def check_linear(
     check_reduction(op, reduction)
     # Logits of the right shape that take no memory: one element, expanded.
     logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
-    check_loss(op, logits, target, -1, weight, label_smoothing, softcap)
+    check_loss(op, logits, target, -1, weight, label_smoothing, z_loss, softcap)
 
 
 def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:

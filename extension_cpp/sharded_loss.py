@@ -251,7 +251,7 @@ def _over_classes(
     refuse_weight_gradient(op, weight is not None and weight.requires_grad)
     target = target.redistribute(placements=row_placements(logits, class_dim))
     if not torch.compiler.is_compiling():  # it cannot trace the checks
-        check_loss(op, logits, target, class_dim, weight, label_smoothing, softcap)
+        check_loss(op, logits, target, class_dim, weight, label_smoothing, z_loss, softcap)
         check_targets(op, target.to_local(), classes.count, ignore_index)
     local_weight = None if weight is None else autograd.sharding.whole(weight).to_local()
     options = ignore_index, label_smoothing, z_loss, softcap

@@ -459,7 +459,7 @@ def check_errors_over_classes(mesh: Any) -> None:
         (t + 1, {}, r"target in \[0, 7\] or ignore_index, but got 8"),
         (t.int(), {}, "target to be int64, class indices, but got int32"),
         (t[:1], {}, r"target of shape \[2\], that of logits without the classes, but got \[1\]"),
-        (t, {"softcap": 0.0}, "softcap to be positive or None, but got 0"),
+        (t, {"softcap": 0.0}, "softcap to be None or a positive normal number of float32, but got 0"),
         (t, {"weight": torch.ones(4)}, r"weight of shape \[8\], a number for each class, but got \[4\]"),
         (t, {"weight": torch.ones(8, requires_grad=True)}, "weight not to require grad"),
     ):

@@ -43,9 +43,13 @@ def error_inputs(device):
     yield ErrorSample((x, t, x[0, :2]), f"{op} weight of shape [3], a number for each class, but got [2]")
     for s in (-0.5, 1.5):
         yield ErrorSample((x, t), f"{op} label_smoothing to be between 0 and 1, but got {s}", {"label_smoothing": s})
-    for softcap in (0.0, float("inf")):
-        message = f"{op} softcap to be positive or None, but got {softcap:g}"
+    for z_loss in (float("nan"), float("-inf")):
+        yield ErrorSample((x, t), f"{op} z_loss to be finite, but got {z_loss:g}", {"z_loss": z_loss})
+    for softcap in (0.0, float("inf"), float("nan"), 1e39, 1e-40):
+        message = f"{op} softcap to be None or a positive normal number of float32, but got {softcap:g}"
         yield ErrorSample((x, t), message, {"softcap": softcap})
+    message = f"{op} softcap to be None or a positive normal number of float64, but got 1e-310"
+    yield ErrorSample((x.double(), t), message, {"softcap": 1e-310})
     yield ErrorSample((x, t), f"{op} reduction to be 'none', 'mean' or 'sum', but got 'max'", {"reduction": "max"})
     message = f"{op} weight not to require grad: the derivative of the class weights is not implemented"
     yield ErrorSample((x, t, x[0].clone().requires_grad_()), message)

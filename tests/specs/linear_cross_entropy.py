@@ -41,7 +41,9 @@ def error_inputs(device):
     yield ErrorSample((x, w, t, w[:, 0].half()), f"{op} linear_bias to be float32 like x, but got float16")
     yield ErrorSample((x, w, t, w[0]), f"{op} linear_bias of shape [5], a number for each class, but got [3]")
     yield ErrorSample((x, w, t, None, w[0]), f"{op} weight of shape [5], a number for each class, but got [3]")
-    yield ErrorSample((x, w, t), f"{op} softcap to be positive or None, but got 0", {"softcap": 0.0})
+    yield ErrorSample((x, w, t), f"{op} z_loss to be finite, but got nan", {"z_loss": float("nan")})
+    message = f"{op} softcap to be None or a positive normal number of float32, but got 0"
+    yield ErrorSample((x, w, t), message, {"softcap": 0.0})
     message = f"{op} label_smoothing to be between 0 and 1, but got 2"
     yield ErrorSample((x, w, t), message, {"label_smoothing": 2.0})
     message = f"{op} reduction to be 'none', 'mean' or 'sum', but got 'max'"

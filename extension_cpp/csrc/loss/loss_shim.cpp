@@ -2,6 +2,7 @@
 #include "loss/loss_shim.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <sstream>
 #include <vector>
@@ -64,6 +65,16 @@ static void check_weight(const char *op, const Tensor &weight, const Tensor &log
   }
 }
 
+// Fails unless softcap and 1 / softcap are finite in the accumulation type; else z may be NaN.
+static void check_softcap(const char *op, double softcap, dtype_t dtype) {
+  const bool is_double = dtype == DTYPE_FLOAT64;
+  const double least = is_double ? DBL_MIN : FLT_MIN, most = is_double ? DBL_MAX : FLT_MAX;
+  if (!(softcap >= least && softcap <= most)) {
+    fail(op, std::string("expected softcap to be None or a positive normal number of float") +
+                 (is_double ? "64" : "32") + ", but got " + to_text(softcap));
+  }
+}
+
 dtype_t check_loss_inputs(const char *op, const Tensor &logits, const Tensor &target,
                           const Optional &weight, const LossOptions &options, int64_t class_dim) {
   const dtype_t dtype = check_dtype(op, "logits", logits);
@@ -80,9 +91,10 @@ dtype_t check_loss_inputs(const char *op, const Tensor &logits, const Tensor &ta
     fail(op, "expected label_smoothing to be between 0 and 1, but got " +
                  to_text(options.label_smoothing));
   }
-  if (options.softcap && !(*options.softcap > 0 && std::isfinite(*options.softcap))) {
-    fail(op, "expected softcap to be positive or None, but got " + to_text(*options.softcap));
+  if (!std::isfinite(options.z_loss)) {
+    fail(op, "expected z_loss to be finite, but got " + to_text(options.z_loss));
   }
+  if (options.softcap) check_softcap(op, *options.softcap, dtype);
   return dtype;
 }
 
