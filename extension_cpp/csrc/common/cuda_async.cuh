@@ -65,6 +65,24 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The whole barrier, which makes all writes visible.
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Writes a value to the variable `slot` of CTA `rank` of the cluster.
+template <typename T>
+__device__ inline void send_to(int rank, void *slot, const T &value) {
+  uint32_t to, words[sizeof(T) / 4];
+  memcpy(words, &value, sizeof value);
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(to)
+               : "r"(shared_address(slot)), "r"(rank));
+  for (int i = 0; i < sizeof(T) / 4; ++i) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to + 4 * i), "r"(words[i]) : "memory");
+  }
+}
+
 // Initialises an mbarrier. A phase ends when `arrivals` threads have arrived and all bytes that
 // they announced with expect_bytes() have been written.
 __device__ inline void init_mbarrier(uint64_t *barrier, int arrivals) {

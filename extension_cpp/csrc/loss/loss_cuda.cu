@@ -80,14 +80,28 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
 
 // Calls f(mode) with the mode as a compile-time constant.
 template <typename F>
-void with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
-  if (has_entropy) {
-    f(std::integral_constant<Mode, ENTROPY>{});
-  } else if (rows.label_smoothing > 0 || rows.softcap > 0) {
-    f(std::integral_constant<Mode, GENERAL>{});
-  } else {
-    f(std::integral_constant<Mode, PLAIN>{});
+auto with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
+  if (has_entropy) return f(std::integral_constant<Mode, ENTROPY>{});
+  if (rows.label_smoothing > 0 || rows.softcap > 0) {
+    return f(std::integral_constant<Mode, GENERAL>{});
   }
+  return f(std::integral_constant<Mode, PLAIN>{});
+}
+
+// Calls f(zero of the rows' type, mode, N). Threads load N > 1 elements at once for PLAIN alone.
+template <typename F>
+cudaError_t with_strip_kernel(const loss_rows &rows, bool has_entropy, bool is_aligned, F &&f) {
+  return with_dtype(rows.dtype, [&](auto zero) {
+    return with_mode(rows, has_entropy, [&](auto mode) {
+      using T = decltype(zero);
+      const auto run = [&](auto n) { return f(zero, mode, n); };
+      if constexpr (decltype(mode)::value == PLAIN) {
+        const bool has_vectors = is_aligned && rows.outer_stride % VECTOR<T> == 0;
+        return with_strip_vector<T>(has_vectors, rows.inner, run);
+      }
+      return run(std::integral_constant<int, 1>{});
+    });
+  });
 }
 
 int64_t vectors_of(const loss_rows &rows) {
@@ -122,15 +136,13 @@ cudaError_t forward_rows(const loss_forward_args &args, cudaStream_t stream) {
 }
 
 cudaError_t forward_strips(const loss_forward_args &args, cudaStream_t stream) {
-  return with_dtype(args.rows.dtype, [&](auto zero) {
-    return with_strips(args.rows.outer, args.rows.inner,
-                       [&](unsigned ctas, dim3 threads, int64_t strips) {
-                         with_mode(args.rows, args.entropy != nullptr, [&](auto mode) {
-                           loss_forward_strips<decltype(zero), decltype(mode)::value>
-                               <<<ctas, threads, 0, stream>>>(args, strips);
-                         });
-                       });
-  });
+  const loss_rows &rows = args.rows;
+  return with_strip_kernel(rows, args.entropy != nullptr, is_aligned(rows.logits),
+                           [&](auto zero, auto mode, auto n) {
+                             using T = decltype(zero);
+                             return launch_strips<T, n>(loss_forward_strips<T, mode, n>, args,
+                                                        rows.outer, rows.cols, rows.inner, stream);
+                           });
 }
 
 cudaError_t backward_rows(const loss_backward_args &args, cudaStream_t stream) {
@@ -150,15 +162,14 @@ cudaError_t backward_rows(const loss_backward_args &args, cudaStream_t stream) {
 }
 
 cudaError_t backward_strips(const loss_backward_args &args, cudaStream_t stream) {
-  return with_dtype(args.rows.dtype, [&](auto zero) {
-    return with_strips(args.rows.outer, args.rows.inner,
-                       [&](unsigned ctas, dim3 threads, int64_t strips) {
-                         with_mode(args.rows, args.entropy != nullptr, [&](auto mode) {
-                           loss_backward_strips<decltype(zero), decltype(mode)::value>
-                               <<<ctas, threads, 0, stream>>>(args, strips);
-                         });
-                       });
-  });
+  const loss_rows &rows = args.rows;
+  const bool has_vectors = is_aligned(rows.logits) && is_aligned(args.grad_logits);
+  return with_strip_kernel(rows, args.entropy != nullptr, has_vectors,
+                           [&](auto zero, auto mode, auto n) {
+                             using T = decltype(zero);
+                             return launch_strips<T, n>(loss_backward_strips<T, mode, n>, args,
+                                                        rows.outer, rows.cols, rows.inner, stream);
+                           });
 }
 
 cudaError_t gradient_rows(const loss_forward_args &args, const norms::Plan &plan,

@@ -117,33 +117,72 @@ __global__ void __launch_bounds__(CTA_THREADS)
   }
 }
 
-template <typename T, Mode MODE>
-__global__ void __launch_bounds__(STRIP_THREADS)
-    loss_forward_strips(const __grid_constant__ loss_forward_args p, int64_t strips) {
+// What forward sums over a row of a strip. smooth = sum(w_c * (z_c - origin)).
+template <Mode MODE, typename A>
+struct LossSum : ExpSum<A, MODE == ENTROPY> {
+  static constexpr A smooth = 0;
+};
+template <typename A>
+struct LossSum<GENERAL, A> : ExpSum<A, false> {
+  A smooth = 0;
+
+  __device__ void join(const LossSum &other) {
+    ExpSum<A, false>::join(other);
+    smooth += other.smooth;
+  }
+};
+
+template <typename T, Mode MODE, int N>
+__global__ void __launch_bounds__(STRIP_THREADS, STRIP_CTAS)
+    loss_forward_strips(const __grid_constant__ StripParams<loss_forward_args> p) {
   using A = acc_t<T>;
+  using Sum = LossSum<MODE, A>;
+  using Join = StripJoin<Sum, N>;
+  __shared__ typename Join::Shared shared;
+  const Join strip_join(shared, p.shape.cluster);
   const loss_rows &rows = p.rows;
   const Logit<MODE, A> logit(rows);
-  for (int64_t s = blockIdx.x; s < rows.outer * strips; s += gridDim.x) {
-    const Strip strip(s, strips, rows.inner);
+  for (int64_t s = blockIdx.x / p.shape.cluster; s < rows.outer * p.shape.strips;
+       s += gridDim.x / p.shape.cluster) {
+    const Strip strip(s, p.shape, rows.cols, rows.inner, N);
     const T *const x =
         static_cast<const T *>(rows.logits) + strip.outer * rows.outer_stride + strip.i;
-    const int64_t end = strip.is_there ? rows.cols : 0;
-    const A origin = MODE == GENERAL && end > 0 ? smoothing_origin(logit.z(to_acc(x[0]))) : A(0);
-    ExpSum<A, MODE == ENTROPY> row;
-    A smooth = 0;
-    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
-      const A one[1] = {logit.z(to_acc(x[c * rows.inner]))};
-      row.add(one);
-      if (MODE == GENERAL) smooth += class_weight<A>(rows, c) * (one[0] - origin);
+    Sum sums[N];
+    A origin[N]{};
+    if (MODE == GENERAL && strip.is_there) {
+      for (int j = 0; j < N; ++j) origin[j] = smoothing_origin(logit.z(to_acc(x[j])));
     }
-    join_strip(row);
-    if (MODE == GENERAL) smooth = join_strip(smooth, [](A a, A b) { return a + b; });
-    if (threadIdx.y > 0 || end == 0) continue;
-    const int64_t r = strip.outer * rows.inner + strip.i;
-    const Target target(rows, r, MODE != ENTROPY);
-    const A z = target.is_class ? logit.z(to_acc(x[target.c * rows.inner])) : A(0);
-    write_results<MODE, A>(p, r, target, z, finite_maximum(row.max), logarithm(row.sum),
-                           row.moment / row.sum, smooth, origin);
+    strip.for_columns([&](int64_t c) {
+      A values[STRIP_COLUMNS][N];
+      load_columns(values, x, strip, c, rows.inner, A(0));
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        A z[STRIP_COLUMNS];
+#pragma unroll
+        for (int u = 0; u < STRIP_COLUMNS; ++u) {
+          const bool has_column = strip.has(c, u);
+          z[u] = has_column ? logit.z(values[u][j]) : A(-INFINITY);
+          if constexpr (MODE == GENERAL) {
+            if (has_column) {
+              sums[j].smooth += class_weight<A>(rows, c + u * blockDim.y) * (z[u] - origin[j]);
+            }
+          }
+        }
+        sums[j].add(z);
+      }
+    });
+    strip_join.join(sums);
+    if (!strip.is_there || strip.begin > 0) continue;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (j % blockDim.y != threadIdx.y) continue;
+      const int64_t r = strip.outer * rows.inner + strip.i + j;
+      const Target target(rows, r, MODE != ENTROPY);
+      const A z = target.is_class ? logit.z(to_acc(x[target.c * rows.inner + j])) : A(0);
+      const Sum &sum = sums[j];
+      write_results<MODE, A>(p, r, target, z, finite_maximum(sum.max), logarithm(sum.sum),
+                             sum.moment / sum.sum, sum.smooth, origin[j]);
+    }
   }
 }
 
@@ -210,24 +249,39 @@ __global__ void __launch_bounds__(CTA_THREADS, BACKWARD_CTAS)
   }
 }
 
-template <typename T, Mode MODE>
-__global__ void __launch_bounds__(STRIP_THREADS)
-    loss_backward_strips(const __grid_constant__ loss_backward_args p, int64_t strips) {
+template <typename T, Mode MODE, int N>
+__global__ void __launch_bounds__(STRIP_THREADS, STRIP_BACKWARD_CTAS)
+    loss_backward_strips(const __grid_constant__ StripParams<loss_backward_args> p) {
   using A = acc_t<T>;
   const loss_rows &rows = p.rows;
   const Logit<MODE, A> logit(rows);
-  for (int64_t s = blockIdx.x; s < rows.outer * strips; s += gridDim.x) {
-    const Strip strip(s, strips, rows.inner);
+  for (int64_t s = blockIdx.x / p.shape.cluster; s < rows.outer * p.shape.strips;
+       s += gridDim.x / p.shape.cluster) {
+    const Strip strip(s, p.shape, rows.cols, rows.inner, N);
     if (!strip.is_there) continue;
     const T *const x =
         static_cast<const T *>(rows.logits) + strip.outer * rows.outer_stride + strip.i;
     T *const out = static_cast<T *>(p.grad_logits) + strip.outer * rows.cols * rows.inner + strip.i;
-    const RowGradient<A> gradient = row_gradient<MODE, A>(p, strip.outer * rows.inner + strip.i);
-    for (int64_t c = threadIdx.y; c < rows.cols; c += blockDim.y) {
-      A value[1] = {to_acc(x[c * rows.inner])};
-      gradient.apply(value, rows, logit, c);
-      out[c * rows.inner] = from_acc<T>(value[0]);
+    RowGradient<A> gradients[N];
+    for (int j = 0; j < N; ++j) {
+      gradients[j] = row_gradient<MODE, A>(p, strip.outer * rows.inner + strip.i + j);
     }
+    strip.for_columns([&](int64_t c) {
+      A values[STRIP_COLUMNS][N];
+      load_columns(values, x, strip, c, rows.inner, A(0));
+#pragma unroll
+      for (int u = 0; u < STRIP_COLUMNS; ++u) {
+        if (!strip.has(c, u)) break;
+        const int64_t column = c + u * blockDim.y;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          A value[1] = {values[u][j]};
+          gradients[j].apply(value, rows, logit, column);
+          values[u][j] = value[0];
+        }
+        store<T, N>(out + column * rows.inner, values[u]);
+      }
+    });
   }
 }
 

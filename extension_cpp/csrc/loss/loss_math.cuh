@@ -4,7 +4,7 @@
 #define EXTENSION_CPP_LOSS_MATH_CUH
 
 #include "loss/loss.h"
-#include "softmax/softmax_rows.cuh"
+#include "softmax/softmax_strips.cuh"
 
 namespace losses {
 

@@ -2,10 +2,9 @@
 //
 // If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers, as in the
 // norms' forward and with the same plan (norm/norm_plan.h). Such a row is read once and written
-// once. The generic kernels read a row twice. They process everything else: other dimensions,
-// float64, tensors that do not begin at multiples of 16 bytes, and rows too wide for a cluster.
+// once. Everything else is processed in strips, which are read twice.
 #include "softmax/softmax.h"
-#include "softmax/softmax_rows.cuh"
+#include "softmax/softmax_strips.cuh"
 
 namespace softmaxes {
 
@@ -152,54 +151,98 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
   release_row(p.grad_out + row * p.cols, slice);
 }
 
-// ---- generic kernels ----
+// ---- strips ----
 
-template <typename T>
-__global__ void __launch_bounds__(STRIP_THREADS)
-    softmax_generic(const __grid_constant__ softmax_forward_args p, int64_t strips) {
+template <typename T, int N>
+__global__ void __launch_bounds__(STRIP_THREADS, STRIP_CTAS)
+    softmax_strips(const __grid_constant__ StripParams<softmax_forward_args> p) {
   using A = acc_t<T>;
-  const T *const x = static_cast<const T *>(p.x);
-  T *const y = static_cast<T *>(p.y);
-  for (int64_t s = blockIdx.x; s < p.outer * strips; s += gridDim.x) {
-    const Strip strip(s, strips, p.inner);
+  using Join = StripJoin<ExpSum<A, false>, N>;
+  __shared__ typename Join::Shared shared;
+  const Join strip_join(shared, p.shape.cluster);
+  for (int64_t s = blockIdx.x / p.shape.cluster; s < p.outer * p.shape.strips;
+       s += gridDim.x / p.shape.cluster) {
+    const Strip strip(s, p.shape, p.cols, p.inner, N);
     const int64_t base = strip.outer * p.cols * p.inner + strip.i;
-    const int64_t end = strip.is_there ? p.cols : 0;
-    ExpSum<A, false> row;
-    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
-      const A one[1] = {to_acc(x[base + c * p.inner])};
-      row.add(one);
+    const T *const x = static_cast<const T *>(p.x) + base;
+    T *const y = static_cast<T *>(p.y) + base;
+    ExpSum<A, false> sums[N];
+    A z[STRIP_COLUMNS][N];
+    strip.for_columns([&](int64_t c) {
+      load_columns(z, x, strip, c, p.inner, A(-INFINITY));
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        A column[STRIP_COLUMNS];
+#pragma unroll
+        for (int u = 0; u < STRIP_COLUMNS; ++u) column[u] = z[u][j];
+        sums[j].add(column);
+      }
+    });
+    strip_join.join(sums);
+    A from[N], per_sum[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      from[j] = finite_maximum(sums[j].max);
+      per_sum[j] = p.is_log ? logarithm(sums[j].sum) : 1 / sums[j].sum;
     }
-    join_strip(row);
-    const A from = finite_maximum(row.max), per_sum = 1 / row.sum, log_sum = logarithm(row.sum);
-    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
-      const A distance = to_acc(x[base + c * p.inner]) - from;
-      y[base + c * p.inner] =
-          from_acc<T>(p.is_log ? distance - log_sum : exponential(distance) * per_sum);
-    }
+    strip.for_columns_backward([&](int64_t c) {
+      load_columns(z, x, strip, c, p.inner, A(0));
+#pragma unroll
+      for (int u = 0; u < STRIP_COLUMNS; ++u) {
+        if (!strip.has(c, u)) break;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const A distance = z[u][j] - from[j];
+          z[u][j] = p.is_log ? distance - per_sum[j] : exponential(distance) * per_sum[j];
+        }
+        store<T, N>(y + (c + u * blockDim.y) * p.inner, z[u]);
+      }
+    });
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(STRIP_THREADS)
-    softmax_backward_generic(const __grid_constant__ softmax_backward_args p, int64_t strips) {
+template <typename T, int N>
+__global__ void __launch_bounds__(STRIP_THREADS, STRIP_BACKWARD_CTAS)
+    softmax_backward_strips(const __grid_constant__ StripParams<softmax_backward_args> p) {
   using A = acc_t<T>;
-  const T *const y = static_cast<const T *>(p.y), *const grad_out =
-                                                      static_cast<const T *>(p.grad_out);
-  T *const grad_x = static_cast<T *>(p.grad_x);
-  for (int64_t s = blockIdx.x; s < p.outer * strips; s += gridDim.x) {
-    const Strip strip(s, strips, p.inner);
+  using Join = StripJoin<PlainSum<A>, N>;
+  __shared__ typename Join::Shared shared;
+  const Join strip_join(shared, p.shape.cluster);
+  for (int64_t s = blockIdx.x / p.shape.cluster; s < p.outer * p.shape.strips;
+       s += gridDim.x / p.shape.cluster) {
+    const Strip strip(s, p.shape, p.cols, p.inner, N);
     const int64_t base = strip.outer * p.cols * p.inner + strip.i;
-    const int64_t end = strip.is_there ? p.cols : 0;
-    A own = 0;
-    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
-      const int64_t i = base + c * p.inner;
-      own += backward_term(to_acc(grad_out[i]), to_acc(y[i]), p.is_log);
-    }
-    const A sum = join_strip(own, [](A a, A b) { return a + b; });
-    for (int64_t c = threadIdx.y; c < end; c += blockDim.y) {
-      const int64_t i = base + c * p.inner;
-      grad_x[i] = from_acc<T>(grad_of(to_acc(grad_out[i]), to_acc(y[i]), sum, p.is_log));
-    }
+    const T *const grad_out = static_cast<const T *>(p.grad_out) + base;
+    const T *const y = static_cast<const T *>(p.y) + base;
+    T *const grad_x = static_cast<T *>(p.grad_x) + base;
+    PlainSum<A> sums[N];
+    A grads[STRIP_COLUMNS][N], values[STRIP_COLUMNS][N];
+    const auto load = [&](int64_t c) {
+      load_columns(grads, grad_out, strip, c, p.inner, A(0));
+      load_columns(values, y, strip, c, p.inner, A(0));
+    };
+    strip.for_columns([&](int64_t c) {
+      load(c);
+#pragma unroll
+      for (int u = 0; u < STRIP_COLUMNS; ++u) {
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+          sums[j].sum += backward_term(grads[u][j], values[u][j], p.is_log);
+      }
+    });
+    strip_join.join(sums);
+    strip.for_columns_backward([&](int64_t c) {
+      load(c);
+#pragma unroll
+      for (int u = 0; u < STRIP_COLUMNS; ++u) {
+        if (!strip.has(c, u)) break;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          grads[u][j] = grad_of(grads[u][j], values[u][j], sums[j].sum, p.is_log);
+        }
+        store<T, N>(grad_x + (c + u * blockDim.y) * p.inner, grads[u]);
+      }
+    });
   }
 }
 
@@ -240,9 +283,12 @@ extern "C" int softmax_forward_cuda(const softmax_forward_args *args, void *stre
       return launch_rows(p, on);
     });
   }
+  const bool has_vectors = is_aligned(args->x) && is_aligned(args->y);
   return with_dtype(args->dtype, [&](auto zero) {
-    return with_strips(args->outer, args->inner, [&](unsigned ctas, dim3 threads, int64_t strips) {
-      softmax_generic<decltype(zero)><<<ctas, threads, 0, on>>>(*args, strips);
+    using T = decltype(zero);
+    return with_strip_vector<T>(has_vectors, args->inner, [&](auto n) {
+      return launch_strips<T, decltype(n)::value>(softmax_strips<T, n>, *args, args->outer,
+                                                  args->cols, args->inner, on);
     });
   });
 }
@@ -267,9 +313,13 @@ extern "C" int softmax_backward_cuda(const softmax_backward_args *args, void *st
       return launch_rows(p, on);
     });
   }
+  const bool has_vectors =
+      is_aligned(args->y) && is_aligned(args->grad_out) && is_aligned(args->grad_x);
   return with_dtype(args->dtype, [&](auto zero) {
-    return with_strips(args->outer, args->inner, [&](unsigned ctas, dim3 threads, int64_t strips) {
-      softmax_backward_generic<decltype(zero)><<<ctas, threads, 0, on>>>(*args, strips);
+    using T = decltype(zero);
+    return with_strip_vector<T>(has_vectors, args->inner, [&](auto n) {
+      return launch_strips<T, decltype(n)::value>(softmax_backward_strips<T, n>, *args, args->outer,
+                                                  args->cols, args->inner, on);
     });
   });
 }

@@ -1,5 +1,5 @@
-// Shared by softmax and the losses on the GPU: exponentials and their sums, rows in registers with
-// the plan of the norms, and the strips of the generic kernels.
+// Shared by softmax and the losses on the GPU: exponentials and their sums, and rows in registers
+// with the plan of the norms.
 #ifndef EXTENSION_CPP_SOFTMAX_ROWS_CUH
 #define EXTENSION_CPP_SOFTMAX_ROWS_CUH
 
@@ -41,18 +41,29 @@ __device__ inline A rescale(A from, A to) {
   return from == -INFINITY ? A(1) : exponential(from - to);
 }
 
+template <typename A, bool ENTROPY>
+struct Moment {
+  A moment = 0;
+};
+template <typename A>
+struct Moment<A, false> {
+  static constexpr A moment = 0;
+};
+
 // Online softmax: computes, in one pass over elements z, their maximum, sum = sum(exp(z - max)),
 // and with ENTROPY moment = sum(exp(z - max) * (z - max)). The maximum skips NaN. NaN and +inf make
 // the sum NaN.
 template <typename A, bool ENTROPY>
-struct ExpSum {
-  A max = -INFINITY, sum = 0, moment = 0;
+struct ExpSum : Moment<A, ENTROPY> {
+  A max = -INFINITY, sum = 0;
 
   // Makes the sums relative to the maximum `to`, which is at least max.
   __device__ void raise(A to) {
     const A factor = rescale(max, to);
-    if (ENTROPY && max != -INFINITY && factor > 0) moment += sum * (max - to);
-    moment *= factor;
+    if constexpr (ENTROPY) {
+      if (max != -INFINITY && factor > 0) this->moment += sum * (max - to);
+      this->moment *= factor;
+    }
     sum *= factor;
     max = to;
   }
@@ -68,8 +79,17 @@ struct ExpSum {
     for (int j = 0; j < N; ++j) {
       const A distance = z[j] - from, e = exponential(distance);
       sum += e;
-      if (ENTROPY) moment += e * ::max(distance, A(LOG_ZERO));
+      if constexpr (ENTROPY) this->moment += e * ::max(distance, A(LOG_ZERO));
     }
+  }
+
+  // Adds the elements that `other` has.
+  __device__ void join(ExpSum other) {
+    const A most = ::max(max, other.max);
+    raise(most);
+    other.raise(most);
+    sum += other.sum;
+    if constexpr (ENTROPY) this->moment += other.moment;
   }
 };
 
@@ -118,57 +138,6 @@ inline cudaError_t plan_rows(norms::Plan &plan, dtype_t dtype, int64_t rows, int
   problem.is_congruent = is_congruent;
   if (error == cudaSuccess) plan = norms::pick(problem, device);
   return error;
-}
-
-// ---- strips ----
-
-// A CTA processes a strip: blockDim.x inner elements of one outer index. blockDim.y threads share
-// the columns of an inner element. The threads of a warp read neighbouring elements, along inner
-// or, if inner is small, along cols.
-constexpr int STRIP_THREADS = 256;
-
-struct Strip {
-  int64_t outer, i;  // of this thread
-  bool is_there;
-
-  __device__ Strip(int64_t strip, int64_t strips, int64_t inner)
-      : outer(strip / strips), i(strip % strips * blockDim.x + threadIdx.x), is_there(i < inner) {}
-};
-
-// Joins the values of the blockDim.y threads of each inner element with join(mine, other).
-template <typename A, typename Join>
-__device__ inline A join_strip(A value, Join &&join) {
-  __shared__ A shared[STRIP_THREADS];
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  __syncthreads();  // after all reads of the previous call
-  shared[thread] = value;
-  for (int half = blockDim.y / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.y < half) {
-      shared[thread] = join(shared[thread], shared[thread + half * blockDim.x]);
-    }
-  }
-  __syncthreads();
-  return shared[threadIdx.x];
-}
-
-template <typename A, bool ENTROPY>
-__device__ inline void join_strip(ExpSum<A, ENTROPY> &own) {
-  const auto add = [](A a, A b) { return a + b; };
-  own.raise(join_strip(own.max, [](A a, A b) { return max(a, b); }));
-  own.sum = join_strip(own.sum, add);
-  if (ENTROPY) own.moment = join_strip(own.moment, add);
-}
-
-// Calls f(ctas, threads, strips) with the shape of a launch over strips.
-template <typename F>
-cudaError_t with_strips(int64_t outer, int64_t inner, F &&f) {
-  unsigned x = 1;
-  while (x < 32 && x < inner) x *= 2;
-  const int64_t strips = ceil_div(inner, x);
-  f(static_cast<unsigned>(std::min<int64_t>(outer * strips, INT32_MAX)), dim3(x, STRIP_THREADS / x),
-    strips);
-  return cudaGetLastError();
 }
 
 }  // namespace softmaxes
