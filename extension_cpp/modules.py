@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import ops
+from . import checks, ops
 
 
 def refuse_script(module: object) -> NoReturn:
@@ -291,6 +291,12 @@ def _log_softmax(x: Tensor, dim: int) -> Tensor:
     return torch.log_softmax(x, dim) if x.is_nested else ops.log_softmax(x, dim)
 
 
+@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no shapes
+def _check_steps(input: Tensor, features: int) -> None:
+    if input.dim() < 2 or input.size(-1) != features:
+        checks.fail("MinGRU", f"expected input of shape (..., T, {features}), but got {list(input.shape)}")
+
+
 class MinGRU(_NotScriptable, torch.nn.Module):
     """A gated recurrent layer without a loop over the steps, over extension_cpp.linear_recurrence.
 
@@ -329,6 +335,7 @@ class MinGRU(_NotScriptable, torch.nn.Module):
         self.projection.reset_parameters()
 
     def forward(self, input: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        _check_steps(input, self.input_size)
         gate, candidate = self.projection(input).chunk(2, -1)
         # sigmoid(-gate) has the digits of a small 1 - z, which a subtraction would cancel.
         keep, new = torch.sigmoid(-gate), torch.sigmoid(gate) * candidate

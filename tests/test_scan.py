@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import subprocess
 from pathlib import Path
 
@@ -242,6 +243,13 @@ def test_min_gru_beside_a_loop(device: str) -> None:
         first, carried = layer(halves[0], h0)
         second, _ = layer(halves[1], carried)
         torch.testing.assert_close(torch.cat((second, first) if reverse else (first, second), 1), h)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (9, 4)], ids=str)
+def test_min_gru_says_what_it_expects(shape: tuple[int, ...]) -> None:
+    expected = f"extension_cpp::MinGRU: expected input of shape (..., T, 5), but got {list(shape)}"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
+        MinGRU(5, 7)(torch.ones(shape))
 
 
 def test_autocast_promotes(device: str) -> None:
