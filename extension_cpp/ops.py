@@ -850,10 +850,9 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     in float32 or better (float64: float64) along a fixed tree, so that every run gives the same bits, and each result
     is rounded once to ``x``'s dtype. In float32 and float64 the tree's partial sums round, too; where one overflows, a
     result can be infinite or NaN that a loop would keep finite. NaN and infinities reach only the sums that contain
-    them. Batch-invariant: the sums of a line have
-    the same bits for any number of lines, except that a single column is summed as a row. Any strides are read without
-    a copy, provided that one stride steps through all dimensions before ``dim``, and one through all after it. Autocast
-    casts half inputs to float32 on CUDA, as for torch.cumsum. Source: torch.cumsum.
+    them. Batch-invariant: the sums of a line have the same bits for any number of lines, except that a single column is
+    summed as a row. Any strides are read without a copy. Autocast casts half inputs to float32 on CUDA, as for
+    torch.cumsum. Source: torch.cumsum.
     """
     return _ops.cumsum(input, dim, exclusive, reverse)
 
@@ -937,8 +936,8 @@ def linear_recurrence(
     """All states of a linear recurrence along one dimension: ``h[t] = a[t] * h[t - 1] + b[t]``.
 
     Args:
-        a: the factors; their shape broadcasts to that of ``b``: size 1 along ``dim`` is a constant factor. A factor for
-            each head, (..., H, 1) beside (..., H, D), is copied to the shape of ``b``.
+        a: the factors; their shape broadcasts to that of ``b``, without a copy: size 1 along ``dim`` is a constant
+            factor, and (..., T, H, 1) beside (..., T, H, D) a factor for each head.
         b: any shape, such as (..., T, D); dtype and device of ``a``.
         h0: the state before the first step, of ``b``'s shape without ``dim``; None: zeros.
         dim: the dimension of the steps; negative ones count from the end.

@@ -1,9 +1,11 @@
 """Scans: long lines that several threads share, bits that do not depend on other lines, recurrences, autocast."""
 
+import functools
 import itertools
 import math
 import re
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -284,6 +286,58 @@ def test_strides_are_read_in_place(view: str, dim: int, device: str) -> None:
     ):
         names, _ = profiled(scan, device)
         assert "aten::copy_" not in names
+
+
+SHARED = {"each head": (-1,), "each line": (1,), "each channel": (-2,), "each step": (0, -1), "each element": ()}
+
+
+def scans_of_slices(
+    ops: Mapping[str, Callable[..., Tensor]], shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
+) -> list[tuple[Callable[..., Tensor], list[Tensor]]]:
+    """Scans with their operands and the gradient of their result. No stride steps through two dimensions, except that
+    factors are dense and shared along some. The last dimension is not sliced if it consists of whole vectors."""
+
+    def sliced(sizes: Sequence[int]) -> Tensor:
+        steps = [1 if size == shape[-1] and size % 8 == 0 else 2 for size in sizes]
+        x = randn(tuple(size * step for size, step in zip(sizes, steps, strict=True)), dtype, device)
+        return x[tuple(slice(None, None, step) for step in steps)]
+
+    x, g = sliced(shape), sliced(shape)
+    h0 = sliced(shape[::-1]).permute(*range(len(shape))[::-1]).select(dim, 0)
+    scans: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
+        (lambda x: ops["cumsum"](x, dim, exclusive=True), [x, g]),
+        (lambda x: ops["logcumsumexp"](x, dim), [x, g]),
+    ]
+    for shared, reverse in itertools.product(SHARED.values(), (False, True)):
+        sizes = list(shape)
+        for d in shared:
+            sizes[d] = 1
+        a = sliced(sizes).clamp(-1, 1).expand(shape)
+        scans.append((functools.partial(ops["linear_recurrence"], dim=dim, reverse=reverse), [a, x, h0, g]))
+    return scans
+
+
+def result_and_gradients(scan: Callable[..., Tensor], operands: list[Tensor]) -> list[Tensor]:
+    *given, g = operands
+    leaves = [x.detach().requires_grad_() for x in given]
+    y = scan(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, g)]
+
+
+SHAPES = [*(((3, 40, 4, 6), dim) for dim in range(4)), ((2, PART + 9, 2, 2), 1), ((2, 3, PART + 33), 2)]
+SHAPES += [((2,) * 8, 3), ((2, 2500, 3, 8), 1), ((2, 3, PART + 32), 2), ((5, 7, 32), 2)]
+
+
+@every_dtype
+@pytest.mark.parametrize("shape, dim", SHAPES, ids=str)
+def test_operands_without_a_common_stride(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
+    """Nothing is copied, forward and backward, and the bits are those of contiguous operands."""
+    ops = {name: getattr(extension_cpp, name) for name in ("cumsum", "logcumsumexp", "linear_recurrence")}
+    scans, ours = scans_of_slices(ops, shape, dim, dtype, device), []
+    names, _ = profiled(lambda: ours.extend(result_and_gradients(*each) for each in scans), device)
+    assert not names & {"aten::copy_", "aten::clone", "aten::contiguous"}
+    for (scan, operands), got in zip(scans, ours, strict=False):  # `ours` has the results of two runs
+        assert all(map(torch.equal, got, result_and_gradients(scan, [x.contiguous() for x in operands])))
 
 
 @pytest.mark.parametrize("shape", [(9_000_001,), (1_100_000, 8)], ids=str)

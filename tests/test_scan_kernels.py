@@ -20,6 +20,7 @@ from torch import Tensor
 import build_library
 from tests.checks import check, leaves, maker
 from tests.opspec import OpSpec, all_specs
+from tests.test_scan import result_and_gradients, scans_of_slices
 
 ON_CPU = Path(build_library.__file__).parent / "tests" / "c" / "cuda_on_cpu"
 # Replacements in the sources: code that a C++ compiler does not know, and smaller sizes.
@@ -44,7 +45,11 @@ DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 
 
 
 class Operand(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("outer", "step", "inner"))]
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("outer", "step", "inner", "index"))]
+
+
+class Jump(ctypes.Structure):
+    _fields_ = [("span", ctypes.c_int64), ("by", ctypes.c_int64 * 7)]
 
 
 class Shape(ctypes.Structure):
@@ -52,6 +57,8 @@ class Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("outer", "length", "inner")),
         ("dtype", ctypes.c_int),
         ("state", ctypes.c_void_p),
+        ("jump_count", ctypes.c_int64),
+        ("jumps", ctypes.POINTER(Jump)),
     ]
 
 
@@ -71,31 +78,39 @@ class Kernels:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
-    @staticmethod
-    def lines(x: Tensor, dim: int) -> Tensor:
-        """x as (outer, length, inner), without a copy if the strides allow it."""
-        dim %= x.dim()
-        return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
-
     def run(self, op: str, dim: int, reverse: bool, tensors: list[Tensor | None], *exclusive: int) -> None:
-        """Launches an op. `tensors` has the order of the op's struct; h0 and its gradient lack the dimension dim."""
+        """Launches an op. `tensors` has the order of the op's struct; h0 and its gradient lack the dimension dim. The
+        last dimension behind dim is `inner`, and the others are `outer`."""
         first = tensors[0]
         assert first is not None
-        lines = self.lines(first, dim)
-        outer, length, inner = lines.shape
-        alive, operands = [], []
-        for x in tensors:
+        dim %= first.dim()
+        last = first.dim() - 1 if dim < first.dim() - 1 else None
+        outer = [d for d in range(first.dim()) if d not in (dim, last)]
+        jumps = [Jump(math.prod(first.shape[d] for d in outer[i:])) for i in range(1, len(outer))]
+        operands = []
+        for index, x in enumerate(tensors):
             if x is None:
                 operands.append(Operand(None, 0, 0, 0))
                 continue
-            has_steps = x.dim() == first.dim()
-            alive.append(self.lines(x, dim) if has_steps else x.reshape(outer, 1, inner))
-            (stride, step, next_line), start = alive[-1].stride(), alive[-1].data_ptr()
-            if has_steps and reverse:
-                start, step = start + step * (length - 1) * x.element_size(), -step
-            operands.append(Operand(start, stride, step, next_line))
+            stride = (*x.stride()[:dim], *([0] if x.dim() < first.dim() else []), *x.stride()[dim:])
+            start, step = x.data_ptr(), stride[dim]
+            if reverse:
+                start, step = start + step * (first.shape[dim] - 1) * x.element_size(), -step
+            for jump, d, inside in zip(jumps, outer, outer[1:], strict=False):
+                jump.by[index] = stride[d] - first.shape[inside] * stride[inside]
+            operands.append(Operand(start, stride[outer[-1]] if outer else 0, step, stride[last] if last else 0, index))
+        jumps = [jump for jump in jumps if any(jump.by)]
+        in_memory = (Jump * len(jumps))(*jumps)
         args = arguments(len(operands), bool(exclusive))()
-        args.shape = Shape(outer, length, inner, DTYPES[first.dtype], None)
+        args.shape = Shape(
+            math.prod(first.shape[d] for d in outer),
+            first.shape[dim],
+            first.shape[last] if last else 1,
+            DTYPES[first.dtype],
+            None,
+            len(jumps),
+            in_memory,
+        )
         for i, operand in enumerate(operands):
             setattr(args, f"operand{i}", operand)
         if exclusive:
@@ -243,6 +258,21 @@ def test_nan_and_inf(spec: OpSpec, dtype: torch.dtype, value: float) -> None:
 def test_hostile_numbers(spec: OpSpec, dtype: torch.dtype, mean: float, spread: float) -> None:
     for sample in spec.sample_inputs(maker("cpu", dtype, mean=mean, spread=spread), (3, 1025)):
         check(spec, sample, what=f"mean {mean}, spread {spread}", limits=True)
+
+
+ROWS = [((3, 2, 5, 33), 3), ((2, 3, 64), 2), ((2, 2, 1000), 2)]
+COLUMNS = [((2, 300, 3, 8), 1), ((2, 40, 3, 5), 1), ((2, 3, 9, 4), 2)]
+
+
+@with_dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("shape, dim", ROWS + COLUMNS, ids=str)
+def test_operands_without_a_common_stride(
+    kernels: Kernels, shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> None:
+    """The bits are those of contiguous operands."""
+    for scan, operands in scans_of_slices(functions(kernels), shape, dim, dtype, "cpu"):
+        whole = result_and_gradients(scan, [x.contiguous() for x in operands])
+        assert all(map(torch.equal, result_and_gradients(scan, operands), whole))
 
 
 @pytest.mark.parametrize("shape, dim", [((3, 64), 1), ((64, 40), 0)])

@@ -117,17 +117,23 @@ static void check_backward(const scan_case *c, int64_t line, void *const *result
 
 /* ---- runs ---- */
 
-static scan_input input_view(const scan_case *c, void *data, int is_shared) {
+static scan_input input_view(const scan_case *c, void *data, int is_shared, int64_t index) {
   const size_t size = formats[c->dtype].size;
   unsigned char *first = data;
   if (c->is_reverse) first += (size_t)((c->length - 1) * c->inner) * size;
   return (scan_input){first, is_shared ? 0 : c->length * c->inner,
-                      c->is_reverse ? -c->inner : c->inner, is_shared ? 0 : 1};
+                      c->is_reverse ? -c->inner : c->inner, is_shared ? 0 : 1, index};
 }
 
-static scan_output output_view(const scan_case *c, void *data) {
-  const scan_input view = input_view(c, data, 0);
-  return (scan_output){(void *)(uintptr_t)view.data, view.outer, view.step, view.inner};
+static scan_output output_view(const scan_case *c, void *data, int64_t index) {
+  const scan_input view = input_view(c, data, 0, index);
+  return (scan_output){(void *)(uintptr_t)view.data, view.outer, view.step, view.inner, index};
+}
+
+/* A jump of the stride `outer` at every outer index in place of the stride. */
+static void to_jump(scan_jump *jump, int64_t *outer, int64_t index) {
+  jump->by[index] = *outer;
+  *outer = 0;
 }
 
 typedef void (*range_fn)(int64_t begin, int64_t end, void *args);
@@ -151,29 +157,35 @@ static void run_plan(const scan_case *c, void *args, const scan_shape *shape, in
   for (int64_t i = items - 1; i >= 0; --i) kernels[c->op](i, i + 1, args);
 }
 
-/* Every buffer begins `offset` elements past a multiple of 64 bytes. Returns a hash of the bits. */
+/* Every buffer begins `offset` elements past a multiple of 64 bytes. Items one by one have outer
+ * indices with jumps. Returns a hash of the bits. */
 static uint64_t run_case(const scan_case *c, int offset, int64_t width, int64_t parts,
                          int one_by_one) {
   const size_t size = formats[c->dtype].size, at_byte = (size_t)offset * size;
   const size_t bytes = (size_t)numel(c) * size, line_bytes = (size_t)lines(c) * size;
   buffer_t in[INPUTS], out[RESULTS], h0 = {0}, grad_h0 = {0};
   scan_cpu_plan plan = {width < c->inner ? width : c->inner, parts, NULL};
-  const scan_shape shape = {c->outer, c->length, c->inner, c->dtype, &plan};
-  scan_input views[INPUTS], first = {NULL, c->inner, 0, 1};
-  scan_output y[RESULTS], grad_first = {NULL, c->inner, 0, 1};
+  scan_jump jump = {1, {0}};
+  const scan_shape shape = {c->outer, c->length, c->inner, c->dtype, &plan, one_by_one, &jump};
+  enum { H0 = INPUTS + RESULTS };
+  scan_input views[INPUTS], first = {NULL, c->inner, 0, 1, H0};
+  scan_output y[RESULTS], grad_first = {NULL, c->inner, 0, 1, H0 + 1};
   void *results[RESULTS];
   plan.totals = doubles(2 * parts * scan_lines(&shape));
   for (int i = 0; i < inputs_of(c); ++i) {
     in[i] = buffer_copy(c->inputs[i], bytes, at_byte);
-    views[i] = input_view(c, in[i].data, i == 0 && has_h0(c));
+    views[i] = input_view(c, in[i].data, i == 0 && has_h0(c), i);
+    if (one_by_one) to_jump(&jump, &views[i].outer, i);
   }
   for (int i = 0; i < results_of(c); ++i) {
     out[i] = buffer_new(bytes, at_byte);
-    y[i] = output_view(c, results[i] = out[i].data);
+    y[i] = output_view(c, results[i] = out[i].data, INPUTS + i);
+    if (one_by_one) to_jump(&jump, &y[i].outer, INPUTS + i);
   }
   if (c->h0) {
     h0 = buffer_copy(c->h0, line_bytes, at_byte), grad_h0 = buffer_new(line_bytes, at_byte);
     first.data = h0.data, grad_first.data = grad_h0.data;
+    if (one_by_one) to_jump(&jump, &first.outer, H0), to_jump(&jump, &grad_first.outer, H0 + 1);
   }
   cumsum_args cumsum = {shape, views[0], y[0], c->option};
   logcumsumexp_args log_sum = {shape, views[0], y[0]};

@@ -17,7 +17,11 @@ static Tensor cumsum(const Tensor &x, int64_t dim, bool exclusive, bool reverse)
   const Tensor y = allocate_like(x);
   if (x.numel() == 0) return y;
   ScanView view(y, dim, reverse, dtype);
-  cumsum_args args{view.shape(), view.input(x), view.output(y), exclusive};
+  cumsum_args args{};
+  view.add(x, &args.x);
+  view.add(y, &args.y);
+  args.shape = view.divide();
+  args.exclusive = exclusive;
   const int64_t steps = args.shape.length - (exclusive ? 1 : 0);
   launch_scan("cumsum", SCAN_KERNELS(cumsum), args, x, steps, 2 * x.element_size());
   return y;
@@ -31,7 +35,10 @@ static Tensor logcumsumexp(const Tensor &x, int64_t dim) {
   const Tensor y = allocate_like(x);
   if (x.numel() == 0) return y;
   ScanView view(y, dim, false, dtype);
-  logcumsumexp_args args{view.shape(), view.input(x), view.output(y)};
+  logcumsumexp_args args{};
+  view.add(x, &args.x);
+  view.add(y, &args.y);
+  args.shape = view.divide();
   launch_scan("logcumsumexp", SCAN_KERNELS(logcumsumexp), args, x, args.shape.length,
               EXP_COST * x.element_size());
   return y;
@@ -47,8 +54,12 @@ static Tensor logcumsumexp_backward(const Tensor &grad_out, const Tensor &x, con
   const Tensor grad_x = allocate_like(x);
   if (x.numel() == 0) return grad_x;
   ScanView view(grad_x, dim, true, dtype);
-  logcumsumexp_backward_args args{view.shape(), view.input(grad_out), view.input(x), view.input(y),
-                                  view.output(grad_x)};
+  logcumsumexp_backward_args args{};
+  view.add(grad_out, &args.grad_out);
+  view.add(x, &args.x);
+  view.add(y, &args.y);
+  view.add(grad_x, &args.grad_x);
+  args.shape = view.divide();
   launch_scan(op, SCAN_KERNELS(logcumsumexp_backward), args, x, args.shape.length,
               EXP_COST * x.element_size());
   return grad_x;
@@ -91,8 +102,12 @@ static Tensor linear_recurrence(const Tensor &a, const Tensor &b, const std::opt
   const Tensor h = allocate_like(b);
   if (b.numel() == 0) return h;
   ScanView view(h, dim, reverse, dtype);
-  linear_recurrence_args args{view.shape(), view.input(a), view.input(b),
-                              h0 ? view.line_input(*h0) : scan_input{}, view.output(h)};
+  linear_recurrence_args args{};
+  view.add(a, &args.a);
+  view.add(b, &args.b);
+  if (h0) view.add(*h0, &args.h0, false);
+  view.add(h, &args.h);
+  args.shape = view.divide();
   launch_scan("linear_recurrence", SCAN_KERNELS(linear_recurrence), args, b, args.shape.length,
               3 * b.element_size());
   return h;
@@ -116,18 +131,20 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
     return {grad_a, grad_b, grad_h0};
   }
   ScanView view(grad_b, dim, !reverse, dtype);
-  linear_recurrence_backward_args args{view.shape(),
-                                       view.input(grad_h),
-                                       view.input(a),
-                                       view.input(h),
-                                       h0 ? view.line_input(*h0) : scan_input{},
-                                       view.output(grad_a),
-                                       view.output(grad_b),
-                                       scan_output{}};
-  const Tensor lines = h0 ? view.line_output(grad_h0, &args.grad_h0) : grad_h0;
+  linear_recurrence_backward_args args{};
+  view.add(grad_h, &args.grad_h);
+  view.add(a, &args.a);
+  view.add(h, &args.h);
+  view.add(grad_a, &args.grad_a);
+  view.add(grad_b, &args.grad_b);
+  if (h0) {
+    view.add(*h0, &args.h0, false);
+    view.add(grad_h0, &args.grad_h0, false);
+  }
+  args.shape = view.divide();
   launch_scan(op, SCAN_KERNELS(linear_recurrence_backward), args, h, args.shape.length,
               5 * h.element_size());
-  return {grad_a, grad_b, copy_into(grad_h0, lines)};
+  return {grad_a, grad_b, grad_h0};
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {

@@ -7,11 +7,13 @@
  *   linear_recurrence  u_k = grad_h_k + a_(k+1) u_(k+1)                grad_b_k = u_k
  *                      grad_a_k = u_k h_(k-1)                          grad_h0 = a_0 u_0
  * Every operand is (outer, length, inner) with any strides (0 for a broadcast input), and the scan
- * runs over length. h0 and grad_h0 are (outer, inner); their stride `step` is unused. Kernels scan
- * in one direction: for a scan from the last step to the first, `data` points at the last step and
- * `step` is negative. So step k - 1 in the formulas of the gradients is step k + 1 of their
- * kernels. Outputs overlap neither inputs nor one another. Any size may exceed 2^31; on the GPU
- * columns have at most 2^31 - 1 tiles (scan_plan.h). A call with no element is not launched.
+ * runs over length. `outer` may stand for several dimensions without a common stride (scan_jump).
+ * h0 and grad_h0 are (outer, inner); their stride `step` is 0. Kernels scan in one direction: for a
+ * scan from the last step to the first, `data` points at the last step and `step` is negative. So
+ * step k - 1 in the formulas of the gradients is step k + 1 of their kernels. Outputs overlap
+ * neither inputs nor one another. Any size may exceed 2^31; on the GPU columns have at most
+ * 2^31 - 1 tiles and outer indices 24 kinds of jumps (scan_plan.h). A call with no element is not
+ * launched.
  * Computed in float (float64: double) or better and rounded once per element. Run-to-run
  * deterministic and batch-invariant at equal alignment: a line's result does not depend on the
  * number of threads or on the other lines. NaN and infinities spread to later steps only.
@@ -32,17 +34,29 @@ extern "C" {
 typedef struct {
   const void *data;
   int64_t outer, step, inner;
+  int64_t index; /* of this operand in scan_jump::by */
 } scan_input;
 
 typedef struct {
   void *data;
   int64_t outer, step, inner;
+  int64_t index;
 } scan_output;
+
+/* If outer indices stand for several dimensions, the stride `outer` steps through the innermost.
+ * After every `span` outer indices, where another dimension takes a step, the address of each
+ * operand jumps in addition, by `by` elements. */
+enum { SCAN_OPERANDS = 7 };
+typedef struct {
+  int64_t span, by[SCAN_OPERANDS];
+} scan_jump;
 
 typedef struct {
   int64_t outer, length, inner;
   dtype_t dtype;
   void *state; /* on CUDA memory of <op>_state_bytes_cuda(args) bytes; on the CPU a scan_cpu_plan */
+  int64_t jump_count; /* 0 if one stride steps through all outer indices of each operand */
+  const scan_jump *jumps;
 } scan_shape;
 
 typedef struct {

@@ -58,7 +58,7 @@ struct ColumnTile {
     const T *from[Op::INPUTS];
 #pragma unroll
     for (int i = 0; i < Op::INPUTS; ++i) {
-      from[i] = element<T>(p.in[i].at, outer, step + Op::shift(i), copy_line(repeat));
+      from[i] = element(p, p.in[i].at, outer, step + Op::shift(i), copy_line(repeat));
     }
 #pragma unroll 4
     for (int k = 0; k < p.plan.vectors; ++k) {
@@ -84,9 +84,9 @@ struct ColumnTile {
         if (step >= p.length || at < 0) continue;
         if (at < p.length) {
           if (in.is_vector && count >= N) continue;
-          copied(i, repeat, k) = gather(element<T>(in.at, outer, at, line), in.at.inner, count);
+          copied(i, repeat, k) = gather(element(p, in.at, outer, at, line), in.at.inner, count);
         } else if (p.after.data != nullptr) {
-          copied(i, repeat, k) = gather(element<T>(p.after, outer, 0, line), p.after.inner, count);
+          copied(i, repeat, k) = gather(element(p, p.after, outer, 0, line), p.after.inner, count);
         }
       }
     }
@@ -121,7 +121,7 @@ struct ColumnTile {
     if (count <= 0) return;
     T *to[Op::OUTPUTS];
 #pragma unroll
-    for (int o = 0; o < Op::OUTPUTS; ++o) to[o] = element<T>(p.out[o].at, outer, first_step, line);
+    for (int o = 0; o < Op::OUTPUTS; ++o) to[o] = element(p, p.out[o].at, outer, first_step, line);
 #pragma unroll 1
     for (int k = 0; k < p.plan.vectors && k * STEPS < left; ++k) {
       A results[Op::OUTPUTS][N];

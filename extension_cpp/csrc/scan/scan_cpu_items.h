@@ -26,6 +26,7 @@ ALWAYS_INLINE uint16_t narrow_float16(float x) { return float_to_float16(x); }
 
 /* The lines and parts of a work item. */
 typedef struct {
+  const scan_shape *shape;
   int64_t outer, inner; /* of the first line */
   int width, lanes;     /* lines; entries of the arrays below: whole blocks, for a row 1 */
   int64_t part;         /* the first of its parts */
@@ -36,7 +37,7 @@ typedef struct {
 ALWAYS_INLINE scan_item_t scan_item(const scan_shape *shape, int64_t item) {
   const scan_cpu_plan *plan = (const scan_cpu_plan *)shape->state;
   const int64_t tiles = ceil_div(shape->inner, plan->width), tile = item / plan->parts;
-  scan_item_t found = {0};
+  scan_item_t found = {.shape = shape};
   found.outer = tile / tiles;
   found.inner = tile % tiles * plan->width;
   found.part = item % plan->parts;
@@ -52,6 +53,24 @@ ALWAYS_INLINE void next_item(const scan_shape *shape, scan_item_t *item) {
   if (item->inner < shape->inner) return;
   item->inner = 0;
   ++item->outer;
+}
+
+/* The jumps of operand `index` up to an outer index. Out of line and marked as rare, so that calls
+ * without jumps keep their registers: inlined, it makes short lines up to a third slower. */
+NOINLINE __attribute__((cold)) int64_t scan_jumps(const scan_shape *shape, int64_t outer,
+                                                  int64_t index) {
+  int64_t sum = 0;
+  for (int64_t j = 0; j < shape->jump_count; ++j)
+    sum += outer / shape->jumps[j].span * shape->jumps[j].by[index];
+  return sum;
+}
+
+/* Where the current part of an item begins in operand `index`, which has these strides. */
+ALWAYS_INLINE int64_t scan_offset(const scan_item_t *item, int64_t outer, int64_t inner,
+                                  int64_t step, int64_t index) {
+  const int64_t offset = item->outer * outer + item->inner * inner + item->first * step;
+  const int has_jumps = item->shape->jump_count > 0;
+  return has_jumps ? offset + scan_jumps(item->shape, item->outer, index) : offset;
 }
 
 /* Two numbers for each line of an item. */

@@ -88,12 +88,12 @@ ALWAYS_INLINE void NAME(store_stride)(T *p, int64_t stride, ACC *v, int n, int s
 
 /* An operand from the first line and step of an item's current part on. */
 ALWAYS_INLINE scan_input NAME(input_part)(scan_input x, const scan_item_t *item) {
-  x.data = (const T *)x.data + item->outer * x.outer + item->inner * x.inner + item->first * x.step;
+  x.data = (const T *)x.data + scan_offset(item, x.outer, x.inner, x.step, x.index);
   return x;
 }
 
 ALWAYS_INLINE scan_output NAME(output_part)(scan_output y, const scan_item_t *item) {
-  y.data = (T *)y.data + item->outer * y.outer + item->inner * y.inner + item->first * y.step;
+  y.data = (T *)y.data + scan_offset(item, y.outer, y.inner, y.step, y.index);
   return y;
 }
 
@@ -210,13 +210,14 @@ static void NAME(cumsum_part)(const void *cumsum, const scan_item_t *item,
 }
 
 static void NAME(cumsum_narrow)(const cumsum_args *args, int64_t begin, int64_t end) {
-  const scan_input x = args->x;
-  const scan_output y = args->y;
   for (int64_t o = begin; o < end; ++o) {
+    const scan_item_t item = {.shape = &args->shape, .outer = o};
+    const scan_input x = NAME(input_part)(args->x, &item);
+    const scan_output y = NAME(output_part)(args->y, &item);
     NAME(sum_t) sum[SCAN_NARROW] = {0};
     for (int64_t k = 0; k < args->shape.length; ++k) {
-      const T *from = (const T *)x.data + o * x.outer + k * x.step;
-      T *to = (T *)y.data + o * y.outer + k * y.step;
+      const T *from = (const T *)x.data + k * x.step;
+      T *to = (T *)y.data + k * y.step;
       for (int64_t i = 0; i < args->shape.inner; ++i) {
         const NAME(sum_t) before = sum[i];
         sum[i] += (NAME(sum_t))NAME(widen)(from[i * x.inner]);

@@ -85,7 +85,7 @@ NOINLINE void NAME(recur_columns)(scan_input a, scan_input b, scan_output h,
 ALWAYS_INLINE void NAME(start_state)(scan_input h0, const scan_item_t *item, scan_state_t *state) {
   for (int k = 0; k < item->lanes; ++k) state->a[k] = 0;
   if (h0.data == NULL) return;
-  const T *p = (const T *)h0.data + item->outer * h0.outer + item->inner * h0.inner;
+  const T *p = (const T *)NAME(input_part)(h0, item).data;
   for (int c = 0; c < item->width; c += BLOCK) {
     const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
     ACC v[BLOCK];
@@ -121,16 +121,19 @@ static void NAME(recurrence_part)(const void *recurrence, const scan_item_t *ite
 
 static void NAME(recurrence_narrow)(const linear_recurrence_args *args, int64_t begin,
                                     int64_t end) {
-  const scan_input a = args->a, b = args->b, h0 = args->h0;
-  const scan_output h = args->h;
   for (int64_t o = begin; o < end; ++o) {
+    const scan_item_t item = {.shape = &args->shape, .outer = o};
+    const scan_input a = NAME(input_part)(args->a, &item), b = NAME(input_part)(args->b, &item);
+    const scan_output h = NAME(output_part)(args->h, &item);
     ACC state[SCAN_NARROW] = {0};
-    for (int64_t i = 0; i < args->shape.inner && h0.data != NULL; ++i)
-      state[i] = (ACC)NAME(widen)(((const T *)h0.data)[o * h0.outer + i * h0.inner]);
+    if (args->h0.data != NULL) {
+      const scan_input h0 = NAME(input_part)(args->h0, &item);
+      for (int64_t i = 0; i < args->shape.inner; ++i)
+        state[i] = (ACC)NAME(widen)(((const T *)h0.data)[i * h0.inner]);
+    }
     for (int64_t k = 0; k < args->shape.length; ++k) {
-      const T *of_a = (const T *)a.data + o * a.outer + k * a.step;
-      const T *of_b = (const T *)b.data + o * b.outer + k * b.step;
-      T *to = (T *)h.data + o * h.outer + k * h.step;
+      const T *of_a = (const T *)a.data + k * a.step, *of_b = (const T *)b.data + k * b.step;
+      T *to = (T *)h.data + k * h.step;
       for (int64_t i = 0; i < args->shape.inner; ++i) {
         const ACC factor = (ACC)NAME(widen)(of_a[i * a.inner]);
         state[i] = FMA(factor, state[i], (ACC)NAME(widen)(of_b[i * b.inner]));
@@ -258,15 +261,14 @@ NOINLINE void NAME(recur_columns_backward)(const linear_recurrence_backward_args
 ALWAYS_INLINE void NAME(store_grad_h0)(const linear_recurrence_backward_args *args,
                                        const scan_item_t *item, const ACC *u) {
   const scan_input a = NAME(input_part)(args->a, item);
-  const scan_output out = args->grad_h0;
-  T *to = (T *)out.data + item->outer * out.outer + item->inner * out.inner;
+  const scan_output out = NAME(output_part)(args->grad_h0, item);
   for (int c = 0; c < item->width; c += BLOCK) {
     const int n = item->width - c < BLOCK ? item->width - c : BLOCK;
     const T *from = (const T *)a.data + (item->steps - 1) * a.step + c * a.inner;
     ACC v[BLOCK];
     NAME(load_columns)(v, from, 0, a.inner, n);
     for (int k = 0; k < BLOCK; ++k) v[k] *= c + k < item->lanes ? u[c + k] : 0;
-    NAME(store_columns)(to + c * out.inner, out.inner, v, n, 0, 1);
+    NAME(store_columns)((T *)out.data + c * out.inner, out.inner, v, n, 0, 1);
   }
 }
 
@@ -294,40 +296,43 @@ static void NAME(recurrence_backward_part)(const void *backward, const scan_item
   if (NAME(streams)(&args->shape, 5)) stream_fence();
 }
 
-/* One line. */
-ALWAYS_INLINE void NAME(recurrence_backward_line)(const linear_recurrence_backward_args *args,
-                                                  int64_t o, int64_t i) {
-  const scan_input a = args->a, g = args->grad_h, h = args->h, h0 = args->h0;
-  const scan_output grad_a = args->grad_a, grad_b = args->grad_b, grad_h0 = args->grad_h0;
+static void NAME(recurrence_backward_narrow)(const linear_recurrence_backward_args *args,
+                                             int64_t begin, int64_t end) {
   const int64_t last = args->shape.length - 1;
-  const T *of_a = (const T *)a.data + o * a.outer + i * a.inner;
-  const T *of_g = (const T *)g.data + o * g.outer + i * g.inner;
-  const T *of_h = (const T *)h.data + o * h.outer + i * h.inner;
-  T *to_a = (T *)grad_a.data + o * grad_a.outer + i * grad_a.inner;
-  T *to_b = (T *)grad_b.data + o * grad_b.outer + i * grad_b.inner;
-  ACC factor = 0, u = 0, h_before = 0;
-  for (int64_t k = 0; k <= last; ++k) {
-    u = FMA(factor, u, (ACC)NAME(widen)(of_g[k * g.step]));
-    factor = (ACC)NAME(widen)(of_a[k * a.step]);
-    if (k < last) {
-      h_before = (ACC)NAME(widen)(of_h[(k + 1) * h.step]);
-    } else {
-      h_before =
-          h0.data == NULL ? 0 : (ACC)NAME(widen)(((const T *)h0.data)[o * h0.outer + i * h0.inner]);
+  for (int64_t o = begin; o < end; ++o) {
+    const scan_item_t item = {.shape = &args->shape, .outer = o};
+    const scan_input a = NAME(input_part)(args->a, &item), h = NAME(input_part)(args->h, &item);
+    const scan_input g = NAME(input_part)(args->grad_h, &item);
+    const scan_output grad_a = NAME(output_part)(args->grad_a, &item);
+    const scan_output grad_b = NAME(output_part)(args->grad_b, &item);
+    scan_input h0 = args->h0;
+    scan_output grad_h0 = args->grad_h0;
+    if (h0.data != NULL) {
+      h0 = NAME(input_part)(h0, &item);
+      grad_h0 = NAME(output_part)(grad_h0, &item);
     }
-    to_a[k * grad_a.step] = NAME(narrow)(u * h_before);
-    to_b[k * grad_b.step] = NAME(narrow)(u);
+    for (int64_t i = 0; i < args->shape.inner; ++i) {
+      const T *of_a = (const T *)a.data + i * a.inner, *of_g = (const T *)g.data + i * g.inner;
+      const T *of_h = (const T *)h.data + i * h.inner;
+      T *to_a = (T *)grad_a.data + i * grad_a.inner, *to_b = (T *)grad_b.data + i * grad_b.inner;
+      const ACC end = h0.data == NULL ? 0 : (ACC)NAME(widen)(((const T *)h0.data)[i * h0.inner]);
+      ACC factor = 0, u = 0;
+      for (int64_t k = 0; k <= last; ++k) {
+        const ACC h_before = k < last ? (ACC)NAME(widen)(of_h[(k + 1) * h.step]) : end;
+        u = FMA(factor, u, (ACC)NAME(widen)(of_g[k * g.step]));
+        factor = (ACC)NAME(widen)(of_a[k * a.step]);
+        to_a[k * grad_a.step] = NAME(narrow)(u * h_before);
+        to_b[k * grad_b.step] = NAME(narrow)(u);
+      }
+      if (h0.data != NULL) ((T *)grad_h0.data)[i * grad_h0.inner] = NAME(narrow)(factor * u);
+    }
   }
-  if (grad_h0.data != NULL)
-    ((T *)grad_h0.data)[o * grad_h0.outer + i * grad_h0.inner] = NAME(narrow)(factor * u);
 }
 
 static void NAME(recurrence_backward)(const linear_recurrence_backward_args *args, int64_t begin,
                                       int64_t end, int only_total) {
   if (scan_is_narrow(&args->shape)) {
-    for (int64_t o = begin; o < end; ++o) {
-      for (int64_t i = 0; i < args->shape.inner; ++i) NAME(recurrence_backward_line)(args, o, i);
-    }
+    NAME(recurrence_backward_narrow)(args, begin, end);
     return;
   }
   const scan_op_t op = {NAME(zero_start), NAME(recurrence_backward_part), join_pairs};

@@ -8,14 +8,17 @@
 namespace scans {
 
 // Whether every vector of `width` elements that a kernel accesses is aligned.
-static bool has_vectors(const void *data, int64_t outer, int64_t step, int64_t inner, int width,
-                        int64_t element_size, const scan_shape &shape, const Plan &plan) {
-  const int64_t back = step < 0 ? (width - 1) * element_size : 0;  // a reversed vector ends at data
-  const auto address = reinterpret_cast<uintptr_t>(data);
-  const bool has_outer = shape.outer == 1 || outer % width == 0;
-  const int64_t size = width * element_size;
-  if (plan.is_rows) return (step == 1 || step == -1) && has_outer && (address - back) % size == 0;
-  return inner == 1 && has_outer && step % width == 0 && address % size == 0;
+template <typename T, typename Operand>
+static bool has_vectors(const Operand &at, int width, const scan_shape &shape, const Plan &plan) {
+  bool has_outer = shape.outer == 1 || at.outer % width == 0;
+  for (int64_t j = 0; j < shape.jump_count; ++j)
+    has_outer = has_outer && shape.jumps[j].by[at.index] % width == 0;
+  const auto address = reinterpret_cast<uintptr_t>(at.data);
+  const int64_t size = width * sizeof(T);
+  if (!plan.is_rows)
+    return at.inner == 1 && has_outer && at.step % width == 0 && address % size == 0;
+  const int64_t back = at.step < 0 ? size - sizeof(T) : 0;  // a reversed vector ends at data
+  return (at.step == 1 || at.step == -1) && has_outer && (address - back) % size == 0;
 }
 
 // The bytes of shared memory that a CTA may have on the current device.
@@ -60,6 +63,19 @@ static cudaError_t with_element(dtype_t dtype, F &&f) {
   return dtype == DTYPE_FLOAT32 ? f(float{}) : f(Half{});
 }
 
+// Calls f with the parameters of an op.
+template <template <typename> class Op, typename F>
+static cudaError_t with_params(const scan_shape &shape, F &&f) {
+  return with_element(shape.dtype, [&](auto zero) {
+    if (shape.jump_count == 0) return f(Params<Op<decltype(zero)>>{});
+    if (shape.jump_count > MAX_JUMPS) return cudaErrorInvalidConfiguration;
+    Params<WithJumps<Op<decltype(zero)>>> p{};
+    p.op.count = shape.jump_count;
+    std::copy_n(shape.jumps, shape.jump_count, p.op.jumps);
+    return f(std::move(p));
+  });
+}
+
 // Fills in what all ops share and launches the kernel.
 template <typename Op>
 static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_input *in,
@@ -73,12 +89,11 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
   p.inner = shape.inner;
   p.is_bfloat16 = shape.dtype == DTYPE_BFLOAT16;
   if (p.plan.ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
-  const auto is_vector = [&](const auto &at, int width) {
-    return has_vectors(at.data, at.outer, at.step, at.inner, width, sizeof(T), shape, p.plan);
-  };
   const int out_width = p.plan.is_rows ? WIDTH<T> : lines_of(WIDTH<T>);
-  for (int i = 0; i < Op::INPUTS; ++i) p.in[i] = {in[i], is_vector(in[i], WIDTH<T>)};
-  for (int o = 0; o < Op::OUTPUTS; ++o) p.out[o] = {out[o], is_vector(out[o], out_width)};
+  for (int i = 0; i < Op::INPUTS; ++i)
+    p.in[i] = {in[i], has_vectors<T>(in[i], WIDTH<T>, shape, p.plan)};
+  for (int o = 0; o < Op::OUTPUTS; ++o)
+    p.out[o] = {out[o], has_vectors<T>(out[o], out_width, shape, p.plan)};
   const auto ctas = static_cast<unsigned>(p.plan.ctas);
   const int bytes = dynamic_bytes<Op>(p.plan.vectors * p.plan.repeats, p.plan.is_rows);
   const auto kernel = p.plan.is_rows ? scan_rows<Op> : scan_columns<Op>;
@@ -108,31 +123,26 @@ static int64_t state_bytes(const scan_shape &shape) {
 using namespace scans;
 
 extern "C" int cumsum_cuda(const cumsum_args *args, void *stream) {
-  return with_element(args->shape.dtype, [&](auto zero) {
-    Params<Cumsum<decltype(zero)>> p{};
+  return with_params<Cumsum>(args->shape, [&](auto &&p) {
     p.op.exclusive = args->exclusive;
     return launch(p, args->shape, &args->x, &args->y, stream);
   });
 }
 
 extern "C" int logcumsumexp_cuda(const logcumsumexp_args *args, void *stream) {
-  return with_element(args->shape.dtype, [&](auto zero) {
-    Params<Logcumsumexp<decltype(zero)>> p{};
-    return launch(p, args->shape, &args->x, &args->y, stream);
-  });
+  return with_params<Logcumsumexp>(
+      args->shape, [&](auto &&p) { return launch(p, args->shape, &args->x, &args->y, stream); });
 }
 
 extern "C" int logcumsumexp_backward_cuda(const logcumsumexp_backward_args *args, void *stream) {
-  return with_element(args->shape.dtype, [&](auto zero) {
-    Params<LogcumsumexpBackward<decltype(zero)>> p{};
+  return with_params<LogcumsumexpBackward>(args->shape, [&](auto &&p) {
     const scan_input in[4] = {args->grad_out, args->x, args->y, args->y};
     return launch(p, args->shape, in, &args->grad_x, stream);
   });
 }
 
 extern "C" int linear_recurrence_cuda(const linear_recurrence_args *args, void *stream) {
-  return with_element(args->shape.dtype, [&](auto zero) {
-    Params<Recurrence<decltype(zero)>> p{};
+  return with_params<Recurrence>(args->shape, [&](auto &&p) {
     p.start = args->h0;
     const scan_input in[2] = {args->a, args->b};
     return launch(p, args->shape, in, &args->h, stream);
@@ -141,8 +151,7 @@ extern "C" int linear_recurrence_cuda(const linear_recurrence_args *args, void *
 
 extern "C" int linear_recurrence_backward_cuda(const linear_recurrence_backward_args *args,
                                                void *stream) {
-  return with_element(args->shape.dtype, [&](auto zero) {
-    Params<RecurrenceBackward<decltype(zero)>> p{};
+  return with_params<RecurrenceBackward>(args->shape, [&](auto &&p) {
     p.after = args->h0;
     p.decay = args->a;
     p.grad_start = args->grad_h0;

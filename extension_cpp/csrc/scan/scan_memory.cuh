@@ -97,14 +97,38 @@ struct Params {
   }
 };
 
-template <typename T>
-__device__ inline const T *element(const scan_input &in, int64_t outer, int64_t step, int64_t i) {
-  return static_cast<const T *>(in.data) + outer * in.outer + step * in.step + i * in.inner;
+// An op whose operands have jumps (scan.h). Without them a kernel has no code for jumps.
+template <typename Op>
+struct WithJumps : Op {
+  int64_t count;
+  scan_jump jumps[MAX_JUMPS];
+};
+
+template <typename Op>
+__device__ inline int64_t jumps_before(const Op &, int64_t, int64_t) {
+  return 0;
 }
 
-template <typename T>
-__device__ inline T *element(const scan_output &out, int64_t outer, int64_t step, int64_t i) {
-  return static_cast<T *>(out.data) + outer * out.outer + step * out.step + i * out.inner;
+template <typename Op>
+__device__ inline int64_t jumps_before(const WithJumps<Op> &op, int64_t outer, int64_t index) {
+  int64_t sum = 0;
+#pragma unroll 1
+  for (int j = 0; j < op.count; ++j) sum += outer / op.jumps[j].span * op.jumps[j].by[index];
+  return sum;
+}
+
+template <typename Op>
+__device__ inline const typename Op::T *element(const Params<Op> &p, const scan_input &in,
+                                                int64_t outer, int64_t step, int64_t i) {
+  return static_cast<const typename Op::T *>(in.data) + outer * in.outer + step * in.step +
+         i * in.inner + jumps_before(p.op, outer, in.index);
+}
+
+template <typename Op>
+__device__ inline typename Op::T *element(const Params<Op> &p, const scan_output &out,
+                                          int64_t outer, int64_t step, int64_t i) {
+  return static_cast<typename Op::T *>(out.data) + outer * out.outer + step * out.step +
+         i * out.inner + jumps_before(p.op, outer, out.index);
 }
 
 // The vectors that the CTA has copied, in dynamic shared memory.
@@ -188,7 +212,7 @@ __device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, i
                                                           int64_t i) {
   if constexpr (Op::Algebra::State::WORDS == 1) {
     if (p.start.data != nullptr && outer < p.outer && i < p.inner)
-      return {{p.to_acc(*element<typename Op::T>(p.start, outer, 0, i))}};
+      return {{p.to_acc(*element(p, p.start, outer, 0, i))}};
   }
   return Op::Algebra::start();
 }
@@ -196,7 +220,7 @@ __device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, i
 template <typename Op>
 __device__ inline typename Op::T after_last(const Params<Op> &p, int64_t outer, int64_t i) {
   using T = typename Op::T;
-  return p.after.data == nullptr ? T{} : *element<T>(p.after, outer, 0, i);
+  return p.after.data == nullptr ? T{} : *element(p, p.after, outer, 0, i);
 }
 
 // Writes the gradient of the state before a line, from `state` after the kernel's last step.
@@ -204,8 +228,8 @@ template <typename Op>
 __device__ inline void put_grad_start(const Params<Op> &p, int64_t outer, int64_t i,
                                       typename Op::Algebra::State state) {
   using T = typename Op::T;
-  const auto decay = p.to_acc(*element<T>(p.decay, outer, p.length - 1, i));
-  *element<T>(p.grad_start, outer, 0, i) = p.from_acc(decay * state.v[0]);
+  const auto decay = p.to_acc(*element(p, p.decay, outer, p.length - 1, i));
+  *element(p, p.grad_start, outer, 0, i) = p.from_acc(decay * state.v[0]);
 }
 
 }  // namespace scans

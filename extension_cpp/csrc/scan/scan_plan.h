@@ -17,6 +17,8 @@ namespace scans {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int FAN = 32;  // tiles per group, and groups per block, in the tree of scan_tile.cuh
 
+constexpr int MAX_JUMPS = 24;  // they are parameters of a kernel
+
 // ---- columns ----
 
 constexpr int MIN_VECTORS = 4;  // a tile is at least 64 bytes wide

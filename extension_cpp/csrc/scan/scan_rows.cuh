@@ -36,7 +36,7 @@ __device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const 
   using T = typename Op::T;
   constexpr int N = WIDTH<T>;
   const Operand &in = p.in[i];
-  const T *const from = element<T>(in.at, at.row, at.step, 0);
+  const T *const from = element(p, in.at, at.row, at.step, 0);
   copy_vector(row_vector<Op>(i, w), in.at.step > 0 ? from : from - (N - 1),
               at.count >= N && in.is_vector);
 }
@@ -52,7 +52,7 @@ __device__ inline void gather_rest(const Params<Op> &p, int64_t first_row, int64
     for (int i = 0; i < Op::INPUTS; ++i) {
       const Operand &in = p.in[i];
       if (at.count == 0 || (at.count >= WIDTH<T> && in.is_vector)) continue;
-      row_vector<Op>(i, w) = gather(element<T>(in.at, at.row, at.step, 0), in.at.step, at.count);
+      row_vector<Op>(i, w) = gather(element(p, in.at, at.row, at.step, 0), in.at.step, at.count);
     }
   }
 }
@@ -64,7 +64,7 @@ __device__ inline void put_row_vector(const Params<Op> &p, int o, int w, const R
   constexpr int N = WIDTH<T>;
   if (at.count == 0) return;
   const Result &out = p.out[o];
-  T *const to = element<T>(out.at, at.row, at.step, 0);
+  T *const to = element(p, out.at, at.row, at.step, 0);
   uint4 bits = row_vector<Op>(o, w);
   if (out.is_vector && at.count >= N) {
     if (out.at.step < 0) {
@@ -107,7 +107,7 @@ struct Run {
       const int64_t step = at.step + (Op::shift(i) < 0 ? -1 : vectors * N);
       edges[i] = 0;
       if (Op::shift(i) == 0 || at.count == 0 || step < 0) continue;
-      edges[i] = p.to_acc(step < p.length ? *element<T>(p.in[i].at, at.row, step, 0)
+      edges[i] = p.to_acc(step < p.length ? *element(p, p.in[i].at, at.row, step, 0)
                                           : after_last(p, at.row, 0));
     }
   }

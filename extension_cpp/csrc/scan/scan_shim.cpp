@@ -6,42 +6,17 @@ namespace extension_cpp {
 
 ScanView::ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype)
     : sizes_(like.sizes().begin(), like.sizes().end()),
-      strides_(like.strides().begin(), like.strides().end()),
       dim_(dim),
       reverse_(reverse),
       dtype_(dtype) {
-  if (sizes_.empty()) sizes_ = strides_ = {1};
-  length_ = sizes_[dim];
-  std::vector<int64_t> order;
-  for (int64_t d = 0; d < static_cast<int64_t>(sizes_.size()); ++d) {
-    if (d != dim && sizes_[d] != 1) order.push_back(d);
+  if (sizes_.empty()) sizes_ = {1};
+  for (int64_t d = 0; d < like.dim(); ++d) {
+    if (d == dim || sizes_[d] == 1) continue;
+    order_.push_back(d);
+    if (sizes_[dim] > 1 && like.stride(d) > like.stride(dim)) ++outside_;
   }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return strides_[a] > strides_[b]; });
-  for (const int64_t d : order) {
-    const bool outside = length_ > 1 && strides_[d] > strides_[dim];
-    (outside ? outside_ : inside_).push_back(d);
-    (outside ? outer_ : inner_) *= sizes_[d];
-  }
-}
-
-// Finds the single stride that steps through these dimensions; false if there is none.
-bool ScanView::merge(const std::vector<int64_t> &dims, const std::vector<int64_t> &strides,
-                     int64_t *stride) const {
-  *stride = 0;
-  int64_t expected = -1;
-  for (size_t i = dims.size(); i-- > 0;) {
-    const int64_t d = dims[i];
-    if (expected < 0) *stride = expected = strides[d];
-    if (strides[d] != expected) return false;
-    expected *= sizes_[d];
-  }
-  return true;
-}
-
-bool ScanView::describe(const std::vector<int64_t> &strides, scan_input *view) const {
-  view->step = reverse_ ? -strides[dim_] : strides[dim_];
-  return merge(outside_, strides, &view->outer) && merge(inside_, strides, &view->inner);
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](int64_t a, int64_t b) { return like.stride(a) > like.stride(b); });
 }
 
 // The strides of x, broadcast to the result's shape. !has_dim: the scanned dimension has stride 0.
@@ -56,61 +31,42 @@ std::vector<int64_t> ScanView::strides_of(const Tensor &x, bool has_dim) const {
 }
 
 // The element at which a scan begins: the last step if it runs backward.
-static const void *first_step(const Tensor &x, int64_t length, int64_t step) {
+const void *ScanView::first_step(const Tensor &x, int64_t step) const {
   const auto size = static_cast<int64_t>(x.element_size());
   return static_cast<const char *>(x.const_data_ptr()) +
-         (step < 0 ? (1 - length) * step * size : 0);
+         (step < 0 ? (1 - sizes_[dim_]) * step * size : 0);
 }
 
-scan_input ScanView::input(const Tensor &x) {
-  scan_input view{};
-  if (describe(strides_of(x, true), &view)) {
-    view.data = first_step(x, length_, view.step);
-    return view;
+// Whether in every operand one stride steps through two neighbouring dimensions.
+bool ScanView::has_one_stride(int64_t outside, int64_t inside) const {
+  return std::all_of(operands_.begin(), operands_.end(), [&](const Operand &operand) {
+    return operand.strides[outside] == sizes_[inside] * operand.strides[inside];
+  });
+}
+
+scan_shape ScanView::divide() {
+  scan_shape shape{1, sizes_[dim_], 1, dtype_, nullptr, 0, nullptr};
+  size_t i = order_.size();
+  for (; i > outside_; --i) {
+    if (i < order_.size() && !has_one_stride(order_[i - 1], order_[i])) break;
+    shape.inner *= sizes_[order_[i - 1]];
   }
-  const Tensor copy = allocate_strided(sizes_, strides_, dtype_, x);
-  copies_.push_back(copy_into(copy, x));
-  describe(strides_, &view);
-  view.data = first_step(copy, length_, view.step);
-  return view;
-}
-
-scan_output ScanView::output(const Tensor &y) const {
-  scan_input view{};
-  describe(strides_, &view);
-  return {const_cast<void *>(first_step(y, length_, view.step)), view.outer, view.step, view.inner};
-}
-
-// The result's dimensions without the scanned one, in the order that they have in its memory.
-Tensor ScanView::allocate_lines(const Tensor &like) const {
-  std::vector<int64_t> sizes = sizes_, strides(sizes_.size(), 1);
-  int64_t stride = 1;
-  for (const auto *dims : {&inside_, &outside_}) {
-    for (size_t i = dims->size(); i-- > 0;) {
-      strides[(*dims)[i]] = stride;
-      stride *= sizes_[(*dims)[i]];
+  for (const Operand &operand : operands_) {
+    *operand.outer = i > 0 ? operand.strides[order_[i - 1]] : 0;
+    *operand.inner = i < order_.size() ? operand.strides[order_.back()] : 0;
+  }
+  for (const size_t outer_dims = i; i-- > 0; shape.outer *= sizes_[order_[i]]) {
+    if (i + 1 == outer_dims || has_one_stride(order_[i], order_[i + 1])) continue;
+    scan_jump jump{shape.outer, {}};
+    for (size_t o = 0; o < operands_.size(); ++o) {
+      const std::vector<int64_t> &strides = operands_[o].strides;
+      jump.by[o] = strides[order_[i]] - sizes_[order_[i + 1]] * strides[order_[i + 1]];
     }
+    jumps_.push_back(jump);
   }
-  sizes.erase(sizes.begin() + dim_);
-  strides.erase(strides.begin() + dim_);
-  return allocate_strided(sizes, strides, dtype_, like);
-}
-
-scan_input ScanView::line_input(const Tensor &x) {
-  scan_input view{};
-  if (describe(strides_of(x, false), &view)) {
-    view.data = x.const_data_ptr();
-    return view;
-  }
-  copies_.push_back(copy_into(allocate_lines(x), x));
-  return line_input(copies_.back());
-}
-
-Tensor ScanView::line_output(const Tensor &y, scan_output *view) const {
-  scan_input strides{};
-  if (!describe(strides_of(y, false), &strides)) return line_output(allocate_lines(y), view);
-  *view = {y.mutable_data_ptr(), strides.outer, 0, strides.inner};
-  return y;
+  shape.jump_count = static_cast<int64_t>(jumps_.size());
+  shape.jumps = jumps_.data();
+  return shape;
 }
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {

@@ -9,40 +9,46 @@
 
 namespace extension_cpp {
 
-// Splits the dimensions of a dense result at the scanned dimension: dimensions with larger strides
-// form `outer`, the others form `inner`. A kernel reads an input in place if a single stride steps
-// through each of the two groups (0 if it is broadcast). Otherwise it reads a copy in the result's
-// layout, which lives as long as the view.
+// Divides the dimensions of a dense result, without the scanned one, into `outer` and `inner`, so
+// that a kernel reads and writes all operands in place. `inner` are the dimensions with smaller
+// strides than the scanned one that a single stride steps through in each operand (0 if it is
+// broadcast). The others are `outer`, with jumps where they have no single stride.
 class ScanView {
  public:
   // `like` is dense and has elements; dim is an index from 0.
   ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype);
 
-  scan_shape shape() const { return {outer_, length_, inner_, dtype_, nullptr}; }
+  // Adds an operand, which broadcasts to the result's shape; has_dim: it has the scanned dimension.
+  template <typename Operand>
+  void add(const Tensor &x, Operand *operand, bool has_dim = true) {
+    operands_.push_back({strides_of(x, has_dim), &operand->outer, &operand->inner});
+    operand->step = operands_.back().strides[dim_] * (reverse_ ? -1 : 1);
+    operand->data = const_cast<void *>(first_step(x, operand->step));
+    operand->index = static_cast<int64_t>(operands_.size()) - 1;
+  }
 
-  // x broadcasts to the result's shape.
-  scan_input input(const Tensor &x);
-  // y has the result's shape and strides.
-  scan_output output(const Tensor &y) const;
-
-  // The same for tensors without the scanned dimension. The kernel writes to the tensor that
-  // line_output returns: y itself, or another one if no single stride steps through y's dimensions.
-  scan_input line_input(const Tensor &x);
-  Tensor line_output(const Tensor &y, scan_output *view) const;
+  // Sets the strides `outer` and `inner` of the operands, after all were added. The view holds the
+  // jumps of the shape.
+  scan_shape divide();
 
  private:
-  bool merge(const std::vector<int64_t> &dims, const std::vector<int64_t> &strides,
-             int64_t *stride) const;
-  bool describe(const std::vector<int64_t> &strides, scan_input *view) const;
-  std::vector<int64_t> strides_of(const Tensor &x, bool has_dim) const;
-  Tensor allocate_lines(const Tensor &like) const;
+  struct Operand {
+    std::vector<int64_t> strides;
+    int64_t *outer, *inner;
+  };
 
-  std::vector<int64_t> sizes_, strides_;   // of the result; a 0-d one has one dimension here
-  std::vector<int64_t> outside_, inside_;  // dimensions, the outermost in memory first
-  int64_t dim_, outer_ = 1, length_, inner_ = 1;
+  std::vector<int64_t> strides_of(const Tensor &x, bool has_dim) const;
+  const void *first_step(const Tensor &x, int64_t step) const;
+  bool has_one_stride(int64_t outside, int64_t inside) const;
+
+  std::vector<int64_t> sizes_;  // of the result; a 0-d one has one dimension here
+  std::vector<int64_t> order_;  // dimensions but the scanned one, the outermost in memory first
+  size_t outside_ = 0;          // how many of them have larger strides than the scanned one
+  int64_t dim_;
   bool reverse_;
   dtype_t dtype_;
-  std::vector<Tensor> copies_;
+  std::vector<Operand> operands_;
+  std::vector<scan_jump> jumps_;
 };
 
 // A kernel and its helpers: `totals` computes the totals of parts on the CPU, if there are too few
