@@ -46,23 +46,27 @@ bool ScanView::has_one_stride(int64_t outside, int64_t inside) const {
 
 scan_shape ScanView::divide() {
   scan_shape shape{1, sizes_[dim_], 1, dtype_, nullptr, 0, nullptr};
-  size_t i = order_.size();
-  for (; i > outside_; --i) {
-    if (i < order_.size() && !has_one_stride(order_[i - 1], order_[i])) break;
-    shape.inner *= sizes_[order_[i - 1]];
+  size_t outer_dims = order_.size();
+  for (; outer_dims > outside_; --outer_dims) {
+    const int64_t d = order_[outer_dims - 1];
+    if (shape.inner > 1 && !has_one_stride(d, order_[outer_dims])) break;
+    shape.inner *= sizes_[d];
   }
   for (const Operand &operand : operands_) {
-    *operand.outer = i > 0 ? operand.strides[order_[i - 1]] : 0;
-    *operand.inner = i < order_.size() ? operand.strides[order_.back()] : 0;
+    *operand.outer = outer_dims > 0 ? operand.strides[order_[outer_dims - 1]] : 0;
+    *operand.inner = shape.inner > 1 ? operand.strides[order_.back()] : 0;
   }
-  for (const size_t outer_dims = i; i-- > 0; shape.outer *= sizes_[order_[i]]) {
-    if (i + 1 == outer_dims || has_one_stride(order_[i], order_[i + 1])) continue;
-    scan_jump jump{shape.outer, {}};
-    for (size_t o = 0; o < operands_.size(); ++o) {
-      const std::vector<int64_t> &strides = operands_[o].strides;
-      jump.by[o] = strides[order_[i]] - sizes_[order_[i + 1]] * strides[order_[i + 1]];
+  for (size_t i = outer_dims; i-- > 0;) {
+    const int64_t d = order_[i];
+    if (i + 1 < outer_dims && !has_one_stride(d, order_[i + 1])) {
+      scan_jump jump{shape.outer, {}};
+      for (size_t o = 0; o < operands_.size(); ++o) {
+        const std::vector<int64_t> &strides = operands_[o].strides;
+        jump.by[o] = strides[d] - sizes_[order_[i + 1]] * strides[order_[i + 1]];
+      }
+      jumps_.push_back(jump);
     }
-    jumps_.push_back(jump);
+    shape.outer *= sizes_[d];
   }
   shape.jump_count = static_cast<int64_t>(jumps_.size());
   shape.jumps = jumps_.data();
