@@ -73,11 +73,15 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
 # 256 MiB.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_ELEMENTS, MOST_DRAWN = 300 * 1025, 1 << 25
+DRAWN_ON_GPU = 1 << 20  # elements from which a GPU draws a tensor: on the CPU this takes most of a test's time
 
 
-def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]]) -> Tensor:
+def _normal(generator: torch.Generator, shapes: list[tuple[int, ...]], device: str) -> Tensor:
     """The next tensor that the generator draws. It has the last of the shapes."""
     key = (generator.initial_seed(), *shapes)
+    if device == "cuda" and math.prod(shapes[-1]) >= DRAWN_ON_GPU:
+        on_gpu = torch.Generator(device).manual_seed(generator.initial_seed() + len(shapes))
+        return torch.randn(shapes[-1], generator=on_gpu, dtype=torch.float64, device=device)
     if key in _DRAWN:
         x, state = _DRAWN[key]
         generator.set_state(state)
@@ -99,13 +103,14 @@ def maker(
     spread: float = 1.0,
     mean: float = 0.0,
 ) -> Make:
-    """A function make(shape) of random normal leaves that require grad, with the same values on every device."""
+    """A function make(shape) of random normal leaves that require grad. Up to a million elements, every device has the
+    same values."""
     generator = torch.Generator().manual_seed(seed)
     shapes: list[tuple[int, ...]] = []
 
     def make(shape: Sequence[int]) -> Tensor:
         shapes.append(tuple(shape))
-        x = _normal(generator, shapes)
+        x = _normal(generator, shapes, device)
         x = x * spread + mean if (spread, mean) != (1.0, 0.0) else x
         x = x.to(dtype, copy=True).to(device)
         return (with_layout(x, layout) if x.dim() else x).detach().requires_grad_()
