@@ -784,7 +784,8 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
 
     Differentiable, to any order; backward saves only the result. An element of -inf gives 0. A row that is all -inf, or
     has a NaN or +inf, gives NaN, as in torch.softmax. Batch-invariant at equal alignment: a row's result has the same
-    bits for any number of rows. Autocast casts half inputs to float32 on CUDA, as in PyTorch.
+    bits for any number of rows, and for any sizes of the dimensions before ``dim``. Autocast casts half inputs to
+    float32 on CUDA, as in PyTorch.
     """
     return _ops.softmax(input, dim)
 
@@ -1043,8 +1044,8 @@ def cross_entropy(
 
     Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
     reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
-    Batch-invariant at equal alignment. Sources: torch.nn.functional.cross_entropy; z_loss: Chowdhery et al. 2022,
-    arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
+    Batch-invariant at equal alignment, in (N, C, d1, ...) over N. Sources: torch.nn.functional.cross_entropy; z_loss:
+    Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     options = label_smoothing, z_loss, softcap
     return losses.cross_entropy(input, target, weight, ignore_index, reduction, *options, False)

@@ -88,7 +88,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     // A CTA of one strip of short lines would have few bytes in flight.
     const auto strips = [&](int repeats) { return ceil_div(shape.inner, plan.columns * repeats); };
     while (plan.segments == 1 && 2 * plan.repeats * plan.vectors <= vectors &&
-           shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {
+           strips(plan.repeats) > 1 && shape.outer * strips(2 * plan.repeats) >= MANY_CTAS) {
       plan.repeats *= 2;
     }
     plan.strips = strips(plan.repeats);
