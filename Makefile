@@ -42,8 +42,7 @@ help:  ## list the targets
 	  else python3 check_environment.py machine && python3 -m venv --clear .venv; fi
 	@echo "Installing requirements.txt into .venv: torch and its CUDA libraries, a download of 3 GB that takes 5 GB of disk."
 	@echo "PYTHON=/path/to/python uses an environment that has torch instead."
-	@# Not compiled: Python compiles what it imports, and all modules would take a minute.
-	@.venv/bin/python -m pip install --no-compile --disable-pip-version-check -r requirements.txt
+	@.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
 	@# The package of this folder, so that scripts elsewhere find it, too.
 	@.venv/bin/python -c 'import os, pathlib, sysconfig; \
 	  pathlib.Path(sysconfig.get_path("purelib"), "extension_cpp.pth").write_text(os.getcwd() + "\n")'
