@@ -90,13 +90,13 @@ auto with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
 
 // Calls f(zero of the rows' type, mode, N). Threads load N > 1 elements at once for PLAIN alone.
 template <typename F>
-cudaError_t with_strip_kernel(const loss_rows &rows, bool has_entropy, bool is_aligned, F &&f) {
+cudaError_t with_strip_kernel(const loss_rows &rows, bool has_entropy, bool are_aligned, F &&f) {
   return with_dtype(rows.dtype, [&](auto zero) {
     return with_mode(rows, has_entropy, [&](auto mode) {
       using T = decltype(zero);
       const auto run = [&](auto n) { return f(zero, mode, n); };
       if constexpr (decltype(mode)::value == PLAIN) {
-        const bool has_vectors = is_aligned && rows.outer_stride % VECTOR<T> == 0;
+        const bool has_vectors = are_aligned && rows.outer_stride % VECTOR<T> == 0;
         return with_strip_vector<T>(has_vectors, rows.inner, run);
       }
       return run(std::integral_constant<int, 1>{});
