@@ -34,10 +34,15 @@ CHANGES = {
         ),
     },
     "scan_cuda.cu": {
+        "add_jump<<<group_ctas, THREADS, 0, on>>>(jumps, p.plan, p.OPERANDS, shape.jumps[j]);": (
+            "const cudaLaunchConfig_t config{dim3(group_ctas), dim3(THREADS), on};\n    error = "
+            "cudaLaunchKernelEx(&config, add_jump, jumps, p.plan, p.OPERANDS, shape.jumps[j]);\n"
+            "    if (error != cudaSuccess) return error;"
+        ),
         "kernel<<<ctas, THREADS, bytes, on>>>(p);": (
             "const cudaLaunchConfig_t config{dim3(ctas), dim3(THREADS), on};\n"
             "  error = cudaLaunchKernelEx(&config, kernel, p);\n  if (error != cudaSuccess) return error;"
-        )
+        ),
     },
     "scan_plan.h": {"THREADS = 256": "THREADS = 64", "FAN = 32": "FAN = 4", "MANY_CTAS = 1024": "MANY_CTAS = 2"},
 }

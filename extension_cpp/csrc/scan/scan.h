@@ -12,8 +12,7 @@
  * scan from the last step to the first, `data` points at the last step and `step` is negative. So
  * step k - 1 in the formulas of the gradients is step k + 1 of their kernels. Outputs overlap
  * neither inputs nor one another. Any size may exceed 2^31; on the GPU columns have at most
- * 2^31 - 1 tiles and outer indices 24 kinds of jumps (scan_plan.h). A call with no element is not
- * launched.
+ * 2^31 - 1 tiles (scan_plan.h). A call with no element is not launched.
  * Computed in float (float64: double) or better and rounded once per element. Run-to-run
  * deterministic and batch-invariant at equal alignment: a line's result does not depend on the
  * number of threads or on the other lines. NaN and infinities spread to later steps only.

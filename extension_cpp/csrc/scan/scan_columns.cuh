@@ -21,9 +21,12 @@ struct ColumnTile {
   const Params<Op> &p;
   const int segment, lane, width;  // width: bytes of a step
   const int copy_step, copy_column;
-  const int64_t outer, first_step, first_line;  // of the run; of the CTA
+  const Outer outer;
+  const int64_t first_step, first_line;  // of the CTA
+  const int run;                         // the first step of the run in the tile
+  const int steps;  // from first_step to the end of the lines, or one more than the tile has
 
-  __device__ ColumnTile(const Params<Op> &p, int64_t outer, int64_t tile, int64_t strip)
+  __device__ ColumnTile(const Params<Op> &p, const Outer &outer, unsigned tile, unsigned strip)
       : p(p),
         segment(threadIdx.x / p.plan.lanes),
         lane(threadIdx.x % p.plan.lanes),
@@ -31,16 +34,16 @@ struct ColumnTile {
         copy_step(lane % 32 / side()),
         copy_column(lane / 32 * 32 * LINES + lane % 32 % side() * N),
         outer(outer),
-        first_step(tile * p.plan.steps + segment * p.plan.run),
-        first_line(strip * p.plan.columns * p.plan.repeats) {}
+        first_step(tile * p.plan.steps),
+        first_line(int64_t{strip} * (p.plan.columns * p.plan.repeats)),
+        run(segment * p.plan.run),
+        steps(static_cast<int>(min(p.length - first_step, p.plan.steps + 1))) {}
 
   __device__ int side() const { return min(p.plan.lanes, 32) / STEPS; }  // vectors side by side
-  __device__ int64_t line(int repeat) const {
-    return first_line + repeat * p.plan.columns + lane * LINES;
-  }
-  __device__ int64_t copy_line(int repeat) const {
-    return first_line + repeat * p.plan.columns + copy_column;
-  }
+  __device__ int line(int repeat) const { return repeat * p.plan.columns + lane * LINES; }
+  __device__ int copy_line(int repeat) const { return repeat * p.plan.columns + copy_column; }
+  // The lines from number `line` of the CTA on.
+  __device__ int64_t lines(int line) const { return p.inner - first_line - line; }
   __device__ int input_bytes() const {
     return p.plan.vectors * p.plan.repeats * THREADS * 16 + GAPS;
   }
@@ -53,34 +56,50 @@ struct ColumnTile {
                                       copy_column * static_cast<int>(sizeof(T)));
   }
 
-  __device__ void copy(int repeat) const {
-    const int64_t step = first_step + copy_step, count = p.inner - copy_line(repeat);
-    const T *from[Op::INPUTS];
+  __device__ void copy() const {
+    const int step = run + copy_step;
+    const T *strip[Op::INPUTS];
 #pragma unroll
     for (int i = 0; i < Op::INPUTS; ++i) {
-      from[i] = element(p, p.in[i].at, outer, step + Op::shift(i), copy_line(repeat));
+      const scan_input &in = p.in[i].at;
+      strip[i] = element(p, in, outer, first_step + Op::shift(i), first_line) +
+                 strides(step, in.step) + strides(copy_column, in.inner);
     }
-#pragma unroll 4
-    for (int k = 0; k < p.plan.vectors; ++k) {
+#pragma unroll 1
+    for (int repeat = 0; repeat < p.plan.repeats; ++repeat) {
+      const bool is_whole = lines(copy_line(repeat)) >= N;
+      const T *from[Op::INPUTS];
 #pragma unroll
       for (int i = 0; i < Op::INPUTS; ++i) {
-        const int64_t at = step + k * STEPS + Op::shift(i);
-        const bool is_there = (Op::shift(i) >= 0 || at >= 0) && at < p.length;
-        copy_vector(copied(i, repeat, k), from[i], is_there && p.in[i].is_vector && count >= N);
-        from[i] += STEPS * p.in[i].at.step;
+        from[i] = strip[i];
+        strip[i] += strides(p.plan.columns, p.in[i].at.inner);
+      }
+#pragma unroll 4
+      for (int k = 0; k < p.plan.vectors; ++k) {
+#pragma unroll
+        for (int i = 0; i < Op::INPUTS; ++i) {
+          const int at = step + k * STEPS + Op::shift(i);
+          const bool is_there = at < steps && (Op::shift(i) >= 0 || at >= 0 || first_step > 0);
+          copy_vector(copied(i, repeat, k), from[i], is_there && p.in[i].is_vector && is_whole);
+          from[i] += STEPS * p.in[i].at.step;
+        }
       }
     }
   }
 
   // Gathers the vectors that copy() does not copy.
-  __device__ void gather_rest(int repeat) const {
-    const int64_t line = copy_line(repeat), count = p.inner - line;
+  __device__ void gather_rest() const {
+#pragma unroll 1
+    for (int repeat = 0; repeat < p.plan.repeats; ++repeat) gather_strip(repeat);
+  }
+  __device__ void gather_strip(int repeat) const {
+    const int64_t line = first_line + copy_line(repeat), count = p.inner - line;
     if (count <= 0) return;
 #pragma unroll 1
     for (int k = 0; k < p.plan.vectors; ++k) {
       for (int i = 0; i < Op::INPUTS; ++i) {
         const Operand &in = p.in[i];
-        const int64_t step = first_step + copy_step + k * STEPS, at = step + Op::shift(i);
+        const int64_t step = first_step + run + copy_step + k * STEPS, at = step + Op::shift(i);
         if (step >= p.length || at < 0) continue;
         if (at < p.length) {
           if (in.is_vector && count >= N) continue;
@@ -90,6 +109,14 @@ struct ColumnTile {
         }
       }
     }
+  }
+
+  // Whether a step of the run is the first one of the lines.
+  __device__ bool is_first(int step) const { return first_step == 0 && run + step == 0; }
+
+  // The state before line number `line` of the CTA.
+  __device__ typename Op::Algebra::State start(int line) const {
+    return start_state(p, lines(line) > 0, outer, first_line + line);
   }
 
   // Calls f(inputs, step, line) for STEPS steps of LINES lines, from step k * STEPS of the run on.
@@ -115,24 +142,46 @@ struct ColumnTile {
     }
   }
 
-  // Scans the run from `state` on and writes the results.
-  __device__ void write(int repeat, typename Op::Algebra::State (&state)[LINES]) const {
-    const int64_t line = this->line(repeat), count = p.inner - line, left = p.length - first_step;
+  // Scans the run from `state` on, and strips of short lines from their start on, and writes the
+  // results.
+  __device__ void write(typename Op::Algebra::State (&state)[LINES]) const {
+    T *to[Op::OUTPUTS];
+#pragma unroll
+    for (int o = 0; o < Op::OUTPUTS; ++o) {
+      const scan_output &out = p.out[o].at;
+      to[o] = element(p, out, outer, first_step, first_line) + strides(run, out.step) +
+              strides(lane * LINES, out.inner);
+    }
+#pragma unroll 1
+    for (int repeat = 0; repeat < p.plan.repeats; ++repeat) {
+      if (p.plan.segments == 1) {
+#pragma unroll
+        for (int j = 0; j < LINES; ++j) state[j] = start(line(repeat) + j);
+      }
+      write_strip(repeat, to, state);
+#pragma unroll
+      for (int o = 0; o < Op::OUTPUTS; ++o) to[o] += strides(p.plan.columns, p.out[o].at.inner);
+    }
+  }
+  __device__ void write_strip(int repeat, T *const (&strip)[Op::OUTPUTS],
+                              typename Op::Algebra::State (&state)[LINES]) const {
+    const int line = this->line(repeat), left = steps - run;
+    const int count = static_cast<int>(min(lines(line), int64_t{LINES}));
     if (count <= 0) return;
     T *to[Op::OUTPUTS];
 #pragma unroll
-    for (int o = 0; o < Op::OUTPUTS; ++o) to[o] = element(p, p.out[o].at, outer, first_step, line);
+    for (int o = 0; o < Op::OUTPUTS; ++o) to[o] = strip[o];
 #pragma unroll 1
     for (int k = 0; k < p.plan.vectors && k * STEPS < left; ++k) {
       A results[Op::OUTPUTS][N];
       for_each_step(repeat, k, [&](const A(&x)[Op::INPUTS], int s, int j) {
         A out[Op::OUTPUTS];
-        p.op.step(x, first_step + k * STEPS + s == 0, state[j], out);
+        p.op.step(x, is_first(k * STEPS + s), state[j], out);
 #pragma unroll
         for (int o = 0; o < Op::OUTPUTS; ++o) results[o][s * LINES + j] = out[o];
         if (Op::OUTPUTS == 2 && p.grad_start.data != nullptr && k * STEPS + s == left - 1 &&
             j < count) {
-          put_grad_start(p, outer, line + j, state[j]);
+          put_grad_start(p, outer, first_line + line + j, state[j]);
         }
       });
 #pragma unroll
@@ -164,15 +213,15 @@ __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant
   using Tile = ColumnTile<Op>;
   __shared__ ColumnTable<Op> table;
   const Plan &plan = p.plan;
-  const int64_t strip = blockIdx.x % plan.strips, number = blockIdx.x / plan.strips;
-  const int64_t tile = number % plan.tiles, outer = number / plan.tiles;
-  const Tile t(p, outer, tile, strip);
-#pragma unroll 1
-  for (int r = 0; r < plan.repeats; ++r) t.copy(r);
+  // There are at most 2^31 - 1 CTAs, so that these are divisions of 32 bits.
+  const auto strips = static_cast<unsigned>(plan.strips), tiles = static_cast<unsigned>(plan.tiles);
+  const unsigned strip = blockIdx.x % strips, number = blockIdx.x / strips;
+  const unsigned tile = number % tiles, outer = number / tiles;
+  const Tile t(p, {outer, outer / static_cast<unsigned>(plan.span)}, tile, strip);
+  t.copy();
   wait_for_copies();
   if (!has_whole_vectors(p, p.inner) || (p.after.data != nullptr && tile == plan.tiles - 1)) {
-#pragma unroll 1
-    for (int r = 0; r < plan.repeats; ++r) t.gather_rest(r);
+    t.gather_rest();
   }
   __syncwarp();
   typename Algebra::State state[Tile::LINES];
@@ -181,7 +230,7 @@ __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant
 #pragma unroll 2
     for (int k = 0; k < plan.vectors; ++k) {
       t.for_each_step(0, k, [&](const A(&x)[Op::INPUTS], int s, int j) {
-        const auto part = p.op.part(x, t.first_step + k * Tile::STEPS + s == 0);
+        const auto part = p.op.part(x, t.is_first(k * Tile::STEPS + s));
         sum[j] = k + s == 0 ? part : Algebra::join(sum[j], part);
       });
     }
@@ -192,19 +241,12 @@ __global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant
     }
     table.join_segments(plan);
     table.put_states(p.state, p.layout, plan, outer * plan.strips + strip, tile,
-                     [&](int c) { return start_state(p, outer, t.first_line + c); });
+                     [&](int c) { return t.start(c); });
 #pragma unroll
     for (int j = 0; j < Tile::LINES; ++j)
       state[j] = table.state(t.segment, plan.columns, column + j);
   }
-#pragma unroll 1
-  for (int r = 0; r < plan.repeats; ++r) {
-    if (plan.segments == 1) {
-#pragma unroll
-      for (int j = 0; j < Tile::LINES; ++j) state[j] = start_state(p, outer, t.line(r) + j);
-    }
-    t.write(r, state);
-  }
+  t.write(state);
 }
 
 }  // namespace scans

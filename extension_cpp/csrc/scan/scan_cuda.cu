@@ -50,10 +50,10 @@ static Plan plan_of(const scan_shape &shape) {
 }
 
 template <typename Op>
-static StateLayout layout_of(const scan_shape &shape) {
+static StateLayout layout_of(const scan_shape &shape, const Plan &plan) {
   using Algebra = typename Op::Algebra;
-  return state_layout(plan_of<Op>(shape), shape.outer, sizeof(typename Algebra::Part) / 4,
-                      sizeof(typename Algebra::State) / 4);
+  return state_layout(plan, shape.outer, shape.jump_count > 0 ? Params<Op>::OPERANDS : 0,
+                      sizeof(typename Algebra::Part) / 4, sizeof(typename Algebra::State) / 4);
 }
 
 // Calls f with a zero of the type of the elements in memory, see Half.
@@ -66,14 +66,17 @@ static cudaError_t with_element(dtype_t dtype, F &&f) {
 // Calls f with the parameters of an op.
 template <template <typename> class Op, typename F>
 static cudaError_t with_params(const scan_shape &shape, F &&f) {
-  return with_element(shape.dtype, [&](auto zero) {
-    if (shape.jump_count == 0) return f(Params<Op<decltype(zero)>>{});
-    if (shape.jump_count > MAX_JUMPS) return cudaErrorInvalidConfiguration;
-    Params<WithJumps<Op<decltype(zero)>>> p{};
-    p.op.count = shape.jump_count;
-    std::copy_n(shape.jumps, shape.jump_count, p.op.jumps);
-    return f(std::move(p));
-  });
+  return with_element(shape.dtype, [&](auto zero) { return f(Params<Op<decltype(zero)>>{}); });
+}
+
+// Adds one of the shape's jumps to Params::jumps.
+static __global__ void add_jump(int64_t *jumps, const __grid_constant__ Plan plan, int operands,
+                                const __grid_constant__ scan_jump jump) {
+  const int64_t group = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (group >= plan.groups) return;
+  for (int i = 0; i < operands; ++i) {
+    jumps[i * plan.groups + group] += group * plan.span / jump.span * jump.by[i];
+  }
 }
 
 // Fills in what all ops share and launches the kernel.
@@ -82,9 +85,10 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
                           const scan_output *out, void *stream) {
   using T = typename Op::T;
   p.plan = plan_of<Op>(shape);
-  p.layout = layout_of<Op>(shape);
+  p.layout = layout_of<Op>(shape, p.plan);
   p.state = static_cast<char *>(shape.state);
-  p.outer = shape.outer;
+  const auto jumps = reinterpret_cast<int64_t *>(p.state + p.layout.jumps);
+  if (shape.jump_count > 0) p.jumps = jumps;
   p.length = shape.length;
   p.inner = shape.inner;
   p.is_bfloat16 = shape.dtype == DTYPE_BFLOAT16;
@@ -104,6 +108,10 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
     error = cudaMemsetAsync(p.state, 0, p.layout.bytes, on);
   }
   if (error != cudaSuccess) return error;
+  const auto group_ctas = static_cast<unsigned>(ceil_div(p.plan.groups, THREADS));
+  for (int64_t j = 0; j < shape.jump_count; ++j) {
+    add_jump<<<group_ctas, THREADS, 0, on>>>(jumps, p.plan, p.OPERANDS, shape.jumps[j]);
+  }
   kernel<<<ctas, THREADS, bytes, on>>>(p);
   return cudaGetLastError();
 }
@@ -112,7 +120,8 @@ template <template <typename> class Op>
 static int64_t state_bytes(const scan_shape &shape) {
   int64_t bytes = 0;
   with_element(shape.dtype, [&](auto zero) {
-    bytes = layout_of<Op<decltype(zero)>>(shape).bytes;
+    using At = Op<decltype(zero)>;
+    bytes = layout_of<At>(shape, plan_of<At>(shape)).bytes;
     return cudaSuccess;
   });
   return bytes;

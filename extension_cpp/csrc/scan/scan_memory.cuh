@@ -56,11 +56,14 @@ struct Params {
   scan_input after;  // value of an input with shift 1 after the last step (outer, inner); NULL: 0
   scan_input decay;  // grad_start = decay * state, at the last step
   scan_output grad_start;  // (outer, inner); NULL: none
-  int64_t outer, length, inner;
+  int64_t length, inner;
   bool is_bfloat16;  // what T = Half stands for
   Plan plan;
   char *state;
   StateLayout layout;
+  const int64_t *jumps;  // before each group, in elements: (OPERANDS, plan.groups); NULL: none
+
+  static constexpr int OPERANDS = Op::INPUTS + 2 * Op::OUTPUTS;  // at most
 
   // Conversions between memory and the accumulation type.
   using T = typename Op::T;
@@ -97,38 +100,35 @@ struct Params {
   }
 };
 
-// An op whose operands have jumps (scan.h). Without them a kernel has no code for jumps.
-template <typename Op>
-struct WithJumps : Op {
-  int64_t count;
-  scan_jump jumps[MAX_JUMPS];
+// An outer index. All of a CTA are in one group (Plan::span).
+struct Outer {
+  int64_t index, group;
 };
 
-template <typename Op>
-__device__ inline int64_t jumps_before(const Op &, int64_t, int64_t) {
-  return 0;
-}
-
-template <typename Op>
-__device__ inline int64_t jumps_before(const WithJumps<Op> &op, int64_t outer, int64_t index) {
-  int64_t sum = 0;
-#pragma unroll 1
-  for (int j = 0; j < op.count; ++j) sum += outer / op.jumps[j].span * op.jumps[j].by[index];
-  return sum;
+// The offset of an element in an operand.
+template <typename Op, typename At>
+__device__ inline int64_t offset(const Params<Op> &p, const At &at, const Outer &outer,
+                                 int64_t step, int64_t i) {
+  int64_t offset = outer.index * at.outer + step * at.step + i * at.inner;
+  if (p.jumps != nullptr) offset += p.jumps[at.index * p.plan.groups + outer.group];
+  return offset;
 }
 
 template <typename Op>
 __device__ inline const typename Op::T *element(const Params<Op> &p, const scan_input &in,
-                                                int64_t outer, int64_t step, int64_t i) {
-  return static_cast<const typename Op::T *>(in.data) + outer * in.outer + step * in.step +
-         i * in.inner + jumps_before(p.op, outer, in.index);
+                                                const Outer &outer, int64_t step, int64_t i) {
+  return static_cast<const typename Op::T *>(in.data) + offset(p, in, outer, step, i);
 }
 
 template <typename Op>
 __device__ inline typename Op::T *element(const Params<Op> &p, const scan_output &out,
-                                          int64_t outer, int64_t step, int64_t i) {
-  return static_cast<typename Op::T *>(out.data) + outer * out.outer + step * out.step +
-         i * out.inner + jumps_before(p.op, outer, out.index);
+                                          const Outer &outer, int64_t step, int64_t i) {
+  return static_cast<typename Op::T *>(out.data) + offset(p, out, outer, step, i);
+}
+
+// `count` strides. A count of 32 bits takes fewer instructions than one of 64 bits.
+__device__ inline int64_t strides(int count, int64_t stride) {
+  return static_cast<int64_t>(static_cast<unsigned>(count)) * stride;
 }
 
 // The vectors that the CTA has copied, in dynamic shared memory.
@@ -161,12 +161,13 @@ __device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
   return all;
 }
 
-// Loads `count` elements from p on, `stride` apart; the rest of the vector is 0.
+// Loads `count` elements (at least one) from p on, `stride` apart; the rest of the vector is 0.
 template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {
   T v[WIDTH<T>];
+  v[0] = *p;
 #pragma unroll
-  for (int j = 0; j < WIDTH<T>; ++j) v[j] = j < count ? p[j * stride] : T{};
+  for (int j = 1; j < WIDTH<T>; ++j) v[j] = j >= count ? T{} : stride == 0 ? v[0] : p[j * stride];
   uint4 bits;
   memcpy(&bits, v, sizeof bits);
   return bits;
@@ -207,25 +208,25 @@ __device__ inline void reverse(A (&v)[N]) {
   }
 }
 
+// is_line: whether there is such a line.
 template <typename Op>
-__device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, int64_t outer,
-                                                          int64_t i) {
+__device__ inline typename Op::Algebra::State start_state(const Params<Op> &p, bool is_line,
+                                                          const Outer &outer, int64_t i) {
   if constexpr (Op::Algebra::State::WORDS == 1) {
-    if (p.start.data != nullptr && outer < p.outer && i < p.inner)
-      return {{p.to_acc(*element(p, p.start, outer, 0, i))}};
+    if (p.start.data != nullptr && is_line) return {{p.to_acc(*element(p, p.start, outer, 0, i))}};
   }
   return Op::Algebra::start();
 }
 
 template <typename Op>
-__device__ inline typename Op::T after_last(const Params<Op> &p, int64_t outer, int64_t i) {
+__device__ inline typename Op::T after_last(const Params<Op> &p, const Outer &outer, int64_t i) {
   using T = typename Op::T;
   return p.after.data == nullptr ? T{} : *element(p, p.after, outer, 0, i);
 }
 
 // Writes the gradient of the state before a line, from `state` after the kernel's last step.
 template <typename Op>
-__device__ inline void put_grad_start(const Params<Op> &p, int64_t outer, int64_t i,
+__device__ inline void put_grad_start(const Params<Op> &p, const Outer &outer, int64_t i,
                                       typename Op::Algebra::State state) {
   using T = typename Op::T;
   const auto decay = p.to_acc(*element(p, p.decay, outer, p.length - 1, i));

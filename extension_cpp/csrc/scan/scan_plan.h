@@ -7,6 +7,7 @@
 #ifndef EXTENSION_CPP_SCAN_PLAN_H
 #define EXTENSION_CPP_SCAN_PLAN_H
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/range.h"
@@ -16,8 +17,6 @@ namespace scans {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int FAN = 32;  // tiles per group, and groups per block, in the tree of scan_tile.cuh
-
-constexpr int MAX_JUMPS = 24;  // they are parameters of a kernel
 
 // ---- columns ----
 
@@ -33,19 +32,21 @@ constexpr int MANY_CTAS = 1024;
 
 struct Plan {
   bool is_rows;
-  int vectors;       // per input and thread; columns: of one strip
-  int lanes;         // rows: threads of a warp that share a row; columns: threads along inner
-  int segments;      // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
-  int columns;       // lines of a tile whose segments are joined in shared memory
-  int row_vectors;   // rows: vectors of a row in a tile, a power of two
-  int row_shift;     // its logarithm
-  int rows;          // rows per CTA; columns: 1
-  int run;           // columns: steps of a thread
-  int repeats;       // columns: strips of short lines that a CTA scans, one after the other
-  int64_t steps;     // per tile
-  int64_t tiles;     // per line
-  int64_t strips;    // columns: CTAs along inner; rows: 1
-  int64_t per_tile;  // tiles that have the same steps of different lines
+  int vectors;        // per input and thread; columns: of one strip
+  int lanes;          // rows: threads of a warp that share a row; columns: threads along inner
+  int segments;       // rows: warps that share a row, 0 if lanes < 32; columns: THREADS / lanes
+  int columns;        // lines of a tile whose segments are joined in shared memory
+  int row_vectors;    // rows: vectors of a row in a tile, a power of two
+  int row_shift;      // its logarithm
+  int rows;           // rows per CTA; columns: 1
+  int run;            // columns: steps of a thread
+  int repeats;        // columns: strips of short lines that a CTA scans, one after the other
+  int64_t steps;      // per tile
+  int64_t tiles;      // per line
+  int64_t strips;     // columns: CTAs along inner; rows: 1
+  int64_t span;       // outer indices of a group: between two jumps (scan.h)
+  int64_t groups;     // of outer indices
+  int64_t per_group;  // CTAs that have the same steps of the lines of a group
   int64_t ctas;
 };
 
@@ -93,31 +94,38 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
     }
     plan.strips = strips(plan.repeats);
   }
-  plan.per_tile = ceil_div(shape.outer, plan.rows) * plan.strips;
-  plan.ctas = plan.per_tile * plan.tiles;
+  plan.span = shape.outer;
+  for (int64_t j = 0; j < shape.jump_count; ++j) {
+    plan.span = std::min(plan.span, shape.jumps[j].span);
+  }
+  plan.groups = shape.outer / plan.span;
+  plan.per_group = ceil_div(plan.span, plan.rows) * plan.strips;
+  plan.ctas = plan.groups * plan.per_group * plan.tiles;
   return plan;
 }
 
-// ---- what tiles publish ----
+// ---- what tiles publish, and jumps ----
 
-// The layout of scan_shape.state, which is empty if a line is one tile.
+// The layout of scan_shape.state. Tiles publish nothing if a line is one tile.
 struct StateLayout {
-  int64_t group_count, block_count;  // per line
-  int64_t groups, blocks, bytes;     // offsets in bytes; the tiles' array is at 0
+  int64_t group_count, block_count;      // per line
+  int64_t groups, blocks, jumps, bytes;  // offsets in bytes; the tiles' array is at 0
 };
 
-// `words` and `state_words`: the 64-bit words of a Part and of a State of one line, one for each
-// 32-bit piece.
-inline StateLayout state_layout(const Plan &plan, int64_t outer, int64_t words,
+// `operands`: those in the table of jumps, 0 if none jumps. `words` and `state_words`: the 64-bit
+// words of a Part and of a State of one line, one for each 32-bit piece.
+inline StateLayout state_layout(const Plan &plan, int64_t outer, int64_t operands, int64_t words,
                                 int64_t state_words) {
   StateLayout layout{};
-  if (plan.tiles == 1) return layout;
-  layout.group_count = ceil_div(plan.tiles, FAN);
-  layout.block_count = ceil_div(layout.group_count, FAN);
-  const int64_t lines = outer * plan.strips * plan.columns * 8;
-  layout.groups = lines * plan.tiles * words;
-  layout.blocks = layout.groups + lines * layout.group_count * words;
-  layout.bytes = layout.blocks + lines * layout.block_count * state_words;
+  if (plan.tiles > 1) {
+    layout.group_count = ceil_div(plan.tiles, FAN);
+    layout.block_count = ceil_div(layout.group_count, FAN);
+    const int64_t lines = outer * plan.strips * plan.columns * 8;
+    layout.groups = lines * plan.tiles * words;
+    layout.blocks = layout.groups + lines * layout.group_count * words;
+    layout.jumps = layout.blocks + lines * layout.block_count * state_words;
+  }
+  layout.bytes = layout.jumps + 8 * operands * plan.groups;
   return layout;
 }
 

@@ -17,67 +17,118 @@ __device__ inline uint4 &row_vector(int i, int w) {
   return held[(i * WARPS + threadIdx.x / 32) * WARP + w + w / Op::ROW_VECTORS];
 }
 
-// The steps of vector number w of a warp.
-struct RowSteps {
-  int64_t row, step, count;  // count: steps from `step` on, 0 if there are none
+// The rows of a CTA, and the steps that it scans of them.
+template <typename Op>
+struct RowTile {
+  using T = typename Op::T;
+  static constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
+  const Params<Op> &p;
+  Outer first_row;
+  int64_t number, first_step;  // of the tile in its rows
+  int rows;
+  int steps;  // from first_step to the end of the rows, or one more than the tile has
 
-  template <typename Op>
-  __device__ RowSteps(const Params<Op> &p, int64_t first_row, int64_t first_step, int w) {
-    const int vector = threadIdx.x / 32 * (32 * Op::ROW_VECTORS) + w;  // of the CTA
-    row = first_row + (vector >> p.plan.row_shift);
-    step = first_step + (vector & (p.plan.row_vectors - 1)) * WIDTH<typename Op::T>;
-    count = row < p.outer && step < p.length ? p.length - step : 0;
+  // The first tile of all rows comes before the second one of any, so that a tile finds most of
+  // what it waits for. There are at most 2^31 - 1 CTAs, so that these are divisions of 32 bits.
+  __device__ explicit RowTile(const Params<Op> &p) : p(p) {
+    const auto per_group = static_cast<unsigned>(p.plan.per_group);
+    const unsigned group = blockIdx.x / per_group, in_group = blockIdx.x % per_group;
+    const auto groups = static_cast<unsigned>(p.plan.groups);
+    const int64_t in_span = int64_t{in_group} * p.plan.rows;
+    first_row.group = group % groups;
+    first_row.index = first_row.group * p.plan.span + in_span;
+    number = group / groups;
+    first_step = number * p.plan.steps;
+    rows = static_cast<int>(min(p.plan.span - in_span, int64_t{p.plan.rows}));
+    steps = static_cast<int>(min(p.length - first_step, p.plan.steps + 1));
+  }
+
+  // Steps of a row: row number `row` of the CTA, from step `step` of the tile on.
+  struct Place {
+    int row, step, count;  // count: the steps from there on, 0 if there are none
+  };
+  // The steps of vector number w of the warp.
+  __device__ Place place(int w) const {
+    const int vector = threadIdx.x / 32 * (32 * K) + w;  // of the CTA
+    const int row = vector >> p.plan.row_shift, step = (vector & (p.plan.row_vectors - 1)) * N;
+    return {row, step, row < rows ? max(steps - step, 0) : 0};
+  }
+
+  __device__ Outer row(int number) const { return {first_row.index + number, first_row.group}; }
+
+  // The offset of a place in an operand from the CTA's first step.
+  template <typename At>
+  static __device__ int64_t offset(const At &at, const Place &place) {
+    return strides(place.row, at.outer) + strides(place.step, at.step);
+  }
+
+  // Copies the vectors that are 16 aligned bytes, and sets the others to 0.
+  __device__ void copy() const {
+    const T *from[Op::INPUTS];
+#pragma unroll
+    for (int i = 0; i < Op::INPUTS; ++i) {
+      const scan_input &in = p.in[i].at;
+      from[i] = element(p, in, first_row, first_step, 0) - (in.step > 0 ? 0 : N - 1);
+    }
+#pragma unroll 4
+    for (int k = 0; k < K; ++k) {
+      const int w = k * 32 + threadIdx.x % 32;
+      const Place at = place(w);
+#pragma unroll
+      for (int i = 0; i < Op::INPUTS; ++i) {
+        const Operand &in = p.in[i];
+        copy_vector(row_vector<Op>(i, w), from[i] + offset(in.at, at),
+                    at.count >= N && in.is_vector);
+      }
+    }
+  }
+
+  // Gathers the vectors that copy() does not copy, in the order of the steps.
+  __device__ void gather_rest() const {
+#pragma unroll 1
+    for (int k = 0; k < K; ++k) {
+      const int w = k * 32 + threadIdx.x % 32;
+      const Place at = place(w);
+      for (int i = 0; i < Op::INPUTS; ++i) {
+        const Operand &in = p.in[i];
+        if (at.count == 0 || (at.count >= N && in.is_vector)) continue;
+        const T *const from = element(p, in.at, row(at.row), first_step + at.step, 0);
+        row_vector<Op>(i, w) = gather(from, in.at.step, at.count);
+      }
+    }
+  }
+
+  // Writes the results, which are in shared memory in the order of the steps.
+  __device__ void put() const {
+    T *base[Op::OUTPUTS];
+#pragma unroll
+    for (int o = 0; o < Op::OUTPUTS; ++o)
+      base[o] = element(p, p.out[o].at, first_row, first_step, 0);
+#pragma unroll 2
+    for (int k = 0; k < K; ++k) {
+      const int w = k * 32 + threadIdx.x % 32;
+      const Place at = place(w);
+#pragma unroll
+      for (int o = 0; o < Op::OUTPUTS; ++o) {
+        if (at.count > 0)
+          put_vector(p.out[o], base[o] + offset(p.out[o].at, at), at.count, row_vector<Op>(o, w));
+      }
+    }
+  }
+  static __device__ void put_vector(const Result &out, T *to, int count, uint4 bits) {
+    if (out.is_vector && count >= N) {
+      if (out.at.step < 0) {
+        T v[N];
+        memcpy(v, &bits, sizeof v);
+        reverse(v);
+        memcpy(&bits, v, sizeof v);
+      }
+      __stwb(reinterpret_cast<uint4 *>(out.at.step > 0 ? to : to - (N - 1)), bits);
+    } else {
+      scatter(to, out.at.step, count, bits);
+    }
   }
 };
-
-// Copies vector w of input i if it is 16 aligned bytes, else sets it to 0.
-template <typename Op>
-__device__ inline void copy_row_vector(const Params<Op> &p, int i, int w, const RowSteps &at) {
-  using T = typename Op::T;
-  constexpr int N = WIDTH<T>;
-  const Operand &in = p.in[i];
-  const T *const from = element(p, in.at, at.row, at.step, 0);
-  copy_vector(row_vector<Op>(i, w), in.at.step > 0 ? from : from - (N - 1),
-              at.count >= N && in.is_vector);
-}
-
-// Gathers the vectors that copy_row_vector() does not copy, in the order of the steps.
-template <typename Op>
-__device__ inline void gather_rest(const Params<Op> &p, int64_t first_row, int64_t first_step) {
-  using T = typename Op::T;
-#pragma unroll 1
-  for (int k = 0; k < Op::ROW_VECTORS; ++k) {
-    const int w = k * 32 + threadIdx.x % 32;
-    const RowSteps at(p, first_row, first_step, w);
-    for (int i = 0; i < Op::INPUTS; ++i) {
-      const Operand &in = p.in[i];
-      if (at.count == 0 || (at.count >= WIDTH<T> && in.is_vector)) continue;
-      row_vector<Op>(i, w) = gather(element(p, in.at, at.row, at.step, 0), in.at.step, at.count);
-    }
-  }
-}
-
-// Writes vector w of output o, which is in shared memory in the order of the steps.
-template <typename Op>
-__device__ inline void put_row_vector(const Params<Op> &p, int o, int w, const RowSteps &at) {
-  using T = typename Op::T;
-  constexpr int N = WIDTH<T>;
-  if (at.count == 0) return;
-  const Result &out = p.out[o];
-  T *const to = element(p, out.at, at.row, at.step, 0);
-  uint4 bits = row_vector<Op>(o, w);
-  if (out.is_vector && at.count >= N) {
-    if (out.at.step < 0) {
-      T v[N];
-      memcpy(v, &bits, sizeof v);
-      reverse(v);
-      memcpy(&bits, v, sizeof v);
-    }
-    __stwb(reinterpret_cast<uint4 *>(out.at.step > 0 ? to : to - (N - 1)), bits);
-  } else {
-    scatter(to, out.at.step, at.count, bits);
-  }
-}
 
 // Iterates over the steps of a thread's run, which may cover several short rows.
 template <typename Op>
@@ -86,29 +137,30 @@ struct Run {
   using A = typename Op::A;
   static constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
   const Params<Op> &p;
-  const int64_t first_row, first_step;
-  const int first, vectors;  // the run's first vector in the warp; its vectors per row
-  RowSteps at;               // of the first vector in the row
-  A edges[Op::INPUTS];       // inputs with a shift: the value before or after the run in its row
+  const RowTile<Op> &tile;
+  const int first, vectors;        // the run's first vector in the warp; its vectors per row
+  typename RowTile<Op>::Place at;  // of the first vector in the row
+  A edges[Op::INPUTS];  // inputs with a shift: the value before or after the run in its row
 
-  __device__ Run(const Params<Op> &p, int64_t first_row, int64_t first_step)
-      : p(p),
-        first_row(first_row),
-        first_step(first_step),
+  __device__ explicit Run(const RowTile<Op> &tile)
+      : p(tile.p),
+        tile(tile),
         first(threadIdx.x % 32 * K),
         vectors(min(K, p.plan.row_vectors)),
-        at(p, first_row, first_step, first) {
+        at(tile.place(first)) {
     load_edges();
   }
 
   __device__ void load_edges() {
 #pragma unroll
     for (int i = 0; i < Op::INPUTS; ++i) {
-      const int64_t step = at.step + (Op::shift(i) < 0 ? -1 : vectors * N);
       edges[i] = 0;
-      if (Op::shift(i) == 0 || at.count == 0 || step < 0) continue;
-      edges[i] = p.to_acc(step < p.length ? *element(p, p.in[i].at, at.row, step, 0)
-                                          : after_last(p, at.row, 0));
+      if (Op::shift(i) == 0 || at.count == 0) continue;
+      const int64_t step = tile.first_step + at.step + (Op::shift(i) < 0 ? -1 : vectors * N);
+      if (step < 0) continue;
+      const Outer row = tile.row(at.row);
+      edges[i] =
+          p.to_acc(step < p.length ? *element(p, p.in[i].at, row, step, 0) : after_last(p, row, 0));
     }
   }
 
@@ -147,7 +199,7 @@ struct Run {
       const int in_row = k & (vectors - 1);
       if (in_row == 0) {
         if (vectors < K) {
-          at = RowSteps(p, first_row, first_step, first + k);
+          at = tile.place(first + k);
           load_edges();
         }
         begin_row();
@@ -160,7 +212,8 @@ struct Run {
         A x[Op::INPUTS];
 #pragma unroll
         for (int i = 0; i < Op::INPUTS; ++i) x[i] = v[i][j];
-        f(x, at.step == 0 && in_row + j == 0, at.count == in_row * N + j + 1, j);
+        const bool is_first = tile.first_step == 0 && at.step == 0 && in_row + j == 0;
+        f(x, is_first, at.count == in_row * N + j + 1, j);
       }
       after_vector(k);
     }
@@ -184,23 +237,17 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
   using A = typename Op::A;
   using Algebra = typename Op::Algebra;
   using Part = typename Algebra::Part;
-  constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
+  constexpr int N = WIDTH<T>;
   __shared__ RowTable<Op> table;
   const Plan &plan = p.plan;
-  // The first tile of all rows comes before the second one of any, so that a tile finds most of
-  // what it waits for.
-  const int64_t tile = blockIdx.x / plan.per_tile, first_step = tile * plan.steps;
-  const int64_t first_row = blockIdx.x % plan.per_tile * plan.rows;
+  const RowTile<Op> tile(p);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 4
-  for (int k = 0; k < K; ++k) {
-    const RowSteps at(p, first_row, first_step, k * 32 + lane);
-#pragma unroll
-    for (int i = 0; i < Op::INPUTS; ++i) copy_row_vector(p, i, k * 32 + lane, at);
-  }
-  Run<Op> run(p, first_row, first_step);
+  // The state before row number `row` of the CTA.
+  const auto start = [&](int row) { return start_state(p, row < tile.rows, tile.row(row), 0); };
+  tile.copy();
+  Run<Op> run(tile);
   wait_for_copies();
-  if (!has_whole_vectors(p, p.length)) gather_rest(p, first_row, first_step);
+  if (!has_whole_vectors(p, p.length)) tile.gather_rest();
   __syncwarp();
   Part all = Algebra::identity(), before = all;  // of the run; of earlier lanes in the row
   if (plan.lanes > 1) {
@@ -219,15 +266,14 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
     const int segment = warp % plan.segments, column = warp / plan.segments;
     if (lane == 31) table.put(table.place(segment, plan.columns, column), all);
     table.join_segments(plan);
-    table.put_states(p.state, p.layout, plan, first_row, tile,
-                     [&](int c) { return start_state(p, first_row + c, 0); });
+    table.put_states(p.state, p.layout, plan, tile.first_row.index, tile.number, start);
     reached = table.state(segment, plan.columns, column);
   }
   auto state = reached;
   A results[Op::OUTPUTS][N];
   run.for_each_step(
       [&] {
-        state = plan.segments > 0 ? reached : start_state(p, run.at.row, 0);
+        state = plan.segments > 0 ? reached : start(run.at.row);
         if (lane % plan.lanes > 0) state = Algebra::apply(before, state);
       },
       [&](const A(&x)[Op::INPUTS], bool is_first, bool is_last, int j) {
@@ -236,7 +282,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
 #pragma unroll
         for (int o = 0; o < Op::OUTPUTS; ++o) results[o][j] = out[o];
         if (Op::OUTPUTS == 2 && p.grad_start.data != nullptr && is_last) {
-          put_grad_start(p, run.at.row, 0, state);
+          put_grad_start(p, tile.row(run.at.row), 0, state);
         }
       },
       [&](int k) {  // the results replace the inputs
@@ -246,12 +292,7 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / T
         }
       });
   __syncwarp();
-#pragma unroll 2
-  for (int k = 0; k < K; ++k) {
-    const RowSteps at(p, first_row, first_step, k * 32 + lane);
-#pragma unroll
-    for (int o = 0; o < Op::OUTPUTS; ++o) put_row_vector(p, o, k * 32 + lane, at);
-  }
+  tile.put();
 }
 
 }  // namespace scans
