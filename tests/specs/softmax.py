@@ -48,6 +48,7 @@ def spec(name, function, reference, operations):
         keeps_strides=True,
         launches=(1, 1),
         terms=terms,
+        variants={"columns": Bench(lambda make, shape: Sample((make(shape), 0)), forward=2, backward=3)},
     )
 
 
