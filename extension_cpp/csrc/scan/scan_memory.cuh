@@ -161,13 +161,12 @@ __device__ inline bool has_whole_vectors(const Params<Op> &p, int64_t size) {
   return all;
 }
 
-// Loads `count` elements (at least one) from p on, `stride` apart; the rest of the vector is 0.
+// Loads `count` elements from p on, `stride` apart; the rest of the vector is 0.
 template <typename T>
 __device__ inline uint4 gather(const T *p, int64_t stride, int64_t count) {
   T v[WIDTH<T>];
-  v[0] = *p;
 #pragma unroll
-  for (int j = 1; j < WIDTH<T>; ++j) v[j] = j >= count ? T{} : stride == 0 ? v[0] : p[j * stride];
+  for (int j = 0; j < WIDTH<T>; ++j) v[j] = j < count ? p[j * stride] : T{};
   uint4 bits;
   memcpy(&bits, v, sizeof bits);
   return bits;
