@@ -89,6 +89,7 @@ static Problem problem_of(const norm_backward_args &args) {
                    is_congruent(p, args.grad_dropped, p.cols) && is_aligned(args.weight);
   p.wants_x = args.grad_x != nullptr;
   p.wants_parameters = norm_weight_gradients(&args) > 0;
+  p.drops_x = args.grad_dropped != nullptr;
   return p;
 }
 

@@ -49,6 +49,7 @@ struct Problem {
   // have offset 0. This holds for contiguous tensors from PyTorch's allocator.
   bool is_congruent;
   bool wants_x, wants_parameters;  // backward: the gradients to compute
+  bool drops_x = false;            // backward with a residual: grad_dropped, too
 };
 
 struct Device {
@@ -311,12 +312,14 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
 
 // Reads medium tensors with evict_first, so that grad_x stays in the L2 for the next kernel, and
 // large tensors with evict_last, so that they outlast the lines that are written. float32 needs
-// fewer instructions per byte, so evict_last helps smaller tensors, too.
+// fewer instructions per byte, so evict_last helps smaller tensors, too. A pipeline that writes two
+// tensors reads with evict_first.
 inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const int64_t bytes = p.rows * row_bytes(p);
   const bool is_float = p.dtype == DTYPE_FLOAT32;
   if (device.l2_bytes == 0) return;
-  if (bytes <= (is_float ? MEDIUM_BYTES / 2 : MEDIUM_BYTES)) {
+  if (bytes <= (is_float ? MEDIUM_BYTES / 2 : MEDIUM_BYTES) ||
+      (p.drops_x && plan.kernel == Kernel::PIPELINE)) {
     plan.priority = Hint::FIRST;
   } else if (row_bytes(p) <= WIDE_ROW_BYTES &&
              (bytes >= 2 * device.l2_bytes || (is_float && plan.kernel == Kernel::PERSISTENT))) {
@@ -331,7 +334,8 @@ inline Plan backward_plan(const Problem &p, const Device &device) {
   if (pick_shape(plan, Kernel::PERSISTENT, p, device)) {
     plan.ctas = persistent_ctas(p, plan.rows_per_cta, device.sms);
     plan.groups = plan.ctas * plan.rows_per_cta;
-    plan.has_prefetch = 2 * plan.rows_per_cta * row_bytes(p) < FLIGHT_BYTES;
+    plan.has_prefetch = 2 * plan.rows_per_cta * row_bytes(p) < FLIGHT_BYTES ||
+                        (p.form == Form::RESIDUAL && !p.drops_x && p.dtype != DTYPE_FLOAT32);
   } else if (!pick_pipeline(plan, p, device)) {
     return generic_plan(p, device);
   }
