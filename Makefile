@@ -42,7 +42,11 @@ help:  ## list the targets
 	  else python3 check_environment.py machine && python3 -m venv --clear .venv; fi
 	@echo "Installing requirements.txt into .venv: torch and its CUDA libraries, a download of 3 GB that takes 5 GB of disk."
 	@echo "PYTHON=/path/to/python uses an environment that has torch instead."
-	@.venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	@# uv unpacks several packages at once, three minutes faster. It reads no settings of pip's: where it finds no index, pip
+	@# does the work.
+	@.venv/bin/python -m pip install --disable-pip-version-check --quiet -c requirements.txt uv
+	@.venv/bin/python -m uv pip install --python .venv/bin/python --compile-bytecode -r requirements.txt || \
+	  .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
 	@# The package of this folder, so that scripts elsewhere find it, too.
 	@.venv/bin/python -c 'import os, pathlib, sysconfig; \
 	  pathlib.Path(sysconfig.get_path("purelib"), "extension_cpp.pth").write_text(os.getcwd() + "\n")'
