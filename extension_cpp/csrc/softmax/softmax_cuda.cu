@@ -217,12 +217,12 @@ __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BACKWARD_CTAS)
     T *const grad_x = static_cast<T *>(p.grad_x) + base;
     PlainSum<A> sums[N];
     A grads[STRIP_COLUMNS][N], values[STRIP_COLUMNS][N];
-    const auto load = [&](int64_t c) {
+    const auto load = [&](int64_t c, bool needs_values) {
       load_columns(grads, grad_out, strip, c, p.inner, A(0));
-      load_columns(values, y, strip, c, p.inner, A(0));
+      if (needs_values) load_columns(values, y, strip, c, p.inner, A(0));
     };
     strip.for_columns([&](int64_t c) {
-      load(c);
+      load(c, !p.is_log);
 #pragma unroll
       for (int u = 0; u < STRIP_COLUMNS; ++u) {
 #pragma unroll
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(STRIP_THREADS, STRIP_BACKWARD_CTAS)
     });
     strip_join.join(sums);
     strip.for_columns_backward([&](int64_t c) {
-      load(c);
+      load(c, true);
 #pragma unroll
       for (int u = 0; u < STRIP_COLUMNS; ++u) {
         if (!strip.has(c, u)) break;
