@@ -42,8 +42,8 @@ help:  ## list the targets
 	  else python3 check_environment.py machine && python3 -m venv --clear .venv; fi
 	@echo "Installing requirements.txt into .venv: torch and its CUDA libraries, a download of 3 GB that takes 5 GB of disk."
 	@echo "PYTHON=/path/to/python uses an environment that has torch instead."
-	@# uv unpacks several packages at once, three minutes faster. It reads no settings of pip's: where it finds no index, pip
-	@# does the work.
+	@# uv unpacks several packages at once, which takes minutes less. It reads no settings of pip's: where it finds no
+	@# index, pip does the work.
 	@.venv/bin/python -m pip install --disable-pip-version-check --quiet -c requirements.txt uv
 	@.venv/bin/python -m uv pip install --python .venv/bin/python --compile-bytecode -r requirements.txt || \
 	  .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt

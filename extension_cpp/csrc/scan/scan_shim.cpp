@@ -52,21 +52,40 @@ scan_shape ScanView::divide() {
     if (shape.inner > 1 && !has_one_stride(d, order_[outer_dims])) break;
     shape.inner *= sizes_[d];
   }
+  // Neighbouring dimensions that one stride steps through, with the innermost of them.
+  struct Run {
+    int64_t size, d;
+  };
+  std::vector<Run> runs;
+  for (size_t i = 0; i < outer_dims; ++i) {
+    const int64_t d = order_[i];
+    if (i > 0 && has_one_stride(order_[i - 1], d)) {
+      runs.back() = {runs.back().size * sizes_[d], d};
+    } else {
+      runs.push_back({sizes_[d], d});
+    }
+  }
+  // The longest run becomes the innermost, so that jumps are rare: the rows that a CTA scans lie
+  // between two (scan_plan.h).
+  auto longest = runs.begin();
+  for (auto run = longest; run != runs.end(); ++run) {
+    if (run->size >= longest->size) longest = run;
+  }
+  if (!runs.empty()) std::rotate(longest, longest + 1, runs.end());
   for (const Operand &operand : operands_) {
-    *operand.outer = outer_dims > 0 ? operand.strides[order_[outer_dims - 1]] : 0;
+    *operand.outer = runs.empty() ? 0 : operand.strides[runs.back().d];
     *operand.inner = shape.inner > 1 ? operand.strides[order_.back()] : 0;
   }
-  for (size_t i = outer_dims; i-- > 0;) {
-    const int64_t d = order_[i];
-    if (i + 1 < outer_dims && !has_one_stride(d, order_[i + 1])) {
+  for (size_t i = runs.size(); i-- > 0;) {
+    if (i + 1 < runs.size()) {
       scan_jump jump{shape.outer, {}};
       for (size_t o = 0; o < operands_.size(); ++o) {
         const std::vector<int64_t> &strides = operands_[o].strides;
-        jump.by[o] = strides[d] - sizes_[order_[i + 1]] * strides[order_[i + 1]];
+        jump.by[o] = strides[runs[i].d] - runs[i + 1].size * strides[runs[i + 1].d];
       }
       jumps_.push_back(jump);
     }
-    shape.outer *= sizes_[d];
+    shape.outer *= runs[i].size;
   }
   shape.jump_count = static_cast<int64_t>(jumps_.size());
   shape.jumps = jumps_.data();
