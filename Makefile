@@ -46,7 +46,8 @@ help:  ## list the targets
 	@# index, pip does the work.
 	@.venv/bin/python -m pip install --disable-pip-version-check --quiet -c requirements.txt uv
 	@.venv/bin/python -m uv pip install --python .venv/bin/python --compile-bytecode -r requirements.txt || \
-	  .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+	  { echo "uv could not install them; pip does." >&2; \
+	    .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt; }
 	@# The package of this folder, so that scripts elsewhere find it, too.
 	@.venv/bin/python -c 'import os, pathlib, sysconfig; \
 	  pathlib.Path(sysconfig.get_path("purelib"), "extension_cpp.pth").write_text(os.getcwd() + "\n")'

@@ -11,8 +11,8 @@ EXPORTED void extension_cpp_norm_allow(uint64_t shapes) { norms::allowed_shapes 
 
 EXPORTED int extension_cpp_norm_plan_shapes() { return norms::SHAPE_COUNT; }
 
-// The plan on an H100 (SXM) for contiguous tensors and all gradients, as words "name=value". The
-// string is valid until the thread's next call.
+// The plan on an H100 (SXM) for contiguous tensors, all gradients and no dropout of x, as words
+// "name=value". The string is valid until the thread's next call.
 EXPORTED const char *extension_cpp_norm_plan(norms::Form form, dtype_t dtype, int is_backward,
                                              int64_t rows, int64_t cols) {
   using namespace norms;

@@ -334,6 +334,7 @@ inline Plan backward_plan(const Problem &p, const Device &device) {
   if (pick_shape(plan, Kernel::PERSISTENT, p, device)) {
     plan.ctas = persistent_ctas(p, plan.rows_per_cta, device.sms);
     plan.groups = plan.ctas * plan.rows_per_cta;
+    // With a residual, registers hold no row of grad_sum ahead. Dropout computes for longer.
     plan.has_prefetch = 2 * plan.rows_per_cta * row_bytes(p) < FLIGHT_BYTES ||
                         (p.form == Form::RESIDUAL && !p.drops_x && p.dtype != DTYPE_FLOAT32);
   } else if (!pick_pipeline(plan, p, device)) {
