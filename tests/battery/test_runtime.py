@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.battery import ROOT, SPECS, every_dtype, every_op, profiled
+from tests.battery import ROOT, SPECS, calls_of_every_order, every_dtype, every_op, profiled
 from tests.checks import (
     as_tuple,
     check,
@@ -201,6 +201,35 @@ def test_eight_python_threads(spec: OpSpec, device: str) -> None:
     for thread in threads:
         thread.join()
     assert results == [expected] * 8
+
+
+@every_op
+def test_threads_launch_different_sizes(spec: OpSpec, device: str) -> None:
+    """Launches of one kernel do not disturb each other: what is set for a kernel holds for all threads."""
+    if device != "cuda":
+        pytest.skip("nothing is set for the functions of a CPU")
+    shapes = [(200, 1025), (40, 1032), (5, 1040), (30, 24_000), (30, 22_000)]
+    calls = []
+    for shape in shapes:
+        for sample in spec.sample_inputs(maker(device, torch.float32), shape):
+            calls += calls_of_every_order(spec, sample, "contiguous").made
+    wrong: list[object] = []
+
+    def repeat(first: int) -> None:
+        try:
+            with torch.no_grad():  # the operator alone, which runs without Python's lock
+                for number in range(first, first + 20 * len(calls)):
+                    op, args, kwargs = calls[number % len(calls)]
+                    op(*args, **kwargs)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(i * len(calls) // 8,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
 
 
 @every_op

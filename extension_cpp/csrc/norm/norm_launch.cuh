@@ -124,7 +124,9 @@ struct LaunchConfig : cudaLaunchConfig_t {
     attrs = &attribute;
   }
 
-  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them.
+  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them. The limits
+  // belong to the kernel, not to a launch, so they are the same for all launches: another thread's
+  // smaller row could lower a limit between this call and the launch.
   cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
     dynamicSmemBytes = shared_bytes;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -133,7 +135,7 @@ struct LaunchConfig : cudaLaunchConfig_t {
     cudaError_t error = cudaSuccess;
     if (shared_bytes > 0) {
       error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
     }
     if (error != cudaSuccess || cluster <= 8) return error;
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

@@ -37,16 +37,21 @@ static int dynamic_bytes(int vectors, bool is_rows) {
   return Op::INPUTS * (vectors * THREADS * 16 + gaps);
 }
 
-// On devices with less shared memory than an H100 a thread has fewer vectors of columns, and where
-// a row kernel does not fit (compute capability 7.5), the column kernel takes rows, too.
+// The most vectors per thread of columns. Devices with less shared memory than an H100 have fewer.
 template <typename Op>
-static Plan plan_of(const scan_shape &shape) {
-  const int most = shared_memory(), room = most - static_cast<int>(sizeof(ColumnTable<Op>));
-  const bool fits =
-      dynamic_bytes<Op>(Op::ROW_VECTORS, true) + static_cast<int>(sizeof(RowTable<Op>)) <= most;
+static int column_vectors() {
+  const int room = shared_memory() - static_cast<int>(sizeof(ColumnTable<Op>));
   int vectors = Op::COLUMN_VECTORS;
   while (vectors > 1 && dynamic_bytes<Op>(vectors, false) > room) vectors /= 2;
-  return pick(shape, WIDTH<typename Op::T>, fits ? Op::ROW_VECTORS : 0, vectors);
+  return vectors;
+}
+
+// Where a row kernel does not fit (compute capability 7.5), the column kernel takes rows, too.
+template <typename Op>
+static Plan plan_of(const scan_shape &shape) {
+  const int room = shared_memory() - static_cast<int>(sizeof(RowTable<Op>));
+  const bool fits = dynamic_bytes<Op>(Op::ROW_VECTORS, true) <= room;
+  return pick(shape, WIDTH<typename Op::T>, fits ? Op::ROW_VECTORS : 0, column_vectors<Op>());
 }
 
 template <typename Op>
@@ -101,8 +106,11 @@ static cudaError_t launch(Params<Op> &p, const scan_shape &shape, const scan_inp
   const auto ctas = static_cast<unsigned>(p.plan.ctas);
   const int bytes = dynamic_bytes<Op>(p.plan.vectors * p.plan.repeats, p.plan.is_rows);
   const auto kernel = p.plan.is_rows ? scan_rows<Op> : scan_columns<Op>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // The limit belongs to the kernel, so it is the same for all launches: another thread's smaller
+  // tile could lower it between this call and the launch.
+  const int most = p.plan.is_rows ? Op::ROW_VECTORS : column_vectors<Op>();
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           dynamic_bytes<Op>(most, p.plan.is_rows));
   const auto on = static_cast<cudaStream_t>(stream);
   if (error == cudaSuccess && p.layout.bytes > 0) {
     error = cudaMemsetAsync(p.state, 0, p.layout.bytes, on);
