@@ -205,9 +205,9 @@ using ColumnTable = Table<typename Op::Algebra, typename Op::A,
                           THREADS * ColumnTile<Op>::LINES + max_segments(ColumnTile<Op>::N),
                           min_columns(ColumnTile<Op>::N)>;
 
-// Three CTAs per SM, as far as shared memory allows.
 template <typename Op>
-__global__ void __launch_bounds__(THREADS, 3) scan_columns(const __grid_constant__ Params<Op> p) {
+__global__ void __launch_bounds__(THREADS, std::min(Op::COLUMN_CTAS, MAX_CTAS))
+    scan_columns(const __grid_constant__ Params<Op> p) {
   using A = typename Op::A;
   using Algebra = typename Op::Algebra;
   using Tile = ColumnTile<Op>;

@@ -77,7 +77,7 @@ struct Linear {
 // part(in, is_first): the Part of one step. step(in, is_first, state, out): advances the state by
 // one step and sets its results. in[i] is input i at step + shift(i), or 0 outside the line.
 // ROW_VECTORS, COLUMN_VECTORS: 16-byte vectors per input and thread; of rows a power of two.
-// ROW_CTAS: CTAs of rows that an SM can hold.
+// ROW_CTAS, COLUMN_CTAS: CTAs that the registers of an SM suffice for.
 
 template <typename Element>
 struct Cumsum {
@@ -85,8 +85,9 @@ struct Cumsum {
   using A = acc_t<T>;
   using Algebra = Sum<A>;
   static constexpr int INPUTS = 1, OUTPUTS = 1;
-  static constexpr int ROW_VECTORS = 8, COLUMN_VECTORS = 16;
-  static constexpr int ROW_CTAS = sizeof(T) == 8 ? 5 : 6;  // doubles do not fit in 40 registers
+  static constexpr int ROW_VECTORS = 8, COLUMN_VECTORS = 8;
+  // In 40 registers rows of doubles do not fit, and two lines per thread are slower.
+  static constexpr int ROW_CTAS = sizeof(T) == 8 ? 5 : 6, COLUMN_CTAS = sizeof(T) == 4 ? 6 : 5;
   static __device__ constexpr int shift(int) { return 0; }
   bool exclusive;
   __device__ Words<A, 1> part(const A (&in)[1], bool) const { return {{in[0]}}; }
@@ -103,7 +104,7 @@ struct Logcumsumexp {
   using A = acc_t<T>;
   using Algebra = LogSum<A>;
   static constexpr int INPUTS = 1, OUTPUTS = 1;
-  static constexpr int ROW_VECTORS = 4, ROW_CTAS = 4, COLUMN_VECTORS = 8;
+  static constexpr int ROW_VECTORS = 4, ROW_CTAS = 4, COLUMN_VECTORS = 8, COLUMN_CTAS = 3;
   static __device__ constexpr int shift(int) { return 0; }
   __device__ Words<A, 2> part(const A (&in)[1], bool) const { return Algebra::of(in[0]); }
   __device__ void step(const A (&in)[1], bool, typename Algebra::State &state, A (&out)[1]) const {
@@ -119,7 +120,7 @@ struct LogcumsumexpBackward {
   using A = acc_t<T>;
   using Algebra = Linear<A>;
   static constexpr int INPUTS = 4, OUTPUTS = 1;
-  static constexpr int ROW_VECTORS = 2, ROW_CTAS = 4, COLUMN_VECTORS = 4;
+  static constexpr int ROW_VECTORS = 2, ROW_CTAS = 4, COLUMN_VECTORS = 4, COLUMN_CTAS = 3;
   static __device__ constexpr int shift(int i) { return i == 3 ? -1 : 0; }
   static __device__ A decay(const A (&in)[4], bool is_first) {
     return is_first ? A(0) : exp_difference(in[2], in[3]);
@@ -141,7 +142,7 @@ struct Recurrence {
   using A = acc_t<T>;
   using Algebra = Linear<A>;
   static constexpr int INPUTS = 2, OUTPUTS = 1;
-  static constexpr int ROW_VECTORS = 8, ROW_CTAS = 4, COLUMN_VECTORS = 8;
+  static constexpr int ROW_VECTORS = 8, ROW_CTAS = 4, COLUMN_VECTORS = 8, COLUMN_CTAS = 3;
   static __device__ constexpr int shift(int) { return 0; }
   __device__ Words<A, 2> part(const A (&in)[2], bool) const { return {{in[0], in[1]}}; }
   __device__ void step(const A (&in)[2], bool, typename Algebra::State &state, A (&out)[1]) const {
@@ -156,7 +157,7 @@ struct RecurrenceBackward {
   using A = acc_t<T>;
   using Algebra = Linear<A>;
   static constexpr int INPUTS = 3, OUTPUTS = 2;
-  static constexpr int ROW_VECTORS = 4, ROW_CTAS = 4, COLUMN_VECTORS = 5;
+  static constexpr int ROW_VECTORS = 4, ROW_CTAS = 4, COLUMN_VECTORS = 5, COLUMN_CTAS = 3;
   static __device__ constexpr int shift(int i) { return i == 1 ? -1 : i == 2 ? 1 : 0; }
   __device__ Words<A, 2> part(const A (&in)[3], bool) const { return {{in[1], in[0]}}; }
   __device__ void step(const A (&in)[3], bool, typename Algebra::State &state, A (&out)[2]) const {

@@ -8,10 +8,19 @@
 #ifndef EXTENSION_CPP_SCAN_MEMORY_CUH
 #define EXTENSION_CPP_SCAN_MEMORY_CUH
 
+#include <algorithm>
+
 #include "common/cuda_async.cuh"
 #include "scan/scan_tile.cuh"
 
 namespace scans {
+
+// The CTAs that an SM has threads for; ptxas warns of a kernel that asks for more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int MAX_CTAS = 1024 / THREADS;
+#else
+constexpr int MAX_CTAS = 1536 / THREADS;
+#endif
 
 template <typename T>
 constexpr int WIDTH = 16 / sizeof(T);  // elements of a vector

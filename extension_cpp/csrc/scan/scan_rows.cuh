@@ -2,8 +2,6 @@
 #ifndef EXTENSION_CPP_SCAN_ROWS_CUH
 #define EXTENSION_CPP_SCAN_ROWS_CUH
 
-#include <algorithm>
-
 #include "scan/scan_memory.cuh"
 
 namespace scans {
@@ -220,18 +218,11 @@ struct Run {
   }
 };
 
-// The threads of an SM; ptxas warns of CTAs that would have more.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int SM_THREADS = 1024;
-#else
-constexpr int SM_THREADS = 1536;
-#endif
-
 template <typename Op>
 using RowTable = Table<typename Op::Algebra, typename Op::A, 2 * WARPS, 1>;
 
 template <typename Op>
-__global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, SM_THREADS / THREADS))
+__global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, MAX_CTAS))
     scan_rows(const __grid_constant__ Params<Op> p) {
   using T = typename Op::T;
   using A = typename Op::A;
