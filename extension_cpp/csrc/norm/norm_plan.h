@@ -312,14 +312,14 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
 
 // Reads medium tensors with evict_first, so that grad_x stays in the L2 for the next kernel, and
 // large tensors with evict_last, so that they outlast the lines that are written. float32 needs
-// fewer instructions per byte, so evict_last helps smaller tensors, too. A pipeline that writes two
-// tensors reads with evict_first.
+// fewer instructions per byte, so evict_last helps smaller tensors, too, and pipelines that write
+// two tensors read with evict_first.
 inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const int64_t bytes = p.rows * row_bytes(p);
   const bool is_float = p.dtype == DTYPE_FLOAT32;
   if (device.l2_bytes == 0) return;
   if (bytes <= (is_float ? MEDIUM_BYTES / 2 : MEDIUM_BYTES) ||
-      (p.drops_x && plan.kernel == Kernel::PIPELINE)) {
+      (is_float && p.drops_x && plan.kernel == Kernel::PIPELINE)) {
     plan.priority = Hint::FIRST;
   } else if (row_bytes(p) <= WIDE_ROW_BYTES &&
              (bytes >= 2 * device.l2_bytes || (is_float && plan.kernel == Kernel::PERSISTENT))) {
