@@ -124,9 +124,8 @@ struct LaunchConfig : cudaLaunchConfig_t {
     attrs = &attribute;
   }
 
-  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them. The limits
-  // belong to the kernel, not to a launch, so they are the same for all launches: another thread's
-  // smaller row could lower a limit between this call and the launch.
+  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them: the same for
+  // all launches, because the limits are the kernel's, and another thread could lower them.
   cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
     dynamicSmemBytes = shared_bytes;
     attribute.id = cudaLaunchAttributeClusterDimension;
