@@ -205,9 +205,9 @@ def test_eight_python_threads(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_threads_launch_different_sizes(spec: OpSpec, device: str) -> None:
-    """Launches of one kernel do not disturb each other: what is set for a kernel holds for all threads."""
+    """A launch in one thread leaves the limits of a kernel, such as its shared memory, as other threads need them."""
     if device != "cuda":
-        pytest.skip("nothing is set for the functions of a CPU")
+        pytest.skip("kernels on the CPU have no limits that a launch sets")
     shapes = [(200, 1025), (40, 1032), (5, 1040), (30, 24_000), (30, 22_000)]
     calls = []
     for shape in shapes:
