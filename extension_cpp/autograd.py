@@ -318,16 +318,15 @@ def _autograd_kernel(
         "forward": staticmethod(forward),
         "backward": staticmethod(_in_order(op, backward, [argument.name for argument in by_position])),
     }
-    node: Any = type(op._schema.name.split("::")[1], (torch.autograd.Function,), functions)
-    # Function.apply without the check that refuses torch.func's transforms. Their dispatch has already unwrapped the
+    # Its base is not autograd.Function, which refuses torch.func's transforms. Their dispatch has already unwrapped the
     # tensors to the level of one transform, and there this kernel records like those of PyTorch's own operators.
-    single_level_apply = super(torch.autograd.Function, node).apply
+    node: Any = type(op._schema.name.split("::")[1], (torch.autograd.function._SingleLevelFunction,), functions)
 
     def apply(*args: Any) -> Any:
         if not torch._C._are_functorch_transforms_active():
-            return single_level_apply(*args)
+            return node.apply(*args)
         with enable_single_level_autograd_function():
-            return single_level_apply(*args)
+            return node.apply(*args)
 
     def kernel(keys: DispatchKeySet, *args: Any, **keywords: Any) -> Any:
         keys = keys & _AFTER_AUTOGRAD

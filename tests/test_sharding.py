@@ -935,12 +935,17 @@ PRELOAD += ["torch._inductor.select_algorithm", "transformers.models.llama.model
 
 @functools.cache
 def said_by(processes: int, device: str) -> dict[str, list[str]]:
-    """What each process reports of each check: nothing if it holds."""
+    """What each process reports of each check: nothing if it holds.
+
+    On GPUs each process is a new interpreter: modules that are imported there initialize CUDA, and a process that is
+    forked afterwards cannot use it.
+    """
     multiprocessing.set_forkserver_preload(PRELOAD)
+    method = "spawn" if device == "cuda" else "forkserver"
     with tempfile.TemporaryDirectory() as name:
         try:
             start = torch.multiprocessing.start_processes
-            start(process, (processes, name, device), processes, start_method="forkserver")
+            start(process, (processes, name, device), processes, start_method=method)
         except Exception:  # such as a process that crashed: every test shows it
             return {check: [traceback.format_exc()] for check in checks(processes)}
         said = [[Path(name, f"{check}.{rank}").read_text() for rank in range(processes)] for check in checks(processes)]
