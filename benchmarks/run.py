@@ -24,8 +24,9 @@ from rich.table import Table
 from benchmarks import peers, results
 from benchmarks.timing import Time, captured, check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
-from tests.checks import Expected, Result, as_tuple, assert_right, convert, largest_errors, leaves, random_grad
-from tests.opspec import OpSpec, Sample, timed_specs
+from tests.checks import expect, random_grad
+from tests.judge import Result, assert_right, run
+from tests.opspec import OpSpec, Sample, as_tuple, leaves, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
 SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
@@ -184,11 +185,8 @@ def make_sample(case: Case, device: str, rows: int) -> Sample:
 
 
 class Judge:
-    """Says whether a contender computes the right result, compared with float64 on fewer rows of the same width.
-
-    The bound is that of our own tests: twice eager PyTorch's error, or 4 eps max|exact| sqrt(terms). Without `masks`
-    there is no dropout, for contenders that draw masks of their own.
-    """
+    """Says whether a contender computes the right result: that of float64 on fewer rows of the same width, up to what
+    rounding explains (tests/judge.py). Without `masks` there is no dropout, for contenders that draw their own."""
 
     def __init__(self, case: Case, device: str, masks: bool = True) -> None:
         self.case = case
@@ -196,26 +194,19 @@ class Judge:
         if not masks:
             *others, _, _ = self.sample.args  # p and the seed
             self.sample = Sample((*others, 0.0, None), self.sample.kwargs)
-        exact = self._result(case.spec.reference, convert(self.sample, torch.float64))
-        eager = self._result(case.eager(case.spec.reference), self.sample)
-        judged_by = eager, largest_errors(eager, exact)
-        scales = case.spec.least_scales(self.sample)
-        self.expected = Expected(exact, case.spec.reduction(self.sample), scales, lambda: judged_by)
+        self.expected = expect(case.spec, self.sample)
 
-    def _result(self, function: Callable[..., Any], sample: Sample) -> Result:
-        if not self.case.backward:
-            with torch.no_grad():
-                return Result(as_tuple(function(*sample.args, **sample.kwargs)), [])
-        outputs = as_tuple(function(*sample.args, **sample.kwargs))
-        grad_out = random_grad()
-        gradients = torch.autograd.grad(outputs, leaves(sample), [grad_out(output) for output in outputs])
-        return Result(tuple(output.detach() for output in outputs), list(gradients))
+    def _result(self, function: Callable[..., Any]) -> Result:
+        if self.case.backward:
+            return run(function, self.sample, random_grad())
+        with torch.no_grad():
+            return Result(as_tuple(function(*self.sample.args, **self.sample.kwargs)), [])
 
     def wrong(self, function: Callable[..., Any]) -> str | None:
         x = self.sample.args[0]
         poison = [torch.full_like(x, float("nan")) for _ in range(4)]
         del poison  # memory that is allocated next is full of NaN, and not right by luck
-        got = self._result(function, self.sample)
+        got = self._result(function)
         try:
             assert_right(got, self.expected, "wrong")
         except AssertionError as error:

@@ -33,6 +33,13 @@ EAGER = SimpleNamespace(
         **vars(reference),
         "mish": functional.mish,
         "silu": functional.silu,
+        "gelu": functional.gelu,
+        "bias_gelu": lambda x, bias, *approximate: functional.gelu(x + bias, *approximate),
+        "geglu": lambda gate, up, *approximate: functional.gelu(gate, *approximate) * up,
+        "cross_entropy": functional.cross_entropy,
+        "linear_cross_entropy": lambda x, weight, target: functional.cross_entropy(
+            functional.linear(x, weight), target
+        ),
         "swiglu": lambda gate, up: functional.silu(gate) * up,
         "dropout": functional.dropout,
         "layer_norm_dropout": lambda x, shape, weight, bias, p: functional.dropout(

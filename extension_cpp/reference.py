@@ -2,6 +2,7 @@
 
 Functions that draw random numbers also take the seed; with None they draw one."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,10 @@ def silu(input: Tensor) -> Tensor:
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    return torch.nn.functional.gelu(input, approximate=approximate)
+    # Neither 1 + erf nor 1 + tanh, whose terms cancel for negative inputs.
+    if approximate == "none":
+        return 0.5 * input * torch.special.erfc(input * -math.sqrt(0.5))
+    return input * torch.sigmoid(math.sqrt(8 / math.pi) * (input + 0.044715 * input**3))
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
@@ -185,18 +189,17 @@ def cross_entropy(
 ) -> Tensor:
     z = input if softcap is None else softcap * torch.tanh(input / softcap)
     loss = torch.nn.functional.cross_entropy(
-        z, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        z, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    if z_loss == 0:
-        return loss
     classes = min(1, z.dim() - 1)
     is_counted = target != ignore_index
     w = z.new_ones(z.shape[classes]) if weight is None else weight
     w = torch.where(is_counted, w[torch.where(is_counted, target, 0)], 0)
-    extra = torch.where(is_counted, z_loss * w * torch.logsumexp(z, classes).square(), 0)
+    if z_loss != 0:
+        loss = loss + torch.where(is_counted, z_loss * w * torch.logsumexp(z, classes).square(), 0)
     if reduction == "none":
-        return loss + extra
-    return loss + (extra.sum() / w.sum() if reduction == "mean" else extra.sum())
+        return loss
+    return loss.sum() / w.sum() if reduction == "mean" else loss.sum()
 
 
 def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.opspec import Make, OpSpec, Sample
+from tests import judge
+from tests.judge import Expected, Result, assert_right, convert, run
+from tests.opspec import Make, OpSpec, Sample, as_tuple, leaves
+
+__all__ = ["Expected", "Result", "as_tuple", "convert", "leaves", "run"]  # of the judge, for the tests
 
 # Widths of rows of whole vectors, up to the widest that fits into a CTA. The norms have one or two kernels for each.
 NORM_WIDTHS = (
@@ -135,16 +139,6 @@ def norm_arguments(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | N
     return (x, shape, weight, bias, 1e-5) if name == "layer_norm" else (x, shape, weight, 1e-5)
 
 
-def convert(sample: Sample, dtype: torch.dtype) -> Sample:
-    """The same call with leaves of another dtype. A seed keeps its dtype."""
-
-    def one(x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return x.detach().to(dtype).requires_grad_(x.requires_grad) if floating else x
-
-    return Sample(tuple(one(x) for x in sample.args), {key: one(x) for key, x in sample.kwargs.items()})
-
-
 def with_float_weights(sample: Sample) -> Sample:
     """The same call with the leaves of one dimension in float32."""
 
@@ -153,34 +147,6 @@ def with_float_weights(sample: Sample) -> Sample:
         return x.detach().float().requires_grad_(x.requires_grad) if weight else x
 
     return Sample((sample.args[0], *(one(x) for x in sample.args[1:])), sample.kwargs)
-
-
-def leaves(sample: Sample) -> list[Tensor]:
-    return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
-
-
-def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The result of a function as a tuple, also if it is one tensor."""
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-@dataclass
-class Result:
-    outputs: tuple[Tensor, ...]
-    gradients: list[Tensor]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for i, output in enumerate(self.outputs):
-            yield f"output {i}", output
-        for i, gradient in enumerate(self.gradients):
-            yield f"gradient {i}", gradient
-
-
-def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
-    """Runs forward and backward. grad_out(output) is the gradient of an output."""
-    outputs = as_tuple(function(*sample.args, **sample.kwargs))
-    gradients = torch.autograd.grad(outputs, leaves(sample), [grad_out(output) for output in outputs])
-    return Result(tuple(output.detach() for output in outputs), list(gradients))
 
 
 @functools.lru_cache(maxsize=8)
@@ -199,124 +165,9 @@ def random_grad(layout: str | Strides = "contiguous") -> Callable[[Tensor], Tens
     return grad_out
 
 
-def largest(x: Tensor, where: Tensor | None = None) -> float:
-    """The largest magnitude, in the places of `where` if it is given. NaN if x has a NaN there."""
-    if x.numel() == 0:
-        return 0.0
-    least, most = torch.aminmax(x if where is None else torch.where(where, x, 0))  # one vectorized pass
-    return max(-least.item(), most.item())
-
-
-def is_finite(exact: Tensor, dtype: torch.dtype, size: float) -> Tensor | None:
-    """Where the exact value is well inside the dtype's range. None stands for everywhere, and saves passes. `size` is
-    max|exact|."""
-    limit = torch.finfo(dtype).max * 0.99
-    return None if size < limit else exact.abs() < limit  # a NaN fails the comparison
-
-
-def largest_errors(rounded: Result, exact: Result) -> list[float]:
-    """The largest error of each tensor. A value that is not finite counts as no error."""
-    errors = []
-    for (_, x), (_, truth) in zip(rounded.tensors(), exact.tensors(), strict=True):
-        error, where = x.double() - truth, is_finite(truth, x.dtype, largest(truth))
-        found = largest(error, where)
-        errors.append(found if found < math.inf else largest(error.nan_to_num(0.0, 0.0, 0.0), where))
-    return errors
-
-
-@dataclass
-class Expected:
-    """For a sample: the exact result, the number of terms of a sum, the least value that max|exact| counts as, in the
-    outputs and in the gradients, and what computes eager PyTorch's result and its errors."""
-
-    exact: Result
-    reduction: int
-    least_scales: tuple[float, float]
-    with_eager: Callable[[], tuple[Result, list[float]]]
-
-    @functools.cached_property
-    def eager(self) -> tuple[Result, list[float]]:
-        return self.with_eager()
-
-    @functools.cached_property
-    def sizes(self) -> list[float]:
-        """max|exact| of each tensor."""
-        return [largest(exact) for _, exact in self.exact.tensors()]
-
-
-def assert_right(ours: Result, expected: Expected, what: str, limits: bool = False, nan_for_inf: bool = False) -> None:
-    """Asserts for every tensor: error <= max(2 x eager's error, 4 eps max|exact| sqrt(reduction)), and NaN and inf
-    where the exact result has them.
-
-    The first bound allows twice the rounding error of PyTorch. The second bound is for cases in which eager happens to
-    be exact: it allows 4 roundings per element, and grows as the error of a sum of independent roundings. Most results
-    are within the second bound, so eager PyTorch runs for the others alone. `limits`: a finite value is right where the
-    reference's formula gives NaN. `nan_for_inf`: NaN is right where the formula gives an infinity.
-    """
-    tensors = zip(ours.tensors(), expected.exact.tensors(), expected.sizes, strict=True)
-    for number, ((name, a), (_, exact), size) in enumerate(tensors):
-        where = f"{what}, {name}"
-        assert a.shape == exact.shape, f"{where}: shape {tuple(a.shape)}, expected {tuple(exact.shape)}"
-        finite = is_finite(exact, a.dtype, size)
-        if finite is not None:
-            _assert_same_specials(a, exact, limits, nan_for_inf, where)
-            size = largest(exact, finite)
-        info, least = torch.finfo(a.dtype), expected.least_scales[name.startswith("gradient")]
-        roundings = 4 * info.eps * math.sqrt(max(expected.reduction, 1))
-        bound = max(roundings * max(size, least), info.smallest_normal * info.eps)
-        difference = a.double() - exact
-        if largest(difference, finite) <= bound:
-            continue
-        eager, eager_errors = expected.eager
-        _, b = list(eager.tensors())[number]
-        if a.dtype == b.dtype and not largest(b) < math.inf:  # if eager overflows, its error says nothing
-            finite = (b.abs() < math.inf) & (finite if finite is not None else True)
-            bound = max(roundings * max(largest(exact, finite), least), info.smallest_normal * info.eps)
-        error, bound = largest(difference, finite), max(2 * eager_errors[number], bound)
-        eager_error = eager_errors[number]
-        assert error <= bound, f"{where}: error {error:.3g} over the bound {bound:.3g} (eager {eager_error:.3g})"
-
-
-def _assert_same_specials(x: Tensor, exact: Tensor, limits: bool, nan_for_inf: bool, where: str) -> None:
-    """Asserts that NaN and infinities are where the exact result has them."""
-    special = ~(exact.abs() < math.inf)
-    if special.any():
-        got, expected = x.double()[special], exact[special]
-        if nan_for_inf:
-            expected = torch.where(got.isnan(), got, expected)
-        if limits:
-            got = torch.where(expected.isnan(), expected, got)
-        assert torch.equal(got.isnan(), expected.isnan()), f"{where}: NaN in the wrong places"
-        assert torch.equal(got[~got.isnan()], expected[~expected.isnan()]), f"{where}: infinities differ"
-
-
 def expect(spec: OpSpec, sample: Sample, grad_layout: str = "contiguous") -> Expected:
-    """The expectation from the float64 reference and from eager PyTorch.
-
-    In float64 the reference is eager PyTorch itself, and rounds as much as the op. Its error is taken to be that of
-    eager float32 on the same inputs, scaled by the ratio of the two types' eps. The op may have twice this error, the
-    reference has it once, and the largest errors of two roundings may differ by a third: 4 times in all, twice as much
-    as in the other dtypes. max|exact| is at least the size of the largest input, because the reference's error is
-    relative to the terms, and their sum may cancel. In every dtype max|exact| is at least spec.terms, for a gradient at
-    least spec.gradient_terms, too.
-    """
-    dtype, grad_out, reference = sample.args[0].dtype, random_grad(grad_layout), spec.by_hand or spec.reference
-    exact = run(reference, convert(sample, torch.float64), grad_out)
-
-    def with_eager() -> tuple[Result, list[float]]:
-        if dtype is not torch.float64:
-            eager = run(reference, sample, grad_out)
-            return eager, largest_errors(eager, exact)
-        rounded = convert(sample, torch.float32)
-        eager, eager_exact = run(reference, rounded, grad_out), run(reference, convert(rounded, dtype), grad_out)
-        factor = 2.0 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        return eager, [factor * error for error in largest_errors(eager, eager_exact)]
-
-    least_scales = spec.least_scales(sample)
-    if dtype is torch.float64:
-        size = max((largest(x.detach().nan_to_num(0.0, 0.0, 0.0)) for x in leaves(sample)), default=0.0)
-        least_scales = max(size, least_scales[0]), max(size, least_scales[1])
-    return Expected(exact, spec.reduction(sample), least_scales, with_eager)
+    """What a call should give, with random_grad(grad_layout) as the gradients of its results."""
+    return judge.expect(spec, sample, random_grad(grad_layout))
 
 
 def check(

@@ -24,6 +24,64 @@ class Sample:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def leaves(sample: Sample) -> list[Tensor]:
+    return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The result of a function as a tuple, also if it is one tensor."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How large the terms are that add up to each element of a result or gradient (tests/judge.py)."""
+
+    size: Tensor  # the sum of their absolute values; of a shape that broadcasts to that of the result
+    c: float = 4.0  # roundings of a term and of its way through the sum, in units of eps
+    saved: Tensor | float = 0.0  # the change by the rounding of results that the op reads again
+    rounded: Tensor | float = 0.0  # the change by other numbers that are rounded before they are used
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in float64, as the spec's functions `terms` and `from_saved` get it."""
+
+    sample: Sample
+    outputs: tuple[Tensor, ...]  # the exact ones; for from_saved those of the op
+    grads: list[Tensor]  # the gradient of each output
+    dtype: torch.dtype  # of the op's tensors
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The dtype in which the op computes."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    def leaf_numbers(self) -> list[int]:
+        """The places of the leaves among the arguments."""
+        return [i for i, x in enumerate(self.sample.args) if isinstance(x, Tensor) and x.requires_grad]
+
+    @property
+    def eps(self) -> float:
+        return torch.finfo(self.computed).eps
+
+    @property
+    def least(self) -> float:
+        """The smallest normal number: exponentials below may be 0, and PyTorch's products of half types."""
+        return torch.finfo(self.computed).smallest_normal
+
+    @property
+    def c_of_exp(self) -> float:
+        """Roundings of an exponential and of the sum over such. For half types it has an error of 24 eps(float32)."""
+        return 32.0 if self.dtype.itemsize == 2 else 8.0
+
+    def rounding(self, x: Tensor) -> Tensor:
+        """How far x moves at most when it is rounded to the dtype of the call."""
+        info, size = torch.finfo(self.dtype), x.abs()
+        moves = torch.where(size > info.max, torch.inf, size * info.eps + info.smallest_normal * info.eps)
+        return torch.where(size == torch.inf, 0, moves)
+
+
 @dataclass(frozen=True)
 class ErrorSample:
     """A call that must raise RuntimeError with exactly this message."""
@@ -56,8 +114,6 @@ class OpSpec:
     # Samples whose first tensor has the given shape; yields nothing for a shape the op does not take.
     sample_inputs: Callable[[Make, Sequence[int]], Iterator[Sample]]
     error_inputs: Callable[[str], Iterator[ErrorSample]]
-    # The number of terms behind one element of the results and gradients, for the tolerance.
-    reduction: Callable[[Sample], int]
     bench: Bench
     keeps_strides: bool  # the result has the strides of a dense first input
     # Kernels on the GPU for one forward and one backward.
@@ -68,10 +124,13 @@ class OpSpec:
     # The reference with its first gradients by hand, where loops under autograd take too long.
     by_hand: Callable[..., Any] | None = None
     positional: bool = False  # a result depends on the element's index: a random mask
-    # The largest term of sums that may cancel in a result or gradient: the rounding error is relative to it.
-    terms: Callable[[Sample], float] = lambda sample: 0.0
-    # The same for the gradients alone.
-    gradient_terms: Callable[[Sample], float] = lambda sample: 0.0
+    # terms(call): of each output, and of the gradient of each argument by its place. None: found by changes of the
+    # inputs (tests/judge.py), which takes the reference eight times.
+    terms: Callable[[Call], tuple[list[Terms], dict[int, Terms]]] | None = None
+    # from_saved(call): outputs and gradients in float64 if backward reads call.outputs, the rounded results of the op.
+    from_saved: Callable[[Call], tuple[tuple[Tensor, ...], list[Tensor]]] | None = None
+    # How many of the results planted in test_judge.py are within the rounding errors of the op. The spec says why.
+    unseen: int = 0
     # Where the reference's loop gives an infinity, a tree may give NaN, from inf * 0 or inf - inf.
     infinities_may_be_nan: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
@@ -83,11 +142,6 @@ class OpSpec:
 
     def __str__(self) -> str:
         return self.name
-
-    def least_scales(self, sample: Sample) -> tuple[float, float]:
-        """Lower limits of the scale max|exact| of outputs and of gradients, to which errors are relative."""
-        least = self.terms(sample)
-        return least, max(least, self.gradient_terms(sample))
 
 
 def timed_specs() -> list[OpSpec]:

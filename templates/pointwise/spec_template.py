@@ -21,7 +21,6 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: 1,
     bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, flat=True),
     keeps_strides=True,
     launches=(1, 1),

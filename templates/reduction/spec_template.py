@@ -10,21 +10,6 @@ def sample_inputs(make, shape):
         yield Sample((make(shape), make(shape[-1:]), 0.5))
 
 
-def terms(sample):
-    """grad_x is a difference of terms of up to |grad_out * weight| * rstd, and |grad_out| is at most 2."""
-    x, weight, *eps = sample.args
-    if x.numel() == 0:
-        return 0.0
-    rstd = (x.detach().double().square().mean(-1) + (eps[0] if eps else 1e-6)).rsqrt().nan_to_num(0.0)
-    return 2 * rstd.max().item() * weight.detach().abs().nan_to_num(0.0, 0.0).max().item()
-
-
-def reduction(sample):
-    """The number of terms in a sum: the columns for the result, the rows for the weight's gradient."""
-    x, weight = sample.args[:2]
-    return max(weight.numel(), x.numel() // max(weight.numel(), 1))
-
-
 def error_inputs(device):
     x, weight = torch.ones(2, 3, device=device), torch.ones(3, device=device)
     op = "extension_cpp::kernel_template: expected"
@@ -44,10 +29,8 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=reduction,
     bench=Bench(lambda make, shape: Sample((make(shape), make(shape[-1:]))), forward=2, backward=3),
     keeps_strides=False,
     launches=(1, 2),
     second_order=False,
-    terms=terms,
 )

@@ -26,7 +26,6 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.kernel_template,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: sample.args[0].shape[-1],
     bench=Bench(lambda make, shape: Sample((make(shape), 0.9)), forward=2, backward=2),
     keeps_strides=False,
     launches=(1, 1),

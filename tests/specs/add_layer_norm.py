@@ -1,13 +1,14 @@
 """The operator, which takes the seed as an argument. tests/test_fused_norm.py tests the function that draws it."""
 
-from functools import partial
+import functools
 
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 from tests.specs import layer_norm
 from tests.specs.dropout import seed_of
+from tests.specs.layer_norm import C, dims_of, norm_terms
 
 
 def sample_inputs(make, shape):
@@ -18,12 +19,47 @@ def sample_inputs(make, shape):
             yield Sample((make(shape), make(shape), shape[-2:], None, None, 1e-3, 0.0, None))
 
 
-def terms(sample):
-    """layer_norm's terms for the sum s, plus the gradient of s itself, which is at most 2; scaled by 1 / (1 - p) like
-    x's gradient."""
-    x, residual, normalized_shape, weight, bias, eps, p, seed = sample.args
-    s = residual.detach().double() + extension_cpp.reference.dropout(x.detach().double(), p, seed=seed)
-    return (2 + layer_norm.terms(Sample((s, normalized_shape, weight, bias, eps)))) / (1 - p)
+def kept(x, p, seed):
+    """The factors of dropout: 0 or 1 / (1 - p)."""
+    return extension_cpp.reference.dropout(torch.ones_like(x), p, seed=seed)
+
+
+def sum_and_norm_terms(call, normalized_shape, weight, bias, eps, p, seed, center):
+    """Of a norm of s = residual + dropout(x), and of s: the results, and the gradients in x, residual, weight, bias.
+
+    The norm reads s after it was rounded.
+    """
+    x, residual, s, keep = *call.sample.args[:2], call.outputs[1], kept(call.sample.args[0], p, seed)
+    size_of_sum = (x * keep).abs() + residual.abs()
+    given = s, dims_of(normalized_shape), weight, bias, eps, call.grads[0], center
+    result, gs, *others = norm_terms(*given)
+    moves = norm_terms(*given, moved=call.rounding(s) + 3 * call.eps * size_of_sum)
+    gs = gs + call.grads[1].abs()
+    gradients = Terms(keep * gs, C, keep * moves[1]), Terms(gs, C, moves[1]), Terms(others[0], C, moves[2])
+    return [Terms(result, C, moves[0]), Terms(size_of_sum, 3)], (*gradients, Terms(others[1], C))
+
+
+def terms(call):
+    outputs, gradients = sum_and_norm_terms(call, *call.sample.args[2:], center=True)
+    return outputs, dict(zip((0, 1, 3, 4), gradients, strict=True))
+
+
+def from_saved(norm):
+    """The norm of the sum that the op returned, and the gradients through it."""
+
+    def of(call):
+        x, residual, *others, p, seed = call.sample.args
+        s = call.outputs[1].clone().requires_grad_()
+        with torch.enable_grad():
+            y = norm(s, *others)
+        tensors = [s, *(other for other in others if isinstance(other, torch.Tensor) and other.requires_grad)]
+        gs, *gradients = torch.autograd.grad(y, tensors, call.grads[0])
+        gs = gs + call.grads[1]
+        drop = functools.partial(extension_cpp.reference.dropout, p=p, seed=seed)
+        of_inputs = [g for g, leaf in ((drop(gs), x), (gs, residual)) if leaf.requires_grad]
+        return (y.detach(), residual + drop(x)), [*of_inputs, *gradients]
+
+    return of
 
 
 def in_steps(x, residual, normalized_shape, weight, bias, eps, p, seed):
@@ -74,13 +110,15 @@ SPEC = OpSpec(
     reference=lambda *args: extension_cpp.reference.add_layer_norm(*args[:7], seed=args[7]),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=layer_norm.SPEC.reduction,
     bench=Bench(bench_sample, forward=4, backward=5, stock=stock, operations=(9, 16)),
     keeps_strides=False,
     positional=True,
     terms=terms,
+    from_saved=from_saved(extension_cpp.reference.layer_norm),
     in_steps=in_steps,
     launches=(1, 2),
     float_weights=True,
-    variants={"p0": Bench(partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(8, 15))},
+    variants={
+        "p0": Bench(functools.partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(8, 15))
+    },
 )

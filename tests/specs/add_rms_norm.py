@@ -7,6 +7,7 @@ import torch
 import extension_cpp
 from tests.opspec import Bench, ErrorSample, OpSpec, Sample
 from tests.specs import rms_norm
+from tests.specs.add_layer_norm import from_saved, sum_and_norm_terms
 from tests.specs.dropout import seed_of
 
 EPS = rms_norm.EPS
@@ -20,12 +21,10 @@ def sample_inputs(make, shape):
             yield Sample((make(shape), make(shape), shape[-2:], None, EPS, 0.0, None))
 
 
-def terms(sample):
-    """rms_norm's terms for the sum s, plus the gradient of s itself, which is at most 2; scaled by 1 / (1 - p) like x's
-    gradient."""
-    x, residual, normalized_shape, weight, eps, p, seed = sample.args
-    s = residual.detach().double() + extension_cpp.reference.dropout(x.detach().double(), p, seed=seed)
-    return (2 + rms_norm.terms(Sample((s, normalized_shape, weight, eps)))) / (1 - p)
+def terms(call):
+    normalized_shape, weight, *others = call.sample.args[2:]
+    outputs, gradients = sum_and_norm_terms(call, normalized_shape, weight, None, *others, center=False)
+    return outputs, dict(zip((0, 1, 3), gradients[:3], strict=True))
 
 
 def error_inputs(device):
@@ -67,11 +66,11 @@ SPEC = OpSpec(
     reference=lambda *args: extension_cpp.reference.add_rms_norm(*args[:6], seed=args[6]),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=rms_norm.SPEC.reduction,
     bench=Bench(bench_sample, forward=4, backward=5, stock=stock, operations=(6, 11)),
     keeps_strides=False,
     positional=True,
     terms=terms,
+    from_saved=from_saved(extension_cpp.reference.rms_norm),
     launches=(1, 2),
     float_weights=True,
     variants={"p0": Bench(partial(bench_sample, p=0.0), forward=4, backward=4, stock=stock_p0, operations=(5, 10))},

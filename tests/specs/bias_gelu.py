@@ -1,8 +1,9 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
-from tests.specs import gelu
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.specs.gelu import c_of_derivative, gelu_terms
+from tests.specs.scale_bias_relu import sum_rows
 
 
 def sample_inputs(make, shape):
@@ -26,9 +27,21 @@ def error_inputs(device):
         yield ErrorSample((x.cpu(), bias), f"{op} bias on cpu like x, but got {x.device}")
 
 
-def terms(sample):
-    x, bias = (each.detach().double() for each in sample.args[:2])
-    return gelu.terms(Sample((x + bias,)))
+def terms(call):
+    """Those of gelu at x + bias, and what the rounding of that sum changes."""
+    (x, bias, *approximate), (g,) = call.sample.args, call.grads
+    value, derivative, second = gelu_terms(x + bias, *approximate)
+    moved = x.abs() + bias.abs()
+    gradient = g.abs() * (derivative + second * moved)
+    rounded = call.least * (1 + moved * moved)  # an exponential that is 0
+    c = c_of_derivative(call)
+    gradients = {0: Terms(gradient, c, rounded=g.abs() * rounded)}
+    gradients |= {1: Terms(sum_rows(gradient), c, rounded=sum_rows(g.abs() * rounded))}
+    return [Terms(value + derivative * moved, 8, rounded=rounded)], gradients
+
+
+def stock(x, bias, approximate="none"):
+    return torch.nn.functional.gelu(x + bias, approximate=approximate)
 
 
 SPEC = OpSpec(
@@ -37,15 +50,19 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.bias_gelu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # terms of the bias gradient
     bench=Bench(
-        lambda make, shape: Sample((make(shape), make(shape[-1:]))), forward=2, backward=3, operations=(18, 23)
+        lambda make, shape: Sample((make(shape), make(shape[-1:]))),
+        forward=2,
+        backward=3,
+        stock=stock,
+        operations=(18, 23),
     ),
     variants={
         "tanh": Bench(
             lambda make, shape: Sample((make(shape), make(shape[-1:]), "tanh")),
             forward=2,
             backward=3,
+            stock=stock,
             operations=(9, 17),
         )
     },

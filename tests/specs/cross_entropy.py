@@ -1,7 +1,11 @@
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.specs.softmax import product
 
 
 def targets(classes, shape, device):
@@ -55,17 +59,96 @@ def error_inputs(device):
     yield ErrorSample((x, t, x[0].clone().requires_grad_()), message)
 
 
-def reduction(sample):
-    logits = sample.args[0]
-    is_none = sample.kwargs.get("reduction") == "none"
-    return max(logits.shape[min(1, logits.dim() - 1)] if is_none else logits.numel(), 1)
+@dataclass
+class LossTerms:
+    """Sizes of the loss and of the gradient of the logits, and by how much they change where each logit moves by
+    `moved`."""
+
+    loss: Tensor
+    gradient: Tensor
+    loss_moves: Tensor
+    gradient_moves: Tensor
 
 
-def terms(sample):
-    """A gradient is a difference of probabilities of at most 1; a mean divides it by the number of rows."""
-    logits = sample.args[0]
-    rows = max(logits.numel() // logits.shape[min(1, logits.dim() - 1)], 1)
-    return 1.0 if "reduction" in sample.kwargs else 1.0 / rows
+def loss_terms(
+    call,
+    x,
+    target,
+    grad,
+    moved,
+    weight=None,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    z_loss=0.0,
+    softcap=None,
+):
+    """Of the loss w_t ((1 - s) (lse - z_t) + z_loss lse^2) + s / n sum_c w_c (lse - z_c) of each row.
+
+    z is x or softcap tanh(x / softcap), whose derivative 1 - tanh^2 is a difference. p = exp(z - lse) multiplies the
+    rounding of its argument. A logit that moves by 1 or more may change p by as much as 1.
+    """
+    classes = min(1, x.dim() - 1)
+
+    def total(each):
+        return each.sum(classes, keepdim=True)
+
+    tanh = torch.zeros_like(x) if softcap is None else torch.tanh(x / softcap)
+    z, z_rounds = (x, 0.0) if softcap is None else (softcap * tanh, (softcap * tanh).abs())
+    lse, p = torch.logsumexp(z, classes, keepdim=True), torch.softmax(z, classes)
+    distance = (z - z.amax(classes, keepdim=True)).abs() + z_rounds
+    average = total(product(p, distance))
+    most = moved.amax(classes, keepdim=True)
+    lse_moves = torch.where(most < 1, total(product(p, moved)), most)
+
+    is_counted = (target != ignore_index).unsqueeze(classes)
+    t = torch.where(is_counted, target.unsqueeze(classes), 0)
+    w = x.new_ones(x.shape[classes]) if weight is None else weight
+    of_target = torch.where(is_counted, w[t], 0)
+    w = w.view([-1] + [1] * (x.dim() - 1 - classes))
+    smooth = torch.where(is_counted, label_smoothing / x.shape[classes], 0)
+    z_weight = abs(z_loss) * of_target
+
+    def loss(of_z, of_lse):
+        rows = product(of_target, (1 - label_smoothing) * (of_z.gather(classes, t) + of_lse))
+        rows = rows + product(z_weight, 2 * lse.abs() * of_lse)
+        return rows + product(smooth, total(w * (of_z + of_lse)))
+
+    pull = (1 - label_smoothing) * of_target + smooth * w.sum() + 2 * z_weight * lse.abs()
+    # In float64 the reference subtracts the rounded lse, and the op both of its parts.
+    relative = 1 + (z - lse).abs() + z_rounds + average + (lse.abs() if call.dtype is torch.float64 else 0.0)
+    lse_size = lse.abs() + 1 + average
+    gradient = product(p, pull * relative) + product(z_weight * p, 2 * lse_size)
+    hit = torch.zeros_like(x).scatter(classes, t, 1.0)
+    slopes = gradient + (1 - label_smoothing) * of_target * hit + smooth * w
+    together = moved + lse_moves
+    moves = torch.where(together < 1, p * torch.expm1(together.clamp(max=1)), 1)
+    moves = torch.where(together < torch.inf, pull * moves + 2 * z_weight * p * lse_moves, torch.inf)
+    if softcap is not None:  # the slope, at most 1, changes by at most 2 / softcap times the change of a logit
+        bend = (2 / softcap * moved).clamp(max=1)
+        moves = torch.where(moves < torch.inf, moves * (1 - tanh * tanh + bend), torch.inf) + slopes * bend
+
+    rows = loss(z.abs(), lse_size) + z_weight * lse.square()
+    overflows = is_counted & (total(torch.zeros_like(x) + w) * (1 + rows) > torch.finfo(call.computed).max)
+    rows = torch.where(overflows, torch.inf, rows)
+    divisor = of_target.sum() if reduction == "mean" else 1.0
+    grad = (grad.unsqueeze(classes) if reduction == "none" else grad).abs() / divisor
+    results = [
+        each.squeeze(classes) if reduction == "none" else each.sum() / divisor
+        for each in (rows, loss(moved, lse_moves))
+    ]
+    # Exponentials that are 0.
+    zeros = call.least * (pull + 1) * grad
+    return LossTerms(results[0], slopes * grad * (1 + tanh * tanh), results[1], moves * grad + zeros)
+
+
+def terms(call):
+    (x, target), options = call.sample.args[:2], call.sample.kwargs
+    found = loss_terms(call, x, target, call.grads[0], torch.zeros_like(x), **options)
+    c = call.c_of_exp
+    if call.dtype is torch.float64:  # the op adds rows one by one, and the reference classes
+        c += (target.numel() + x.numel() // max(target.numel(), 1)) / 2
+    return [Terms(found.loss, c)], {0: Terms(found.gradient, c, rounded=found.gradient_moves)}
 
 
 SPEC = OpSpec(
@@ -74,11 +157,11 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.cross_entropy,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=reduction,
     bench=Bench(
         lambda make, shape: Sample(((x := make(shape)), targets(shape[1], shape[:1], x.device))),
         forward=1,
         backward=2,
+        stock=torch.nn.functional.cross_entropy,
         operations=(4, 4),
     ),
     keeps_strides=False,

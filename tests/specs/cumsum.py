@@ -1,7 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.judge import of_absolute_values
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
 def sample_inputs(make, shape):
@@ -27,9 +28,9 @@ def error_inputs(device):
     yield ErrorSample((x[0, 0], 1), f"{op} dim in [-1, 0], but got 1")
 
 
-def reduction(sample):
-    x, dim = sample.args
-    return x.shape[dim] if x.dim() else 1
+def terms(call):
+    size = of_absolute_values(extension_cpp.reference.cumsum, call)
+    return [Terms(size.outputs[0], 8)], {0: Terms(size.gradients[0], 8)}
 
 
 SPEC = OpSpec(
@@ -38,9 +39,9 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.cumsum,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=reduction,
     bench=Bench(lambda make, shape: Sample((make(shape), -1)), forward=2, backward=2, operations=(1, 1)),
     keeps_strides=True,
+    terms=terms,
     launches=(1, 1),
     variants={"columns": Bench(lambda make, shape: Sample((make(shape), 0)), forward=2, backward=2)},
 )

@@ -6,7 +6,7 @@ import functools
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 PHILOX = extension_cpp.reference.philox
 
@@ -51,6 +51,13 @@ def error_inputs(device):
         yield ErrorSample((x, 0.5, seed.cpu()), f"{op} seed on {x.device} like x, but got cpu")
 
 
+def terms(call):
+    """The scale 1 / (1 - p) and a product: two roundings."""
+    _, p, seed = call.sample.args
+    gradient = extension_cpp.reference.dropout(call.grads[0], p, seed=seed)
+    return [Terms(call.outputs[0].abs(), 2)], {0: Terms(gradient.abs(), 2)}
+
+
 def bench_sample(make, shape):
     x = make(shape)
     return Sample((x, 0.1, seed_of(x.device)))
@@ -62,7 +69,6 @@ SPEC = OpSpec(
     reference=lambda x, p, seed: extension_cpp.reference.dropout(x, p, seed=seed),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: 1,
     bench=Bench(
         bench_sample,
         forward=2,
@@ -72,6 +78,7 @@ SPEC = OpSpec(
         stock=lambda x, p, seed: torch.nn.functional.dropout(x, p),
     ),
     keeps_strides=False,
+    terms=terms,
     positional=True,
     launches=(1, 1),
 )

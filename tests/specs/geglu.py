@@ -1,9 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.checks import largest
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
-from tests.specs import gelu
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.specs.gelu import c_of_derivative, gelu_terms
 
 
 def sample_inputs(make, shape):
@@ -32,10 +31,17 @@ def halves(make, shape, *approximate):
     return Sample((gate, up, *approximate))
 
 
-def terms(sample):
-    """The terms of the activation's derivative, times the largest |up|."""
-    gate, up = sample.args[:2]
-    return gelu.terms(Sample((gate,))) * largest(up.detach().double().nan_to_num())
+def terms(call):
+    (gate, up, *approximate), (g,) = call.sample.args, call.grads
+    value, derivative, _ = gelu_terms(gate, *approximate)
+    rounded = call.least * (1 + gate * gate)  # an exponential that is 0
+    gradients = {0: Terms((g * up).abs() * derivative, c_of_derivative(call), rounded=(g * up).abs() * rounded)}
+    gradients |= {1: Terms(g.abs() * value, 8, rounded=g.abs() * rounded)}
+    return [Terms(up.abs() * value, 8, rounded=up.abs() * rounded)], gradients
+
+
+def stock(gate, up, approximate="none"):
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
 SPEC = OpSpec(
@@ -44,21 +50,22 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.geglu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: 1,
     bench=Bench(
         lambda make, shape: Sample((make(shape), make(shape))),
         forward=3,
         backward=5,
         flat=True,
+        stock=stock,
         operations=(18, 25),
     ),
     variants={
-        "packed": Bench(halves, forward=3, backward=5, operations=(18, 25)),
+        "packed": Bench(halves, forward=3, backward=5, stock=stock, operations=(18, 25)),
         "tanh": Bench(
             lambda make, shape: Sample((make(shape), make(shape), "tanh")),
             forward=3,
             backward=5,
             flat=True,
+            stock=stock,
             operations=(9, 19),
         ),
     },

@@ -3,7 +3,11 @@ import math
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.judge import LARGE, zero_for_nan
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+
+# Roundings: of the mean, of the difference to it, of the variance, of rstd, of the products.
+C = 8
 
 
 def sample_inputs(make, shape):
@@ -24,20 +28,49 @@ def in_steps(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     return y if bias is None else y + bias
 
 
-def terms(sample):
-    """grad_x is a difference of terms of up to |grad_out * weight| * rstd, and |grad_out| is at most 2."""
-    x, normalized_shape, weight, _, eps = (*sample.args, 1e-5)[:5]
-    if x.numel() == 0:
-        return 0.0
-    dims = tuple(range(-len(normalized_shape), 0))
-    rstd = (x.detach().double().var(dims, correction=0) + eps).rsqrt().nan_to_num(0.0)
-    return 2 * rstd.max().item() * (1.0 if weight is None else weight.detach().abs().nan_to_num(0.0, 0.0).max().item())
+def norm_terms(x, dims, weight, bias, eps, g, center, moved=None):
+    """Sizes of the result of a norm and of its gradients in x, weight and bias, where g is the gradient of the result.
+
+    With `moved`: by how much they change where each element of x moves by that. y is the result without weight and
+    bias. Each element of x has a part in the mean and in rstd, so it moves the whole row.
+    """
+    w = x.new_ones(()) if weight is None else weight
+
+    def average(x):
+        return x.mean(dims, keepdim=True)
+
+    def with_mean(x, sign):
+        """x, and what the subtraction of the mean adds."""
+        return x + sign * average(x) if center else x
+
+    d = with_mean(x, -1)
+    rstd = (average(d.square()) + eps).rsqrt()
+    y, gw = d * rstd, g * w
+    plain = rstd * (with_mean(gw, -1) - y * average(gw * y))
+    own = moved is None
+    # The terms of d round, those of denormal numbers as if they were the smallest normal number.
+    m = x.abs() + torch.finfo(torch.float32).smallest_normal if own else moved.clamp(max=LARGE)
+    relative = own + zero_for_nan(rstd * average(y.abs() * m))  # by which part rstd moves
+    y_moves = rstd * with_mean(m, 1) + y.abs() * relative
+    result = (w * y_moves).abs()
+    gx = rstd * (y_moves * average(gw * y).abs() + y.abs() * average(gw.abs() * y_moves)) + relative * plain.abs()
+    gweight = zero_for_nan(g.abs() * y_moves).sum_to_size(w.shape)
+    if not own:
+        lost = torch.where(moved.amax(dims, keepdim=True) < torch.inf, 0, torch.inf)  # of rows that overflow
+        return result + lost, gx + lost, gweight + lost.expand(x.shape).sum_to_size(w.shape), 0.0
+    result = result if bias is None else result + bias.abs()
+    gx = gx + rstd * (with_mean(gw.abs(), 1) + y.abs() * average((gw * y).abs()))
+    return result, gx, gweight + zero_for_nan((g * y).abs()).sum_to_size(w.shape), g.abs().sum_to_size(w.shape)
 
 
-def reduction(sample):
-    """The columns, which the sums of a row add up, or the rows, which the weight gradients add up."""
-    cols = math.prod(next(arg for arg in sample.args if isinstance(arg, tuple)))
-    return max(cols, sample.args[0].numel() // max(cols, 1))
+def dims_of(normalized_shape):
+    return tuple(range(-len(normalized_shape), 0))
+
+
+def terms(call):
+    x, normalized_shape, weight, bias, eps = (*call.sample.args, *(None, None, 1e-5)[len(call.sample.args) - 2 :])
+    result, *gradients = norm_terms(x, dims_of(normalized_shape), weight, bias, eps, call.grads[0], center=True)
+    return [Terms(result, C)], dict(zip((0, 2, 3), (Terms(size, C) for size in gradients), strict=True))
 
 
 def error_inputs(device):
@@ -67,7 +100,6 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.layer_norm,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=reduction,
     bench=Bench(
         lambda make, shape: Sample((make(shape), shape[-1:], make(shape[-1:]), make(shape[-1:]))),
         forward=2,

@@ -3,9 +3,11 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 from tests.specs import layer_norm
+from tests.specs.add_layer_norm import kept
 from tests.specs.dropout import seed_of
+from tests.specs.layer_norm import C, dims_of, norm_terms
 
 
 def sample_inputs(make, shape):
@@ -16,9 +18,12 @@ def sample_inputs(make, shape):
             yield Sample((x, shape[-2:], None, None, 1e-3, 0.5, seed_of(x.device, 77)))
 
 
-def terms(sample):
-    """The terms of layer_norm with the grad_out that dropout has scaled."""
-    return layer_norm.terms(Sample(sample.args[:5])) / (1 - sample.args[5])
+def terms(call):
+    x, normalized_shape, weight, bias, eps, p, seed = call.sample.args
+    keep = kept(x, p, seed)
+    given = x, dims_of(normalized_shape), weight, bias, eps, keep * call.grads[0]
+    result, *gradients = norm_terms(*given, center=True)
+    return [Terms(keep * result, C)], dict(zip((0, 2, 3), (Terms(size, C) for size in gradients), strict=True))
 
 
 def in_steps(x, normalized_shape, weight, bias, eps, p, seed):
@@ -56,7 +61,6 @@ SPEC = OpSpec(
     reference=lambda *args: extension_cpp.reference.layer_norm_dropout(*args[:6], seed=args[6]),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=layer_norm.SPEC.reduction,
     bench=Bench(bench_sample, forward=2, backward=3, stock=stock, operations=(8, 15)),
     keeps_strides=False,
     positional=True,

@@ -1,10 +1,8 @@
-import math
-
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
-from tests.specs.cross_entropy import targets
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.specs.cross_entropy import loss_terms, targets
 
 CLASSES = 11
 
@@ -52,21 +50,29 @@ def error_inputs(device):
     yield ErrorSample((x, w, t, None, w[:, 0].clone().requires_grad_()), message)
 
 
-def reduction(sample):
-    """An upper limit: a logit sums over features, the loss over rows and classes, a weight gradient over rows."""
-    x = sample.args[0]
-    return max(x.numel() * CLASSES, 1)
+def terms(call):
+    """The matrix products round the logits and their gradients to the dtype of the call, and denormal numbers of half
+    types to 0."""
+    (x, weight, target, bias), options = (*call.sample.args, None)[:4], call.sample.kwargs
+    rows, c = x.reshape(target.numel(), x.shape[-1]), call.c_of_exp
+    logits = torch.nn.functional.linear(rows, weight, bias)
+    size = torch.nn.functional.linear(rows.abs(), weight.abs(), None if bias is None else bias.abs())
+    moved = call.rounding(logits) + c * call.eps * size.nan_to_num(0.0, 0.0)
+    grad = call.grads[0].reshape(-1) if options.get("reduction") == "none" else call.grads[0]
+    found = loss_terms(call, logits, target.reshape(-1), grad, moved, **options)
+    of_logits, moves = found.gradient, found.gradient_moves + call.rounding(found.gradient)
+    shape = call.outputs[0].shape
 
+    def through(matrix):
+        """The gradients of x and linear_weight through products with these gradients of the logits."""
+        return (matrix @ weight.abs()).view(x.shape), matrix.t() @ rows.abs()
 
-def terms(sample):
-    """The largest product in the sums. A gradient of the logits is at most about 1; a mean divides it by the number of
-    rows."""
-    x, w = (leaf.detach().nan_to_num(0.0, 0.0, 0.0).abs() for leaf in sample.args[:2])
-    if x.numel() == 0:
-        return 1.0
-    largest = max(x.max().item(), w.max().item(), 1.0)
-    rows = math.prod(x.shape[:-1])
-    return largest * largest if "reduction" in sample.kwargs else largest / rows
+    sizes = *through(of_logits), of_logits.sum(0)
+    most = of_logits.nan_to_num(0.0).amax() if moves.numel() else 0.0
+    zeros = call.least * (weight.shape[0] + rows.shape[0]) * (1 + most)
+    rounds = [each + zeros for each in (*through(moves), moves.sum(0))]
+    gradients = {i: Terms(a, c, rounded=b) for i, a, b in zip((0, 1, 3), sizes, rounds, strict=True)}
+    return [Terms(found.loss.view(shape), c, rounded=found.loss_moves.view(shape))], gradients
 
 
 SPEC = OpSpec(
@@ -75,7 +81,6 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.linear_cross_entropy,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=reduction,
     bench=Bench(
         lambda make, shape: Sample(
             ((x := make(shape)), make((shape[1], shape[1])), targets(shape[1], shape[:1], x.device))
@@ -87,5 +92,6 @@ SPEC = OpSpec(
     launches=(0, 0),
     second_order=False,
     terms=terms,
+    unseen=10,  # with a softcap: logits and their gradients are rounded to a half type, and a gradient sums 11 classes
     has_products=True,
 )

@@ -2,7 +2,8 @@ import torch
 
 import extension_cpp
 from tests import loops
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.judge import of_absolute_values, run_with
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 LONGEST = 1100  # the reference is a slow loop; tests/test_scan.py has longer lines
 
@@ -53,9 +54,43 @@ def error_inputs(device):
         yield ErrorSample((x, x, x[0].cpu()), f"{op} h0 on {x.device} like b, but got cpu")
 
 
-def reduction(sample):
-    a, b = sample.args[:2]
-    return max(b.numel() // max(a.numel(), 1), 1)
+C = 16
+
+
+def before(h, call, h0):
+    """The states, each one step later, with h0 first: what a factor was multiplied with."""
+    b, options = call.sample.args[1], call.sample.kwargs
+    if b.dim() == 0:
+        return torch.zeros_like(b) if h0 is None else h0
+    dim, reverse = options.get("dim", -2), options.get("reverse", False)
+    steps = b.shape[dim]
+    first = b.new_zeros(b.shape) if h0 is None else h0.unsqueeze(dim).expand(b.shape)
+    first = first.narrow(dim, 0, min(steps, 1))
+    rest = h.narrow(dim, min(steps, 1) if reverse else 0, max(steps - 1, 0))
+    return torch.cat([rest, first] if reverse else [first, rest], dim)
+
+
+def terms(call):
+    """Each step rounds a product and a sum, and a tree rounds partial results. The gradient of a factor reads h, and
+    where the factor broadcasts, the products are rounded before they are summed."""
+    (a, _, h0), size = (*call.sample.args, None)[:3], of_absolute_values(loops.linear_recurrence, call)
+    (h,), (of_a, of_b, *of_h0) = size.outputs, size.gradients
+    h_moves = call.rounding(call.outputs[0]) + C * call.eps * h
+    moves = before(h_moves, call, None)
+    moves = torch.where(moves == torch.inf, moves, of_b * moves)
+    products = of_b * before(h, call, None if h0 is None else h0.abs())
+    rounds = call.rounding(products) if a.shape != h.shape else torch.zeros_like(h)
+    sizes = {i: Terms(x, C) for i, x in enumerate((of_a, of_b, *of_h0))}
+    return [Terms(h, C)], sizes | {0: Terms(of_a, C, moves.sum_to_size(a.shape), rounds.sum_to_size(a.shape))}
+
+
+def from_saved(call):
+    """The gradients that read the states as the op returned them."""
+    tensors = [x.detach().requires_grad_() for x in call.sample.args if x is not None]
+    exact = run_with(loops.linear_recurrence, Sample(tuple(tensors), call.sample.kwargs), call.grads)
+    h_before = before(call.outputs[0], call, tensors[2] if len(tensors) > 2 else None)
+    exact.gradients[0] = (exact.gradients[1] * h_before).sum_to_size(tensors[0].shape)
+    return exact.outputs, [exact.gradients[i] for i in call.leaf_numbers()]
 
 
 SPEC = OpSpec(
@@ -65,7 +100,6 @@ SPEC = OpSpec(
     by_hand=loops.linear_recurrence,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=reduction,
     bench=Bench(
         lambda make, shape: Sample((factors(make, shape), make(shape)), {"dim": -1}),
         forward=3,
@@ -74,8 +108,9 @@ SPEC = OpSpec(
     ),
     keeps_strides=False,  # the result has the strides of b, the second input
     launches=(1, 1),
-    # Each step rounds, and a tree rounds partial results. Below the smallest normal number the error is absolute.
-    terms=lambda sample: 4 * torch.finfo(sample.args[0].dtype).smallest_normal,
+    terms=terms,
+    from_saved=from_saved,
+    unseen=15,  # in the gradient of a factor that broadcasts: a sum of products that were rounded to a half type
     infinities_may_be_nan=True,
     variants={
         "columns": Bench(

@@ -2,7 +2,8 @@ import torch
 
 import extension_cpp
 from tests import loops
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.judge import LARGE
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 LONGEST = 1100  # the reference is a slow loop
 
@@ -35,39 +36,37 @@ def error_inputs(device):
     yield ErrorSample((x[0, 0], 1), f"{op} dim in [-1, 0], but got 1")
 
 
-def reduction(sample):
-    x, dim = sample.args
-    return x.shape[dim] if x.dim() else 1
-
-
-def gradient(x, y, dim):
-    """2 sum_{j >= k} exp(x_k - y_j): the gradient for the largest grad_out, 2, computed from this y."""
-    y = y.movedim(dim, 0)
-    totals = torch.full_like(y, 2.0)
+def weighted(x, y, g, dim):
+    """sum_{j >= k} g_j exp(x_k - y_j): the gradient, computed from this y."""
+    x, y, totals = (each.movedim(dim, 0).detach().contiguous() for each in (x, y, g.clone()))
     decays = torch.exp(y[:-1] - y[1:]).unbind()
     later, *earlier = totals.unbind()[::-1]
     for total, decay in zip(earlier, decays[::-1], strict=True):
         later = total.addcmul_(decay, later)
-    return torch.exp(x.movedim(dim, 0) - y) * totals
+    return (torch.exp(x - y) * totals).movedim(0, dim)
 
 
-def gradient_terms(sample):
-    """Backward, like torch's, reads the rounded result y. The change of the gradient by that rounding, doubled, and
-    divided by the factor with which the battery multiplies terms. If y's rounding error exceeds 1, the change may be as
-    large as the number of terms."""
-    x, dim = sample.args
+def terms(call):
+    """A result is the largest element so far plus the logarithm of a sum. exp multiplies the rounding of its argument,
+    and a weight in the gradient is a product of exponentials."""
+    (x, dim), (y,), (g,) = call.sample.args, call.outputs, call.grads
+    c = call.c_of_exp
     if x.numel() == 0 or x.dim() == 0:
-        return 0.0
-    # In float64 the reference itself rounds y. So the change is computed in float32, and counts in units of eps.
-    dtype = torch.float32 if x.dtype is torch.float64 else x.dtype
-    exact = x.detach().double()
-    if exact.abs().nan_to_num(0.0, 0.0).max().item() * torch.finfo(dtype).eps > 1:
-        most = 2.0 * reduction(sample)
-    else:
-        y = torch.logcumsumexp(exact, dim)
-        change = gradient(exact, y.to(dtype).double(), dim) - gradient(exact, y, dim)
-        most = change.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-    return 2 * most / (4 * torch.finfo(dtype).eps * reduction(sample) ** 0.5)
+        return [Terms(x.abs(), c)], {0: Terms(g.abs(), c)}
+    x, y = (each.clamp(-LARGE, LARGE) for each in (x, y))  # inf - inf would be NaN
+    steps = torch.arange(1, x.shape[dim] + 1, device=x.device, dtype=x.dtype)
+    size = y.abs() + x.cummax(dim).values.abs() + (2 + steps.log()).view([-1] + [1] * (x.dim() - 1)).movedim(0, dim)
+    y_moves = call.rounding(y) + c * call.eps * size
+    gradient = weighted(x, y, g.abs() * (1 + y.abs()), dim) + x.abs() * weighted(x, y, g.abs(), dim)
+    moves = weighted(x, y, g.abs() * torch.expm1(y_moves.clamp(max=300)), dim)
+    later = (g.abs().movedim(dim, 0).flip(0).cumsum(0)).flip(0).movedim(0, dim)
+    return [Terms(size, c)], {0: Terms(gradient, c, moves, rounded=call.least * later)}  # exponentials that are 0
+
+
+def from_saved(call):
+    (x, dim), (y,), (g,) = call.sample.args, call.outputs, call.grads
+    exact = loops.logcumsumexp(x, dim).detach()
+    return (exact,), [g if x.numel() == 0 or x.dim() == 0 else weighted(x, y, g, dim)]
 
 
 SPEC = OpSpec(
@@ -77,7 +76,6 @@ SPEC = OpSpec(
     by_hand=loops.logcumsumexp,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=reduction,
     bench=Bench(
         lambda make, shape: Sample((make(shape), -1)),
         forward=2,
@@ -88,7 +86,8 @@ SPEC = OpSpec(
     keeps_strides=True,
     launches=(1, 1),
     second_order=False,
-    gradient_terms=gradient_terms,
+    terms=terms,
+    from_saved=from_saved,
     variants={
         "columns": Bench(lambda make, shape: Sample((make(shape), 0)), forward=2, backward=4, stock=torch.logcumsumexp)
     },

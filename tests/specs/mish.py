@@ -1,7 +1,7 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
 def sample_inputs(make, shape):
@@ -15,14 +15,26 @@ def error_inputs(device):
     yield ErrorSample((x.cdouble(),), f"{op} x to be float64, float32, bfloat16 or float16, but got complex128")
 
 
+def terms(call):
+    """exp multiplies the rounding of its argument x, by as much as it matters beside 1: y = x n / (n + 2) with
+    n = e^x (e^x + 2)."""
+    (x,), (y,), (g,) = call.sample.args, call.outputs, call.grads
+    tanh, sigmoid = torch.tanh(torch.nn.functional.softplus(x)), torch.sigmoid(x)
+    steep = 1 + torch.where(sigmoid < 1, x.abs() * torch.sigmoid(-x), 0)  # of exp, which is constant beside 1 there
+    derivative = tanh + (x * sigmoid * (1 - tanh * tanh)).abs()
+    rounded = call.least * (x.abs() + 1)  # an exponential that is 0
+    gradient = Terms((g * derivative).abs() * steep, 16, rounded=g.abs() * rounded)
+    return [Terms(y.abs() * steep, 8, rounded=rounded)], {0: gradient}
+
+
 SPEC = OpSpec(
     name="mish",
     function=extension_cpp.mish,
     reference=extension_cpp.reference.mish,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: 1,
     bench=Bench(lambda make, shape: Sample((make(shape),)), forward=2, backward=3, flat=True, operations=(6, 13)),
     keeps_strides=True,
+    terms=terms,
     launches=(1, 1),
 )

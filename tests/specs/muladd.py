@@ -1,7 +1,7 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
 def sample_inputs(make, shape):
@@ -33,16 +33,23 @@ def error_inputs(device):
         yield ErrorSample((flat, a, 1.0), f"{op} {message}", {"out": out})
 
 
+def terms(call):
+    """A product and a sum: two roundings."""
+    a, b, c = call.sample.args
+    (g,) = call.grads
+    return [Terms((a * b).abs() + abs(c), 2)], {0: Terms((g * b).abs(), 2), 1: Terms((g * a).abs(), 2)}
+
+
 SPEC = OpSpec(
     name="muladd",
     function=extension_cpp.muladd,
     reference=extension_cpp.reference.muladd,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: 1,
     bench=Bench(
         lambda make, shape: Sample((make(shape), make(shape), 0.5)), forward=3, backward=5, flat=True, operations=(2, 2)
     ),
     keeps_strides=True,
+    terms=terms,
     launches=(1, 1),
 )

@@ -3,8 +3,8 @@ import math
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
-from tests.specs import layer_norm
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.specs.layer_norm import C, dims_of, norm_terms
 
 EPS = 1e-6  # explicit: the default depends on the dtype, and the reference runs in float64
 
@@ -18,14 +18,10 @@ def sample_inputs(make, shape):
             yield Sample((make(shape), shape[-2:], make(shape[-2:]), EPS))
 
 
-def terms(sample):
-    """grad_x is a difference of terms of up to |grad_out * weight| * rstd, and |grad_out| is at most 2."""
-    x, normalized_shape, weight, eps = sample.args
-    if x.numel() == 0:
-        return 0.0
-    dims = tuple(range(-len(normalized_shape), 0))
-    rstd = (x.detach().double().square().mean(dims) + eps).rsqrt().nan_to_num(0.0)
-    return 2 * rstd.max().item() * (1.0 if weight is None else weight.detach().abs().nan_to_num(0.0, 0.0).max().item())
+def terms(call):
+    x, normalized_shape, weight, eps = call.sample.args
+    result, gx, gweight, _ = norm_terms(x, dims_of(normalized_shape), weight, None, eps, call.grads[0], center=False)
+    return [Terms(result, C)], {0: Terms(gx, C), 2: Terms(gweight, C)}
 
 
 def error_inputs(device):
@@ -50,7 +46,6 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.rms_norm,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=layer_norm.reduction,
     bench=Bench(
         lambda make, shape: Sample((make(shape), shape[-1:], make(shape[-1:]), EPS)),
         forward=2,

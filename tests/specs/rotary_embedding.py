@@ -1,7 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.judge import run_with
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
 def factors(make, shape):
@@ -76,6 +77,19 @@ def error_inputs(device):
         yield call(f"sin on {q.device} like cos, but got cpu", sin=cos.cpu())
 
 
+def terms(call):
+    """Two products and a sum: those with cos alone, and those with sin alone."""
+    q, k, cos, sin = call.sample.args
+    zero = torch.zeros_like(cos)
+    parts = [
+        run_with(extension_cpp.reference.rotary_embedding, Sample((q, k, *f), call.sample.kwargs), call.grads)
+        for f in ((cos, zero), (zero, sin))
+    ]
+    sizes = [a.abs() + b.abs() for (_, a), (_, b) in zip(*(part.tensors() for part in parts), strict=True)]
+    numbers = call.leaf_numbers()
+    return [Terms(x, 2) for x in sizes[:2]], {i: Terms(x, 2) for i, x in zip(numbers, sizes[2:], strict=True)}
+
+
 def bench_sample(make, shape):
     """A batch of 4 with heads of width 64. A fifth of the heads are keys. The heads of a token are neighbours in
     memory."""
@@ -97,8 +111,8 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.rotary_embedding,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: 2,
     bench=Bench(bench_sample, forward=2, backward=2, flat=True, operations=(3, 3)),
     keeps_strides=True,
+    terms=terms,
     launches=(1, 1),
 )

@@ -1,7 +1,7 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 # Exact in every dtype. The mask changes where x * scale + bias changes sign, and a rounded scale would move that point.
 SCALE = 0.75
@@ -27,16 +27,34 @@ def error_inputs(device):
         yield ErrorSample((x.cpu(), bias), f"{op} bias on cpu like x, but got {x.device}")
 
 
+def terms(call):
+    """A product and a sum. Where they cancel to less than their roundings, the mask of the gradient may be either."""
+    x, bias, scale = (*call.sample.args, 1.0)[:3]
+    (g,) = call.grads
+    size = (x * scale).abs() + bias.abs()
+    is_either = (x * scale + bias).abs() <= 2 * call.eps * (size + call.least)
+    of_bias = Terms(sum_rows(g.abs()), 8, rounded=sum_rows(torch.where(is_either, g.abs(), 0)))
+    return [Terms(size, 2)], {
+        0: Terms((g * scale).abs(), 2, rounded=torch.where(is_either, (g * scale).abs(), 0)),
+        1: of_bias,
+    }
+
+
+def sum_rows(x):
+    """The sum over all dimensions but the last."""
+    return x.reshape(-1, x.shape[-1]).sum(0) if x.numel() else x.new_zeros(x.shape[-1:])
+
+
 SPEC = OpSpec(
     name="scale_bias_relu",
     function=extension_cpp.scale_bias_relu,
     reference=extension_cpp.reference.scale_bias_relu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: sample.args[0].numel() // max(sample.args[1].numel(), 1),  # terms of the bias gradient
     bench=Bench(
         lambda make, shape: Sample((make(shape), make(shape[-1:]), SCALE)), forward=2, backward=3, operations=(3, 6)
     ),
     keeps_strides=True,
+    terms=terms,
     launches=(1, 2),
 )

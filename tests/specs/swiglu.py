@@ -1,7 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.specs.silu import silu_terms
 
 
 def sample_inputs(make, shape):
@@ -28,12 +29,13 @@ def halves(make, shape):
     return Sample((gate, up))
 
 
-def terms(sample):
-    """In float64 the reference has the larger error: it scales the rounding error of 1 - sigmoid(gate) by gate * up."""
-    gate, up, *_ = (x.detach() for x in sample.args)
-    return (
-        (gate * up).nan_to_num(0.0, 0.0, 0.0).abs().max().item() if gate.dtype is torch.float64 and up.numel() else 0.0
-    )
+def terms(call):
+    (gate, up), (g,) = call.sample.args, call.grads
+    value, derivative = silu_terms(gate)
+    rounded = call.least * (gate.abs() + 1)  # an exponential that is 0
+    gradients = {0: Terms((g * up).abs() * derivative, 8, rounded=(g * up).abs() * rounded)}
+    gradients |= {1: Terms(g.abs() * value, 8, rounded=g.abs() * rounded)}
+    return [Terms(up.abs() * value, 8, rounded=up.abs() * rounded)], gradients
 
 
 SPEC = OpSpec(
@@ -42,7 +44,6 @@ SPEC = OpSpec(
     reference=extension_cpp.reference.swiglu,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: 1,
     terms=terms,
     bench=Bench(
         lambda make, shape: Sample((make(shape), make(shape))),

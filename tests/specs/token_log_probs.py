@@ -1,10 +1,9 @@
-import math
-
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 from tests.specs.cross_entropy import targets
+from tests.specs.softmax import product
 
 
 def sample_inputs(make, shape):
@@ -29,13 +28,35 @@ def error_inputs(device):
         yield ErrorSample((x, t, temperature), message)
 
 
+def terms(call):
+    """z = x / temperature rounds, and exp multiplies the rounding of its argument. The entropy is lse - sum p z."""
+    (x, target, *temperature), (of_log_p, of_entropy) = call.sample.args, (g.abs().unsqueeze(-1) for g in call.grads)
+    z = x / (temperature or [1.0])[0]
+    lse, p = torch.logsumexp(z, -1, keepdim=True), torch.softmax(z, -1)
+    distance = (z - z.amax(-1, keepdim=True)).abs()
+    average = product(p, distance).sum(-1, keepdim=True)
+    lse_size = lse.abs() + 1 + average
+    log_p, t = z - lse, target.unsqueeze(-1)
+    entropy = 1 + product(p, distance * (1 + distance + average)).sum(-1) + (lse - z.amax(-1, keepdim=True)).squeeze(-1)
+    relative = 1 + log_p.abs() + z.abs() + average + lse.abs()
+    hit = torch.zeros_like(x).scatter(-1, t, 1.0)
+    from_entropy = of_entropy * product(p, log_p.abs() + entropy.unsqueeze(-1))
+    gradient = of_log_p * (hit + product(p, relative)) + product(from_entropy, relative)
+    gradient = gradient / (temperature or [1.0])[0]
+    outputs = (z.gather(-1, t).abs() + lse_size).squeeze(-1), entropy
+    rounded = (
+        call.least * (of_log_p + of_entropy * (1 + log_p.abs() + entropy.unsqueeze(-1))) / (temperature or [1.0])[0]
+    )
+    c = call.c_of_exp
+    return [Terms(size, c) for size in outputs], {0: Terms(gradient, c, rounded=rounded)}
+
+
 SPEC = OpSpec(
     name="token_log_probs",
     function=extension_cpp.token_log_probs,
     reference=extension_cpp.reference.token_log_probs,
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
-    reduction=lambda sample: sample.args[0].shape[-1],
     bench=Bench(
         lambda make, shape: Sample(((x := make(shape)), targets(shape[-1], shape[:-1], x.device))),
         forward=1,
@@ -45,6 +66,6 @@ SPEC = OpSpec(
     keeps_strides=False,
     launches=(1, 1),
     second_order=False,
-    terms=lambda sample: math.log(sample.args[0].shape[-1]) + 1,  # log_p and p, whose products sum to the entropy
+    terms=terms,
     float_results=True,
 )

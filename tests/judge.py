@@ -1,0 +1,246 @@
+"""Judges results against float64: the rounding error that each element may have.
+
+An op computes in float32 (for float64: in float64) and rounds its result once. So an element may differ from the exact
+value by
+
+    eps(result) |exact| + tiny(result) + c eps(computed) (size + smallest normal number) + rounded + saved
+
+* tiny: the smallest subnormal number of the result's dtype.
+* size: the sum of the absolute values of all terms that the formula adds for this element. Terms that cancel leave
+  their rounding errors. `c` counts the roundings of a term and of its way through the sum, as the spec derives it. A
+  denormal number rounds as the smallest normal one. A term that overflows may leave anything.
+* rounded: the change by numbers that the op rounds to its dtype before it uses them, such as logits.
+* saved: the same for results of the op that its backward reads. Its backward is judged once more, by the exact gradient
+  for these results (`from_saved` of the spec), and then has no such change.
+
+A spec gives them by its function `terms`. Without one, the exact results for slightly changed inputs show how large the
+terms are (`perturbed`).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.opspec import Call, OpSpec, Sample, Terms, as_tuple, leaves
+
+# In float64 the reference rounds, too, and adds in another order: `c` counts both.
+LEAST_C_OF_FLOAT64 = 32.0
+# Of inputs that change by up to eps: how often, and c. Of 8 draws the largest is near the largest change that is
+# possible for few terms; for n terms it is sqrt(n) times smaller than the sum of their sizes, as rounding errors are.
+DRAWS, C_OF_DRAWS = 8, 16.0
+
+LARGE = 1e150  # stands for an infinity in sizes, where inf * 0 would be NaN
+
+
+@dataclass
+class Result:
+    outputs: tuple[Tensor, ...]
+    gradients: list[Tensor]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for i, output in enumerate(self.outputs):
+            yield f"output {i}", output
+        for i, gradient in enumerate(self.gradients):
+            yield f"gradient {i}", gradient
+
+
+def run(function: Callable[..., Any], sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Result:
+    """Runs forward and backward. grad_out(output) is the gradient of an output."""
+    with torch.enable_grad():
+        outputs = as_tuple(function(*sample.args, **sample.kwargs))
+    gradients = torch.autograd.grad(outputs, leaves(sample), [grad_out(output) for output in outputs])
+    return Result(tuple(output.detach() for output in outputs), list(gradients))
+
+
+def convert(sample: Sample, dtype: torch.dtype) -> Sample:
+    """The same call with leaves of another dtype. A seed keeps its dtype."""
+
+    def one(x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().to(dtype).requires_grad_(x.requires_grad) if floating else x
+
+    return Sample(tuple(one(x) for x in sample.args), {key: one(x) for key, x in sample.kwargs.items()})
+
+
+def run_with(function: Callable[..., Any], sample: Sample, grads: list[Tensor]) -> Result:
+    """Runs forward and backward with the given gradients of the results."""
+    left = iter(grads)
+    return run(function, sample, lambda output: next(left))
+
+
+def of_absolute_values(reference: Callable[..., Any], call: Call) -> Result:
+    """The sizes of a formula of products and sums alone: what it gives for the absolute values of all numbers. All
+    tensors get gradients."""
+
+    def absolute(x: Any) -> Any:
+        is_number = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().abs().clamp(max=LARGE).requires_grad_() if is_number else x
+
+    args = tuple(map(absolute, call.sample.args))
+    return run_with(reference, Sample(args, call.sample.kwargs), [g.abs() for g in call.grads])
+
+
+@dataclass
+class Truth:
+    """What a call should give, and by how much rounding may change it."""
+
+    exact: Result
+    terms: Callable[[], list[Terms]]  # of outputs and gradients in their order
+    keep_saved: bool = True
+
+    @functools.cached_property
+    def known_terms(self) -> list[Terms]:
+        return self.terms()
+
+    def allowed(self, number: int, dtype: torch.dtype) -> Tensor:
+        """The error that each element of a tensor may have."""
+        _, exact = list(self.exact.tensors())[number]
+        terms = self.known_terms[number]
+        info = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
+        c = max(terms.c, LEAST_C_OF_FLOAT64) if dtype is torch.float64 else terms.c
+        size = torch.where(terms.size > info.max, torch.inf, terms.size + info.smallest_normal)
+        bound = least_allowed(exact, dtype) + c * info.eps * zero_for_nan(size) + zero_for_nan(terms.rounded)
+        return bound + zero_for_nan(terms.saved) if self.keep_saved else bound
+
+
+def zero_for_nan(x: Tensor | float) -> Tensor:
+    """Where a size is NaN, an input is not finite: there the judge allows no error but that of one rounding."""
+    return torch.as_tensor(x).nan_to_num(0.0, math.inf)
+
+
+def least_allowed(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error of one rounding of the exact value."""
+    info = torch.finfo(dtype)
+    return exact.abs() * info.eps + info.smallest_normal * info.eps
+
+
+@dataclass
+class Expected:
+    """The truth about a call from end to end and, if backward reads rounded results, about each operator alone."""
+
+    spec: OpSpec
+    call: Call
+    whole: Truth
+
+    def truths(self, ours: Result) -> Iterator[tuple[str, Truth]]:
+        if self.spec.from_saved is not None:
+            saved = tuple(output.double() for output in ours.outputs)
+            call = Call(self.call.sample, saved, self.call.grads, self.call.dtype)
+            with torch.no_grad():
+                exact = Result(*self.spec.from_saved(call))
+            yield "from the results", Truth(exact, functools.partial(terms_of, self.spec, call), keep_saved=False)
+        yield "from end to end", self.whole
+
+
+def terms_of(spec: OpSpec, call: Call) -> list[Terms]:
+    """The terms of every output and of the gradient of each leaf."""
+    assert spec.terms is not None
+    with torch.no_grad():
+        outputs, gradients = spec.terms(call)
+    return [*outputs, *(gradients[i] for i in call.leaf_numbers())]
+
+
+def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[Terms]:
+    """Sizes from the changes of the exact results if each input changes by up to eps, in units of eps."""
+    step = torch.finfo(torch.float64 if call.dtype is torch.float64 else torch.float32).eps
+    # Changes of float64's own eps would drown in the reference's roundings.
+    eps = max(step, 2.0**-30)
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        factor = 1 + eps * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)
+        return (x.detach() * factor.to(x.device)).requires_grad_(x.requires_grad)
+
+    changes = [x.abs() for _, x in exact.tensors()]  # where nothing is added, the size is that of the value
+    for _ in range(DRAWS):
+        args = tuple(map(moved, call.sample.args))
+        kwargs = {name: moved(x) for name, x in call.sample.kwargs.items()}
+        again = run_with(reference, Sample(args, kwargs), [moved(g) for g in call.grads])
+        for i, (_, x) in enumerate(again.tensors()):
+            difference = (x - list(exact.tensors())[i][1]).abs() / eps
+            changes[i] = torch.maximum(changes[i], zero_for_nan(difference))
+    return [Terms(change, C_OF_DRAWS) for change in changes]
+
+
+def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Expected:
+    """What a call should give, from the reference in float64."""
+    reference, double = spec.by_hand or spec.reference, convert(sample, torch.float64)
+    exact = run(reference, double, grad_out)
+    grads = [grad_out(output).detach() for output in exact.outputs]
+    call = Call(double, exact.outputs, grads, sample.args[0].dtype)
+    if spec.terms is None:
+        return Expected(spec, call, Truth(exact, lambda: perturbed(reference, call, exact)))
+    return Expected(spec, call, Truth(exact, functools.partial(terms_of, spec, call)))
+
+
+def assert_right(ours: Result, expected: Expected, what: str, limits: bool = False, nan_for_inf: bool = False) -> None:
+    """Asserts that every tensor is within the bound, and has NaN and infinities where the exact result has them.
+
+    `limits`: a finite value is right where the reference's formula gives NaN. `nan_for_inf`: NaN is right where the
+    formula gives an infinity.
+    """
+    for kind, truth in expected.truths(ours):
+        if not ours.gradients:  # forward alone
+            truth = replace(truth, exact=Result(truth.exact.outputs, []))
+        for number, ((name, got), (_, exact)) in enumerate(zip(ours.tensors(), truth.exact.tensors(), strict=True)):
+            where = f"{what}, {name} {kind}"
+            assert got.shape == exact.shape, f"{where}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+            if message := wrong(got, number, truth, limits, nan_for_inf):
+                raise AssertionError(f"{where}: {message}")
+
+
+def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_inf: bool = False) -> str | None:
+    """What is wrong with a tensor; None if it is right."""
+    _, exact = list(truth.exact.tensors())[number]
+    x, finite = got.double(), is_finite(exact, got.dtype)
+    if finite is not None and (message := wrong_specials(x, exact, finite, limits, nan_for_inf)):
+        return message
+    error = (x - exact).abs()
+    over = ~(error <= least_allowed(exact, got.dtype))  # most results are within one rounding
+    if finite is not None:
+        over &= finite
+    if not over.any():
+        return None
+    allowed = truth.allowed(number, got.dtype).expand(exact.shape)
+    over &= ~(error <= allowed) & (allowed < math.inf)
+    if not over.any():
+        return None
+    ratio = torch.where(over, error / allowed, 0).nan_to_num(math.inf, math.inf)
+    at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+    return (
+        f"{int(over.sum())} of {over.numel()} elements are wrong; at {list(at)} got {got[at].item():.9g}, expected "
+        f"{exact[at].item():.9g}, error {error[at].item():.3g} over the bound {allowed[at].item():.3g}"
+    )
+
+
+def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Where the exact value is well inside the dtype's range. None stands for everywhere, and saves passes."""
+    limit = torch.finfo(dtype).max * 0.99
+    if exact.numel() == 0:
+        return None
+    least, most = torch.aminmax(exact)
+    if max(-least.item(), most.item()) < limit:
+        return None
+    return exact.abs() < limit  # a NaN fails the comparison
+
+
+def wrong_specials(x: Tensor, exact: Tensor, finite: Tensor, limits: bool, nan_for_inf: bool) -> str | None:
+    """Whether NaN and infinities are where the exact result has them."""
+    special = ~(exact.abs() < math.inf)
+    if not special.any():
+        return None
+    got, expected = x[special], exact[special]
+    if nan_for_inf:
+        expected = torch.where(got.isnan(), got, expected)
+    if limits:
+        got = torch.where(expected.isnan(), expected, got)
+    if not torch.equal(got.isnan(), expected.isnan()):
+        return "NaN in the wrong places"
+    return None if torch.equal(got[~got.isnan()], expected[~expected.isnan()]) else "infinities differ"

@@ -1,0 +1,129 @@
+"""The judge refuses wrong results: planted ones, for every op, dtype, result and gradient. No kernel runs here: the
+right result is the reference's, rounded."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checks import check, expect, maker
+from tests.judge import Expected, Result, wrong
+from tests.opspec import DTYPES, OpSpec, Sample, all_specs
+
+WIDTHS = (256, 1025, 4096, 65536)
+ROWS = 2
+
+
+def samples(spec: OpSpec, dtype: torch.dtype, width: int) -> Iterator[Sample]:
+    """Calls with rows of this width and, if the op has a dimension to work along, columns of as many steps: all samples
+    for short rows, and for long ones those of the benchmarks. What takes long runs in one dtype for 65536 columns."""
+    if width > 4096 and (spec.by_hand or spec.has_products) and dtype is not torch.bfloat16:
+        return
+    if spec.has_products:  # of logits that are as large for every width
+        yield from spec.sample_inputs(maker("cpu", dtype, seed=width, spread=width**-0.25), (ROWS, width))
+        return
+    benches = [spec.bench, *(bench for name, bench in spec.variants.items() if name == "columns")]
+    for bench, shape in zip(benches, ((ROWS, width), (width, ROWS)), strict=False):
+        if width <= 1025:
+            yield from spec.sample_inputs(maker("cpu", dtype, seed=width), shape)
+        else:
+            yield bench.sample(maker("cpu", dtype, seed=width), shape)
+
+
+def rounded(expected: Expected, dtype: torch.dtype, result_dtype: torch.dtype) -> Result:
+    """A right result. If backward reads outputs, and outputs others, they read the rounded ones."""
+    outputs = tuple(x.to(result_dtype) for x in expected.whole.exact.outputs)
+    _, truth = next(iter(expected.truths(Result(outputs, expected.whole.exact.gradients))))
+    outputs = tuple(x.to(result_dtype) for x in truth.exact.outputs)
+    return Result(outputs, [x.to(dtype) for x in truth.exact.gradients])
+
+
+def planted(right: Tensor, allowed: Tensor, size: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Wrong results by name. `allowed` is the bound of each element, `size` the sum of its terms."""
+    is_half = right.dtype.itemsize == 2
+    factor = 1.05 if is_half else 1.001
+    yield "zeros", torch.zeros_like(right)
+    yield "sign", -right
+    yield f"x {factor}", right * factor
+    if right.dim() == 0:
+        return
+    at = tuple(torch.unravel_index(right.abs().argmax(), right.shape))
+    step = torch.finfo(right.dtype).eps * right.double().abs()
+    yield "one element off by twice its bound", changed(right, at, right[at].double() + 2 * allowed[at] + step[at])
+    near = torch.where((size <= 64 * right.double().abs()) & (right.abs() > 1e-3), right.double().abs(), 0)
+    if is_half and near.max() > 0:
+        at = tuple(torch.unravel_index(near.argmax(), right.shape))
+        yield "one element off by 8 eps", changed(right, at, right[at].double() + 8 * step[at])
+    yield "last column 0", changed(right, (..., -1), 0)
+    if right.shape[-1] >= 64:
+        yield "32 columns 0", changed(right, (..., slice(8, 40)), 0)
+    if right.dim() > 1 and right.shape[0] > 1:
+        yield "last row 0", changed(right, -1, 0)
+        yield "rows exchanged", changed(right, [0, 1], right[[1, 0]])
+        yield "a neighbour's row", changed(right, 0, right[1])
+
+
+def changed(x: Tensor, at: object, value: object) -> Tensor:
+    x = x.clone()
+    x[at] = value
+    return x
+
+
+@pytest.mark.parametrize("spec", all_specs(), ids=str)
+def test_planted_results_are_refused(spec: OpSpec) -> None:
+    unseen, tried = set(), 0
+    for dtype in DTYPES:
+        for width in WIDTHS:
+            for sample_number, sample in enumerate(samples(spec, dtype, width)):
+                expected = expect(spec, sample)
+                result_dtype = torch.promote_types(dtype, torch.float32) if spec.float_results else dtype
+                right = rounded(expected, dtype, result_dtype)
+                truths = [truth for _, truth in expected.truths(right)]
+                for number, (name, tensor) in enumerate(right.tensors()):
+                    place = f"{name} of sample {sample_number}, {dtype}, {width} columns"
+                    for truth in truths:
+                        assert (message := wrong(tensor, number, truth)) is None, f"{place}: {message}"
+                    allowed, size = truths[0].allowed(number, tensor.dtype), truths[0].known_terms[number].size
+                    allowed, size = (x.expand(tensor.shape) for x in (allowed, size))
+                    for kind, x in planted(tensor, allowed, size):
+                        if torch.equal(x, tensor):
+                            continue
+                        tried += 1
+                        if not any(wrong(x, number, truth) for truth in truths):
+                            unseen.add(f"{place}: {kind}")
+    print(f"{spec.name}: {len(unseen)} of {tried} planted results are not seen")
+    assert len(unseen) <= spec.unseen and tried > 100, "\n".join(sorted(unseen))
+
+
+INDEPENDENT = [spec for spec in all_specs() if spec.from_saved is None and not spec.has_products]
+
+
+@pytest.mark.parametrize("spec", INDEPENDENT, ids=str)
+def test_without_terms_inputs_are_changed(spec: OpSpec) -> None:
+    """A spec without `terms`, as of a new package, accepts the op and refuses zeros and factors. Not of ops whose
+    backward reads rounded numbers: a change of the inputs does not show them."""
+    spec = replace(spec, terms=None)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for sample in spec.sample_inputs(maker("cpu", dtype), (5, 257)):
+            expected = expect(spec, sample)
+            ours = check(spec, sample, expected=expected)
+            for number, (name, tensor) in enumerate(ours.tensors()):
+                for kind, factor in (("zeros", 0.0), ("sign", -1.0), ("x 1.05", 1.05)):
+                    assert wrong(tensor * factor, number, expected.whole) or not tensor.any(), (
+                        f"{name}, {dtype}: {kind}"
+                    )
+
+
+def test_special_values() -> None:
+    """NaN and infinities must be where the exact result has them; NaN is no small error."""
+    (spec,) = [spec for spec in all_specs() if spec.name == "muladd"]
+    sample = next(spec.sample_inputs(maker("cpu", torch.float32), (2, 33)))
+    sample.args[0].detach()[0, 3] = torch.inf
+    sample.args[1].detach()[1, 5] = torch.nan
+    expected = expect(spec, sample)
+    right = expected.whole.exact.outputs[0].float()
+    assert wrong(right, 0, expected.whole) is None
+    for at, value in (((0, 3), 1.0), ((0, 3), -torch.inf), ((0, 3), torch.nan), ((1, 5), 0.0), ((0, 0), torch.nan)):
+        assert wrong(changed(right, at, value), 0, expected.whole), (at, value)
