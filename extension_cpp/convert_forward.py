@@ -62,7 +62,8 @@ class RewrittenModule:
                 x = ops.dropout(x, p, True)
             total = residual + x
             return norm(total), total
-        return add_norm(x, residual, *options, p, training)
+        arguments = [*options, p, training]
+        return add_norm(x, residual, *arguments)
 
     def _extension_cpp_rotary(self, function: Any, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
         """``function(q, k, cos, sin, **options)``."""
