@@ -1,4 +1,8 @@
-"""python -m extension_cpp new, remove and new-package: what they write, refuse and undo, and that it compiles."""
+"""python -m extension_cpp new, remove and new-package: what they write, refuse and undo, and that it compiles.
+
+The names here, such as planted_op, are none of the documents', which readers give their own ops: these tests pass in a
+tree that has such an op, too.
+"""
 
 import compileall
 import contextlib
@@ -143,9 +147,9 @@ BAD_IDENTIFIERS = [
     ("Gelu", "to be lower-case letters"),
     ("my-op", "to be lower-case letters"),
     ("my op", "to be lower-case letters"),
-    ("my_op\n", r"but got 'my_op\n'"),
-    ("../my_op", "to be lower-case letters"),
-    ("ops/my_op", "to be lower-case letters"),
+    ("planted_op\n", r"but got 'planted_op\n'"),
+    ("../planted_op", "to be lower-case letters"),
+    ("ops/planted_op", "to be lower-case letters"),
     ("größe", "to be lower-case letters"),
     ("a" * 29, "at most 28 characters for the"),
     ("a" * 200, "but got 200"),
@@ -202,20 +206,22 @@ def test_refused_names_of_packages(tmp_path, capsys, name, sentence):
     assert contents(tmp_path) == {}
 
 
-@pytest.mark.parametrize("in_the_way", ["tests/test_my_op.py", "tests/specs/my_op.py", "extension_cpp/csrc/my_op/x"])
+@pytest.mark.parametrize(
+    "in_the_way", ["tests/test_planted_op.py", "tests/specs/planted_op.py", "extension_cpp/csrc/planted_op/x"]
+)
 def test_nothing_is_overwritten(tree, capsys, in_the_way):
     (tree / in_the_way).parent.mkdir(exist_ok=True)
     (tree / in_the_way).write_text("mine")
     before = contents(tree)
-    assert "exists" in refused(capsys, "new", "my_op")
+    assert "exists" in refused(capsys, "new", "planted_op")
     assert contents(tree) == before
 
 
 def test_second_op_of_a_name(tree, capsys):
-    assert command.main(["new", "my_op"]) == 0
+    assert command.main(["new", "planted_op"]) == 0
     capsys.readouterr()
     before = contents(tree)
-    assert "the name 'my_op' is taken" in refused(capsys, "new", "my_op", "--kind", "reduction")
+    assert "the name 'planted_op' is taken" in refused(capsys, "new", "planted_op", "--kind", "reduction")
     assert contents(tree) == before
 
 
@@ -241,7 +247,7 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
 def test_file_that_was_rearranged(tree, capsys, file, sentence):
     (tree / file).write_text("")
     before = contents(tree)
-    assert sentence in refused(capsys, "new", "my_op")
+    assert sentence in refused(capsys, "new", "planted_op")
     assert contents(tree) == before
 
 
@@ -252,7 +258,7 @@ def test_file_that_was_rearranged(tree, capsys, file, sentence):
 @pytest.mark.parametrize("what", ["new", "new --kind accessor", "new-package"])
 def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
     """Stopped at each of its writes, half of that one done: everything is as it was."""
-    arguments = ["new", "my_op", *what.split()[1:]]
+    arguments = ["new", "planted_op", *what.split()[1:]]
     if what == "new-package":
         arguments = ["new-package", str(tmp_path / "far" / "away"), "--name", "my_kernels"]
     before, at_interrupt = contents(tmp_path), signal.getsignal(signal.SIGINT)
@@ -285,7 +291,9 @@ def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
 
 @pytest.mark.parametrize("what", ["new", "new-package"])
 def test_a_second_interrupt_does_not_stop_the_undoing(tree, tmp_path, monkeypatch, what):
-    arguments = ["new", "my_op"] if what == "new" else ["new-package", str(tmp_path / "far"), "--name", "my_kernels"]
+    arguments = (
+        ["new", "planted_op"] if what == "new" else ["new-package", str(tmp_path / "far"), "--name", "my_kernels"]
+    )
     before, interrupts = contents(tmp_path), []
     write_text = Path.write_text
 
@@ -392,12 +400,12 @@ def sections(title: str) -> str:
 def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path, kind):
     by_hand = tmp_path / "by hand"
     shutil.copytree(tree, by_hand)
-    commands = sections("By hand").replace("KIND=pointwise", f"KIND={kind}")
+    commands = sections("By hand").replace("KIND=pointwise", f"KIND={kind}").replace("my_op", "planted_op")
     run("bash", "-euc", commands, cwd=by_hand)
-    sources = {path: path.read_text() for path in (by_hand / "extension_cpp" / "csrc" / "my_op").iterdir()}
+    sources = {path: path.read_text() for path in (by_hand / "extension_cpp" / "csrc" / "planted_op").iterdir()}
     for path, text in scaffold.laid_out(sources).items():  # `make format`
         path.write_text(text)
-    assert command.main(["new", "my_op", "--kind", kind]) == 0
+    assert command.main(["new", "planted_op", "--kind", kind]) == 0
     edited = {Path("README.md"), Path("docs/ops.md"), Path("extension_cpp/_ops.pyi")}  # by `make docs`
     edited.add(Path("extension_cpp/__init__.py"))  # by an editor
     one, other = contents(by_hand), contents(tree)
@@ -409,9 +417,9 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
 def test_removed_leaves_nothing(tree, capsys, kind):
     """One of two ops at a time, with what was compiled of it."""
     before = contents(tree)
-    for name in ("other_op", "my_op"):
+    for name in ("other_op", "planted_op"):
         assert command.main(["new", name, "--kind", kind]) == 0
-    for name in ("my_op", "other_op"):
+    for name in ("planted_op", "other_op"):
         for folder in (f"build/release-cpu/v4/{name}", f"build/release-cpu/{name}"):
             (tree / folder).mkdir(parents=True)
         capsys.readouterr()
@@ -440,7 +448,7 @@ def test_refused_removals(untouched, capsys, name, sentence):
 
 
 def test_half_a_removal_is_undone(tree, monkeypatch, capsys):
-    assert command.main(["new", "my_op"]) == 0
+    assert command.main(["new", "planted_op"]) == 0
     before, unlink, calls = contents(tree), Path.unlink, []
 
     def stopping(path: Path, **options) -> None:
@@ -451,7 +459,7 @@ def test_half_a_removal_is_undone(tree, monkeypatch, capsys):
 
     monkeypatch.setattr(Path, "unlink", stopping)
     capsys.readouterr()
-    assert "Permission denied; everything is as it was" in refused(capsys, "remove", "my_op")
+    assert "Permission denied; everything is as it was" in refused(capsys, "remove", "planted_op")
     assert contents(tree) == before
 
 
@@ -476,7 +484,8 @@ def test_public_names(names, added, line):
 
 
 def environment(device: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "DEBUG")}
+    others = ("MAKE", "MFLAGS", "DEBUG", "PYTEST", "TORCHINDUCTOR")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     build = {"TORCH_CUDA_ARCH_LIST": "native"} if device == "cuda" else {"USE_CUDA": "0"}
     return kept | build
 
@@ -515,8 +524,12 @@ def selected(words: str, config: pytest.Config) -> str:
     return words if config.getoption("--slow") else f"({words}) and not ({REPEATED})"
 
 
+# Tests that compare the names of all ops with a list, and take no more than a second. An op made by `new` is in none.
+NAME_LISTS = ["operators_are_documented", "readme_names", "demo_shows_every_function", "test_info", "tests_of_its_op"]
+
+
 def test_new_ops_compile_and_pass(tree, pytestconfig):
-    """Three templates as they stand."""
+    """Three templates as they stand, in a tree whose lists of names they do not break."""
     same_build = with_objects(tree)
     run_python("-m", "extension_cpp", "new", "kernel_template", cwd=tree)
     run_python("-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
@@ -525,14 +538,14 @@ def test_new_ops_compile_and_pass(tree, pytestconfig):
     test = ["-m", "pytest", "-q", *AS_IT_STANDS, "-p", "no:cacheprovider", "--device", "cpu"]
     # Files that look at every op, and those of the templates; collecting the others, too, takes seconds. These name the
     # templates or the specs, and have no test for an op as it comes from a template.
-    about_ops = re.compile("all_specs|timed_specs|kernel_template|test_operators_are_documented")
+    about_ops = re.compile("|".join(["all_specs", "timed_specs", "kernel_template", *NAME_LISTS]))
     others = {"examples", "norm_kernels", "scaffold", "scan", "scan_kernels", "sharding"}
     files = [
         path
         for path in (tree / "tests").glob("test_*.py")
         if path.stem.removeprefix("test_") not in others and about_ops.search(path.name + path.read_text())
     ]
-    words = selected("kernel_template or operators_are_documented or readme_names", pytestconfig)
+    words = selected(" or ".join(["kernel_template", *NAME_LISTS]), pytestconfig)
     done = run_python(*test, "tests/battery", *files, "-k", words, cwd=tree)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
@@ -553,6 +566,31 @@ def test_new_package_compiles_and_passes(tmp_path, kind, device, pytestconfig):
         (wheel,) = (folder / "dist").iterdir()
         assert re.fullmatch(r"my_kernels-0\.1\.0\+cpu-py3-none-manylinux_\d+_\d+_\w+\.whl", wheel.name)
         assert {"my_kernels/libmy_kernels.so", "my_kernels/ops.py"} < set(zipfile.ZipFile(wheel).namelist())
+
+
+def around_an_op(tree: Path, kind: str, arguments: str = "") -> None:
+    """`make test` with a new op and without it again."""
+    same_build = with_objects(tree)
+    for words in (["new", "my_op", "--kind", kind], ["remove", "my_op"]):
+        run_python("-m", "extension_cpp", *words, cwd=tree)
+        run("make", "test", f"PYTHON={sys.executable}", f"ARGS={arguments}", cwd=tree, env=same_build)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
+def test_the_whole_suite_passes_around_an_op(tree, kind):
+    around_an_op(tree, kind)
+
+
+@pytest.mark.slow
+def test_a_new_package_with_the_newest_torch(tmp_path, device):
+    """The two commands of its README, as a reader runs them: the first makes an environment, here for all kinds."""
+    python_of_all = []
+    for kind in scaffold.OP_KINDS:
+        run_python("-m", "extension_cpp", "new-package", tmp_path / kind, "--name", "my_kernels", "--kind", kind)
+        for target in ("test", "wheel"):
+            run("make", target, *python_of_all, cwd=tmp_path / kind, env=environment(device))
+        python_of_all = [f"PYTHON={tmp_path / scaffold.OP_KINDS[0] / '.venv' / 'bin' / 'python'}"]
 
 
 def test_make_of_a_new_package_says_what_is_missing(tmp_path):
@@ -576,12 +614,12 @@ def test_a_new_op_has_the_functions_of_math_h(tmp_path):
     values = ("exp(x) / (1 + sqrt(x))", "TANH(x)")
     arithmetic = {"pointwise": "x * x", "rows": "x * x", "scan": "decay * state + x"}
     for kind, value in itertools.product(arithmetic, values):
-        for place, text in scaffold.op_files(kind, "my_op").items():
+        for place, text in scaffold.op_files(kind, "planted_op").items():
             (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place).write_text(text.replace(f"return {arithmetic[kind]}", f"return {value}"))
         includes = [f"-I{folder / 'extension_cpp' / 'csrc'}" for folder in (tmp_path, ROOT)]
-        source = tmp_path / "extension_cpp" / "csrc" / "my_op" / "my_op_cpu.c"
-        assert value in source.with_name("my_op_cpu_kernel.h").read_text()
+        source = tmp_path / "extension_cpp" / "csrc" / "planted_op" / "planted_op_cpu.c"
+        assert value in source.with_name("planted_op_cpu_kernel.h").read_text()
         flags = ["-std=c17", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-DCPU_LEVEL_BASELINE", "-fsyntax-only"]
         run(*build_library.compiler("CC", "cc", "gcc"), *flags, *includes, source)
 
@@ -604,6 +642,6 @@ def test_commands_of_an_installed_wheel(tree, tmp_path):
     for where in (installed, ROOT):
         run_python(*made, tmp_path / f"by {where.name}", "--name", "my_kernels", "--kind", "rows", cwd=where)
     assert contents(tmp_path / f"by {installed.name}") == contents(tmp_path / f"by {ROOT.name}")
-    told = python("-m", "extension_cpp", "new", "my_op", cwd=installed)
+    told = python("-m", "extension_cpp", "new", "planted_op", cwd=installed)
     assert told.returncode == 1 and told.stderr.count("\n") == 1
     assert "'new' adds an op to a checkout of extension_cpp, and this one is installed" in told.stderr

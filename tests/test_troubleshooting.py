@@ -117,7 +117,7 @@ def undefined_symbol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def operator_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return message_of(lambda: torch.ops.extension_cpp.my_op)
+    return message_of(lambda: torch.ops.extension_cpp.no_such_op).replace("no_such_op", "my_op")  # a reader's name
 
 
 def no_kernel_for_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
