@@ -87,6 +87,13 @@ def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
     return dict(sorted(found.items()))
 
 
+def pinned_torch() -> str:
+    """The minor version of torch that requirements.txt names first, for new Pythons."""
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    return pinned[1]
+
+
 def plan(versions: list[tuple[int, int]], pinned: str) -> list[tuple[tuple[int, int], str]]:
     """The torch that each Python gets. A single Python gets both the oldest and the newest."""
     if len(versions) == 1:
@@ -156,14 +163,12 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], help="an interpreter to use; may be repeated")
     parser.add_argument("pytest", nargs="*", metavar="PYTEST ARGUMENTS", help="after --")
     options = parser.parse_args()
-    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
     found = interpreters(options.python)
     if not found:
         sys.exit("error: no Python from 3.10 up that can make environments was found; name some with --python.")
     console, hashes, failed = Console(), set(), 0
     table = Table("Python", "torch", "glibc", "passed", "failed", "skipped", "seconds", title=options.wheel.name)
-    for version, torch in plan(list(found), pinned[1]):
+    for version, torch in plan(list(found), pinned_torch()):
         console.rule(f"Python {version[0]}.{version[1]}, torch {torch}")
         python = environment(found[version], version, torch)
         cells, digest = run_tests(python, options.wheel.resolve(), options.pytest)

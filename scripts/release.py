@@ -10,7 +10,6 @@ pip in isolation, for the CPU, with the newest of them. An environment takes 5 G
 import argparse
 import hashlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -61,9 +60,7 @@ def main() -> None:
     (wheel,) = DIST.glob("*.whl")
     subprocess.run([sys.executable, "-c", BUILD_SDIST], check=True, cwd=matrix.ROOT, stdout=subprocess.DEVNULL)
     (sdist,) = DIST.glob("*.tar.gz")
-    pinned = re.search(r"^torch==(\d+\.\d+)", (matrix.ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
-    for version, torch in matrix.plan(list(found), pinned[1]):
+    for version, torch in matrix.plan(list(found), matrix.pinned_torch()):
         print(f"{wheel.name}: {check(found[version], f'torch=={torch}.*', str(wheel))}", flush=True)
     newest = found[max(found)]
     print(f"{sdist.name}: {check(newest, str(sdist), USE_CUDA='0')}, from source for the CPU", flush=True)

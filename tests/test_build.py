@@ -76,6 +76,7 @@ def nvcc(tmp_path) -> list[str]:
         ("ampere", ["8.0", "8.6+PTX"]),
         ("Ada+PTX", ["8.9+PTX"]),
         ("9.0a", ["9.0a"]),
+        ("10.0f;12.0f+PTX", ["10.0f", "12.0f+PTX"]),
     ],
 )
 def test_architecture_list(asked, built, nvcc, monkeypatch):
@@ -88,6 +89,10 @@ def test_architecture_flags():
     assert build_library.gencode("12.0+PTX") == [
         "-gencode=arch=compute_120,code=sm_120",
         "-gencode=arch=compute_120,code=compute_120",
+    ]
+    assert build_library.gencode("10.0f+PTX") == [
+        "-gencode=arch=compute_100f,code=sm_100f",
+        "-gencode=arch=compute_100f,code=compute_100f",
     ]
 
 
@@ -307,6 +312,22 @@ def test_a_build_that_fails_leaves_the_library(builds, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="the compilation failed; the first message above says where"):
         build_library.build(library)
     assert library.read_bytes() == bytes([1])
+
+
+def test_debug_and_release_builds_take_turns(builds, monkeypatch, tmp_path):
+    """The library is that of the last build, also of one for which nothing was compiled: its file is older then."""
+
+    def ninja(command: list[str]) -> subprocess.CompletedProcess:
+        built = Path(command[command.index("-C") + 1]) / build_library.LIBRARY
+        if not built.exists():
+            built.write_bytes(os.environ["DEBUG"].encode())
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(build_library.subprocess, "run", ninja)
+    for debug in ("0", "1", "0", "1"):
+        monkeypatch.setenv("DEBUG", debug)
+        build_library.build(tmp_path / "library.so")
+        assert (tmp_path / "library.so").read_bytes() == debug.encode()
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])

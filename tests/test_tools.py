@@ -1,0 +1,126 @@
+"""Tools that must not lie: what is timed, what counts as a change, and what a release checks and lists."""
+
+import hashlib
+import subprocess
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import extension_cpp
+from benchmarks import compare, timing
+from scripts import matrix, release
+from tests.forked import python
+
+
+def test_only_the_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what `ready` does before it, and not the first two rounds."""
+    now, calls = 0.0, []
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def call(name: str, seconds: float) -> None:
+        calls.append(name)
+        pass_time(seconds if calls.count(name) > 2 else 100 * seconds)
+
+    def ready(name: str) -> None:
+        calls.append(f"ready {name}")
+        pass_time(1000.0)
+
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    times = timing.take_turns({"a": lambda: call("a", 1.0), "b": lambda: call("b", 2.0)}, "cpu", 9, ready)
+    assert times == {"a": timing.Time(1.0, 1.0, 1.0), "b": timing.Time(2.0, 2.0, 2.0)}
+    assert calls == ["ready a", "a", "ready b", "b"] * 11
+
+
+@pytest.mark.parametrize(
+    "low, median, high, beyond",
+    [
+        (0.98, 1.05, 1.12, False),  # 5 % slower, and the ranges overlap
+        (1.04, 1.05, 1.12, False),  # they touch
+        (1.041, 1.05, 1.12, True),
+        (0.90, 0.95, 0.96, False),
+        (0.90, 0.95, 0.959, True),
+        (0.50, 3.00, 9.00, False),
+        (1.00, 1.00, 1.00, False),
+    ],
+)
+def test_a_change_is_one_beyond_the_spread_of_both(low: float, median: float, high: float, beyond: bool) -> None:
+    before = {"low": 0.96, "median": 1.0, "high": 1.04}
+    after = {"low": low, "median": median, "high": high}
+    assert compare.Change({}, "ours", before, after).beyond is beyond
+    assert compare.Change({}, "ours", after, before).beyond is beyond
+
+
+# What a release checks and lists
+
+
+def test_a_release_is_checked_against_pytorch() -> None:
+    told = python("-c", release.CHECK, cwd=matrix.ROOT)
+    assert told.returncode == 0 and f"torch {torch.__version__} extension_cpp" in told.stdout, told.stderr
+
+
+@pytest.mark.parametrize("wrong", ["result", "gradient of x", "gradient of the weight"])
+def test_a_release_that_computes_wrongly_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = extension_cpp.rms_norm
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        """The same value, and a gradient that is 0.1 % larger."""
+        return 1.001 * x - 0.001 * x.detach()
+
+    def rms_norm(x, shape, weight, eps):
+        if wrong == "result":
+            return 1.001 * right(x, shape, weight, eps)
+        return right(scaled(x), shape, weight, eps) if wrong.endswith("x") else right(x, shape, scaled(weight), eps)
+
+    monkeypatch.setattr(extension_cpp, "rms_norm", rms_norm)
+    with pytest.raises(AssertionError, match="not close"):
+        exec(release.CHECK, {})
+
+
+def test_a_release_is_checked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, whose Python finds no checkout, and with the wheel that was asked for."""
+    monkeypatch.setenv("PYTHONPATH", str(matrix.ROOT))
+    monkeypatch.setenv("GLIBC", "2.28")
+    commands = []
+
+    def run(command: list[str], **options) -> subprocess.CompletedProcess:
+        commands.append(command[1:])
+        assert options["check"] and not {"PYTHONPATH", "GLIBC"} & options["env"].keys()
+        assert options["env"]["USE_CUDA"] == "0"
+        assert command[1:3] == ["-m", "venv"] or not Path(options["cwd"]).is_relative_to(matrix.ROOT)
+        return subprocess.CompletedProcess(command, 0, "said\n")
+
+    monkeypatch.setattr(release.subprocess, "run", run)
+    assert release.check("python3", "torch==2.10.*", "a.whl", USE_CUDA="0").startswith("said: right; installed in ")
+    made, installed, checked = commands
+    assert made[:2] == ["-m", "venv"] and checked[-1] == release.CHECK
+    assert installed[:3] == ["-m", "pip", "install"] and installed[-2:] == ["torch==2.10.*", "a.whl"]
+
+
+def test_a_release_lists_all_that_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheel and source distribution, each checked, with the sums of their bytes."""
+    made = {"a-1-py3-none-any.whl": b"wheel", "a-1.tar.gz": b"source"}
+    (tmp_path / "a-1-py3-none-any.whl").write_bytes(b"wheel")
+    checked = []
+
+    def build_sdist(command: list[str], **options) -> None:
+        assert command[-1] == release.BUILD_SDIST and options["cwd"] == matrix.ROOT
+        (tmp_path / "a-1.tar.gz").write_bytes(b"source")
+
+    monkeypatch.setattr(release, "DIST", tmp_path)
+    monkeypatch.setattr(release, "check", lambda *words, **_: checked.append(words) or "right")
+    monkeypatch.setattr(release.subprocess, "run", build_sdist)
+    monkeypatch.setattr(release.sys, "argv", ["release"])
+    found = {(3, 10): "oldest", (3, 12): "middle", (3, 14): "newest"}
+    monkeypatch.setattr(matrix, "interpreters", lambda named: found)
+    release.main()
+    lines = (tmp_path / "SHA256SUMS").read_text().splitlines()
+    assert lines == [f"{hashlib.sha256(content).hexdigest()}  {name}" for name, content in made.items()]
+    torches = [matrix.TORCH_OLDEST, matrix.pinned_torch(), matrix.TORCH_NEWEST]
+    wheel, sdist = (str(tmp_path / name) for name in made)
+    by_wheel = [(name, f"torch=={torch}.*", wheel) for name, torch in zip(found.values(), torches, strict=True)]
+    assert checked == [*by_wheel, ("newest", sdist)]
