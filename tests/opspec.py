@@ -107,6 +107,14 @@ class Bench:
 
 
 @dataclass(frozen=True)
+class Options:
+    """The options of an op, for the tests of every pair of them."""
+
+    values: dict[str, tuple[Any, ...]]  # by option, values other than the default
+    sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # the call with the chosen values
+
+
+@dataclass(frozen=True)
 class OpSpec:
     name: str
     function: Callable[..., Any]
@@ -139,6 +147,9 @@ class OpSpec:
     float_weights: bool = False  # one-dimensional inputs may be float32 beside half types
     # Further benchmarks of the op, by name. They draw no random numbers.
     variants: dict[str, Bench] = field(default_factory=dict, hash=False)
+    # Needed if the op has two options or more. An optional tensor is one, and so is the shape of a tensor that
+    # broadcasts.
+    options: Options | None = field(default=None, hash=False)
 
     def __str__(self) -> str:
         return self.name

@@ -5,7 +5,7 @@ import functools
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs import layer_norm
 from tests.specs.dropout import seed_of
 from tests.specs.layer_norm import C, dims_of, norm_terms
@@ -104,8 +104,15 @@ def stock_p0(x, residual, normalized_shape, weight, bias, eps, p, seed):
     return torch.nn.functional.layer_norm(s, normalized_shape, weight, bias, eps), s
 
 
+def with_options(make, shape, chosen):
+    x, *others = layer_norm.with_options(make, shape, chosen).args
+    p = chosen.get("p", 0.0)
+    return Sample((x, make(shape), *others, p, seed_of(x.device) if p else None))
+
+
 SPEC = OpSpec(
     name="add_layer_norm",
+    options=Options({**layer_norm.SPEC.options.values, "p": (0.3,)}, with_options),
     function=extension_cpp.ops._ops.add_layer_norm,
     reference=lambda *args: extension_cpp.reference.add_layer_norm(*args[:7], seed=args[7]),
     sample_inputs=sample_inputs,

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample
 from tests.specs import rms_norm
 from tests.specs.add_layer_norm import from_saved, sum_and_norm_terms
 from tests.specs.dropout import seed_of
@@ -60,8 +60,15 @@ def stock_p0(x, residual, normalized_shape, weight, eps, p, seed):
     return torch.nn.functional.rms_norm(s, normalized_shape, weight, eps), s
 
 
+def with_options(make, shape, chosen):
+    x, *others = rms_norm.with_options(make, shape, chosen).args
+    p = chosen.get("p", 0.0)
+    return Sample((x, make(shape), *others, p, seed_of(x.device) if p else None))
+
+
 SPEC = OpSpec(
     name="add_rms_norm",
+    options=Options({**rms_norm.SPEC.options.values, "p": (0.3,)}, with_options),
     function=extension_cpp.ops._ops.add_rms_norm,
     reference=lambda *args: extension_cpp.reference.add_rms_norm(*args[:6], seed=args[6]),
     sample_inputs=sample_inputs,

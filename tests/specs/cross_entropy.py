@@ -4,13 +4,28 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs.softmax import product
 
 
 def targets(classes, shape, device):
     """Random class indices, the same for every dtype."""
     return torch.randint(classes, tuple(shape), generator=torch.Generator().manual_seed(7), device="cpu").to(device)
+
+
+def class_weight(make, classes):
+    """Without requires_grad: class weights have no derivative."""
+    return make((classes,)).detach().abs() + 0.5
+
+
+# Class 1 is the target of some rows. Most logits of random inputs are beyond the softcap.
+LOSS_OPTIONS = {
+    "ignore_index": (1,),
+    "reduction": ("none", "sum"),
+    "label_smoothing": (0.25,),
+    "z_loss": (0.1,),
+    "softcap": (1.0,),
+}
 
 
 def sample_inputs(make, shape):
@@ -25,8 +40,8 @@ def sample_inputs(make, shape):
         {"label_smoothing": 0.125, "ignore_index": 0, "weight": True},
     ):
         logits = make(shape)
-        if options.get("weight"):  # without requires_grad: class weights have no derivative
-            options = {**options, "weight": make((classes,)).detach().abs() + 0.5}
+        if options.get("weight"):
+            options = {**options, "weight": class_weight(make, classes)}
         yield Sample((logits, targets(classes, rows, logits.device)), options)
 
 
@@ -151,8 +166,18 @@ def terms(call):
     return [Terms(found.loss, c)], {0: Terms(found.gradient, c, rounded=found.gradient_moves)}
 
 
+def with_options(make, shape, chosen):
+    class_dim = min(1, len(shape) - 1)
+    logits, rows = make(shape), (*shape[:class_dim], *shape[class_dim + 1 :])
+    options = dict(chosen)
+    if "weight" in options:
+        options["weight"] = class_weight(make, shape[class_dim])
+    return Sample((logits, targets(shape[class_dim], rows, logits.device)), options)
+
+
 SPEC = OpSpec(
     name="cross_entropy",
+    options=Options({"weight": (True,), **LOSS_OPTIONS}, with_options),
     function=extension_cpp.cross_entropy,
     reference=extension_cpp.reference.cross_entropy,
     sample_inputs=sample_inputs,

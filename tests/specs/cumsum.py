@@ -2,7 +2,7 @@ import torch
 
 import extension_cpp
 from tests.judge import of_absolute_values
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 
 def sample_inputs(make, shape):
@@ -33,8 +33,14 @@ def terms(call):
     return [Terms(size.outputs[0], 8)], {0: Terms(size.gradients[0], 8)}
 
 
+def with_options(make, shape, chosen):
+    options = {"dim": -1, **chosen}
+    return Sample((make(shape), options.pop("dim")), options)
+
+
 SPEC = OpSpec(
     name="cumsum",
+    options=Options({"dim": (0,), "exclusive": (True,), "reverse": (True,)}, with_options),
     function=extension_cpp.cumsum,
     reference=extension_cpp.reference.cumsum,
     sample_inputs=sample_inputs,

@@ -4,7 +4,7 @@ import torch
 
 import extension_cpp
 from tests.judge import LARGE, zero_for_nan
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 # Roundings: of the mean, of the difference to it, of the variance, of rstd, of the products.
 C = 8
@@ -94,8 +94,15 @@ def error_inputs(device):
         yield ErrorSample((x, (3,), w, w.cpu()), f"{op} bias on {x.device} like x, but got cpu")
 
 
+def with_options(make, shape, chosen):
+    x, over = make(shape), shape[-2:] if "normalized_shape" in chosen else shape[-1:]
+    weight = make(over) if "weight" in chosen else None
+    return Sample((x, over, weight, make(over) if "bias" in chosen else None, chosen.get("eps", 1e-5)))
+
+
 SPEC = OpSpec(
     name="layer_norm",
+    options=Options({"normalized_shape": (True,), "weight": (True,), "bias": (True,), "eps": (0.5,)}, with_options),
     function=extension_cpp.layer_norm,
     reference=extension_cpp.reference.layer_norm,
     sample_inputs=sample_inputs,

@@ -3,7 +3,7 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs import layer_norm
 from tests.specs.add_layer_norm import kept
 from tests.specs.dropout import seed_of
@@ -55,8 +55,15 @@ def stock(x, normalized_shape, weight, bias, eps, p, seed):
     return torch.nn.functional.dropout(torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps), p)
 
 
+def with_options(make, shape, chosen):
+    x, *others = layer_norm.with_options(make, shape, chosen).args
+    p = chosen.get("p", 0.0)
+    return Sample((x, *others, p, seed_of(x.device) if p else None))
+
+
 SPEC = OpSpec(
     name="layer_norm_dropout",
+    options=Options({**layer_norm.SPEC.options.values, "p": (0.3,)}, with_options),
     function=extension_cpp.ops._ops.layer_norm_dropout,
     reference=lambda *args: extension_cpp.reference.layer_norm_dropout(*args[:6], seed=args[6]),
     sample_inputs=sample_inputs,

@@ -1,8 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
-from tests.specs.cross_entropy import loss_terms, targets
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
+from tests.specs.cross_entropy import LOSS_OPTIONS, class_weight, loss_terms, targets
 
 CLASSES = 11
 
@@ -17,8 +17,8 @@ def sample_inputs(make, shape):
     ):
         x, linear_weight = make(shape), make((CLASSES, shape[-1]))
         linear_bias = make((CLASSES,)) if options.pop("bias", False) else None
-        if options.get("weight"):  # without requires_grad: class weights have no derivative
-            options = {**options, "weight": make((CLASSES,)).detach().abs() + 0.5}
+        if options.get("weight"):
+            options = {**options, "weight": class_weight(make, CLASSES)}
         yield Sample((x, linear_weight, targets(CLASSES, shape[:-1], x.device), linear_bias), options)
 
 
@@ -75,8 +75,17 @@ def terms(call):
     return [Terms(found.loss.view(shape), c, rounded=found.loss_moves.view(shape))], gradients
 
 
+def with_options(make, shape, chosen):
+    x, linear_weight, options = make(shape), make((CLASSES, shape[-1])), dict(chosen)
+    linear_bias = make((CLASSES,)) if options.pop("linear_bias", False) else None
+    if "weight" in options:
+        options["weight"] = class_weight(make, CLASSES)
+    return Sample((x, linear_weight, targets(CLASSES, shape[:-1], x.device), linear_bias), options)
+
+
 SPEC = OpSpec(
     name="linear_cross_entropy",
+    options=Options({"linear_bias": (True,), "weight": (True,), **LOSS_OPTIONS}, with_options),
     function=extension_cpp.linear_cross_entropy,
     reference=extension_cpp.reference.linear_cross_entropy,
     sample_inputs=sample_inputs,

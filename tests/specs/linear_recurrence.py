@@ -3,7 +3,7 @@ import torch
 import extension_cpp
 from tests import loops
 from tests.judge import of_absolute_values, run_with
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 LONGEST = 1100  # the reference is a slow loop; tests/test_scan.py has longer lines
 
@@ -93,8 +93,27 @@ def from_saved(call):
     return exact.outputs, [exact.gradients[i] for i in call.leaf_numbers()]
 
 
+def with_options(make, shape, chosen):
+    options = {"dim": -2, **chosen}
+    dim = options["dim"] % len(shape)
+    of_a = {"one": (1,), "of the last dimension": shape[-1:], "of the others": (*shape[:-1], 1)}
+    a = factors(make, of_a[options.pop("a")] if "a" in options else shape)
+    lines = (*shape[:dim], *shape[dim + 1 :])
+    h0 = (make(lines),) if options.pop("h0", False) else ()
+    return Sample((a, make(shape), *h0), options)
+
+
 SPEC = OpSpec(
     name="linear_recurrence",
+    options=Options(
+        {
+            "a": ("one", "of the last dimension", "of the others"),
+            "h0": (True,),
+            "dim": (0, -1),
+            "reverse": (True,),
+        },
+        with_options,
+    ),
     function=extension_cpp.linear_recurrence,
     reference=extension_cpp.reference.linear_recurrence,
     by_hand=loops.linear_recurrence,

@@ -1,7 +1,7 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 
 def sample_inputs(make, shape):
@@ -41,8 +41,15 @@ def terms(call):
     return [Terms(size, 8)], {0: Terms(g.abs().sum() * 0, 0)}
 
 
+def with_options(make, shape, chosen):
+    options = dict(chosen)
+    dim = options.pop("dim", None)
+    return Sample((make(shape), dim), options)
+
+
 SPEC = OpSpec(
     name="reduce_sum",
+    options=Options({"dim": (0, -1, (1, 0)), "keepdim": (True,)}, with_options),
     function=extension_cpp.reduce_sum,
     reference=extension_cpp.reference.reduce_sum,
     sample_inputs=sample_inputs,

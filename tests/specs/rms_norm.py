@@ -3,7 +3,7 @@ import math
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs.layer_norm import C, dims_of, norm_terms
 
 EPS = 1e-6  # explicit: the default depends on the dtype, and the reference runs in float64
@@ -40,8 +40,15 @@ def error_inputs(device):
         yield ErrorSample((x, (3,), w.cpu()), f"{op} weight on {x.device} like x, but got cpu")
 
 
+def with_options(make, shape, chosen):
+    x, over = make(shape), shape[-2:] if "normalized_shape" in chosen else shape[-1:]
+    weight = make(over) if "weight" in chosen else None
+    return Sample((x, over, weight, chosen.get("eps", EPS)))
+
+
 SPEC = OpSpec(
     name="rms_norm",
+    options=Options({"normalized_shape": (True,), "weight": (True,), "eps": (0.5,)}, with_options),
     function=extension_cpp.rms_norm,
     reference=extension_cpp.reference.rms_norm,
     sample_inputs=sample_inputs,

@@ -2,7 +2,7 @@ import torch
 
 import extension_cpp
 from tests.judge import run_with
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 
 def factors(make, shape):
@@ -105,8 +105,26 @@ def bench_sample(make, shape):
     return Sample((q, k, cos, sin))
 
 
+def with_options(make, shape, chosen):
+    """rotated, batch, float32: factors of half of the columns, for each sequence, in float32 beside half types."""
+    *outer, tokens, width = shape
+    of_k = (*outer[:-1], min(outer[-1], 2), tokens, width) if outer else shape
+    q, k = make(shape), make(of_k)
+    rotated = width // 4 * 2 if "rotated" in chosen else width // 2 * 2
+    batch = (shape[0] if len(shape) == 4 else 1,) if "batch" in chosen else ()
+    cos, sin = factors(make, (*batch, tokens, rotated))
+    if "float32" in chosen and q.dtype.itemsize == 2:
+        cos, sin = cos.float(), sin.float()
+    options = {"interleaved": True} if "interleaved" in chosen else {}
+    return Sample((q, k, cos, sin), options)
+
+
 SPEC = OpSpec(
     name="rotary_embedding",
+    options=Options(
+        {"interleaved": (True,), "rotated": (True,), "batch": (True,), "float32": (True,)},
+        with_options,
+    ),
     function=extension_cpp.rotary_embedding,
     reference=extension_cpp.reference.rotary_embedding,
     sample_inputs=sample_inputs,

@@ -1,0 +1,48 @@
+"""Every pair of options of every op, in rows that are no multiple of a block and, for the losses, more than a tile."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.battery import SPECS, every_dtype
+from tests.checks import as_tuple, check, maker
+from tests.opspec import OpSpec
+
+# linear_cross_entropy pads its 11 classes from 128 rows on, if no option forbids it.
+SHAPES = [(130, 33), (3, 7, 33), (2, 3, 5, 34)]
+FOR_GRADIENTS = ("float_loss", "needs_grad_x", "needs_grad_weight", "needs_grad_bias")  # arguments that autograd sets
+
+
+def pairs(spec: OpSpec) -> Iterator[dict[str, Any]]:
+    """One value of each of two options, for all values."""
+    assert spec.options is not None
+    for names in itertools.combinations(spec.options.values, 2):
+        for values in itertools.product(*(spec.options.values[name] for name in names)):
+            yield dict(zip(names, values, strict=True))
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.options], ids=str)
+@every_dtype
+def test_every_pair_of_options(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Results and gradients are right, and the no-grad overload gives the results' bits."""
+    assert spec.options is not None
+    for shape, chosen in itertools.product(SHAPES, pairs(spec)):
+        sample = spec.options.sample(maker(device, dtype), shape, chosen)
+        ours = check(spec, sample, what=f"{chosen}")
+        with torch.no_grad():
+            outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+        for output, with_gradients in zip(outputs, ours.outputs, strict=True):
+            assert torch.equal(output, with_gradients), f"{spec.name} {shape} {chosen}: without gradients"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_no_option_is_forgotten(spec: OpSpec) -> None:
+    """An argument with a default, an optional tensor or a number is an option. The seed comes with p."""
+    schema = getattr(torch.ops.extension_cpp, spec.name).default._schema
+    arguments = [each.name for each in schema.arguments if str(each.type) != "Tensor"]
+    expected = {name for name in arguments if name not in ("seed", *FOR_GRADIENTS)}
+    listed = set(spec.options.values) if spec.options else set()
+    assert len(expected) < 2 or listed >= expected
