@@ -1,0 +1,79 @@
+"""Sums over many rows are kept in float32 or wider, also where parts of them meet: a sum that is kept in a half type
+stops growing when its terms are small beside it."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+import extension_cpp
+from extension_cpp import linear_loss
+from tests.battery import every_dtype, every_op
+from tests.checks import convert, run
+from tests.opspec import OpSpec, Sample
+
+ROWS, COLS = 20_000, 9  # 256 parts of rows (csrc/common/column_sums.h)
+
+
+def rows_of_one_sign(dtype: torch.dtype, device: str):
+    """make(shape) whose rows differ by a positive factor alone. So a norm gives all rows the same result, and all terms
+    of a sum over rows have one sign. No column is near its row's mean, and no sum overflows in float16."""
+
+    def make(shape: Sequence[int]) -> torch.Tensor:
+        golden = (math.sqrt(5) - 1) / 2
+        columns = torch.arange(shape[-1], dtype=torch.float64)
+        in_row = (1 + 2 * (columns % 2) + (golden * columns) % 1) / 32
+        factors = 1 + (golden * torch.arange(math.prod(shape[:-1]), dtype=torch.float64)) % 1
+        return (factors[:, None] * in_row).reshape(shape).to(device, dtype).requires_grad_()
+
+    return make
+
+
+def samples(spec: OpSpec, dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    """A random mask would give rows different results, so these ops run without one."""
+    make = rows_of_one_sign(dtype, device)
+    if spec.positional and spec.options:
+        yield spec.options.sample(make, (ROWS, COLS), {"weight": True, "bias": True})
+    elif not spec.has_products:  # test_bias_gradient_of_many_chunks
+        yield from spec.sample_inputs(make, (ROWS, COLS))
+
+
+@every_op
+@every_dtype
+def test_sums_over_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Each result and gradient that is smaller than the first tensor is rounded once, and has 16 roundings of float32
+    in a tree of sums. A recurrence stores the terms of the gradient of factors that broadcast: they are rounded, too.
+    In float64 the losses and the reference add the rows one by one."""
+    stored = 1 if spec.name == "linear_recurrence" else 0.5
+    for sample in samples(spec, dtype, device):
+        ours, exact = (
+            run(function, each, torch.ones_like)
+            for function, each in ((spec.function, sample), (spec.reference, convert(sample, torch.float64)))
+        )
+        in_sums = ROWS * torch.finfo(dtype).eps if dtype is torch.float64 else 16 * torch.finfo(torch.float32).eps
+        for (name, x), (_, truth) in zip(ours.tensors(), exact.tensors(), strict=True):
+            if x.numel() < sample.args[0].numel():
+                error, bound = (x.double() - truth).abs(), stored * torch.finfo(x.dtype).eps + in_sums
+                what = f"{spec.name} {name} {tuple(x.shape)}: {(error / truth.abs()).max():.3g} over {bound:.3g}"
+                assert (error <= bound * truth.abs()).all(), what
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@every_dtype
+def test_bias_gradient_of_many_chunks(
+    reduction: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2400 chunks of a row, and 300 of 8, each of which adds 1 or 8 to the sum: bfloat16 has no number between 2048 and
+    2064, and float16 none between 2048 and 2050. The other class has the probability 1 in every row."""
+    classes, rows = 16, 2400
+    for in_chunk in (1, 8):
+        monkeypatch.setattr(linear_loss, "CHUNK_BYTES", in_chunk * classes * dtype.itemsize)
+        bias = torch.zeros(classes, dtype=dtype, device=device)
+        bias[1] = 1000
+        leaves = [torch.zeros(rows, 1), torch.zeros(classes, 1), bias]
+        x, weight, bias = (leaf.to(device, dtype).requires_grad_() for leaf in leaves)
+        target = torch.zeros(rows, dtype=torch.int64, device=device)
+        extension_cpp.linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum().backward()
+        assert bias.grad is not None
+        assert bias.grad.tolist() == [-rows, rows, *[0] * (classes - 2)], f"{in_chunk} rows in a chunk"
