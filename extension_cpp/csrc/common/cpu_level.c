@@ -1,5 +1,5 @@
-/* Picks the instruction set once, when the library is loaded. From then on both answers are
- * constants. */
+/* Picks the instruction set and the size from which results are streamed once, when the library is
+ * loaded. From then on both answers are constants. */
 #define _GNU_SOURCE
 #include "common/cpu_level.h"
 
@@ -62,6 +62,8 @@ __attribute__((constructor)) static void choose(void) {
   if (size == 0) size = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
   if (size > 0) last_level_cache = size;
+  const char *bytes = getenv("EXTENSION_CPP_CPU_CACHE");
+  if (bytes) last_level_cache = strtoll(bytes, NULL, 10);
 }
 
 cpu_level_t cpu_level(void) { return chosen_level; }
