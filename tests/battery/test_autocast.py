@@ -1,0 +1,105 @@
+"""Autocast with one tensor in another dtype than the others, for every op that has a rule (autocast_rules.py)."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from extension_cpp import autocast_rules
+from tests.battery import SPECS
+from tests.checks import as_tuple, maker, random_grad, run
+from tests.opspec import DTYPES, OpSpec, Sample
+
+AUTOCAST = torch.bfloat16
+NAMES = ("linear_recurrence", "cross_entropy", "linear_cross_entropy", "rotary_embedding")
+
+
+def cast(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What the op's docstring says that autocast makes of the floating-point tensors, in the order of the arguments."""
+    if name == "linear_recurrence":
+        widest = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+        return [x.to(widest) for x in tensors]
+    if name == "rotary_embedding":
+        q, k, cos, sin = tensors
+        of_q = torch.promote_types(q.dtype, k.dtype)
+        of_cos = of_q if cos.dtype == sin.dtype == of_q else torch.promote_types(of_q, torch.float32)
+        return [q.to(of_q), k.to(of_q), cos.to(of_cos), sin.to(of_cos)]
+    if name == "linear_cross_entropy":  # class weights have no gradient, and stay
+        return [x.to(AUTOCAST) if x.requires_grad and x.dtype is not torch.float64 else x for x in tensors]
+    return list(tensors)
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def called(function: Any, sample: Sample) -> list[Tensor] | str:
+    """Results and gradients, or the message of the error."""
+    try:
+        return [x for _, x in run(function, sample, random_grad()).tensors()]
+    except RuntimeError as error:
+        return str(error)
+
+
+def same(ours: list[Tensor] | str, by_hand: list[Tensor] | str, float_loss: bool) -> bool:
+    """Whether the results are the same bits, or the same sentence. A float32 loss is rounded
+    first."""
+    if isinstance(ours, str) or isinstance(by_hand, str):
+        return ours == by_hand
+    if float_loss and ours[0].dtype is torch.promote_types(by_hand[0].dtype, torch.float32):
+        ours = [ours[0].to(by_hand[0].dtype), *ours[1:]]
+    elif float_loss:
+        return False
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(ours, by_hand, strict=True))
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.name in NAMES], ids=str)
+def test_one_tensor_in_another_dtype(spec: OpSpec, device: str) -> None:
+    """Results and gradients are those of tensors that were cast by hand. Where that call is refused, so is ours."""
+    accepted = set()
+    for dtype, other in itertools.permutations(DTYPES, 2):
+        for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (4, 6))):
+            given = [*sample.args, *sample.kwargs.values()]
+            places = [i for i, x in enumerate(given) if is_float(x)]
+            for place in places:
+                mixed = [
+                    x.detach().to(other).requires_grad_(x.requires_grad) if i == place else x
+                    for i, x in enumerate(given)
+                ]
+                float_loss = "cross_entropy" in spec.name
+
+                def call(values: Sequence[Any], sample: Sample = sample) -> Any:
+                    args, kwargs = values[: len(sample.args)], values[len(sample.args) :]
+                    return spec.function(*args, **dict(zip(sample.kwargs, kwargs, strict=True)))
+
+                def under_autocast(*values: Any) -> Any:
+                    with torch.autocast(device, AUTOCAST):
+                        return call(values)
+
+                def by_hand(*values: Any) -> Any:
+                    tensors = iter(cast(spec.name, [x for x in values if is_float(x)]))
+                    return call([next(tensors) if is_float(x) else x for x in values])
+
+                ours, expected = (called(function, Sample(tuple(mixed))) for function in (under_autocast, by_hand))
+                what = f"{spec.name}, sample {number}: {dtype}, tensor {places.index(place)} {other}"
+                assert same(ours, expected, float_loss), f"{what}: {ours}, by hand {expected}"
+                if isinstance(ours, str):
+                    continue
+                accepted.add(place)
+                with torch.no_grad():
+                    outputs = as_tuple(under_autocast(*mixed))
+                assert all(map(torch.equal, outputs, ours)), f"{what}: without gradients"
+    assert accepted >= set(places)
+
+
+def test_every_rule_is_tested() -> None:
+    rules = {
+        name
+        for name, value in vars(autocast_rules).items()
+        if getattr(value, "__module__", "") == autocast_rules.__name__
+    }
+    assert rules == {*NAMES, "branches"}  # test_fused_norm.py has the branches
