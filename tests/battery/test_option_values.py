@@ -1,0 +1,53 @@
+"""Options at the limits of the dtypes: a fake takes and refuses the values that the kernel takes and refuses."""
+
+import math
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.battery import both_overloads, calls_of_every_order, every_dtype, every_op
+from tests.checks import as_tuple, maker
+from tests.opspec import DTYPES, OpSpec
+
+# The largest number and the smallest normal one of each dtype, and numbers at which one dtype differs from another: a
+# softcap of 1e5 beside float16 is a float32.
+LIMITS = [limit for dtype in DTYPES for limit in (torch.finfo(dtype).max, torch.finfo(dtype).tiny)]
+VALUES = [*LIMITS, 1e5, 1e-40, 1e-310, 0.0, 1.0, -0.5, math.inf, math.nan]
+
+
+def outcome(op: Any, args: tuple[Any, ...]) -> Any:
+    """The shapes and dtypes of the results, or the message of the error."""
+    try:
+        return [(tuple(x.shape), x.dtype, x.stride()) for x in as_tuple(op(*args))]
+    except RuntimeError as error:
+        return str(error)
+
+
+@every_op
+@every_dtype
+def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
+    """Each number of each operator, backward included, in tensors of each dtype; with float16 of the no-grad
+    overloads, too, whose checks are the same."""
+    seen: set[tuple[str, str]] = set()
+    for sample in spec.sample_inputs(maker(device, dtype), (3, 5)):
+        for called, given, _ in calls_of_every_order(spec, sample, "contiguous").made:
+            arguments = called._schema.arguments
+            args = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
+            args += [argument.default_value for argument in arguments[len(args) :]]
+            mode = FakeTensorMode()
+            fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+            for i, argument in enumerate(arguments):
+                key = called._schema.name, argument.name
+                if str(argument.type) not in ("float", "Optional[float]") or key in seen:
+                    continue
+                seen.add(key)
+                for op in both_overloads(called) if dtype is torch.float16 else (called,):
+                    for value in VALUES:
+                        real = outcome(op, (*args[:i], value, *args[i + 1 :]))
+                        with mode:
+                            fake = outcome(op, (*fakes[:i], value, *fakes[i + 1 :]))
+                        assert fake == real, f"{op} {argument.name}={value}: the fake {fake}, the kernel {real}"
+    schema = getattr(torch.ops.extension_cpp, spec.name).default._schema
+    names = {each.name for each in schema.arguments if str(each.type) in ("float", "Optional[float]")}
+    assert {name for op, name in seen if op == schema.name} == names
