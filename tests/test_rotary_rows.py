@@ -1,0 +1,23 @@
+"""Rows of every even width: on the CPU the tail of a half row is 1 to 31 elements, which AVX-512 loads with masks or in
+half vectors (8 and 16 elements behind 32, in rows of 80 and 96 columns)."""
+
+import pytest
+import torch
+
+from tests.checks import check, maker
+from tests.opspec import DTYPES, Sample
+from tests.specs.rotary_embedding import SPEC, factors
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_even_width(dtype: torch.dtype, interleaved: bool, device: str) -> None:
+    """Whole rows, and rows with three columns more than are rotated. Beside half types the factors are of that type, or
+    float32."""
+    make = maker(device, dtype)
+    for rotated in range(2, 132, 2):
+        cos, sin = factors(make, (3, rotated))
+        for rest, wide in ((0, False), (3, dtype.itemsize == 2)):
+            q, k = make((2, 3, rotated + rest)), make((1, 3, rotated + rest))
+            given = (cos.float(), sin.float()) if wide else (cos, sin)
+            check(SPEC, Sample((q, k, *given), {"interleaved": interleaved}), what=f"{rotated} of {rotated + rest}")
