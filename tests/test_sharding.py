@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 
 
 def row_dims(name: str, sample: Sample) -> list[int]:
-    """The dimensions of the first tensor in which it may stay sharded."""
-    dims = range(sample.args[0].dim())
+    """The dimensions of SHAPE in which tensors of this shape may stay sharded."""
+    dims = range(len(SHAPE))
     if name in POINTWISE or name == "reduce_sum":
         return list(dims)
     if name == "dropout":
@@ -119,16 +119,16 @@ def whole(x: Any) -> Tensor:
 
 
 def run_on_mesh(spec: OpSpec, sample: Sample, mesh: Any, placements: list[Any]) -> Placed:
-    """Runs the op on DTensors. Tensors of the first one's shape get these placements, the others are replicated."""
+    """Runs the op on DTensors. Tensors of the shape SHAPE get these placements, the others are replicated."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    first, replicated = sample.args[0], [Replicate()] * mesh.ndim
+    replicated = [Replicate()] * mesh.ndim
     leaves = []
 
     def one(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        place = placements if x.shape == first.shape else replicated
+        place = placements if x.shape == SHAPE else replicated
         x = distribute_tensor(x.detach(), mesh, place).requires_grad_(x.requires_grad)
         if x.requires_grad:
             leaves.append(x)
@@ -145,10 +145,13 @@ def letters(x: Any) -> str:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
-    """The samples of the spec; for a fused norm also one without dropout, with weights."""
+    """The samples of the spec; for a fused norm also one without dropout, with weights; for a recurrence each form of
+    factors that broadcast."""
     make = maker(DEVICE, dtype)
-    # The factors of a recurrence may have a smaller shape, which broadcasts; their gradient is then a reduce_sum.
-    yield from (sample for sample in spec.sample_inputs(make, SHAPE) if sample.args[0].shape == SHAPE)
+    yield from spec.sample_inputs(make, SHAPE)
+    if spec.name == "linear_recurrence" and spec.options:
+        for of_a in spec.options.values["a"]:
+            yield spec.options.sample(make, SHAPE, {"a": of_a})
     x, w = make(SHAPE), SHAPE[-1:]
     if spec.name == "add_layer_norm":
         yield Sample((x, make(SHAPE), w, make(w), make(w), 1e-5, 0.0, None))
@@ -184,7 +187,10 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
         for x, leaf in zip(gradients, given, strict=True):
             is_bias = name in ("scale_bias_relu", "bias_gelu") and d == len(SHAPE) - 1 and leaf.dim() == 1
             expected = f"S({d})" if leaf.dim() == len(SHAPE) else "S(0)" if is_bias else "P(sum)"
-            if "recurrence" in name and leaf.dim() < len(SHAPE):  # h0
+            if "recurrence" in name and leaf is sample.args[0]:  # a, whose gradient is a sum where it broadcasts
+                of_a = d - (len(SHAPE) - leaf.dim())
+                expected = f"S({of_a})" if of_a >= 0 and leaf.shape[of_a] > 1 else "P(sum)"
+            elif "recurrence" in name and leaf.dim() < len(SHAPE):  # h0
                 expected = f"S({d - (d > sample.kwargs.get('dim', -2) % len(SHAPE))})"
             assert letters(x) == expected, f"{what}: gradient {letters(x)}, expected {expected}"
     for x in ours.second if name in POINTWISE else ():
@@ -254,6 +260,29 @@ def check_cache(mesh: Any) -> None:
         y = extension_cpp.layer_norm(x, (4,), weight, bias).full_tensor()
         parts = [None if part is None else part.full_tensor() for part in (weight, bias)]
         assert torch.equal(y, extension_cpp.layer_norm(plain, (4,), *parts))
+
+
+def check_cache_of_calls_with_bools(mesh: Any) -> None:
+    """A backward operator has bools that say which gradients are needed: x is frozen, then it is not, and so on."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    frozen_in_turn = ("scale_bias_relu", "bias_gelu", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+    for spec in (spec for spec in all_specs() if spec.name in (*frozen_in_turn, "linear_cross_entropy")):
+        # No other check has float64 tensors, whose calls are cached with all gradients.
+        sample = list(samples(spec, torch.float64))[-1 if spec.positional else 0]  # of a fused norm without dropout
+        tensors = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor) and x.requires_grad]
+        for needed in (tensors[1:], tensors, tensors[:1], tensors[1:2], tensors):
+            args = tuple(
+                x.detach().requires_grad_(i in needed) if i in tensors else x for i, x in enumerate(sample.args)
+            )
+            given = [args[i] for i in needed]
+            exact = run(spec.function, Sample(args, sample.kwargs), given, False)
+            ours = run_on_mesh(replace(spec, second_order=False), Sample(args, sample.kwargs), mesh, [Shard(1)])
+            for x, whole_x in zip(ours.gradients, exact.gradients, strict=True):
+                compare(whole(x), whole_x, False, f"{spec.name}, gradients of {needed}")
+    x = distribute_tensor(torch.randn(SHAPE), mesh, [Shard(1)])
+    for keepdim in (False, True, False):
+        assert letters(extension_cpp.reduce_sum(x, 0, keepdim=keepdim)) == ("S(1)" if keepdim else "S(0)")
 
 
 def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
