@@ -1,0 +1,232 @@
+"""What only a GPU shows: errors that it can't raise, sizes past 32 bits, launches of several kernels, and clusters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import extension_cpp
+from tests.checks import Result, random_grad, run
+from tests.opspec import Sample
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the CPU raises, counts in int64, and has no CTAs"
+)
+GIB = 1 << 30
+
+
+def needs_memory(gib: int) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < gib * GIB:
+        pytest.skip(f"needs {gib} GiB of the GPU's memory, and {free / GIB:.0f} are free")
+
+
+# ---- a target that is no class ----
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 2**40])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong: int) -> None:
+    """The loss is NaN and so is the row's gradient. The other rows have the gradient of a mean over themselves. A
+    gradient that sums over the rows is NaN."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(shape, generator=generator).cuda().requires_grad_() for shape in ((5, 3), (7, 3)))
+    target, keep = torch.arange(5, device="cuda"), torch.arange(5, device="cuda") != 2
+    leaves = [x, weight] if name == "linear_cross_entropy" else [F.linear(x, weight).detach().requires_grad_()]
+    function = getattr(extension_cpp, name)
+    exact_leaf = leaves[0].detach().double()[keep].requires_grad_()
+    logits = F.linear(exact_leaf, weight.detach().double()) if len(leaves) == 2 else exact_leaf
+    exact = torch.autograd.grad(F.cross_entropy(logits, target[keep], reduction=reduction), exact_leaf)[0]
+    target[2] = wrong
+    loss = function(*leaves, target, reduction=reduction)
+    gradients = torch.autograd.grad(loss, leaves)
+    assert loss.isnan() and gradients[0][2].isnan().all()
+    assert all(gradient.isnan().all() for gradient in gradients[1:])
+    # Products of 3 and 7 terms near 1: 16 roundings.
+    torch.testing.assert_close(gradients[0][keep].double(), exact, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
+
+
+# ---- sizes past 32 bits ----
+
+
+def near(got: Tensor, exact: Tensor, size: Tensor) -> bool:
+    """Whether bfloat16 results are right: one rounding, and 2^-14 of the terms. An exponential of half types (2^-18)
+    and a tree of 2^17 terms in float32 (17 roundings of 2^-24) are far below that."""
+    return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * size + 1e-38).all())
+
+
+@pytest.mark.parametrize("shape", [(1, 70_000, 32_768), (3, 30_000, 32_768)], ids=str)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
+    """Softmax along the middle dimension. In one tensor the last rows of a strip lie past 2^31 elements, in the other
+    the last strips as a whole. The first and the last 64 strips are compared with float64. Backward reads the
+    rounded result, and so does its reference."""
+    needs_memory(28)
+    outer, _, inner = shape
+    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    x.normal_(generator=torch.Generator("cuda").manual_seed(0)).requires_grad_()
+    g = torch.ones_like(x)
+    g[:, ::2] = 0.5
+    y = getattr(extension_cpp, name)(x, 1)
+    (grad,) = torch.autograd.grad(y, x, g)
+    for at, strips in ((0, slice(0, 64)), (outer - 1, slice(inner - 64, inner))):
+        part = x.detach()[at, :, strips].double()
+        of_y, of_g = y.detach()[at, :, strips], g[at, :, strips].double()
+        if name == "softmax":
+            exact, p = part.softmax(0), of_y.double()
+            total, factor = (p * of_g).sum(0), p
+        else:
+            exact, p = part.log_softmax(0), of_y.double().exp()
+            total, factor = p * of_g.sum(0), torch.ones_like(p)
+        assert near(of_y, exact, exact.abs())
+        assert near(grad[at, :, strips], factor * (of_g - total), factor * (of_g + total))
+
+
+def test_losses_of_strips_past_two_to_the_31() -> None:
+    """Classes in the middle dimension. The last targets' logits lie past 2^31 elements."""
+    needs_memory(16)
+    shape = (3, 30_000, 32_768)
+    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    x.normal_(generator=torch.Generator("cuda").manual_seed(0)).requires_grad_()
+    target = torch.arange(3 * 32_768, device="cuda").reshape(3, 32_768) % 30_000
+    target[:, -1] = 29_999
+    loss = extension_cpp.cross_entropy(x, target, reduction="none")
+    (grad,) = torch.autograd.grad(loss, x, torch.ones_like(loss))
+    for at, strips in ((0, slice(0, 64)), (2, slice(-64, None))):
+        part, of_part = x.detach()[at, :, strips].double(), target[at, strips]
+        exact = F.cross_entropy(part.t(), of_part, reduction="none")
+        one_hot = F.one_hot(of_part, 30_000).t()
+        assert near(loss.detach()[at, strips], exact, exact)
+        assert near(grad[at, :, strips], part.softmax(0) - one_hot, part.softmax(0) + one_hot)
+
+
+def test_rotary_of_more_than_two_to_the_32_threads() -> None:
+    """Rows of 6 columns have three pairs, each with a thread of its own: 4.3e9. The last sequences have the bits that
+    they have alone."""
+    batch, tokens, width = 131_072, 11_000, 6
+    assert batch * tokens * width // 2 > 1 << 32
+    needs_memory(36)
+    q = torch.zeros(batch, 1, tokens, width, dtype=torch.bfloat16, device="cuda")
+    for part in (q[:4], q[-4:]):
+        part.normal_(generator=torch.Generator("cuda").manual_seed(1))
+    k = q[:, :0]
+    cos, sin = (torch.rand(tokens, width, device="cuda").bfloat16() for _ in range(2))
+    rotated, _ = extension_cpp.rotary_embedding(q, k, cos, sin)
+    for part in (slice(0, 4), slice(batch - 4, batch)):
+        alone, _ = extension_cpp.rotary_embedding(q[part].clone(), k[part], cos, sin)
+        assert alone.any() and torch.equal(rotated[part], alone)
+    assert not rotated[4 : batch - 4 : 997].any()
+
+
+# ---- several launches ----
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").requires_grad_()
+
+
+def recurrence() -> Sample:
+    """a and b lie in different orders in memory, so that a kernel first computes where rows begin."""
+    b = leaf(5, 3, 20_000).detach().transpose(0, 1).requires_grad_()
+    return Sample((leaf(3, 5, 20_000, seed=1).detach().sigmoid().requires_grad_(), b), {"dim": -1})
+
+
+def loss(reduction: str) -> Callable[[], Sample]:
+    rows = 300_000
+    return lambda: Sample((leaf(rows, 8), torch.arange(rows, device="cuda") % 8), {"reduction": reduction})
+
+
+# For each call the kernels and the memsets of its forward: a scan of lines of several tiles clears what they publish,
+# and a loss of many rows adds up parts of the rows first.
+CALLS: dict[str, tuple[str, Callable[[], Sample], int, int]] = {
+    "cumsum along rows": ("cumsum", lambda: Sample((leaf(2, 1_000_003), -1)), 1, 1),
+    "cumsum along columns": ("cumsum", lambda: Sample((leaf(300_001, 5), 0)), 1, 1),
+    "logcumsumexp": ("logcumsumexp", lambda: Sample((leaf(1, 500_000), -1)), 1, 1),
+    "linear_recurrence": ("linear_recurrence", recurrence, 2, 1),
+    "mean loss": ("cross_entropy", loss("mean"), 3, 0),
+    "sum of losses": ("cross_entropy", loss("sum"), 3, 0),
+}
+
+
+def on_gpu(call: Callable[[], object]) -> list[Any]:
+    """What a call does on the GPU. The first run of a profiler may miss kernels."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    return [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+
+
+def same(ours: Result, expected: Result) -> bool:
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(ours.tensors(), expected.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_several_launches_on_a_side_stream_and_in_a_graph(name: str) -> None:
+    """Kernels and memsets run on the current stream, in a graph each time that it is replayed: the second replay finds
+    what the first one published."""
+    op, make, kernels, memsets = CALLS[name]
+    sample, function = make(), getattr(extension_cpp, op)
+    x = sample.args[0]
+    g = random_grad()(function(*sample.args, **sample.kwargs).detach())
+
+    def both() -> Result:
+        return run(function, sample, lambda output: g)
+
+    expected, keep = both(), x.detach().clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        done = on_gpu(lambda: function(*sample.args, **sample.kwargs))
+        x.detach().zero_()
+        torch.cuda._sleep(50_000_000)  # what ran on another stream would read the zeros
+        x.detach().copy_(keep)
+        ours = both()
+    stream.synchronize()
+    assert same(ours, expected)
+    assert len({event.device_resource_id() for event in done}) == 1
+    of_memset = [event.name() for event in done if event.name().startswith("Memset")]
+    others = [event.name() for event in done if not event.name().startswith("Mem")]
+    assert (len(others), len(of_memset)) == (kernels, memsets), (others, of_memset)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for _ in range(2):
+        for _, y in captured.tensors():
+            y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(captured, expected)
+
+
+# ---- clusters ----
+
+
+@pytest.mark.parametrize(
+    "name, shape", [("softmax", (264, 40_000)), ("strips", (300, 4096, 8)), ("norm", (264, 40_960))]
+)
+def test_clusters_give_the_same_bits_each_time(name: str, shape: tuple[int, ...]) -> None:
+    """CTAs of a cluster write into each other's shared memory. A write before the other CTA is there, or before it has
+    read what it got last, shows now and then, beside kernels that hold some of the SMs."""
+    x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    other, side = torch.randn(1 << 22, device="cuda"), torch.cuda.Stream()
+
+    def call() -> Tensor:
+        if name == "norm":
+            return extension_cpp.layer_norm(x, shape[-1:])
+        return extension_cpp.softmax(x, 1)
+
+    expected = call()
+    torch.cuda.synchronize()
+    for _ in range(100):
+        with torch.cuda.stream(side):
+            other.sin_()
+        results = [call() for _ in range(3)]
+        assert all(torch.equal(y, expected) for y in results)
