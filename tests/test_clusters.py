@@ -1,0 +1,35 @@
+"""The barriers of clusters, without a GPU: CTAs write into each other's shared memory, and a write must neither come
+before the other CTA is there nor before it has read what it got last."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import build_library
+
+CSRC = build_library.CSRC
+
+
+def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
+    """tests/c/strip_join.cpp runs the class that joins what the CTAs of a strip have."""
+    text = (CSRC / "softmax" / "softmax_strips.cuh").read_text()
+    begin, end = text.index("// The sum over a strip's columns."), text.index("// ---- on the host ----")
+    (tmp_path / "strip_join.inc").write_text(text[begin:end])
+    program, source = tmp_path / "strip_join", Path(__file__).parent / "c" / "strip_join.cpp"
+    compiler = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-O1", "-pthread", f"-I{tmp_path}"]
+    subprocess.run([*compiler, source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_rows_wait_for_the_other_ctas() -> None:
+    """A kernel that makes a RowSum for a cluster waits once for the mbarriers of the other CTAs. The source is read,
+    because the kernels' asynchronous copies and mbarriers run on a GPU alone."""
+    seen = 0
+    for path in sorted(CSRC.rglob("*.cu*")):
+        text = path.read_text()
+        made = re.findall(r"row_sum\([^)]*, p\.cluster, rank\)", text)
+        waits = re.findall(r"row_sum\.wait_for_others\(\)", text)
+        assert len(made) == len(waits), f"{path.name}: {len(made)} sums over clusters, {len(waits)} waits"
+        seen += len(made)
+    assert seen > 0
