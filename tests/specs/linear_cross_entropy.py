@@ -1,6 +1,7 @@
 import torch
 
 import extension_cpp
+from tests.judge import LARGE
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 from tests.specs.cross_entropy import LOSS_OPTIONS, class_weight, loss_terms, targets
 
@@ -70,7 +71,9 @@ def terms(call):
     sizes = *through(of_logits), of_logits.sum(0)
     most = of_logits.nan_to_num(0.0).amax() if moves.numel() else 0.0
     zeros = call.least * (weight.shape[0] + rows.shape[0]) * (1 + most)
-    rounds = [each + zeros for each in (*through(moves), moves.sum(0))]
+    lost = torch.where(moves.amax(1) < torch.inf, 0, torch.inf)  # of rows with a logit that overflows
+    gx, gweight = through(moves.clamp(max=LARGE))
+    rounds = gx + lost.view(*x.shape[:-1], 1) + zeros, gweight + lost.sum() + zeros, moves.sum(0) + zeros
     gradients = {i: Terms(a, c, rounded=b) for i, a, b in zip((0, 1, 3), sizes, rounds, strict=True)}
     return [Terms(found.loss.view(shape), c, rounded=found.loss_moves.view(shape))], gradients
 
