@@ -60,6 +60,7 @@ def near(got: Tensor, exact: Tensor, size: Tensor) -> bool:
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * size + 1e-38).all())
 
 
+@pytest.mark.slow  # with most of a GPU's memory, which the quick tier's workers share
 @pytest.mark.parametrize("shape", [(1, 70_000, 32_768), (3, 30_000, 32_768)], ids=str)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
@@ -87,6 +88,7 @@ def test_strips_past_two_to_the_31(name: str, shape: tuple[int, ...]) -> None:
         assert near(grad[at, :, strips], factor * (of_g - total), factor * (of_g + total))
 
 
+@pytest.mark.slow  # with most of a GPU's memory, which the quick tier's workers share
 def test_losses_of_strips_past_two_to_the_31() -> None:
     """Classes in the middle dimension. The last targets' logits lie past 2^31 elements."""
     needs_memory(16)
@@ -105,6 +107,7 @@ def test_losses_of_strips_past_two_to_the_31() -> None:
         assert near(grad[at, :, strips], part.softmax(0) - one_hot, part.softmax(0) + one_hot)
 
 
+@pytest.mark.slow  # with most of a GPU's memory, which the quick tier's workers share
 def test_rotary_of_more_than_two_to_the_32_threads() -> None:
     """Rows of 6 columns have three pairs, each with a thread of its own: 4.3e9. The last sequences have the bits that
     they have alone."""

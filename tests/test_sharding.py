@@ -966,11 +966,11 @@ PRELOAD += ["torch._inductor.select_algorithm", "transformers.models.llama.model
 def said_by(processes: int, device: str) -> dict[str, list[str]]:
     """What each process reports of each check: nothing if it holds.
 
-    On GPUs each process is a new interpreter: modules that are imported there initialize CUDA, and a process that is
-    forked afterwards cannot use it.
+    Where there is a GPU each process is a new interpreter: modules that the fork server imports initialize CUDA, and a
+    process that is forked afterwards cannot use it.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    method = "spawn" if device == "cuda" else "forkserver"
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
     with tempfile.TemporaryDirectory() as name:
         try:
             start = torch.multiprocessing.start_processes
