@@ -2,16 +2,15 @@
 
     python scripts/matrix.py dist/*.whl [--python PATH]... [-- PYTEST ARGUMENTS]
 
-The oldest Python gets the oldest supported torch, the newest Python the newest torch, and the others get the torch
-that requirements.txt pins. The environments stay in .matrix/ for the next time. The tests run on the installed wheel:
-they are copied to a folder from which Python cannot find the checkout's package.
+The oldest Python gets the oldest supported torch, and the others get the torch that requirements.txt names for them,
+which is the newest. A single Python gets both. The environments stay in .matrix/ for the next time. The tests run on
+the installed wheel: they are copied to a folder from which Python cannot find the checkout's package.
 """
 
 import argparse
 import glob
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,11 +19,12 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCH_OLDEST, TORCH_NEWEST = "2.10", "2.15"
+TORCH_OLDEST = "2.10"
 PYTHON_OLDEST = (3, 10)
 TOOLS_NOT_NEEDED = (
     "torch",
@@ -41,7 +41,8 @@ TOOLS_NOT_NEEDED = (
     "mkdocstrings-python",
     "pymdown-extensions",
 )
-# The others use the package as installed.
+# The others use the package as installed, and what is copied for them.
+COPIED = ("benchmarks", "examples", "tests")
 OF_THE_CHECKOUT = (
     "budgets",
     "build",
@@ -54,8 +55,11 @@ OF_THE_CHECKOUT = (
     "profile",
     "sass_diff",
     "scaffold",
+    "scan",
+    "scan_kernels",
+    "scan_steps",
     "site",
-    "train_text",
+    "tools",
     "troubleshooting",
 )
 TESTS_OF_THE_CHECKOUT = tuple(f"test_{of}.py" for of in OF_THE_CHECKOUT)
@@ -87,18 +91,20 @@ def interpreters(named: list[str]) -> dict[tuple[int, int], str]:
     return dict(sorted(found.items()))
 
 
-def pinned_torch() -> str:
-    """The minor version of torch that requirements.txt names first, for new Pythons."""
-    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
-    return pinned[1]
+def newest_torch(python: tuple[int, int]) -> str:
+    """The minor version of the torch that requirements.txt names for a Python."""
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if line.startswith("torch=="):
+            asked = Requirement(line)
+            if asked.marker is None or asked.marker.evaluate({"python_version": "{}.{}".format(*python)}):
+                return ".".join(str(asked.specifier).removeprefix("==").split(".")[:2])
+    raise LookupError(f"requirements.txt names no torch for Python {python}")
 
 
-def plan(versions: list[tuple[int, int]], pinned: str) -> list[tuple[tuple[int, int], str]]:
-    """The torch that each Python gets. A single Python gets both the oldest and the newest."""
-    if len(versions) == 1:
-        return [(versions[0], TORCH_OLDEST), (versions[0], TORCH_NEWEST)]
-    return [(versions[0], TORCH_OLDEST), *((v, pinned) for v in versions[1:-1]), (versions[-1], TORCH_NEWEST)]
+def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
+    """The torch that each Python gets."""
+    others = versions[1:] or versions
+    return [(versions[0], TORCH_OLDEST), *((version, newest_torch(version)) for version in others)]
 
 
 def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
@@ -134,9 +140,9 @@ def run_tests(python: Path, wheel: Path, arguments: list[str]) -> tuple[list[str
     subprocess.run(install, check=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copytree(
-            ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", *TESTS_OF_THE_CHECKOUT)
-        )
+        for copied in COPIED:
+            ignored = shutil.ignore_patterns("__pycache__", ".venv", "build", *TESTS_OF_THE_CHECKOUT)
+            shutil.copytree(ROOT / copied, folder / copied, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's settings
         asked = subprocess.run([python, "-c", ASK_ENVIRONMENT], cwd=folder, check=True, capture_output=True, text=True)
         *cells, library = asked.stdout.splitlines()
@@ -168,7 +174,7 @@ def main() -> None:
         sys.exit("error: no Python from 3.10 up that can make environments was found; name some with --python.")
     console, hashes, failed = Console(), set(), 0
     table = Table("Python", "torch", "glibc", "passed", "failed", "skipped", "seconds", title=options.wheel.name)
-    for version, torch in plan(list(found), pinned_torch()):
+    for version, torch in plan(list(found)):
         console.rule(f"Python {version[0]}.{version[1]}, torch {torch}")
         python = environment(found[version], version, torch)
         cells, digest = run_tests(python, options.wheel.resolve(), options.pytest)

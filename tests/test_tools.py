@@ -1,6 +1,7 @@
 """Tools that must not lie: what is timed, what counts as a change, and what a release checks and lists."""
 
 import hashlib
+import re
 import subprocess
 import types
 from pathlib import Path
@@ -55,12 +56,36 @@ def test_a_change_is_one_beyond_the_spread_of_both(low: float, median: float, hi
     assert compare.Change({}, "ours", after, before).beyond is beyond
 
 
-# What a release checks and lists
+# What a release and the matrix check
+
+
+def test_the_matrix_has_the_oldest_torch_and_the_newest_of_each_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["torchvision==0.1.0", 'torch==2.15.0; python_version >= "3.11"', 'torch==2.14.1; python_version < "3.11"']
+    (tmp_path / "requirements.txt").write_text("\n".join(lines))
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    assert matrix.plan([(3, 10)]) == [((3, 10), "2.10"), ((3, 10), "2.14")]
+    assert matrix.plan([(3, 10), (3, 11), (3, 14)]) == [
+        ((3, 10), "2.10"),
+        ((3, 11), "2.15"),
+        ((3, 14), "2.15"),
+    ]
 
 
 def test_a_release_is_checked_against_pytorch() -> None:
     told = python("-c", release.CHECK, cwd=matrix.ROOT)
     assert told.returncode == 0 and f"torch {torch.__version__} extension_cpp" in told.stdout, told.stderr
+
+
+def test_the_matrix_leaves_out_tests_that_import_what_it_does_not_copy() -> None:
+    """One of them would stop all others."""
+    for path in (matrix.ROOT / "tests").rglob("*.py"):
+        names = re.findall(r"^ *(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
+        own = [name for name in names if (matrix.ROOT / name.split(".")[0]).with_suffix(".py").exists()]
+        own += [name for name in names if name.startswith("scripts")]
+        own += [name for name in names if f"{name.removeprefix('tests.')}.py" in matrix.TESTS_OF_THE_CHECKOUT]
+        assert own == [] or path.name in (*matrix.TESTS_OF_THE_CHECKOUT, "guarded.py"), path
 
 
 @pytest.mark.parametrize("wrong", ["result", "gradient of x", "gradient of the weight"])
@@ -120,7 +145,7 @@ def test_a_release_lists_all_that_it_made(tmp_path: Path, monkeypatch: pytest.Mo
     release.main()
     lines = (tmp_path / "SHA256SUMS").read_text().splitlines()
     assert lines == [f"{hashlib.sha256(content).hexdigest()}  {name}" for name, content in made.items()]
-    torches = [matrix.TORCH_OLDEST, matrix.pinned_torch(), matrix.TORCH_NEWEST]
+    torches = [torch for _, torch in matrix.plan(list(found))]
     wheel, sdist = (str(tmp_path / name) for name in made)
     by_wheel = [(name, f"torch=={torch}.*", wheel) for name, torch in zip(found.values(), torches, strict=True)]
     assert checked == [*by_wheel, ("newest", sdist)]
