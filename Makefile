@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs site lint format sanitize wheel release hub aarch64 clean FORCE
+.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs site lint tidy format sanitize wheel release hub aarch64 clean FORCE
 
 ifneq ($(origin PYTHON),undefined)
 ifeq ($(strip $(PYTHON)),)
@@ -27,6 +27,7 @@ TEST_NEEDS := $(BUILD_NEEDS) pytest xdist hypothesis numpy setuptools transforme
 C_SOURCES = find extension_cpp templates tests examples benchmarks -name .venv -prune -o \
   -type f -regex '.*\.\(c\|h\|cpp\|cu\|cuh\)' -print 2>/dev/null
 CLANG_FORMAT = $$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format
+CLANG_TIDY ?= clang-tidy-14
 need = $(if $(READY),,@command -v $(PYTHON) >/dev/null || { echo "error: PYTHON=$(PYTHON) was not found." >&2; exit 1; }; \
   $(PYTHON) check_environment.py $(1))
 
@@ -140,6 +141,17 @@ lint: $(READY)  ## ruff, mypy, clang-format
 	@$(C_SOURCES) | xargs $(CLANG_FORMAT) --dry-run -Werror
 	@# Comments, too, which clang-format leaves as they are.
 	@! $(C_SOURCES) | xargs grep -HnE '.{101}' || { echo "error: these lines have more than 100 columns." >&2; exit 1; }
+
+# $(1): flags of the compiler; the files come from standard input.
+TIDY = xargs -P 2 -n 3 sh -c '$(CLANG_TIDY) --quiet "$$@" -- -Iextension_cpp/csrc $(1)' clang-tidy
+tidy: $(READY)  ## clang-tidy on the C and the C++ (minutes), with clang-tidy 14
+	$(call need,)
+	@command -v $(CLANG_TIDY) >/dev/null || \
+	  { echo "error: $(CLANG_TIDY) was not found (Debian: apt install clang-tidy-14)." >&2; exit 1; }
+	@find extension_cpp/csrc -name '*.c' | $(call TIDY,-std=c17 -DCPU_LEVEL_V3 -mavx2 -mfma -mf16c)
+	@torch=$$($(PYTHON) -c 'import build_library; print(build_library.torch_folder())') && export torch && \
+	  find extension_cpp/csrc -name '*.cpp' | $(call TIDY,-std=c++17 -isystem "$$torch/include" \
+	  -DTORCH_EXTENSION_NAME=extension_cpp -DBUILD_INFO=__FILE__)
 
 format: $(READY)  ## lay out the code as lint wants it
 	$(call need,ruff clang_format)
