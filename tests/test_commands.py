@@ -114,14 +114,6 @@ def test_demo_shows_every_function():
     assert {*OPERATORS} & sharding.RULES.keys() <= {*shown} <= {*OPERATORS}
 
 
-def test_output_folder_where_none_can_be_made(monkeypatch, tmp_path):
-    (tmp_path / "out").write_text("in the way")
-    monkeypatch.chdir(tmp_path)
-    folder = demo.output_folder()
-    assert folder.is_dir() and folder != Path("out")
-    shutil.rmtree(folder)
-
-
 # info
 
 
@@ -134,16 +126,6 @@ def test_info(capsys):
     assert all(f"  {schema}\n" in printed for schema in schemas)
     for name in OPERATORS:
         assert [schema for schema in schemas if schema.startswith(f"extension_cpp::{name}(")] != []
-
-
-def package_without(tmp_path, *missing: str, torch_text: str | None = None) -> Path:
-    """A copy of the package that cannot be loaded."""
-    ignore = shutil.ignore_patterns("csrc", "__pycache__", *missing)
-    shutil.copytree(PACKAGE, tmp_path / "extension_cpp", ignore=ignore)
-    if torch_text is not None:
-        (tmp_path / "torch").mkdir()
-        (tmp_path / "torch" / "__init__.py").write_text(torch_text)
-    return tmp_path
 
 
 # What the package asks of torch before it needs any of it.
@@ -165,47 +147,31 @@ NEW_TORCH, OLD_TORCH = map(NO_MORE_THAN_A_VERSION.format, ("2.11.0", "2.5.1"))
     ids=["no library", "old torch", "no torch"],
 )
 def test_commands_where_the_package_cannot_be_loaded(tmp_path, missing, torch_text, sentence):
-    folder = package_without(tmp_path, *missing, torch_text=torch_text)
-    told = run("-m", "extension_cpp", "info", cwd=folder)
+    """A copy of the package, beside what stands for torch."""
+    ignore = shutil.ignore_patterns("csrc", "__pycache__", *missing)
+    shutil.copytree(PACKAGE, tmp_path / "extension_cpp", ignore=ignore)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(torch_text)
+    told = run("-m", "extension_cpp", "info", cwd=tmp_path)
     assert told.returncode == 1 and told.stderr == ""
     assert sentence in told.stdout and "Python  " in told.stdout
     assert ("cpu=" in told.stdout or "baseline" in told.stdout) == (not missing)  # what was built, read from the file
-    refused = run("-m", "extension_cpp", "demo", cwd=folder)
+    refused = run("-m", "extension_cpp", "demo", cwd=tmp_path)
     assert refused.returncode == 1 and refused.stdout == ""
     assert refused.stderr.startswith(f"error: {sentence}") and refused.stderr.count("\n") == 1
     # An import by anything else raises, by another module that is run with -m, too.
-    (folder / "mypkg").mkdir()
-    (folder / "mypkg" / "__init__.py").write_text("import extension_cpp\n")
-    (folder / "mypkg" / "train.py").write_text("extension_cpp.mish\n")
-    for words in (["-c", "import extension_cpp"], ["-m", "mypkg.train"], ["-m", "mypkg.train", "extension_cpp"]):
-        imported = run(*words, cwd=folder)
+    (tmp_path / "train.py").write_text("import extension_cpp\n")
+    for words in (["-c", "import extension_cpp"], ["-m", "train", "extension_cpp"]):
+        imported = run(*words, cwd=tmp_path)
         assert imported.returncode == 1 and "ImportError" in imported.stderr and sentence in imported.stderr
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--version"])
-    assert stopped.value.code == 0 and capsys.readouterr().out == f"extension_cpp {extension_cpp.__version__}\n"
-
-
-RESULTS = PACKAGE.parent / "benchmarks" / "results" / "cpu.json"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["extension_cpp", "info"],
-        pytest.param(["benchmarks", "compare", RESULTS, RESULTS], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_closed_pipe(words):
-    """As `| head` leaves it: no traceback, not at exit either. Both commands run through run_command, which the quick
-    tier sees with `info`."""
+def test_closed_pipe():
+    """As `| head` leaves it: no traceback, not at exit either. Each command runs through run_command."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", *map(str, words)]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=PACKAGE.parent)
+    words = [sys.executable, "-m", "extension_cpp", "info"]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=PACKAGE.parent)
     os.close(writer)
     assert done.returncode in (1, 141) and done.stderr == ""  # 1: rich ended it, as it does of itself
 
@@ -243,17 +209,9 @@ def machine(*capabilities: tuple[int, int], **changes) -> Machine:
         (build("13.9", "9.0+PTX"), machine((10, 0), driver_cuda="13.10"), []),
         (build("13.10", "9.0+PTX"), machine((10, 0), driver_cuda="13.9"), ["PTX a driver for CUDA 13.9 cannot"]),
         (build("13.0", "10.0f+PTX"), machine((12, 0)), ["does not cover GPU120"]),
-        (
-            build(),
-            machine((9, 0), driver="570.86.10", driver_cuda="12.8"),
-            ["driver is 570.86.10", "needs 580 or newer"],
-        ),
+        (build(), machine((9, 0), driver="570.86.10", driver_cuda="12.8"), ["driver is 570.86.10", "needs 580 or"]),
         (build(), machine((7, 0)), ["GPU70 (compute capability 7.0) is older than 7.5"]),
-        (
-            build(None),
-            machine((9, 0)),
-            ["no CUDA kernels", "(GPU90)", 'USE_CUDA=1 TORCH_CUDA_ARCH_LIST="9.0" make build'],
-        ),
+        (build(None), machine((9, 0)), ["no CUDA kernels", "(GPU90)", 'USE_CUDA=1 TORCH_CUDA_ARCH_LIST="9.0" make']),
         (build(None), machine((7, 0)), ["older than 7.5"]),
         (build(), machine((9, 0), torch_cuda=None), ["torch 2.11.0 was built without CUDA"]),
         (build(), machine((9, 0), torch=None, torch_cuda=None), []),
@@ -320,22 +278,12 @@ def test_plan(capsys):
     "words, sentence",
     [
         (["rms_nrom", "bfloat16", "2x3"], "expected OP to be one of layer_norm, rms_norm, .*, but got 'rms_nrom'"),
-        (["rms_norm", "bf16", "2x3"], "expected DTYPE to be one of float64, .*, but got 'bf16'"),
-        (
-            ["rms_norm", "float32", "2x3", "--weights", "int8"],
-            "expected DTYPE to be one of float64, .*, but got 'int8'",
-        ),
         (["rms_norm", "float32", "0x3"], "expected ROWSxCOLS such as 4096x5120, but got '0x3'"),
     ],
 )
 def test_plan_of_what_is_not_there(words, sentence):
     with pytest.raises(SystemExit, match=f"^error: {sentence}$"):
         command.main(["info", "--plan", *words])
-
-
-def test_options_of_a_plan_without_one(capsys):
-    assert command.main(["info", "--backward"]) == 1
-    assert capsys.readouterr() == ("", "error: --backward and --weights go with --plan\n")
 
 
 # One sentence an error
@@ -345,15 +293,8 @@ def test_options_of_a_plan_without_one(capsys):
     "arguments, sentence",
     [
         (["demo", "--steps", "0"], "argument --steps: expected a whole number of at least 1, but got '0'"),
-        (["demo", "--steps", "-3"], "argument --steps: expected a whole number of at least 1, but got '-3'"),
-        (["demo", "--steps", "many"], "argument --steps: expected a whole number of at least 1, but got 'many'"),
-        (["demo", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-        (["new"], "the following arguments are required: NAME"),
-        (["remove"], "the following arguments are required: NAME"),
-        (["new", "my_op", "--kind", "cube"], "argument --kind: invalid choice: 'cube'"),
         (["new-package", "somewhere"], "the following arguments are required: --name"),
         (["new-package", "somewhere", "--name", "a_name", "--kind", "accessor"], "argument --kind: invalid choice"),
-        (["dance"], "argument COMMAND: invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
@@ -372,20 +313,11 @@ def refused(capsys, *arguments) -> str:
     return printed.err
 
 
-def test_missing_packages(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "the demo needs matplotlib, not installed here:" in refused(capsys)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert "-m pip install rich matplotlib" in refused(capsys)
-
-
-def test_no_compiler(monkeypatch, capsys):
+def test_what_the_demo_needs(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nowhere/c++")
     assert "needs a C++ compiler, and '/nowhere/c++' was not found" in refused(capsys)
-    monkeypatch.delenv("CXX")
-    monkeypatch.setattr(demo.shutil, "which", lambda name: name)
-    monkeypatch.setattr(demo.sysconfig, "get_path", lambda name: "/nowhere")
-    assert "needs Python's C headers" in refused(capsys)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "the demo needs matplotlib, not installed here:" in refused(capsys)
 
 
 @pytest.mark.parametrize(
@@ -393,29 +325,16 @@ def test_no_compiler(monkeypatch, capsys):
     [
         (build(), machine(), "--device cuda: This machine has no NVIDIA GPU, or no driver for it."),
         (build(None), machine(), "--device cuda: This build has no CUDA kernels, and this machine has no NVIDIA GPU."),
-        (build(None), machine((9, 0)), "--device cuda: This build has no CUDA kernels, so the GPU (GPU90) is not used"),
         (build(), machine((8, 6)), "--device cuda: This library was built for 9.0+PTX, which does not cover GPU86"),
+        (build(), machine((9, 0)), None),
     ],
 )
-def test_device_cuda_where_it_cannot_run(monkeypatch, capsys, built, there, sentence):
+def test_device_of_the_demo(monkeypatch, capsys, built, there, sentence):
     monkeypatch.setattr(info, "read_build", lambda: built)
     monkeypatch.setattr(info, "read_machine", lambda: there)
+    if sentence is None:
+        assert demo.choose_device(None) == demo.choose_device("cuda") == ("cuda", "")
+        return
     assert sentence in refused(capsys, "--device", "cuda")
     device, remark = demo.choose_device(None)
     assert device == "cpu" and bool(remark) == bool(there.gpus)
-    assert demo.choose_device("cpu") == ("cpu", "")
-
-
-def test_device_is_the_gpu_where_it_fits(monkeypatch):
-    monkeypatch.setattr(info, "read_build", build)
-    monkeypatch.setattr(info, "read_machine", lambda: machine((9, 0)))
-    assert demo.choose_device(None) == demo.choose_device("cuda") == ("cuda", "")
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("demo", "info", "new", "remove", "new-package"))]
-)
-def test_help(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    assert stopped.value.code == 0 and len(capsys.readouterr().out) > 200

@@ -18,7 +18,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -264,36 +263,3 @@ def test_mutants_are_judged_by_tests_that_pass_without_them(tiny: mutants.Judge,
     tiny.stop()
     assert judge(4, "return x -> return 3") == "killed"
     assert mutants.Results(tmp_path / "results.jsonl").results == known.results, "a stopped run says nothing"
-
-
-def test_as_many_of_python_as_of_c_are_tried(tmp_path: Path) -> None:
-    def half(file: str) -> list[mutants_drawn.Mutant]:
-        return [mutants_drawn.Mutant(file, line, f"{line}", "") for line in range(100)]
-
-    class EveryThirdIsInvalid:
-        def judge(self, mutant: mutants_drawn.Mutant, passed: object) -> str:
-            return "invalid" if mutant.line % 3 == 0 else "killed"
-
-    judge: Any = EveryThirdIsInvalid()
-    known = mutants.Results(tmp_path / "none")
-    known.results[half("a.c")[1]] = "survived"
-    tried = mutants.try_all(judge, known, [iter(half("a.py")), iter(half("a.c"))], 9, 4)
-    valid = [mutant for mutant, result in tried.items() if result != "invalid"]
-    assert sorted((mutant.file, mutant.line) for mutant in valid) == [
-        *(("a.c", line) for line in (1, 2, 4, 5, 7)),
-        *(("a.py", line) for line in (1, 2, 4, 5)),
-    ]
-    few = mutants.try_all(judge, known, [iter(half("a.py")[:2]), iter(half("a.c"))], 6, 4)
-    assert [mutant.line for mutant in few if mutant.file == "a.py"] == [0, 1]
-    assert sum(mutant.file == "a.c" and few[mutant] != "invalid" for mutant in few) == 3
-    assert tried[half("a.c")[1]] == "survived" and max(mutant.line for mutant in tried) <= 7
-
-
-def test_timeouts_have_their_own_column(capsys: pytest.CaptureFixture[str]) -> None:
-    results = {mutants_drawn.Mutant("a.c", line, f"{line}", ""): "killed" for line in range(18)}
-    results[mutants_drawn.Mutant("a.c", 20, "x", "y")] = "timeout"
-    results[mutants_drawn.Mutant("b.c", 21, "x", "y")] = "survived"
-    assert mutants.report(results)
-    printed = capsys.readouterr().out
-    assert "timeout: a.c:20" in printed and "survived: b.c:21" in printed and "found: 19 of 20, 95.0%" in printed
-    assert not mutants.report({**results, mutants_drawn.Mutant("c.c", 1, "x", "y"): "survived"})

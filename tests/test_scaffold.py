@@ -133,39 +133,19 @@ def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) ->
 
 # ---- what is refused ----
 
-BAD_IDENTIFIERS = [
-    ("", "but got an empty one"),
-    ("int", "is a keyword of C, C++ or Python"),
-    ("class", "is a keyword"),
-    ("lambda", "is a keyword"),
-    ("template", "is a keyword"),
-    ("co_await", "is a keyword"),
-    ("9lives", "to be lower-case letters"),
-    ("_hidden", "to be lower-case letters"),
-    ("in_place_", "to be lower-case letters"),
-    ("a__b", "to be lower-case letters"),
-    ("Gelu", "to be lower-case letters"),
-    ("my-op", "to be lower-case letters"),
-    ("my op", "to be lower-case letters"),
-    ("planted_op\n", r"but got 'planted_op\n'"),
-    ("../planted_op", "to be lower-case letters"),
-    ("ops/planted_op", "to be lower-case letters"),
-    ("größe", "to be lower-case letters"),
-    ("a" * 29, "at most 28 characters for the"),
-    ("a" * 200, "but got 200"),
-]
+BAD_IDENTIFIERS = [("", "but got an empty one"), ("planted_op\n", r"but got 'planted_op\n'")]
+BAD_IDENTIFIERS += [(name, "is a keyword of C, C++ or Python") for name in ("int", "lambda", "template", "co_await")]
+BAD_IDENTIFIERS += [(name, "to be lower-case letters") for name in ("9lives", "_hidden", "in_place_", "a__b", "Gelu")]
+BAD_IDENTIFIERS += [(name, "to be lower-case letters") for name in ("my-op", "my op", "../an_op", "ops/an_op", "größe")]
+BAD_IDENTIFIERS += [("a" * 29, "at most 28 characters for the")]
 TAKEN = [
     ("mish", "extension_cpp/csrc/mish exists"),
     ("layer_norm", "extension_cpp/csrc/norm/norm.cpp has the op layer_norm"),
-    ("mish_backward", "has the op mish_backward"),
     ("mish_double", "has the op mish_double_backward"),
     ("mish_no_grad", "has the op mish_no_grad"),
     ("common", "extension_cpp/csrc/common exists"),
-    ("csrc", "extension_cpp/csrc exists"),
-    ("nn", "extension_cpp/nn.py exists"),
     ("scaffold", "extension_cpp/scaffold.py exists"),
     ("tests", "tests exists"),
-    ("torch", "extension_cpp/ops.py has torch"),
     ("register_fake", "extension_cpp/ops.py has register_fake"),
     ("load_error", "extension_cpp/__init__.py has load_error"),
     ("sum", "is a builtin of Python"),
@@ -194,8 +174,7 @@ def test_refused_names_of_examples(untouched, capsys, name):
     "name, sentence",
     [
         *BAD_IDENTIFIERS,
-        *[(name, f"a module or namespace '{name}'") for name in ("torch", "numpy", "json", "aten", "std")],
-        ("extension_cpp", "a module or namespace 'extension_cpp'"),
+        *[(name, f"a module or namespace '{name}'") for name in ("torch", "json", "aten", "extension_cpp")],
         ("exp", "C has a function 'exp'"),
         ("tests", "its tree has 'tests' for something else"),
     ],
@@ -206,22 +185,15 @@ def test_refused_names_of_packages(tmp_path, capsys, name, sentence):
     assert contents(tmp_path) == {}
 
 
-@pytest.mark.parametrize(
-    "in_the_way", ["tests/test_planted_op.py", "tests/specs/planted_op.py", "extension_cpp/csrc/planted_op/x"]
-)
+@pytest.mark.parametrize("in_the_way", ["tests/test_planted_op.py", "tests/specs/planted_op.py", "an op"])
 def test_nothing_is_overwritten(tree, capsys, in_the_way):
-    (tree / in_the_way).parent.mkdir(exist_ok=True)
-    (tree / in_the_way).write_text("mine")
+    if in_the_way == "an op":
+        assert command.main(["new", "planted_op", "--kind", "reduction"]) == 0
+        capsys.readouterr()
+    else:
+        (tree / in_the_way).write_text("mine")
     before = contents(tree)
     assert "exists" in refused(capsys, "new", "planted_op")
-    assert contents(tree) == before
-
-
-def test_second_op_of_a_name(tree, capsys):
-    assert command.main(["new", "planted_op"]) == 0
-    capsys.readouterr()
-    before = contents(tree)
-    assert "the name 'planted_op' is taken" in refused(capsys, "new", "planted_op", "--kind", "reduction")
     assert contents(tree) == before
 
 
@@ -335,9 +307,7 @@ def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     lint(tree, name == LONG, "extension_cpp", f"examples/{name[:-1]}1", new=[tree / path for path in new])
 
 
-@pytest.mark.parametrize(
-    "name, kind", [("ab", "pointwise"), ("my_template", "rows"), *((LONG, kind) for kind in scaffold.OP_KINDS)]
-)
+@pytest.mark.parametrize("name, kind", [("ab", "pointwise"), *((LONG, kind) for kind in scaffold.OP_KINDS[1:])])
 def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
     folder = tmp_path / "a pâckage"
     assert command.main(["new-package", str(folder), "--name", name, "--kind", kind]) == 0
@@ -351,20 +321,6 @@ def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
             assert not [pattern for pattern in used if not list(folder.glob(pattern))], path
     assert (folder / ".ci" / "run").stat().st_mode & 0o111
     lint(folder, mypy=(name, kind) == (LONG, "reduction"))
-
-
-@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
-def test_name_that_contains_the_placeholder(tree, kind):
-    before = set(contents(tree))
-    assert command.main(["new", "my_kernel_template", "--kind", kind]) == 0
-    written = set(contents(tree)) - before
-    names = {str(path) for path in written if path.suffix}
-    kernels = {path.name for path in (ROOT / "templates" / kind / "kernel_template").iterdir()}
-    assert names == {f"extension_cpp/csrc/my_kernel_template/my_{name}" for name in kernels} | {
-        "tests/specs/my_kernel_template.py",
-        "tests/test_my_kernel_template.py",
-    }
-    assert "my_my_" not in "".join((tree / name).read_text() for name in names)
 
 
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
@@ -463,23 +419,6 @@ def test_half_a_removal_is_undone(tree, monkeypatch, capsys):
     assert contents(tree) == before
 
 
-@pytest.mark.parametrize(
-    "names, added, line",
-    [
-        ("import a2, b", "a10", "    from .ops import a2, a10, b"),
-        (
-            "import (\n        a,\n        c,\n    )",
-            "b",
-            "    from .ops import (\n        a,\n        b,\n        c,\n    )",
-        ),
-        (f"import {'a' * 98}", "b", f"    from .ops import (\n        {'a' * 98},\n        b,\n    )"),
-    ],
-)
-def test_public_names(names, added, line):
-    text = scaffold.with_public_name(f'try:\n    from .ops {names}\n__all__ = [\n    "a",\n    "z",\n]\n', added)
-    assert text == f'try:\n{line}\n__all__ = [\n    "a",\n    "{added}",\n    "z",\n]\n'
-
-
 # ---- that it works ----
 
 
@@ -502,15 +441,13 @@ def with_objects(tree: Path) -> dict[str, str]:
 
 
 def test_library_that_is_older_than_its_sources(tree):
-    """Between `new` and the build: the commands say so, and another `new` works."""
+    """Between `new` and the build the commands say so, and another `new` works."""
     shutil.copy(ROOT / "extension_cpp" / build_library.LIBRARY, tree / "extension_cpp")
-    for name in ("first_op", "second_op"):
-        run_python("-m", "extension_cpp", "new", name, cwd=tree)
+    assert command.main(["new", "first_op"]) == 0
+    run_python("-m", "extension_cpp", "new", "second_op", cwd=tree)
     told = python("-m", "extension_cpp", "demo", cwd=tree)
     assert told.returncode == 1 and told.stderr.count("\n") == 1
     assert told.stderr.startswith("error: extension_cpp's library is older than its sources: ")
-    imported = python("-c", "import extension_cpp", cwd=tree)
-    assert "ImportError: extension_cpp's library is older than its sources" in imported.stderr
 
 
 # To rewrite the assertions of a copy of the tests takes seconds, and says more only of those that fail.
@@ -531,9 +468,10 @@ NAME_LISTS = ["operators_are_documented", "readme_names", "demo_shows_every_func
 def test_new_ops_compile_and_pass(tree, pytestconfig):
     """Three templates as they stand, in a tree whose lists of names they do not break."""
     same_build = with_objects(tree)
-    run_python("-m", "extension_cpp", "new", "kernel_template", cwd=tree)
-    run_python("-m", "extension_cpp", "new", "my_kernel_template", "--kind", "rows", cwd=tree)
-    run_python("-m", "extension_cpp", "new", "kernel_template_scan", "--kind", "scan", cwd=tree)
+    ops = {"kernel_template": "pointwise", "my_kernel_template": "rows", "kernel_template_scan": "scan"}
+    for name, kind in ops.items():  # names that contain the placeholder
+        assert command.main(["new", name, "--kind", kind]) == 0
+    assert "my_my_" not in "".join(str(path) for path in contents(tree))
     run(sys.executable, "build_library.py", cwd=tree, env=same_build)
     test = ["-m", "pytest", "-q", *AS_IT_STANDS, "-p", "no:cacheprovider", "--device", "cpu"]
     # Files that look at every op, and those of the templates; collecting the others, too, takes seconds. These name the
@@ -594,19 +532,15 @@ def test_a_new_package_with_the_newest_torch(tmp_path, device):
 
 
 def test_make_of_a_new_package_says_what_is_missing(tmp_path):
-    """In one sentence each, before anything is half done."""
-    folder = tmp_path / "new"
-    assert command.main(["new-package", str(folder), "--name", "my_kernels"]) == 0
+    """In one sentence, before anything is half done. test_build.py has this tree's `make`."""
+    assert command.main(["new-package", str(tmp_path / "new"), "--name", "my_kernels"]) == 0
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
-    for name, sentence in {
-        "": "PYTHON= is empty: name a Python that has torch",
-        "/nowhere/python": "error: PYTHON=/nowhere/python was not found.",
-        str(bare): "lacks torch>=2.10, ninja, pytest, hypothesis, numpy; install with '",
-    }.items():
-        told = subprocess.run(["make", "test", f"PYTHON={name}"], cwd=folder, capture_output=True, text=True)
-        assert told.returncode != 0 and sentence in told.stderr and "Traceback" not in told.stderr
+    command_line = ["make", "test", f"PYTHON={bare}"]
+    told = subprocess.run(command_line, cwd=tmp_path / "new", capture_output=True, text=True)
+    assert told.returncode != 0 and "Traceback" not in told.stderr
+    assert "lacks torch>=2.10, ninja, pytest, hypothesis, numpy; install with '" in told.stderr
 
 
 def test_a_new_op_has_the_functions_of_math_h(tmp_path):
