@@ -6,11 +6,11 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
 import sys
-import types
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +103,8 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
     if built:
         assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == built
+        monkeypatch.setenv("USE_CUDA", "0")
+        assert build_library.find_nvcc() is None
         return
     assert build_library.find_nvcc() is None
     assert "this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds" in build_library.announcement(3, "cpu")
@@ -111,8 +113,12 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
     monkeypatch.delenv("USE_CUDA")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
     assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == ["8.0"]
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
-    assert build_library.find_nvcc() == nvcc and len(build_library.architectures(nvcc)) == 7
+    monkeypatch.delenv("NVCC")
+    monkeypatch.setattr(shutil, "which", lambda command: None)
+    assert build_library.find_nvcc() is None
+    monkeypatch.setenv("USE_CUDA", "1")
+    with pytest.raises(build_library.BuildError, match="USE_CUDA=1, but nvcc was not found"):
+        build_library.find_nvcc()
 
 
 @pytest.mark.parametrize(
@@ -154,20 +160,6 @@ def test_what_cannot_be_built_gets_a_sentence(variable, call, sentence, nvcc, mo
 
 
 # Variables
-
-
-def test_nvcc_that_is_chosen(monkeypatch, nvcc):
-    monkeypatch.setenv("NVCC", nvcc[0])
-    assert build_library.find_nvcc() == nvcc
-    monkeypatch.setenv("USE_CUDA", "0")
-    assert build_library.find_nvcc() is None
-    monkeypatch.setenv("USE_CUDA", "1")
-    monkeypatch.delenv("NVCC")
-    monkeypatch.setattr(shutil, "which", lambda command: None)
-    with pytest.raises(build_library.BuildError, match="USE_CUDA=1, but nvcc was not found"):
-        build_library.find_nvcc()
-    monkeypatch.delenv("USE_CUDA")
-    assert build_library.find_nvcc() is None
 
 
 def test_gcc_flags_are_for_gcc(tmp_path):
@@ -336,14 +328,6 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
         assert "extension_cpp/libextension_cpp.so" in a.namelist()
         assert {info.filename: info.CRC for info in a.infolist()} == {info.filename: info.CRC for info in b.infolist()}
     assert one.read_bytes() == other.read_bytes()
-
-
-def test_glibc_without_a_static_library(monkeypatch, tmp_path):
-    monkeypatch.setenv("GLIBC", "2.28")
-    monkeypatch.setattr(build_library.importlib.util, "find_spec", lambda name: True)
-    cxx = str(script(tmp_path / "cxx", "echo libstdc++.a\n"))  # gcc repeats the name of a file that it does not have
-    with pytest.raises(build_library.BuildError, match=rf"static libraries, and '{cxx}' has no libstdc\+\+\.a\.$"):
-        build_library.linker([cxx])
 
 
 def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
@@ -516,48 +500,21 @@ def test_readme_on_a_package_index_has_no_link_into_the_repository():
     assert "| `muladd(a, b, c, *, out=None)` | Multiplies" in text
 
 
-@pytest.fixture
-def build_extension(monkeypatch, tmp_path):
-    """setup.py's command where no torch is installed; it says which torch the build finds."""
+def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatch):
+    """What torch depends on is gigabytes, and no header of it is read."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = importlib.util.spec_from_file_location("setup_file", ROOT / "setup.py")
-    setup_file = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup_file)
-    hidden, find = [*sys.path], importlib.machinery.PathFinder.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(name, [x for x in sys.path if x not in hidden]))
-    found = []
-    monkeypatch.setattr(build_library, "build", lambda library: found.append(importlib.util.find_spec("torch").origin))
-
-    def build() -> list[str]:
-        command = types.SimpleNamespace(get_ext_fullpath=lambda name: str(tmp_path / name))
-        setup_file.BuildLibrary.build_extension(command, types.SimpleNamespace(name="library"))
-        return found
-
-    return build
-
-
-def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(build_extension, monkeypatch):
-    """What torch depends on is gigabytes, and no header of it is read."""
-    asked = []
-
-    def pip(command: list[str]) -> subprocess.CompletedProcess:
-        asked.append(command)
-        (Path(command[command.index("--target") + 1]) / "torch").mkdir()
-        (Path(command[command.index("--target") + 1]) / "torch" / "__init__.py").touch()
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", pip)
-    (found,) = build_extension()
-    (command,) = asked
-    folder = Path(command[command.index("--target") + 1])
-    assert found == str(folder / "torch" / "__init__.py") and not folder.exists()
-    assert command[:4] == [sys.executable, "-m", "pip", "install"] and command[-1] == "torch>=2.10"
-    assert "--no-deps" in command
-    monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
+    setup_file = runpy.run_path(str(ROOT / "setup.py"))
+    asked: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda words: asked.append(words) or subprocess.CompletedProcess(words, 0))
+    setup_file["fetch_torch"](str(tmp_path))
+    (words,) = asked
+    assert words[:4] == [sys.executable, "-m", "pip", "install"] and words[-1] == "torch>=2.10"
+    assert "--no-deps" in words and words[words.index("--target") + 1] == sys.path[0] == str(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda words: subprocess.CompletedProcess(words, 1))
     with pytest.raises(build_library.BuildError, match=r"\S+ has no torch, and pip could not fetch it; install torch"):
-        build_extension()
+        setup_file["fetch_torch"](str(tmp_path))
 
 
 # The checks before the build

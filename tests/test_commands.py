@@ -30,12 +30,12 @@ def run(*words, **options) -> subprocess.CompletedProcess:
 # demo
 
 
-# The demo itself, with a table of small tensors, one block in the model, and graphs that are not compiled to C++.
+# The demo itself, with a table of small tensors, one block in the model, and graphs that are captured but not compiled.
 SMALL_DEMO = """
 import functools
 import sys
 import torch
-torch.compile = functools.partial(torch.compile, backend="aot_eager")
+torch.compile = functools.partial(torch.compile, backend="eager")
 sys.path.insert(0, sys.argv[1])
 from extension_cpp import __main__, demo, demo_table
 demo.LAYERS = 1
