@@ -94,6 +94,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Else the last collection finds no module, and Triton's binding prints a page of what "leaked"."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """What a worker takes at a time with --dist loadfile: one op of the battery, which comes last, so that the

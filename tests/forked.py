@@ -100,6 +100,7 @@ def _serve() -> None:
         if child == 0:
             _end(json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os._exit(0)  # else Triton's binding prints a page of what "leaked": frozen objects
 
 
 if __name__ == "__main__":
