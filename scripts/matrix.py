@@ -47,6 +47,7 @@ OF_THE_CHECKOUT = (
     "budgets",
     "build",
     "c",
+    "clusters",
     "docs",
     "examples",
     "hub",
