@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import copy
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -194,25 +193,15 @@ def lines(rows: list[dict[str, Any]], figure: Callable[[dict[str, float]], str])
             yield [way, WAYS[way], *(found.get((way, name), "") for name in PASSES)]
 
 
-def markdown(path: Path) -> str:
-    """The table of a results file, in microseconds."""
-    found = json.loads(path.read_text())
-    about = found["machine"]
-    head = ["", "", *PASSES]
-    table = [f"{about['device']}, torch {about['torch']}, float32 {about['shape']}, microseconds a call:", ""]
-    table += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    table += [f"| {' | '.join(line)} |" for line in lines(found["rows"], lambda time: f"{1e6 * time['median']:.1f}")]
-    return "\n".join(table) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200)
     torch.set_num_threads(1)  # the tensor is too small for more threads, and waiting for them would be timed
     about = results.machine(options.device) | {"shape": f"{ROWS} x {COLS}", "calls": CALLS, "rounds": options.rounds}
-    about |= {"commit": results.commit(), "versions": results.versions()}
+    about |= {"versions": results.versions()}
     with console.status("layer_norm, layer by layer"):
-        rows = list(measure(options.device, options.rounds))
+        origin = results.run(options.device).of("layer_norm")
+        rows = [row | origin for row in measure(options.device, options.rounds)]
     table = Table("", "", *PASSES, title=f"microseconds a call, from 10 to 90 %: {about}")
     for line in lines(rows, microseconds):
         table.add_row(*line)

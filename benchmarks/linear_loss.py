@@ -1,12 +1,12 @@
 """Times linear_cross_entropy, forward and backward, beside its three matrix products alone and beside other ways.
 
 Every way must compute the products: the logits, and the gradients of the input and of the weight. Peak memory does not
-include the inputs and the gradients of a call.
+include the inputs and the gradients of a call. The loss and every line of both gradients are judged beside float64, in
+the results of the last timed call; a way that is wrong ends the program.
 """
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,12 +19,12 @@ from rich.table import Table
 from torch import Tensor
 
 import extension_cpp
-from benchmarks import peers
-from benchmarks.results import commit, machine, versions
+from benchmarks import gradients, peers, results
 from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
 # Rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head that takes seconds.
+ROWS = 512  # rows whose float64 logits are in memory at a time
 SHAPES = {"cuda": (8192, 2048, 128256), "cpu": (512, 512, 8192)}
 
 
@@ -52,26 +52,67 @@ def liger(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor) -> None:
-    torch.autograd.grad(loss(x, weight, target), (x, weight))
+def train(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    value = loss(x, weight, target)
+    return value.detach(), *torch.autograd.grad(value, (x, weight))
 
 
-def ways(device: str) -> dict[str, Callable[..., None]]:
+def exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """The loss and its gradients in float64, some rows at a time."""
+    wide, total = weight.detach().double().requires_grad_(), x.new_zeros((), dtype=torch.float64)
+    grads_x, grad_weight = [], torch.zeros_like(wide)
+    for rows, classes in zip(x.detach().split(ROWS), target.split(ROWS), strict=True):
+        part = rows.double().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(part @ wide.t(), classes, reduction="sum") / len(x)
+        grad_x, grad = torch.autograd.grad(loss, (part, wide))
+        total, grad_weight = total + loss.detach(), grad_weight.add_(grad)
+        grads_x.append(grad_x)
+    return total, torch.cat(grads_x), grad_weight
+
+
+class Judge:
+    """Judges every way beside float64, by the error of eager PyTorch."""
+
+    def __init__(self, x: Tensor, weight: Tensor, target: Tensor) -> None:
+        self.inputs, self.others = (x, weight), (x.detach().flip(0), weight.detach().flip(0))
+        self.exact = exact(*self.others, target)
+        self.errors: dict[str, dict[str, gradients.Error]] = {}
+
+    def renew(self) -> None:
+        for tensor, other in zip(self.inputs, self.others, strict=True):
+            tensor.data.copy_(other)
+
+    def judge(self, name: str, result: Any) -> None:
+        if name != "products":
+            (loss, *grads), (exact_loss, *exact_grads) = result, self.exact
+            found = map(gradients.worst_line, grads, exact_grads)
+            errors = (gradients.error(loss, exact_loss), *found)
+            self.errors[name] = dict(zip(("loss", "x", "weight"), errors, strict=True))
+
+    def stop_if_wrong(self) -> None:
+        wrong = {"eager": gradients.wrong_stock(self.errors["eager"])}
+        for name, each in self.errors.items():
+            wrong[name] = wrong.get(name) or gradients.wrong(each, self.errors["eager"])
+        if found := [f"{name}: {words}" for name, words in wrong.items() if words]:
+            sys.exit(f"error: {'; '.join(found)}")
+
+
+def ways(device: str) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Tensor]] = {"ours": extension_cpp.linear_cross_entropy, "eager": eager}
-    found |= {"eager, float32": eager_float32, "compile": torch.compile(eager)}
+    found |= {"eager, float32": eager_float32, "compile": torch.compile(eager, dynamic=False)}
     if device == "cuda" and peers.versions("cuda")["liger"]:
         found["liger"] = liger
     return {"products": products} | {name: functools.partial(train, loss) for name, loss in found.items()}
 
 
-def extra_bytes(call: Callable[[], object], gradients: int) -> int:
+def extra_bytes(call: Callable[[], object], grad_bytes: int) -> int:
     """The bytes at the peak, without those before the call and without the gradients."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
-    return torch.cuda.max_memory_allocated() - before - gradients
+    return torch.cuda.max_memory_allocated() - before - grad_bytes
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -95,24 +136,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls: dict[str, Callable[[], object]] = {
         name: functools.partial(way, x, weight, target) for name, way in ways(options.device).items()
     }
-    times = take_turns(calls, options.device, options.rounds)
-    figures: dict[str, dict[str, Any]] = {name: {"seconds": asdict(time)} for name, time in times.items()}
+    judge = Judge(x, weight, target)
+    times = take_turns(calls, options.device, options.rounds, judge=judge)
+    judge.stop_if_wrong()
+    origin = results.run(options.device).of("linear_cross_entropy")
+    found: list[results.Row] = []
     table = Table("", "ms", "10 to 90 %", "x products", "GB beyond", title=f"{rows} x {features} x {classes}, bfloat16")
     for name, time in times.items():
+        row: results.Row = {"way": name} | origin | {"seconds": asdict(time)}
         ratio = time.median / times["products"].median
         memory = ""
         if options.device == "cuda":
-            gradients = 0 if name == "products" else x.nbytes + weight.nbytes
-            figures[name]["extra_bytes"] = extra_bytes(calls[name], gradients)
-            memory = f"{figures[name]['extra_bytes'] / 1e9:.2f}"
+            row["extra_bytes"] = extra_bytes(calls[name], 0 if name == "products" else x.nbytes + weight.nbytes)
+            memory = f"{row['extra_bytes'] / 1e9:.2f}"
         spread = f"{1e3 * time.low:.2f} to {1e3 * time.high:.2f}"
+        found.append(row)
         table.add_row(name, f"{1e3 * time.median:.2f}", spread, f"{ratio:.3f}", memory)
-    about = machine(options.device) | {"rounds": options.rounds, "commit": commit()}
-    about |= {"versions": versions() | {"liger": peers.versions(options.device).get("liger")}}
+    about = results.machine(options.device) | {"rounds": options.rounds}
+    about |= {"versions": results.versions() | {"liger": peers.versions(options.device).get("liger")}}
     path = options.json or Path("out") / f"linear-loss-{options.device}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}
-    path.write_text(json.dumps({"machine": about, "shape": shape, "figures": figures}, indent=1))
+    results.write(path, {"machine": about, "shape": shape, "rows": found})
     Console(width=None if sys.stdout.isatty() else 130).print(table, f"The figures are in {path}.")
     return 0
 

@@ -1,11 +1,15 @@
 """Times training steps of whole models from transformers in one run: stock, converted by nn.convert, patched by Liger.
 
 "linear loss" is converted with loss="linear", which computes the loss without logits. "liger" takes part if
-liger_kernel can be imported and knows the model. Each contender also runs under torch.compile.
+liger_kernel can be imported and knows the model. Each contender also runs under torch.compile, as it is and with
+"no mask": while it is traced transformers makes the causal mask as a tensor, which PyTorch's attention does not need.
+In eager it makes none.
 
 A step is forward, backward and AdamW (fused), in bfloat16 with random weights and tokens, with the dropout of the
-model's own configuration. All contenders take turns, eager and compiled ones side by side. They share one set of
-weights, gradients and optimizer state, so that they fit on one GPU. The peak memory of a step includes this set.
+model's own configuration. Gradients are set to None between steps. All contenders take turns, eager and compiled ones
+side by side. They share one set of weights and optimizer state, so that they fit on one GPU. The peak memory of a step
+includes this set. Before the first step every contender's gradients are judged beside those of the stock model in
+float32 (gradients.py), all without dropout.
 """
 
 import argparse
@@ -28,12 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 import extension_cpp
-from benchmarks.results import commit, machine, versions, write
+from benchmarks import gradients, results
 from benchmarks.timing import check_options, take_turns
 from extension_cpp.__main__ import Parser, positive
 
-# With the same weights, losses differ by bfloat16 rounding and by dropout masks.
-LOSSES_AGREE = 0.02
 SEED = 0  # for weights and tokens
 
 
@@ -68,23 +70,25 @@ SMALL = {
 }
 
 
-CONTENDERS = ("stock", "converted", "linear loss", "liger")
-COMPILED = " compiled"
+WAYS = ("stock", "converted", "linear loss", "liger")
+MODES = ("", " compiled", " compiled, no mask")
+COLUMNS = ("model", "way", "seconds")
+CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
 
 @dataclass
 class Contender:
     """A way to run a model."""
 
-    forward: Callable[..., Any]
+    model: torch.nn.Module
+    forward: Callable[..., Any]  # the model, or the model compiled
     tokens: torch.Tensor
     optimizer: torch.optim.Optimizer  # its weights are shared by all contenders
     patches: dict[str, Any] = field(default_factory=dict)  # attributes of the model's module to replace while it runs
-    module: Any = None
 
     def loss(self) -> torch.Tensor:
         """The loss with the present weights. Its backward leaves gradients."""
-        with replaced(self.module, self.patches):
+        with replaced(sys.modules[type(self.model).__module__], self.patches):
             loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
             loss.backward()
         return loss.detach()
@@ -92,7 +96,7 @@ class Contender:
     def step(self) -> None:
         self.loss()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)  # so that every step uses the same memory
+        self.optimizer.zero_grad()
 
 
 @contextlib.contextmanager
@@ -140,8 +144,18 @@ def patched_by_liger(model: Any) -> tuple[Any, dict[str, Any]] | None:
     return patched, patches
 
 
+def without_mask(model: Any) -> Any:
+    """A copy that shares the parameters. transformers makes no mask for an attention function that has no mask function
+    of its own, and PyTorch's attention is then called with is_causal."""
+    attention = transformers.AttentionInterface()
+    attention.register("sdpa_without_mask", attention["sdpa"])
+    maskless = twin(model)
+    maskless.set_attn_implementation("sdpa_without_mask")
+    return maskless
+
+
 def contenders_of(
-    stock: Any, tokens: torch.Tensor, names: Sequence[str], modes: Sequence[str]
+    stock: Any, tokens: torch.Tensor, names: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders that can run, and the functions that the converted model's modules call."""
     models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
@@ -149,37 +163,68 @@ def contenders_of(
     changed, _ = extension_cpp.nn.convert(converted)
     extension_cpp.nn.convert(linear, loss="linear")
     models |= {"converted": (converted, {}), "linear loss": (linear, {})}
-    if "liger" in names and (found := patched_by_liger(stock)) is not None:
+    if any(name.startswith("liger") for name in names) and (found := patched_by_liger(stock)) is not None:
         models["liger"] = found
     optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-4, fused=True)
-    module = sys.modules[type(stock).__module__]
     contenders = {}
-    for mode in modes:
-        for name in names:
-            if name in models:
-                model, patches = models[name]
-                forward = torch.compile(model) if mode else model
-                contenders[name + mode] = Contender(forward, tokens, optimizer, patches, module)
+    for name in names:
+        way, compiled, mask = name.partition(" compiled")
+        if way in models:
+            model, patches = models[way]
+            model = without_mask(model) if mask else model
+            forward = torch.compile(model, dynamic=False) if compiled else model
+            contenders[name] = Contender(model, forward, tokens, optimizer, patches)
     return contenders, changed
 
 
+def exact_gradients(stock: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients in float32, one sequence at a time: a whole batch of activations would not fit beside the rest."""
+    wide = copy.deepcopy(stock).float().eval()
+    for sequence in tokens.split(1):
+        (wide(input_ids=sequence, labels=sequence).loss / len(tokens)).backward()
+    return {name: parameter.grad for name, parameter in wide.named_parameters() if parameter.grad is not None}
+
+
+def judge(stock: torch.nn.Module, tokens: torch.Tensor, contenders: dict[str, Contender]) -> dict[str, Any]:
+    """The first loss and the largest error of each contender's gradients. Liger is left out if it raises or is wrong:
+    it may not know this version of transformers. Any other contender ends the program."""
+    exact = exact_gradients(stock, tokens)
+    has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in stock.modules())
+    beside: dict[str, gradients.Error] = {}
+    found: dict[str, Any] = {}
+    for name, contender in [*contenders.items()]:
+        contender.model.train(not has_dropout)  # without dropout the mode stays, and nothing is compiled twice
+        try:
+            loss = contender.loss().item()
+            errors = gradients.errors({key: each.grad for key, each in stock.named_parameters()}, exact)
+            beside = beside or errors
+            wrong = gradients.wrong(errors, beside) if errors is not beside else gradients.wrong_stock(errors)
+        except Exception as error:
+            if not name.startswith("liger"):
+                raise
+            wrong = f"it fails here: {error}"
+        contender.optimizer.zero_grad()
+        contender.model.train()
+        if wrong is None:
+            found[name] = {"first_loss": loss, "gradient_error": gradients.largest(errors)}
+        elif name.startswith("liger"):
+            print(f"{name} is left out: {wrong}", file=sys.stderr)
+            del contenders[name]
+        else:
+            sys.exit(f"error: {type(stock).__name__}, {name}: {wrong}: not the same model")
+    return found
+
+
+# All compiled contenders share the code of one class. Beyond the limit they would run in eager, without a word.
+@torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def measure(
-    shape: Shape, device: str, names: Sequence[str], modes: Sequence[str], rounds: int, profiles: dict[str, Path]
+    shape: Shape, device: str, names: Sequence[str], rounds: int, profiles: dict[str, Path]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The figures by contender, and the functions that the converted model's modules call."""
     torch.compiler.reset()
     stock, tokens = make(shape, device)
-    contenders, changed = contenders_of(stock, tokens, names, modes)
-    figures: dict[str, Any] = {}
-    for name, contender in [*contenders.items()]:
-        try:
-            figures[name] = {"first_loss": contender.loss().item()}  # before the weights change
-        except Exception as error:  # raised by a Liger that does not know this version of transformers
-            if not name.startswith("liger"):
-                raise
-            print(f"{name} is left out, as it fails here: {error}", file=sys.stderr)
-            del contenders[name]
-        contender.optimizer.zero_grad(set_to_none=False)
+    contenders, changed = contenders_of(stock, tokens, names)
+    figures = judge(stock, tokens, contenders)
     times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
     for name, contender in contenders.items():
         figures[name]["seconds"] = asdict(times[name])
@@ -207,47 +252,38 @@ def profile(contender: Contender, device: str, path: Path) -> None:
     path.write_text(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100) + "\n")
 
 
-def check(name: str, figures: dict[str, Any]) -> None:
-    stock = next(iter(figures.values()))["first_loss"]
-    for each, figure in figures.items():
-        loss = figure["first_loss"]
-        if not abs(loss - stock) <= LOSSES_AGREE * stock:
-            sys.exit(
-                f"error: {name}: the first loss is {stock} {next(iter(figures))} and {loss} {each}: not the same model"
-            )
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m benchmarks.models", description=__doc__.replace("\n", " "))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES), help="(default: all)")
     parser.add_argument("--rounds", type=positive, default=20, help="timed steps of each (default: %(default)s)")
-    parser.add_argument("--no-compile", action="store_true", help="eager alone")
     parser.add_argument("--small", action="store_true", help="models of a few thousand parameters, to try it out")
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="(default: all)")
     parser.add_argument(
         "--profile",
         nargs="+",
-        choices=[name + mode for mode in ("", COMPILED) for name in CONTENDERS],
+        choices=CONTENDERS,
         default=[],
         metavar="CONTENDER",
         help="writes the time by kernel of one step of each to profile-MODEL-CONTENDER.txt beside the figures, as of "
         "'converted' or 'stock compiled'",
     )
-    parser.add_argument("--json", type=Path, help="where to write the figures (default: out/models-DEVICE.json)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="the results file, to which models are added that it has not (default: out/models-DEVICE.json, a new one)",
+    )
     options = parser.parse_args(arguments)
     check_options(parser, options)
     return options
 
 
-def show(console: Console, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    table = Table("model", "", "step ms", "10 to 90 %", "peak GiB", title=str(about))
+def show(console: Console, rows: list[results.Row], about: dict[str, Any]) -> None:
+    table = Table("model", "", "step ms", "10 to 90 %", "peak GB", title=str(about))
     for row in rows:
-        for name, figures in row["figures"].items():
-            time = {key: f"{1e3 * value:.1f}" for key, value in figures["seconds"].items()}
-            memory = f"{figures['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in figures else ""
-            spread = f"{time['low']} to {time['high']}"
-            table.add_row(row["model"], name, time["median"], spread, memory)
+        time = {key: f"{1e3 * value:.1f}" for key, value in row["seconds"].items()}
+        memory = f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else ""
+        table.add_row(row["model"], row["way"], time["median"], f"{time['low']} to {time['high']}", memory)
     console.print(table)
 
 
@@ -255,24 +291,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     transformers.logging.set_verbosity_error()
     console = Console(width=None if sys.stdout.isatty() else 130)
-    about = machine(options.device) | {"rounds": options.rounds, "seed": SEED, "commit": commit()}
-    about |= {"versions": versions() | {"transformers": transformers.__version__}}
+    about = results.machine(options.device) | {"rounds": options.rounds, "seed": SEED, "optimizer": "AdamW, fused"}
+    about |= {"versions": results.versions() | {"transformers": transformers.__version__}}
     path = options.json or Path("out") / f"models-{options.device}.json"
-    rows: list[dict[str, Any]] = []
-    modes = ("",) if options.no_compile else ("", COMPILED)
+    found = results.continued(path, about, COLUMNS) if options.json else results.new(about)
+    run = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
-        profiles = {each: path.parent / f"profile-{name}-{each.replace(' ', '-')}.txt" for each in options.profile}
+        names = {each: each.replace(", ", "-").replace(" ", "-") for each in options.profile}
+        profiles = {each: path.parent / f"profile-{name}-{words}.txt" for each, words in names.items()}
         with console.status(name):
-            figures, changed = measure(shape, options.device, options.contender, modes, options.rounds, profiles)
-        check(name, figures)
-        row = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "figures": figures}
-        rows.append(row | {"converted_modules": len(changed), "config": shape.config})
-        write(path, {"machine": about, "optimizer": "AdamW, fused", "rows": rows})
+            figures, changed = measure(shape, options.device, options.contender, options.rounds, profiles)
+        head = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "converted_modules": len(changed)}
+        functions = {words.split()[0] for words in changed.values()}  # without their options
+        origin = run.of(*sorted(functions | {"linear_cross_entropy"}))
+        others = [row for row in found["rows"] if row["model"] != name]
+        found["rows"] = [*others, *(head | {"way": way} | origin | each for way, each in figures.items())]
+        results.write(path, found)
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    show(console, rows, about)
+    show(console, found["rows"], about)
     console.print(f"The figures are in {path}.")
 
 

@@ -2,6 +2,9 @@
 
 On GPUs each process has one, and the model has 870 million parameters, enough to keep a GPU busy. A step is the
 example's: compiled, under bfloat16 autocast, some forwards and backwards, one exchange of gradients, AdamW.
+
+The loss and the gradients of the first step are judged beside plain PyTorch in float32 on one process. One that is
+wrong ends the program.
 """
 
 import argparse
@@ -10,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
-from benchmarks.results import commit, machine, versions
+from benchmarks import gradients, results
 from benchmarks.timing import check_options
 from examples import train_text
 from extension_cpp.__main__ import Parser, positive
@@ -30,16 +35,46 @@ WARM_UP = 3
 OPS = ("ours", "torch")
 
 
-def times(device: str, parallel: str | None, rounds: int, which: Sequence[str]) -> dict[str, Any]:
-    """The seconds of each step and the last loss, for each of --ops."""
+def exact(text: train_text.Text, settings: train_text.Settings) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of the first step in float32, one sequence at a time, which needs little memory."""
+    training = train_text.Training("torch", text, settings, compiled=False)
+    total = torch.zeros((), device=settings.device)
+    for part in range(settings.accumulate):
+        for sequence in zip(*(each.split(1) for each in training.batch(text.training, part)), strict=True):
+            loss = training.model(*sequence) / (settings.accumulate * settings.batch)
+            loss.backward()
+            total += loss.detach()
+    grads = {name: each.grad for name, each in training.model.named_parameters() if each.grad is not None}
+    return {"loss": total} | grads
+
+
+def errors(training: train_text.Training, truth: dict[str, torch.Tensor]) -> dict[str, gradients.Error]:
+    """The errors of the first step, which leaves no gradients."""
+    loss = training.mean(training.backward(0))
+    found: dict[str, torch.Tensor | None] = {"loss": torch.tensor(loss, device=training.settings.device)}
+    for name, parameter in training.model.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    training.optimizer.zero_grad()
+    return gradients.errors(found, truth)
+
+
+def times(device: str, parallel: str | None, rounds: int, which: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The seconds and the loss of each step, and the errors of the first gradients, for each of --ops."""
     text = train_text.Text.of(train_text.read_text(None), SIZES[device]["context"])
     settings = train_text.Settings(device, WARM_UP + rounds, text.digest, **SIZES[device])
+    path = folder / "exact.pt"
+    if not path.exists():  # written by the one process that comes first
+        torch.save(exact(text, settings), path)
     found = {}
     for ops in which:  # one after the other: two models of this size do not fit on a GPU
         training = train_text.Training(ops, text, settings, compiled=True, parallel=parallel)
+        truth = torch.load(path, map_location=device)
+        first = {name: asdict(error) for name, error in errors(training, truth).items()}
+        del truth
         for _ in range(WARM_UP + rounds):
             training.step()
-        found[ops] = {"seconds": training.seconds[WARM_UP:], "losses": training.losses}
+        found[ops] = {"seconds": training.seconds[WARM_UP:], "losses": training.losses, "errors": first}
         del training
         torch._dynamo.reset()
         if device == "cuda":
@@ -55,19 +90,32 @@ def process(
     if parallel:
         store = f"file://{folder}/rendezvous"
         distributed.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)
-    found = times(device, parallel, rounds, which)
+    found = times(device, parallel, rounds, which, Path(folder))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     if parallel:
         distributed.destroy_process_group()
 
 
-def run(processes: int, device: str, parallel: str | None, rounds: int, which: Sequence[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (processes, device, parallel, rounds, which, folder)
-        torch.multiprocessing.start_processes(process, arguments, processes, start_method="spawn")
-        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+def run(
+    processes: int, device: str, parallel: str | None, rounds: int, which: Sequence[str], folder: str
+) -> dict[str, Any]:
+    Path(folder, "rendezvous").unlink(missing_ok=True)
+    arguments = (processes, device, parallel, rounds, which, folder)
+    torch.multiprocessing.start_processes(process, arguments, processes, start_method="spawn")
+    found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
     return found
+
+
+def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
+    """Ends the program if a loss or a gradient is wrong. `beside`: the errors of the first ones on one process."""
+    for ops, figure in figures.items():
+        first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
+        if not beside:
+            beside.update(first)
+        if wrong := gradients.wrong_stock(first) if beside == first else gradients.wrong(first, beside):
+            sys.exit(f"error: {place}, {ops}: {wrong}")
+        figure["gradient_error"] = gradients.largest(first)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -87,21 +135,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     path = options.json or Path("out") / f"processes-{options.device}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = machine(options.device) | {"rounds": options.rounds, "commit": commit(), "versions": versions()}
-    found: dict[str, Any] = {"machine": about, "sizes": SIZES[options.device], "figures": {}}
-    table = Table("", "processes", "ops", "ms a step", "least, most", "x one process", title="train_text, compiled")
+    about = results.machine(options.device) | {"rounds": options.rounds, "versions": results.versions()}
+    origin = results.run(options.device).of("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
+    rows: list[results.Row] = []
+    table = Table("", "ops", "ms a step", "least, most", "x one process", title="train_text, compiled")
     alone: dict[str, float] = {}
-    for parallel, processes in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
-        figures = run(processes, options.device, parallel, options.rounds, options.ops)
-        found["figures"][f"{parallel or 'alone'} {processes}"] = figures
-        path.write_text(json.dumps(found, indent=1))  # so that these figures remain if the next one fails
-        for ops, figure in figures.items():
-            seconds = figure["seconds"]
-            median = statistics.median(seconds)
-            ratio = alone.setdefault(ops, median) / median
-            spread = f"{1e3 * min(seconds):.0f}, {1e3 * max(seconds):.0f}"
-            table.add_row(parallel or "alone", str(processes), ops, f"{1e3 * median:.0f}", spread, f"{ratio:.2f}")
+    beside: dict[str, gradients.Error] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for parallel, processes in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
+            figures = run(processes, options.device, parallel, options.rounds, options.ops, folder)
+            place = f"{parallel or 'alone'} {processes}"
+            check(place, figures, beside)
+            rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]
+            # These figures remain if the next ones fail.
+            results.write(path, {"machine": about, "sizes": SIZES[options.device], "rows": rows})
+            for ops, figure in figures.items():
+                seconds = figure["seconds"]
+                median = statistics.median(seconds)
+                ratio = alone.setdefault(ops, median) / median
+                spread = f"{1e3 * min(seconds):.0f}, {1e3 * max(seconds):.0f}"
+                table.add_row(place, ops, f"{1e3 * median:.0f}", spread, f"{ratio:.2f}")
     Console(width=None if sys.stdout.isatty() else 130).print(table, f"The figures are in {path}.")
     return 0
 

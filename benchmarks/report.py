@@ -60,7 +60,7 @@ def page(path: Path) -> str:
             tables.append(f"<h2>The same, {escape(what)}</h2>{figures(rows, found['machine'], shares=False)}")
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>
-<body><h1>{title}</h1><p>{escape(results.in_words(found["machine"]))}</p>
+<body><h1>{title}</h1><p>{escape(results.in_words(found))}</p>
 {pictures}
 <p>{READING}</p>
 {chr(10).join(tables)}

@@ -1,16 +1,21 @@
-"""A results file: one machine, its settings, and one row per measurement. An interrupted run continues its file."""
+"""A results file: one machine, its settings, and one row per measurement. An interrupted run continues its file.
+
+Each row has the number of the run that measured it, the commit of that run and a digest of the op's kernels."""
 
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import extension_cpp
+from benchmarks import kernels
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, int, int, int, str]
@@ -22,6 +27,7 @@ OTHERS = (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = ROOT / "benchmarks" / "results"
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -34,12 +40,14 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def in_words(about: dict[str, Any]) -> str:
-    """The machine and the settings in one line."""
+def in_words(found: dict[str, Any]) -> str:
+    """The machine, the settings and the commits of a file in one line."""
+    about = found["machine"]
     facts = [about["device"], f"{about['threads']} CPU threads"]
-    facts += [f"{name} {about[name]}" for name in ("torch", "python", "rounds", "commit") if about.get(name)]
+    facts += [f"{name} {about[name]}" for name in ("torch", "python", "rounds") if about.get(name)]
     libraries = about.get("versions", {}).items()
-    return ", ".join(facts + [f"{name} {version or 'absent'}" for name, version in libraries])
+    facts += [f"{name} {version or 'absent'}" for name, version in libraries]
+    return ", ".join(facts + [f"commit {each}" for each in dict.fromkeys(row["commit"] for row in found["rows"])])
 
 
 def _cpu_name() -> str:
@@ -50,12 +58,47 @@ def _cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree, with -dirty if files have changed since; None if git does not know it."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The commit of the source tree, with -dirty if tracked files other than figures and documents have changed since;
+    None if git does not know it."""
+    git = ["git", "-C", str(ROOT)]
+    tracked = ["--untracked-files=no", "--", ".", ":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)*.md"]
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        words = ([*git, "rev-parse", "--short=12", "HEAD"], [*git, "status", "--porcelain", *tracked])
+        head, changed = (subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return head.strip() + ("-dirty" if changed else "")
+
+
+def is_clean(known: str | None) -> bool:
+    return known is not None and not known.endswith("-dirty")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tells where the rows of a run come from."""
+
+    number: int
+    commit: str | None
+    device: str
+
+    def of(self, *ops: str) -> Row:
+        """The columns for a row that timed these ops. The kernels of a tree with changes are not known."""
+        kernel = kernels.digest(ops, self.device) if is_clean(self.commit) else None
+        return {"run": self.number, "commit": self.commit, "of": list(ops), "kernel": kernel}
+
+
+def is_older(row: Row, device: str) -> bool:
+    """Whether the kernels that a row timed have changed since, or are not known."""
+    try:
+        return bool(row["kernel"] != kernels.digest(tuple(row["of"]), device))
+    except LookupError:  # an op that is gone
+        return True
+
+
+def run(device: str, rows: Iterable[Row] = ()) -> Run:
+    """The next run of a file that has these rows."""
+    return Run(1 + max((row["run"] for row in rows), default=0), commit(), device)
 
 
 def versions() -> dict[str, str | None]:
@@ -68,7 +111,7 @@ def versions() -> dict[str, str | None]:
     return {"extension_cpp": extension_cpp.__version__, "triton": compiler, "cuda": torch.version.cuda}
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, columns: Iterable[str] = ("op", "pass", "percent_of_copy")) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -76,16 +119,28 @@ def read(path: Path) -> dict[str, Any]:
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not isinstance(found.get("machine"), dict):
         sys.exit(f"error: {path} is not a results file: expected an object with machine and rows")
-    if not all({"op", "pass", "percent_of_copy"} <= row.keys() for row in rows):
-        sys.exit(f"error: {path} has rows of another kind than python -m benchmarks writes")
+    if not all({"run", "commit", *columns} <= row.keys() for row in rows):
+        sys.exit(f"error: {path} has rows of another kind: expected run, commit, {', '.join(columns)}")
     return found
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
-    """Replaces the file in one step. A run that is stopped here leaves the earlier file."""
+def rounded(value: Any) -> Any:
+    """The value with its numbers rounded to six digits."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Replaces the file in one step, with one line for each row. A run that is stopped here leaves the earlier file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(results, indent=1))
+    found = rounded(found)
+    lists = {name: ",\n".join(map(json.dumps, each)) for name, each in found.items() if isinstance(each, list)}
+    values = {name: f"[\n{lists[name]}\n]" if name in lists else json.dumps(found[name]) for name in found}
+    part.write_text("{" + ",\n".join(f"{json.dumps(name)}: {value}" for name, value in values.items()) + "}\n")
     os.replace(part, path)
 
 
@@ -114,14 +169,14 @@ def new(about: dict[str, Any]) -> dict[str, Any]:
     return {"machine": about, "rows": []}
 
 
-def continued(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+def continued(path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass")) -> dict[str, Any]:
     """The results in the file, under this run's description. Refuses a file from another machine or other settings."""
     if not path.exists():
         return new(about)
-    found = read(path)
+    found = read(path, columns)
     for name, value in about.items():
         there = found["machine"].get(name, value)
-        if name not in ("threads", "commit") and there != value:
+        if name != "threads" and there != value:
             sys.exit(
                 f"error: {path} was measured with {name} {there}, and this run has {value}: "
                 "give another file with --json"

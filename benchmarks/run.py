@@ -288,7 +288,7 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
     """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
-    console.print(results.in_words(found["machine"]), highlight=False)
+    console.print(results.in_words(found | {"rows": rows}), highlight=False)
     large = [row for row in rows if results.sizes(row) == "large"]
     show_group(console, "percent of the bandwidth of a copy", large, percents=True)
     show_group(console, "microseconds", [row for row in rows if results.sizes(row) != "large"], percents=False)
@@ -338,7 +338,7 @@ def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     libraries = peers.versions(options.device)
     about = results.machine(options.device) | {"threads": max(options.threads), "mib": options.mib}
     about |= {"plain_malloc": options.plain_malloc, "rounds": options.rounds, "seed": options.seed}
-    about |= {"commit": results.commit(), "versions": results.versions() | libraries}
+    about |= {"versions": results.versions() | libraries}
     return about, [name for name, version in libraries.items() if version is not None]
 
 
@@ -348,6 +348,7 @@ def measure_all(
     """The new rows, and whether all were measured. The file is written after each row."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
     done: list[results.Row] = []
+    run = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
     try:
@@ -355,7 +356,7 @@ def measure_all(
             task = progress.add_task("benchmarks", total=len(todo))
             for case in todo:
                 progress.update(task, description=str(case))
-                row = measure(case, options, libraries) | {"commit": found["machine"]["commit"]}
+                row = measure(case, options, libraries) | run.of(case.spec.name)
                 rows[results.key(row, found["machine"])] = row
                 results.write(path, found | {"rows": list(rows.values())})
                 done.append(row)

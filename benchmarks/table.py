@@ -1,6 +1,5 @@
 """The markdown table of a results file: python -m benchmarks.table benchmarks/results/h100.json"""
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -9,28 +8,19 @@ from typing import Any
 
 from benchmarks import host, results
 
-# The ops of the published runs that the README shows.
-OVERVIEW = ("layer_norm", "rms_norm", "add_layer_norm", "bias_gelu", "cross_entropy")
-WIDTH = 4096
 Cells = Callable[[results.Row, list[str]], list[str]]
+OLDER = "older kernels"  # they have changed since, or the tree had changes that no commit has
+MARK = " \u2020"
 
 
 def table(path: Path) -> str:
-    if path.stem.startswith("host-"):
-        return host.markdown(path)
-    if path.stem.startswith("models-"):
-        return _models(json.loads(path.read_text()))
-    if path.stem.startswith("linear-loss-"):
-        return _linear_loss(json.loads(path.read_text()))
-    if path.stem.startswith("processes-"):
-        return _processes(json.loads(path.read_text()))
-    if path.stem.startswith("scan-steps-"):
-        return scan_steps(json.loads(path.read_text()))
+    """The rows of a file, after a line that says the machine and the runs."""
+    for kind, (columns, make) in KINDS.items():
+        if path.stem.startswith(kind):
+            found = results.read(path, columns)
+            return f"{heading(found)}\n\n" + "\n".join(markdown(*make(found["rows"]))) + "\n"
     found = results.read(path)
-    about = found["machine"]
-    lines = [
-        f"{about['device']}, {about['threads']} CPU threads, torch {about['torch']}, tensors of {about['mib']} MiB:"
-    ]
+    lines = [heading(found)]
     large = _in_order([row for row in found["rows"] if results.sizes(row) == "large"])
     if large:
         lines += _table(large, ["op", "pass", "dtype", "width", "copy GB/s"], _percents)
@@ -43,86 +33,96 @@ def table(path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def overview(*machines: Sequence[Path]) -> str:
-    """Percent of copy at one width in bfloat16: one row per op; ours and the best other of each machine's files."""
-    runs = [[results.read(path) for path in paths] for paths in machines]
-    devices = [found[0]["machine"]["device"] for found in runs]
-    columns = [f"{device}, {step}" for device in devices for step in ("forward", "backward")]
-    lines = [f"| | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
-    for op in OVERVIEW:
-        cells = [_ours_and_best(found, op, step) for found in runs for step in ("forward", "backward")]
-        lines.append(f"| `{op}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def heading(found: dict[str, Any]) -> str:
+    about = found["machine"]
+    facts = [about["device"], f"{about['threads']} CPU threads", f"torch {about['torch']}"]
+    facts += [f"tensors of {about['mib']} MiB"] if "mib" in about else []
+    facts += [f"float32 {about['shape']}, microseconds a call"] if "calls" in about else []
+    return f"{', '.join(facts)}; {runs(found['rows'], about['device'])}:"
 
 
-def _ours_and_best(found: list[dict[str, Any]], op: str, step: str) -> str:
-    what = {"op": op, "pass": step, "dtype": "bfloat16", "cols": WIDTH}
-    rows = [row for run in found for row in run["rows"] if what.items() <= row.items()]
-    rows = [row for row in rows if results.sizes(row) == "large"]
-    percents = dict(max(rows, key=lambda row: row.get("threads", 0))["percent_of_copy"])
-    ours = percents.pop("ours")
-    best = max(percents, key=lambda name: percents[name])
-    return f"**{ours:.0f}**, {best} {percents[best]:.0f}"
+def runs(rows: Sequence[results.Row], device: str) -> str:
+    """The runs of these rows and their commits, and whether all of them or those that are marked are older."""
+    commits = {row["run"]: row["commit"] for row in rows}
+    said = f"run{'s' * (len(commits) > 1)} " + ", ".join(f"{number} ({commits[number]})" for number in sorted(commits))
+    older = are_older(rows, device)
+    return said + (f"; {OLDER}" if all(older) else f"; {MARK.strip()} {OLDER}" if any(older) else "")
 
 
-def _models(found: dict[str, Any]) -> str:
-    """The table of whole models, with ratios to the stock model under torch.compile if it was measured."""
-    compared = all("stock compiled" in row["figures"] for row in found["rows"])
-    heads = ["model", "", "ms a step", "GB at the peak", *(["time", "memory"] if compared else [])]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for row in found["rows"]:
-        name, figures = f"{row['model']}, {row['batch']} x {row['tokens']}", row["figures"]
-        for way, figure in figures.items():
-            time, peak = figure["seconds"]["median"], figure["peak_bytes"]
-            cells = [name, way, f"{1e3 * time:.1f}", f"{peak / 1e9:.1f}"]
-            if compared:
-                stock = figures["stock compiled"]
-                cells += [f"{time / stock['seconds']['median']:.2f}", f"{peak / stock['peak_bytes']:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def are_older(rows: Sequence[results.Row], device: str) -> list[bool]:
+    return [results.is_older(row, "cuda" if "NVIDIA" in device else "cpu") for row in rows]
 
 
-def _linear_loss(found: dict[str, Any]) -> str:
-    figures = found["figures"]
-    products = figures["products"]["seconds"]["median"]
-    lines = ["| | ms | beside the products | GB beyond inputs and gradients |", "|---|---|---|---|"]
-    for name, figure in figures.items():
-        time = figure["seconds"]["median"]
-        cells = [name, f"{1e3 * time:.1f}", f"{time / products:.2f}", f"{figure['extra_bytes'] / 1e9:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    return lines + [f"| {' | '.join(cells)} |" for cells in body]
 
 
-def _processes(found: dict[str, Any]) -> str:
+def _models(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
+    """Whole models, with ratios to the stock model under torch.compile of the same run."""
+    stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
+    body = []
+    for row in rows:
+        time, peak = row["seconds"]["median"], row["peak_bytes"]
+        cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], f"{1e3 * time:.1f}"]
+        cells += [f"{peak / 1e9:.1f}"]
+        if beside := stock.get((row["model"], row["run"])):
+            cells += [f"{time / beside['seconds']['median']:.2f}", f"{peak / beside['peak_bytes']:.2f}"]
+        body.append(cells)
+    heads = ["model", "", "ms a step", "GB at the peak", "time", "memory"]
+    return heads[: max(map(len, body))], body
+
+
+def _linear_loss(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
+    (products,) = (row["seconds"]["median"] for row in rows if row["way"] == "products")
+    body = []
+    for row in rows:
+        time = row["seconds"]["median"]
+        body.append([row["way"], f"{1e3 * time:.1f}", f"{time / products:.2f}", f"{row['extra_bytes'] / 1e9:.2f}"])
+    return ["", "ms", "beside the products", "GB beyond inputs and gradients"], body
+
+
+def _processes(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
     """Milliseconds, and the speed-up over one process."""
-    medians = {
-        place: {ops: statistics.median(figure["seconds"]) for ops, figure in figures.items()}
-        for place, figures in found["figures"].items()
-    }
-    alone = next(iter(medians.values()))
-    lines = [f"| | {' | '.join(f'{ops}, ms | speed-up' for ops in alone)} |", "|" + "---|" * (1 + 2 * len(alone))]
-    for place, times in medians.items():
-        cells = [f"{1e3 * time:.0f} | {alone[ops] / time:.2f}" for ops, time in times.items()]
-        lines.append(f"| {place} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    medians = {(row["place"], row["ops"]): statistics.median(row["seconds"]) for row in rows}
+    places, which = (list(dict.fromkeys(row[name] for row in rows)) for name in ("place", "ops"))
+    body = []
+    for place in places:
+        times = [(medians[places[0], ops], medians[place, ops]) for ops in which]
+        body.append([place, *(cell for alone, time in times for cell in (f"{1e3 * time:.0f}", f"{alone / time:.2f}"))])
+    return ["", *(head for ops in which for head in (f"{ops}, ms", "speed-up"))], body
 
 
-def scan_steps(found: dict[str, Any]) -> str:
+def scan_steps(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
     """Milliseconds and percent of copy, with one column per shape; errors and repeatability of the widest rows."""
-    shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in found["rows"]))
-    heads = [f"{rows} x {n}" for rows, n in shapes]
-    lines = [f"| | {' | '.join(heads)} | largest error | results of 5 calls |", "|" + "---|" * (len(heads) + 3)]
-    for step in dict.fromkeys(row["step"] for row in found["rows"]):
+    shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in rows))
+    body = []
+    for step in dict.fromkeys(row["step"] for row in rows):
         cells = []
-        for rows, n in shapes:
-            same = [row for row in found["rows"] if (row["rows"], row["n"]) == (rows, n)]
+        for shape in shapes:
+            same = [row for row in rows if (row["rows"], row["n"]) == shape]
             copy, row = same[0], next(row for row in same if row["step"] == step)
             spent, share = row["seconds"]["median"], copy["seconds"]["median"] / row["seconds"]["median"]
             percent = f"{100 * share:.0f}" if share > 0.095 else f"{100 * share:.2g}"
             cells.append(f"{1e3 * spent:.2f}, {percent} %")
         error = f"{row['error_eps']:.2g} eps" if "error_eps" in row else ""
-        lines.append(f"| {step} | {' | '.join(cells)} | {error} | {row.get('results_of_5', '')} |")
-    return "\n".join(lines) + "\n"
+        body.append([step, *cells, error, str(row.get("results_of_5", ""))])
+    heads = [f"{height} x {n}" for height, n in shapes]
+    return ["", *heads, "largest error", "results of 5 calls"], body
+
+
+def _host(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
+    return ["", "", *host.PASSES], list(host.lines(rows, lambda time: f"{1e6 * time['median']:.1f}"))
+
+
+# The columns of other kinds of files than python -m benchmarks writes, by the beginning of their names.
+KINDS: dict[str, tuple[Sequence[str], Callable[[list[results.Row]], tuple[list[str], list[list[str]]]]]] = {
+    "host-": (("way", "pass", "seconds"), _host),
+    "models-": (("model", "way", "seconds"), _models),
+    "linear-loss-": (("way", "seconds"), _linear_loss),
+    "processes-": (("place", "ops", "seconds"), _processes),
+    "scan-steps-": (("step", "n", "seconds"), scan_steps),
+}
 
 
 def _in_order(rows: list[results.Row]) -> list[results.Row]:
@@ -137,15 +137,19 @@ def _in_order(rows: list[results.Row]) -> list[results.Row]:
 
 
 def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[str]:
-    """Threads have a column if they differ."""
+    """Threads and runs have a column if they differ."""
     names = results.names(rows)
     body = [cells_of(row, names) for row in rows]
-    if len({row["threads"] for row in rows if "threads" in row}) > 1:
-        at = len(head) - 1
-        head = [*head[:at], "threads", *head[at:]]
-        body = [[*cells[:at], str(row.get("threads", "")), *cells[at:]] for row, cells in zip(rows, body, strict=True)]
-    lines = ["", f"| {' | '.join([*head, *names])} |", "|" + "---|" * (len(head) + len(names))]
-    return lines + [f"| {' | '.join(cells)} |" for cells in body]
+    marks = are_older(rows, "NVIDIA" if "threads" not in rows[0] else "")
+    if not all(marks):
+        body = [[cells[0] + MARK * mark, *cells[1:]] for cells, mark in zip(body, marks, strict=True)]
+    at = len(head) - 1
+    for column in ("threads", "run"):
+        if len({row[column] for row in rows if column in row}) > 1:
+            head = [*head[:at], column, *head[at:]]
+            body = [[*c[:at], str(row.get(column, "")), *c[at:]] for row, c in zip(rows, body, strict=True)]
+            at += 1
+    return ["", *markdown([*head, *names], body)]
 
 
 def _percents(row: results.Row, names: list[str]) -> list[str]:

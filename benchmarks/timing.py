@@ -6,8 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+
+from benchmarks import results
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,35 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+class Judge(Protocol):
+    """Judges what the last timed call of each contender returned."""
+
+    def renew(self) -> None:
+        """Writes other numbers into the inputs, so that a result kept from an earlier call is wrong."""
+
+    def judge(self, name: str, result: Any) -> None:
+        """Keeps what is wrong with the result of the call of this name."""
+
+
+def _judged(once: Callable[..., float], name: str, call: Callable[[], object], judge: Judge) -> float:
+    """The seconds of a call, whose result is judged."""
+    judge.renew()
+    results: list[object] = []
+    spent = once(lambda: results.append(call()))
+    judge.judge(name, results.pop())
+    return spent
+
+
 def take_turns(
     calls: dict[str, Callable[[], object]],
     device: str,
     rounds: int,
     ready: Callable[[str], object] = lambda name: None,
     ahead: bool = True,
+    judge: Judge | None = None,
 ) -> dict[str, Time]:
     """Times every call once per round, after two rounds that do not count. `ready` gets the call's name before each
-    call and is not timed.
+    call and is not timed. The last timed call of each is judged.
 
     On a GPU the time begins with the call's first kernel. Without `ahead` it begins with the call, and so includes the
     device's wait for the host.
@@ -72,7 +95,7 @@ def take_turns(
     for number in range(rounds + 2):
         for name, call in calls.items():
             ready(name)
-            spent = once(call)
+            spent = _judged(once, name, call, judge) if judge and number == rounds + 1 else once(call)
             if number >= 2:
                 seconds[name].append(spent)
     result = {}
@@ -83,8 +106,11 @@ def take_turns(
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses an impossible --rounds or --device."""
+    """Refuses an impossible --rounds or --device, and to publish figures of a tree that no commit has."""
     if options.rounds < 9:
         parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU here")
+    path = getattr(options, "json", None)
+    if path and path.resolve().parent == results.PUBLISHED and not results.is_clean(results.commit()):
+        parser.error("argument --json: published figures have a commit, and this tree has changes: commit them first")

@@ -284,18 +284,24 @@ class Training:
         number, settings, began = len(self.losses), self.settings, time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * min((number + 1) / WARMUP, 1.0) * self.decay(number)
-        total = torch.zeros((), device=settings.device)
-        for part in range(settings.accumulate):
-            self.reduce_gradients(part == settings.accumulate - 1)
-            with self.autocast():
-                loss = self.loss(*self.batch(self.text.training, number * settings.accumulate + part))
-            (loss / settings.accumulate).backward()
-            total += loss.detach() / settings.accumulate
+        loss = self.backward(number)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(self.mean(total))  # waits for the GPU
+        self.losses.append(self.mean(loss))  # waits for the GPU
         self.seconds.append(time.perf_counter() - began)
+
+    def backward(self, number: int) -> Tensor:
+        """Leaves the gradients of a step, and returns the mean loss of this process's sequences."""
+        accumulate = self.settings.accumulate
+        total = torch.zeros((), device=self.settings.device)
+        for part in range(accumulate):
+            self.reduce_gradients(part == accumulate - 1)
+            with self.autocast():
+                loss = self.loss(*self.batch(self.text.training, number * accumulate + part))
+            (loss / accumulate).backward()
+            total += loss.detach() / accumulate
+        return total
 
     def decay(self, number: int) -> float:
         """A cosine from 1 to 0.1."""

@@ -1,4 +1,4 @@
-"""Writes docs/ops.md, the README's tables of operators and of speed, and extension_cpp/_ops.pyi: `make docs`.
+"""Writes docs/ops.md, extension_cpp/_ops.pyi, and all tables of operators and of figures in the documents: `make docs`.
 
 They come from the docstrings, the schemas and the published results. A test says which of them is stale.
 """
@@ -17,17 +17,12 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
-from benchmarks.table import overview
+from benchmarks.published import TABLES
 from extension_cpp import autograd, info, ops
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "ops.md"
 STUB = ROOT / "extension_cpp" / "_ops.pyi"
-# Of two machines.
-RESULTS = [
-    [ROOT / "benchmarks" / "results" / f"{name}.json" for name in names]
-    for names in (("h100", "h100-gates", "h100-losses"), ("cpu", "cpu-gates"))
-]
 
 
 def functions() -> dict[str, Callable[..., Any]]:
@@ -139,18 +134,22 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def between(text: str, what: str, new: str) -> str:
-    """The text with `new` between the two comments that name `what`."""
+def between(page: str, text: str, what: str, new: str) -> str:
+    """The page's text with `new` between the two comments that name `what`."""
     begin, end = f"<!-- {what}: written by `make docs` -->\n", f"<!-- end of {what} -->\n"
     if text.count(begin) != 1 or text.count(end) != 1:
-        sys.exit(f"error: README.md has lost the lines between which a table stands: {begin.strip()} {end.strip()}")
+        sys.exit(f"error: {page} has lost the lines between which a table stands: {begin.strip()} {end.strip()}")
     before, rest = text.split(begin)
     return before + begin + new + end + rest.split(end)[1]
 
 
-def readme() -> str:
-    """README.md with its tables as they should be."""
-    return between(between(README.read_text(), "operators", table()), "speed", overview(*RESULTS))
+def documents() -> dict[Path, str]:
+    """Everything that this script writes, by path."""
+    found = {PAGE: page(), STUB: stub()}
+    for name, what, make in [("README.md", "operators", table), *TABLES]:
+        path = ROOT / name
+        found[path] = between(name, found[path] if path in found else path.read_text(), what, make())
+    return found
 
 
 def typed(name: str, schema: torch.FunctionSchema) -> str:
@@ -184,5 +183,5 @@ def stub() -> str:
 
 
 if __name__ == "__main__":
-    for path, text in ((PAGE, page()), (README, readme()), (STUB, stub())):
+    for path, text in documents().items():
         path.write_text(text)

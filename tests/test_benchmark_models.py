@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,30 @@ CONVERTED = ("stock", "converted", "linear loss")
 
 def test_figures_of_small_models(tmp_path: Path, device: str, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "figures" / "models.json"
-    options = ["--small", "--no-compile", "--rounds", "9", "--json", str(path), "--profile", "converted"]
+    options = ["--small", "--rounds", "9", "--json", str(path), "--profile", "converted", "--contender", *CONVERTED]
     models.main(["--device", device, *options])
-    results = json.loads(path.read_text())
-    assert {"device", "torch", "versions", "python", "commit", "rounds", "seed"} <= results["machine"].keys()
-    assert [row["model"] for row in results["rows"]] == list(models.SHAPES)
-    for row in results["rows"]:
-        assert row["converted_modules"] >= 10 and tuple(row["figures"])[:3] == CONVERTED
-        for figures in row["figures"].values():
-            assert 0 < figures["seconds"]["low"] <= figures["seconds"]["median"] <= figures["seconds"]["high"]
-            assert device == "cpu" or figures["peak_bytes"] > 0
+    found = json.loads(path.read_text())
+    assert {"device", "torch", "versions", "python", "rounds", "seed"} <= found["machine"].keys()
+    measured = [(row["model"], row["way"]) for row in found["rows"]]
+    assert measured == [(model, way) for model in models.SHAPES for way in CONVERTED]
+    for row in found["rows"]:
+        assert row["converted_modules"] >= 10 and 0 < row["gradient_error"] < 0.05
+        assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
+        assert device == "cpu" or row["peak_bytes"] > 0
         profile = (path.parent / f"profile-{row['model']}-converted.txt").read_text()
         assert "extension_cpp::" in profile or device == "cuda"
     assert f"The figures are in {path}." in capsys.readouterr().out.replace("\n", "")
 
 
 def test_contenders_share_their_weights(device: str) -> None:
+    """Those without a mask call attention with is_causal, where the others get a mask from transformers."""
     stock, tokens = models.make(models.SMALL["llama-3.2-1b"], device)
-    contenders, changed = models.contenders_of(stock, tokens, CONVERTED, ("", models.COMPILED))
-    assert list(contenders) == [*CONVERTED, *(name + models.COMPILED for name in CONVERTED)]
+    names = [name for name in models.CONTENDERS if not name.startswith("liger")]
+    contenders, changed = models.contenders_of(stock, tokens, names)
+    assert list(contenders) == names
+    for name, contender in contenders.items():
+        attention = contender.model.config._attn_implementation
+        assert attention == ("sdpa_without_mask" if name.endswith("no mask") else "sdpa")
     assert changed["model.layers.0.mlp"] == "swiglu" and type(stock.model.layers[0].mlp).__mro__[1] is torch.nn.Module
     for contender in contenders.values():
         model = getattr(contender.forward, "_orig_mod", contender.forward)
@@ -57,7 +63,7 @@ def test_what_liger_replaces_is_there_while_it_runs(monkeypatch: pytest.MonkeyPa
 
     liger = types.SimpleNamespace(apply_liger_kernel_to_llama=apply)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    contenders, _ = models.contenders_of(stock, tokens, ("stock", "converted", "liger"), ("",))
+    contenders, _ = models.contenders_of(stock, tokens, ("stock", "converted", "liger"))
     assert list(contenders) == ["stock", "converted", "liger"] and module.apply_rotary_pos_emb is rotate
     losses = {}
     for name, contender in contenders.items():
@@ -74,16 +80,64 @@ def test_a_liger_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys:
 
     liger = types.SimpleNamespace(apply_liger_kernel_to_llama=apply)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    figures, _ = models.measure(models.SMALL["llama-3.2-1b"], "cpu", ("stock", "liger"), ("",), 9, {})
+    figures, _ = models.measure(models.SMALL["llama-3.2-1b"], "cpu", ("stock", "liger"), 9, {})
     assert list(figures) == ["stock"]
-    assert "liger is left out, as it fails here: division by zero" in capsys.readouterr().err
+    assert "liger is left out: it fails here: division by zero" in capsys.readouterr().err
 
 
-def test_another_model_is_noticed() -> None:
-    with pytest.raises(SystemExit, match=r"llama: the first loss is 4.0 stock and 4.2 converted"):
-        models.check("llama", {"stock": {"first_loss": 4.0}, "converted": {"first_loss": 4.2}})
-    with pytest.raises(SystemExit, match="not the same model"):
-        models.check("llama", {"stock": {"first_loss": 4.0}, "converted": {"first_loss": float("nan")}})
+def attention_calls(model: Any) -> list[tuple[Any, Any]]:
+    """attn_mask and is_causal of each call of attention in the traced graphs."""
+    seen: list[tuple[Any, Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = (node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        seen.extend((kwargs["attn_mask"], kwargs["is_causal"]) for kwargs in calls)
+        return graph
+
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens)
+    return seen
+
+
+def test_without_a_mask() -> None:
+    stock, _ = models.make(models.SMALL["llama-3.2-1b"], "cpu")
+    assert all(mask is not None and not causal for mask, causal in attention_calls(stock))
+    assert attention_calls(models.without_mask(stock)) == [(None, True)] * 2
+
+
+# What becomes of one gradient. None: of all, by logits that are constant.
+PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor | None] | None] = {
+    "constant logits": None,
+    "zeros": torch.zeros_like,
+    "the sign": torch.neg,
+    "x 1.05": lambda grad: 1.05 * grad,
+    "x 0.95": lambda grad: 0.95 * grad,
+    "missing": lambda grad: None,
+}
+
+
+@pytest.mark.parametrize("name", ["transformer.h.1.ln_2.bias", "transformer.wte.weight"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_another_model_is_refused(planted: str, name: str) -> None:
+    """Its first loss is within 2 % of the right one."""
+    stock, tokens = models.make(models.SMALL["gpt2-medium"], "cpu")
+    weight, change, losses = dict(stock.named_parameters())[name], PLANTED[planted], []
+
+    class Wrong(models.Contender):
+        def loss(self) -> torch.Tensor:
+            losses.append(super().loss())
+            if change:
+                weight.grad = change(weight.grad)
+            return losses[-1]
+
+    contenders, _ = models.contenders_of(stock, tokens, ("stock", "converted"))
+    other = contenders["converted"]
+    contenders["converted"] = Wrong(**vars(other))
+    if change is None:
+        other.model.lm_head.forward = lambda x: 0.0 * other.model.transformer.wte.weight[:, 0] + 0.0 * x[..., :1]
+    with pytest.raises(SystemExit, match=r"GPT2LMHeadModel, converted: the gradient of .*: not the same model"):
+        models.judge(stock, tokens, contenders)
+    assert abs(losses[0] - contenders["stock"].loss()) < 0.02 * losses[0]
 
 
 @pytest.mark.parametrize("options", [["--rounds", "8"], ["--model", "other"], ["--rounds", "x"], ["--profile", "x"]])

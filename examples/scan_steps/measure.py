@@ -7,7 +7,6 @@ step whose first call takes longer than a quarter of a second is not timed again
 
 import argparse
 import functools
-import json
 import math
 import os
 import sys
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from benchmarks.results import commit, machine, versions
-from benchmarks.table import scan_steps
+from benchmarks import results
+from benchmarks.table import markdown, scan_steps
 from benchmarks.timing import Time, check_options, take_turns
 from examples.scan_steps.steps import STEPS, Scans, build
 from extension_cpp.__main__ import Parser, positive
@@ -125,16 +124,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if library is None:
             sys.exit("error: there is no nvcc, which compiles the steps")
         scans = Scans(library)
-    about = machine("cuda") | {"rounds": options.rounds, "commit": commit(), "versions": versions()}
-    found: dict[str, Any] = {"machine": about, "rows": []}
+    about = results.machine("cuda") | {"rounds": options.rounds, "versions": results.versions()}
+    found: dict[str, Any] = results.new(about)
+    origin = results.run("cuda").of("cumsum")
     path = options.json or Path("out") / "scan-steps-cuda.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     for shape in SHAPES:
-        found["rows"] += measure(contenders(scans), torch.randn(shape, device="cuda"), options.rounds)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
-    print(scan_steps(found), end="")
+        rows = measure(contenders(scans), torch.randn(shape, device="cuda"), options.rounds)
+        found["rows"] += [row | origin for row in rows]
+        results.write(path, found)
+    print("\n".join(markdown(*scan_steps(found["rows"]))))
     print(f"The figures are in {path}.")
     return 0
 

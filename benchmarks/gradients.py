@@ -1,0 +1,73 @@
+"""Judges the gradients of a model or a loss in bfloat16, beside those in float32 or float64.
+
+Two figures are computed for each gradient g and its exact value e: the distance |g - e| / |e|, and the scale
+<g, e> / <e, e> - 1. A contender's distance may be twice that of the stock model, and its scale may be twice as far from
+0. Both compute the same roundings in another order, so that their errors have one size; measured on models of 16 and
+24 layers, a contender's distance is at most 1.3 times the stock model's. The errors of a gradient's elements are nearly
+independent, so they hardly change its scale: a factor of 1.05 is seen there though the distance allows for more. Both
+bounds are at least two roundings to bfloat16.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOOR = 2 * torch.finfo(torch.bfloat16).eps
+FACTOR = 2
+STOCK = 0.25  # of the stock model: beyond this, twice its distance would let zeros pass
+
+
+@dataclass(frozen=True)
+class Error:
+    distance: float
+    scale: float
+
+
+def error(gradient: Tensor | None, exact: Tensor) -> Error:
+    """A gradient that is missing counts as zeros."""
+    if gradient is None:
+        return Error(1.0, -1.0)
+    if gradient.shape != exact.shape:
+        return Error(math.inf, math.inf)
+    got, exact = gradient.to(exact.dtype).flatten(), exact.flatten()
+    size = exact.norm()
+    if not size > 0:
+        return Error(0.0 if not got.any() else math.inf, 0.0)
+    return Error(((got - exact).norm() / size).item(), ((got / size) @ (exact / size)).item() - 1)
+
+
+def worst_line(gradient: Tensor, exact: Tensor) -> Error:
+    """The largest figures of all lines of a matrix, each on its own."""
+    got, exact = gradient.to(exact.dtype), exact
+    sizes = exact.norm(dim=1)
+    distances, scales = (got - exact).norm(dim=1) / sizes, (got * exact).sum(1) / sizes**2 - 1
+    return Error(distances.max().item(), scales[scales.abs().argmax()].item())
+
+
+def errors(gradients: Mapping[str, Tensor | None], exact: Mapping[str, Tensor]) -> dict[str, Error]:
+    return {name: error(gradients[name], each) for name, each in exact.items()}
+
+
+def wrong_stock(found: Mapping[str, Error]) -> str | None:
+    """The first gradient of the stock model that is too far from the exact one, in words."""
+    for name, each in found.items():
+        if not each.distance <= STOCK:
+            return f"the gradient of {name} is {each.distance:.3g} off, of at most {STOCK}"
+    return None
+
+
+def wrong(found: Mapping[str, Error], stock: Mapping[str, Error]) -> str | None:
+    """The first gradient that is beyond its bound, in words."""
+    for name, each in found.items():
+        for figure in ("distance", "scale"):
+            value, bound = getattr(each, figure), max(FACTOR * abs(getattr(stock[name], figure)), FLOOR)
+            if not abs(value) <= bound:
+                return f"the gradient of {name} has a {figure} of {value:.3g}, of at most {bound:.3g}"
+    return None
+
+
+def largest(found: Mapping[str, Error]) -> float:
+    return max(each.distance for each in found.values())

@@ -1,0 +1,45 @@
+"""What the kernels of an op were when it was timed: a digest of their sources, by which a table marks older rows."""
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "extension_cpp" / "csrc"
+
+
+def folder(op: str, sources: dict[str, str]) -> str:
+    """The folder whose shim registers the op. A variant of a benchmark has the op's name and more words behind it."""
+    words = op.split("_")
+    for count in range(len(words), 0, -1):
+        schema = f'"{"_".join(words[:count])}('
+        for path, text in sources.items():
+            if path.endswith(".cpp") and schema in text:
+                return path.split("/")[0]
+    raise LookupError(f"no file of csrc registers {op}")
+
+
+def digest_of(sources: dict[str, str], ops: Iterable[str], device: str) -> str:
+    """The digest of the folders of these ops. `sources` are the texts of csrc's files by path. Comments and white space
+    do not count, nor do files for the other kind of device."""
+    others = ("_cpu",) if device == "cuda" else (".cu", "_cuda")
+    folders = {folder(op, sources) for op in ops}
+    found = hashlib.sha256()
+    for path, text in sorted(sources.items()):
+        if path.split("/")[0] in folders and not any(part in path for part in others):
+            bare = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+            found.update(f"{path} {''.join(bare.split())}\n".encode())
+    return found.hexdigest()[:12]
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    paths = (path for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp", ".cu", ".cuh", ".h"))
+    return {path.relative_to(CSRC).as_posix(): path.read_text() for path in paths}
+
+
+@functools.cache
+def digest(ops: tuple[str, ...], device: str) -> str:
+    return digest_of(sources(), ops, device)
