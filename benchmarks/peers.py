@@ -8,8 +8,9 @@ A peer is called with the op's arguments, which have the same meaning. The libra
   Its geglu is the approximation by tanh.
 * Liger's cross-entropy writes the gradient over the logits in its forward pass, so it is left out.
 * accelerated-scan scans along the last dimension, whose length must be a power of two. Its import compiles it.
-* PyTorch's associative_scan is no public function yet. Its kernel is made by torch.compile, and the gradients are those
-  of examples/recurrent_text.py, two more kernels: its own backward needs the square of the length in memory.
+* PyTorch's associative_scan is no public function yet. Its kernel is made by torch.compile with dynamic=False, since
+  there is none for dynamic shapes, and the gradients are those of examples/recurrent_text.py, two more kernels: its own
+  backward needs the square of the length in memory.
 * Liger's rotary embedding works in place if the heads of a token are neighbours in memory, as they are here. So each
   call rotates its inputs further, and reads and writes as many bytes as the others.
 """

@@ -68,12 +68,13 @@ def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     return states
 
 
-@torch.compile(fullgraph=True)
+# dynamic=False: for another shape torch.compile would make a kernel for all shapes, which it cannot for this scan.
+@torch.compile(fullgraph=True, dynamic=False)
 def states_of(a: Tensor, b: Tensor) -> Tensor:
     return scan(a, b, reverse=False)
 
 
-@torch.compile(fullgraph=True)
+@torch.compile(fullgraph=True, dynamic=False)
 def gradients_of(grad_h: Tensor, a: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of a and b: the recurrence in the other direction, with the factors one step later."""
     grad_b = scan(functional.pad(a[:, 1:], (0, 0, 0, 1)), grad_h, reverse=True)
