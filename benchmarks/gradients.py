@@ -41,9 +41,11 @@ def error(gradient: Tensor | None, exact: Tensor) -> Error:
 
 def worst_line(gradient: Tensor, exact: Tensor) -> Error:
     """The largest figures of all lines of a matrix, each on its own."""
-    got, exact = gradient.to(exact.dtype), exact
-    sizes = exact.norm(dim=1)
+    got, sizes = gradient.to(exact.dtype), exact.norm(dim=1)
+    is_zero, sizes = sizes == 0, torch.where(sizes == 0, 1, sizes)
     distances, scales = (got - exact).norm(dim=1) / sizes, (got * exact).sum(1) / sizes**2 - 1
+    distances = torch.where(is_zero & (distances > 0), math.inf, distances)
+    scales = torch.where(is_zero, 0, scales)
     return Error(distances.max().item(), scales[scales.abs().argmax()].item())
 
 
@@ -59,13 +61,15 @@ def wrong_stock(found: Mapping[str, Error]) -> str | None:
     return None
 
 
-def wrong(found: Mapping[str, Error], stock: Mapping[str, Error]) -> str | None:
+def wrong(
+    found: Mapping[str, Error], stock: Mapping[str, Error], floor: float = FLOOR, what: str = "the gradient of "
+) -> str | None:
     """The first gradient that is beyond its bound, in words."""
     for name, each in found.items():
         for figure in ("distance", "scale"):
-            value, bound = getattr(each, figure), max(FACTOR * abs(getattr(stock[name], figure)), FLOOR)
+            value, bound = getattr(each, figure), max(FACTOR * abs(getattr(stock[name], figure)), floor)
             if not abs(value) <= bound:
-                return f"the gradient of {name} has a {figure} of {value:.3g}, of at most {bound:.3g}"
+                return f"{what}{name} has a {figure} of {value:.3g}, of at most {bound:.3g}"
     return None
 
 

@@ -22,10 +22,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import peers, results
-from benchmarks.timing import Time, captured, check_options, take_turns
+from benchmarks.judging import Judge
+from benchmarks.timing import Time, captured, check_options, seconds_of, single, take_turns
 from extension_cpp.__main__ import Parser, positive
-from tests.checks import expect, random_grad
-from tests.judge import Result, assert_right, run
 from tests.opspec import OpSpec, Sample, as_tuple, leaves, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
@@ -33,8 +32,7 @@ SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Half types with float32 weights. The weights are the inputs of one dimension.
 MIXED = ("bfloat16+float32", "float16+float32")
-# Results are judged on at most so many elements, in rows of the full width: float64 takes many times the memory of x.
-JUDGED = 2**20
+SLOW = 100  # times a copy: such a call is timed once, and not round after round
 # By default glibc returns large blocks to the kernel, and every call pays for page faults, as a user's calls do.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
@@ -81,6 +79,14 @@ class Case:
         return f"{self.spec.name} {self.step} {self.dtype} {self.rows} x {self.cols}"
 
 
+def op_at(text: str) -> tuple[str, int | None]:
+    """An op, and its only width if there is one behind a colon."""
+    name, _, width = text.partition(":")
+    if name not in [spec.name for spec in timed_specs()]:
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r}")
+    return name, positive(width) if width else None
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m benchmarks",
@@ -91,7 +97,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     names, steps = [spec.name for spec in timed_specs()], ["forward", "backward"]
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--op", nargs="+", choices=names, default=names, metavar="OP", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--op",
+        nargs="+",
+        type=op_at,
+        default=[(name, None) for name in names],
+        metavar="OP",
+        help=f"of {', '.join(names)}; OP:WIDTH at this width alone",
+    )
     parser.add_argument(
         "--dtype",
         nargs="+",
@@ -136,7 +149,8 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
     """Yields sizes, rows and columns."""
     largest = options.mib * 2**20 // itemsize
     if "large" in options.sizes:
-        for cols in [1024] if spec.bench.flat else options.width:
+        given = [width for name, width in options.op if name == spec.name and width is not None]
+        for cols in given or ([1024] if spec.bench.flat else options.width):
             yield "large", max(largest // cols, 1), cols
     if "small" in options.sizes:
         yield from (("small", rows, cols) for rows, cols in SMALL)
@@ -151,7 +165,7 @@ def shapes(spec: OpSpec, itemsize: int, options: argparse.Namespace) -> Iterator
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     for threads in options.threads if options.device == "cpu" else [None]:
         for spec in timed_specs():
-            if spec.name not in options.op:
+            if spec.name not in dict(options.op):
                 continue
             for dtype in options.dtype:
                 if dtype in MIXED and not spec.float_weights:
@@ -184,41 +198,12 @@ def make_sample(case: Case, device: str, rows: int) -> Sample:
     return case.spec.bench.sample(make, (rows, case.cols))
 
 
-class Judge:
-    """Says whether a contender computes the right result: that of float64 on fewer rows of the same width, up to what
-    rounding explains (tests/judge.py). Without `masks` there is no dropout, for contenders that draw their own."""
-
-    def __init__(self, case: Case, device: str, masks: bool = True) -> None:
-        self.case = case
-        self.sample = make_sample(case, device, min(case.rows, max(JUDGED // case.cols, 1)))
-        if not masks:
-            *others, _, _ = self.sample.args  # p and the seed
-            self.sample = Sample((*others, 0.0, None), self.sample.kwargs)
-        self.expected = expect(case.spec, self.sample)
-
-    def _result(self, function: Callable[..., Any]) -> Result:
-        if self.case.backward:
-            return run(function, self.sample, random_grad())
-        with torch.no_grad():
-            return Result(as_tuple(function(*self.sample.args, **self.sample.kwargs)), [])
-
-    def wrong(self, function: Callable[..., Any]) -> str | None:
-        x = self.sample.args[0]
-        poison = [torch.full_like(x, float("nan")) for _ in range(4)]
-        del poison  # memory that is allocated next is full of NaN, and not right by luck
-        got = self._result(function)
-        try:
-            assert_right(got, self.expected, "wrong")
-        except AssertionError as error:
-            return str(error)
-        return None
-
-
 def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) -> dict[str, Callable[..., Any]]:
     stock = case.eager(case.spec.bench.stock or case.spec.reference)
     functions = {"ours": case.spec.function, "eager": stock}
-    if not options.no_compile:
-        torch._dynamo.reset()
+    torch._dynamo.reset()  # else what was compiled for other shapes would become dynamic
+    is_loop = case.spec.by_hand is not None and case.spec.bench.stock is None  # which torch.compile would unroll
+    if not options.no_compile and not is_loop:
         functions["compile"] = torch.compile(stock, dynamic=False)  # for the timed shape alone, as at a first call
     known = peers.PEERS.get(case.spec.name, {})
     if case.backward:
@@ -226,15 +211,26 @@ def contenders(case: Case, options: argparse.Namespace, libraries: list[str]) ->
     return functions | {name: known[name] for name in libraries if name in known}
 
 
+def without_masks(sample: Sample) -> Sample:
+    *others, _, _ = sample.args  # p and the seed
+    return Sample((*others, 0.0, None), sample.kwargs)
+
+
 def prepare(
     case: Case, options: argparse.Namespace, libraries: list[str]
-) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """The calls to time, the copy first; and the errors of the contenders that are left out."""
+) -> tuple[dict[str, Callable[[], object]], Judge, dict[str, str]]:
+    """The calls to time, the copy first; their judge; and the errors of the contenders that are left out.
+
+    Contenders with masks of their own cannot be judged in the calls that are timed. They are judged without dropout.
+    """
     torch.manual_seed(options.seed)
-    judges = {"ours": Judge(case, options.device)}
+    sample, other = (make_sample(case, options.device, case.rows) for _ in range(2))
     own_masks = case.spec.positional and case.spec.bench.stock is not None
-    judge = Judge(case, options.device, masks=False) if own_masks else judges["ours"]
-    sample = make_sample(case, options.device, case.rows)
+    eager = case.eager(case.spec.reference if own_masks else case.spec.bench.stock or case.spec.reference)
+    judge = Judge(case.spec, sample, other, options.seed, eager)
+    unmasked = judge
+    if own_masks:
+        unmasked = Judge(case.spec, without_masks(sample), without_masks(other), options.seed, eager)
     dtype = case.types[0]
     source = torch.randn(max(int(case.copied_bytes() / 2 / dtype.itemsize), 1), dtype=dtype, device=options.device)
     target = torch.empty_like(source)
@@ -242,15 +238,22 @@ def prepare(
     failed: dict[str, str] = {}
     for name, function in contenders(case, options, libraries).items():
         try:
-            if wrong := judges.get(name, judge).wrong(function):
-                failed[name] = wrong
-                continue
-            call = (backward_call if case.backward else forward_call)(function, sample)
+            if own_masks and name != "ours":
+                unmasked.judge(name, call_of(case, unmasked, name, function)())
+                judge.skipped.add(name)
+                if name in unmasked.wrong:
+                    failed[name] = unmasked.wrong[name]
+                    continue
+            call = call_of(case, judge, name, function)
             call()
             calls[name] = call
         except Exception as error:  # an error in a library's code is the result of its row, and does not end the run
             failed[name] = f"{type(error).__name__}: {error}"[:300]
-    return calls, failed
+    return calls, judge, failed
+
+
+def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+    return judge.backward(name, function) if case.backward else forward_call(function, judge.sample)
 
 
 def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
@@ -263,8 +266,14 @@ def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> re
     if case.threads is not None:
         torch.set_num_threads(case.threads)
         torch._inductor.config.cpp.threads = case.threads  # else cached code for another number would run
-    calls, failed = prepare(case, options, libraries)
-    times = take_turns(calls, options.device, options.rounds)
+    calls, judge, failed = prepare(case, options, libraries)
+    spent = {name: seconds_of(call, options.device) for name, call in calls.items()}
+    slow = {name: calls.pop(name) for name in spent if spent[name] > SLOW * spent["copy"] and name != "copy"}
+    times = take_turns(calls, options.device, options.rounds, judge=judge)
+    times |= {name: single(name, call, options.device, judge) for name, call in slow.items()}
+    times = {name: time for name, time in times.items() if name not in judge.wrong}
+    calls = {name: call for name, call in calls.items() if name not in judge.wrong}
+    failed |= judge.wrong
     row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}
     row |= {"percent_of_copy": percents(case, times), "floor_bytes": case.floor_bytes()}
     row["seconds"] = {name: asdict(time) for name, time in times.items()}

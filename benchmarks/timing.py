@@ -105,6 +105,16 @@ def take_turns(
     return result
 
 
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    return _once_cuda(call, ahead=True) if device == "cuda" else _once_cpu(call)
+
+
+def single(name: str, call: Callable[[], object], device: str, judge: Judge) -> Time:
+    """The time of one call, which is judged: for a contender too slow to take turns."""
+    seconds = _judged(functools.partial(seconds_of, device=device), name, call, judge)
+    return Time(seconds, seconds, seconds)
+
+
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuses an impossible --rounds or --device, and to publish figures of a tree that no commit has."""
     if options.rounds < 9:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import json
 import re
 from dataclasses import replace
@@ -20,19 +19,16 @@ from benchmarks import (
     compare,
     host,
     kernels,
-    linear_loss,
     norm_plans,
     peers,
     plot,
-    processes,
     report,
     results,
     run,
 )
 from benchmarks.table import table
-from benchmarks.timing import Time, take_turns
-from examples import train_text
-from tests.checks import as_tuple
+from benchmarks.timing import Time
+from tests.opspec import as_tuple
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
 
@@ -174,6 +170,22 @@ def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device)
     assert seen == [(1, 1, 1), (2, 2, 2)]
 
 
+def test_widths_of_one_op(bench) -> None:
+    rows = bench("--op", "relu:64", "cumsum:32", "cumsum:96", "rms_norm", "--pass", "forward")["rows"]
+    assert [(row["op"], row["cols"]) for row in rows] == [
+        ("cumsum", 32),
+        ("cumsum", 96),
+        ("relu", 64),
+        ("rms_norm", 1025),
+    ]
+
+
+def test_a_slow_contender_is_timed_once(bench, monkeypatch) -> None:
+    monkeypatch.setattr(run, "SLOW", 0.0)
+    (row,) = bench("--op", "relu", "--pass", "forward")["rows"]
+    assert {name for name, time in row["seconds"].items() if time["low"] == time["high"]} == {"ours", "eager"}
+
+
 def test_a_large_tensor_and_one_of_a_sweep_are_two(bench) -> None:
     rows = bench("--op", "relu", "--pass", "forward", "--width", "1024", "--sizes", "large", "sweep")["rows"]
     assert [row["sizes"] for row in rows if (row["rows"], row["cols"]) == (256, 1024)] == ["large", "sweep"]
@@ -196,19 +208,12 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
     describe = run.describe
     monkeypatch.setattr(run, "describe", lambda options: (describe(options)[0], list(strange)))
     (row,) = bench("--op", "rms_norm", "--pass", "forward")["rows"]
-    assert row["failed"]["liger"].startswith("wrong, output 0 from end to end: 261375 of 261375 elements are wrong")
+    assert row["failed"]["liger"].startswith("wrong, output 0 has a distance of 0.0001, of at most")
     assert row["failed"]["quack"] == "ValueError: not on this machine"
-    assert "got nan, expected" in row["failed"]["apex"]
+    assert row["failed"]["apex"].startswith("wrong, output 0 has a distance of nan")
     assert set(row["seconds"]) == {"copy", "ours", "eager"} == {"copy", *row["percent_of_copy"]}
     assert "rms_norm forward float32 255 x 1025: quack: ValueError: not on this machine" in capsys.readouterr().out
-    assert "| wrong | raised | wrong |" in table(bench.path)
-
-
-@pytest.mark.parametrize("spec", run.timed_specs(), ids=str)
-def test_every_op_is_judged_right(spec, device) -> None:
-    for backward in (False, True) if spec.bench.backward else (False,):
-        case = run.Case(spec, "bfloat16", 4, 1025, backward, 1, "large")
-        assert run.Judge(case, device).wrong(spec.function) is None
+    assert "| raised | wrong | wrong |" in table(bench.path)
 
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
@@ -348,7 +353,7 @@ def test_kernels_alone_and_calls_with_the_host_are_shown(tmp_path, capsys) -> No
         assert f"<h2>The same, {title}</h2>" in page and f">{figure} (1.0 to 80.0)<" in page
 
 
-@pytest.mark.parametrize("name", ["h100", "h200", "cpu"])
+@pytest.mark.parametrize("name", ["h100", "cpu"])
 def test_tables_fit_into_80_columns(name: str, capsys) -> None:
     """No cell is truncated or wrapped."""
     found = results.read(results.ROOT / "benchmarks" / "results" / f"{name}.json")
@@ -367,11 +372,6 @@ def test_points_lie_inside_their_axes() -> None:
                 low, high = axes.get_ylim()
                 values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
                 assert low <= values.min() and values.max() <= high, (title, axes.get_title())
-
-
-def test_pictures_of_time_over_size_on_a_gpu_say_what_is_timed() -> None:
-    found = dict(plot.pictures(results.ROOT / "benchmarks" / "results" / "h100.json"))
-    assert "without the host's part" in found["h100-size-bfloat16"].get_suptitle()
 
 
 def test_the_copy_of_small_tensors_moves_the_floors_bytes(bench) -> None:
@@ -402,9 +402,7 @@ def test_report(tmp_path) -> None:
     [
         (["--rounds", "8"], "at least 9"),
         (["--op", "other"], "invalid choice: 'other'"),
-        (["--width", "0"], "expected a whole number of at least 1"),
         (["compare", "a.json"], "the following arguments are required: after"),
-        (["host", "--rounds", "8"], "at least 9"),
     ],
 )
 def test_wrong_options(words, message, capsys) -> None:
@@ -461,61 +459,20 @@ def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The figures of each number of processes, and the speed-up. test_sharding.py tests the processes themselves. A
-    process that exchanges no gradients has those of its own sequences, and is refused."""
-    sizes = {"width": 32, "layers": 1, "heads": 2, "context": 32, "batch": 4, "accumulate": 1, "learning_rate": 2e-3}
-    monkeypatch.setitem(processes.SIZES, "cpu", sizes)
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    asked, batch = [], train_text.Training.batch
-
-    def start(function, arguments, count, start_method) -> None:
-        asked.append((count, *arguments[1:3]))
-        if arguments[2] == "fsdp":  # stands for a process of two that do not exchange gradients
-            shares = functools.partialmethod(lambda *those: [each[::2] for each in batch(*those)])
-            monkeypatch.setattr(train_text.Training, "batch", shares)
-        processes.process(0, arguments[0], arguments[1], None, *arguments[3:])
-
-    monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
-    path = tmp_path / "processes-cpu.json"
-    with pytest.raises(SystemExit, match=r"error: fsdp 2, ours: the gradient of .* has a distance of"):
-        processes.main(["--device", "cpu", "--rounds", "9", "--json", str(path)])
-    assert asked == [(1, "cpu", None), (2, "cpu", "ddp"), (2, "cpu", "fsdp")]
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["place"], row["ops"]) for row in rows] == [(p, o) for p in ("alone 1", "ddp 2") for o in processes.OPS]
-    for row in rows:
-        assert len(row["seconds"]) == 9 and row["losses"][-1] < row["losses"][0] and row["gradient_error"] < 0.02
-    assert table(path).count("| 1.00 |") == 2 and "| ddp 2 |" in table(path)
+COMMANDS = dict(re.findall(r"(?m)^\| `([\w-]+\.json)` \| (.*) \|$", (results.PUBLISHED / "README.md").read_text()))
+MEASURED = {name: re.findall(r"`python -m benchmarks (--[^`]*)`", text) for name, text in COMMANDS.items()}
 
 
-def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
-    """Each line of both gradients is judged, in what the last timed call returned."""
-    x, weight, target = torch.randn(20, 8), torch.randn(30, 8), torch.arange(20)
-    x, weight = (each.bfloat16().requires_grad_() for each in (x, weight))
-    right = functools.partial(linear_loss.train, linear_loss.eager, x, weight, target)
-
-    def changed(place: int, change) -> None:
-        def call() -> tuple:
-            result = list(right())
-            result[place] = change(result[place].clone())
-            return tuple(result)
-
-        return call
-
-    ways = {
-        "loss": changed(0, lambda loss: 1.05 * loss),
-        "zeros": changed(1, torch.zeros_like),
-        "last line": changed(1, lambda grad: grad.index_fill_(0, torch.tensor([19]), 0)),
-        "factor": changed(2, lambda grad: grad * 1.05),
-        "exchanged": changed(2, lambda grad: grad.index_select(0, torch.arange(30).roll(1))),
-        "kept": functools.cache(right),
-    }
-    judge = linear_loss.Judge(x, weight, target)
-    take_turns({"eager": right, "ours": right, **ways}, "cpu", 9, judge=judge)
-    with pytest.raises(SystemExit) as stopped:
-        judge.stop_if_wrong()
-    told = str(stopped.value)
-    assert [name for name in ways if f"{name}: the gradient of" in told] == list(ways) and "ours:" not in told
+@pytest.mark.parametrize("name", [name for name, commands in MEASURED.items() if commands])
+def test_the_commands_of_a_file_give_its_rows(name) -> None:
+    found, asked = results.read(results.PUBLISHED / name), []
+    for words in MEASURED[name]:
+        options = run.parse(words.split())
+        assert [options.mib, options.rounds] == [found["machine"][key] for key in ("mib", "rounds")]
+        options.device = "cpu" if name.startswith("cpu") else "cuda"
+        asked += [case.head() for case in run.cases(options)]
+    heads = [{key: row[key] for key in asked[0] if key in row} for row in found["rows"]]
+    assert sorted(heads, key=str) == sorted(asked, key=str)
 
 
 def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:

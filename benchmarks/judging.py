@@ -1,0 +1,249 @@
+"""Judges what the last timed call of each contender returned, by the judge of the tests (tests/judge.py).
+
+Whole lines are judged at their full length: the first, the last and 62 that a seed draws. A line is a row, for ops
+along the first dimension a column, for the rotary embedding a token. Sums over lines, which are mean losses and the
+gradients of weights, are judged with all lines. Before the last call other numbers are written into its inputs or, for
+a backward, into the gradients of its outputs, so that a result kept from an earlier call is wrong.
+
+Ours is judged element by element. Another contender may also round each step of its formula to its dtype, as PyTorch
+does: then each line may be twice as far from the exact one as the farthest line of the reference in that dtype
+(gradients.py), and a sum over lines twice as far as that of eager PyTorch, but none by a quarter or more.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import extension_cpp
+from benchmarks import gradients
+from benchmarks.gradients import Error
+from tests import judge as rule
+from tests.opspec import OpSpec, Sample, Terms, as_tuple, leaves
+
+LINES = 64
+CHUNK = 2**24  # elements of x in float64 at a time, for the sums over all lines
+
+
+def line_dimension(spec: OpSpec) -> int:
+    if spec.name.endswith("_columns"):
+        return -1
+    return -2 if spec.name == "rotary_embedding" else 0
+
+
+def tensors(sample: Sample) -> list[Tensor]:
+    return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+class Judge:
+    """Judges the contenders of one case. `other` is a second sample of the same shapes."""
+
+    def __init__(
+        self, spec: OpSpec, sample: Sample, other: Sample, seed: int = 0, eager: Callable[..., Any] | None = None
+    ) -> None:
+        self.spec, self.sample, self.other, self.eager = spec, sample, other, eager or spec.reference
+        self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
+        inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
+        self.lines = sorted({0, self.count - 1, *inner[: LINES - 2].tolist()})
+        self.grads: list[tuple[Tensor, Tensor]] = []  # of each output: now, and before the last call
+        self.outputs: dict[str, tuple[Tensor, ...]] = {}  # of the forward that a backward differentiates
+        self.wrong: dict[str, str] = {}
+        self.skipped = {"copy"}
+        self.stock_sums: dict[str, Error] = {}  # of eager PyTorch
+        self._stock: dict[str, Error] = {}
+        self._expected: rule.Expected | None = None
+        self._sums: rule.Truth | None = None
+        self._mask: Tensor | None = None
+
+    def backward(self, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+        """Differentiates one kept forward. All contenders get the same gradients of the outputs."""
+        outputs = as_tuple(function(*self.sample.args, **self.sample.kwargs))
+        self.outputs[name] = outputs
+        self.grads = self.grads or [(torch.randn_like(x), torch.randn_like(x)) for x in outputs]
+        inputs, grads = leaves(self.sample), [grad for grad, _ in self.grads]
+        return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+
+    def renew(self) -> None:
+        for now, later in self.grads or zip(tensors(self.sample), tensors(self.other), strict=True):
+            now.data.copy_(0.75 * later.data)  # a factor, since means of many numbers are nearly equal
+        poison = [torch.full_like(self.sample.args[0], float("nan")) for _ in range(4)]
+        del poison  # memory that is allocated next is full of NaN, and not right by luck
+
+    def judge(self, name: str, result: Any) -> None:
+        if name in self.skipped:
+            return
+        outputs, values = self.outputs.get(name), as_tuple(result)
+        try:
+            message = self.message(outputs, values)
+            if name != "ours":
+                far_away = self.far_away(name, outputs, values)
+                message = message and far_away
+        except Exception as error:  # of a result of another kind
+            message = f"{type(error).__name__}: {error}"
+        if message is not None:
+            self.wrong[name] = f"wrong, {message}"[:300]
+
+    def message(self, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
+        """What is wrong with a result, which is that of a backward if there are outputs."""
+        got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
+        some = rule.Result(tuple(map(self.of_lines, got.outputs)), list(map(self.of_lines, got.gradients)))
+        expected = self.expected()
+        with self.masks(self.lines):
+            for kind, truth in [("", expected.whole)] if outputs is None else expected.truths(some):
+                for number, (what, lines) in enumerate(some.tensors()):
+                    if not self.is_sum(lines) and (message := wrong(lines, number, truth)):
+                        return f"{what}{kind and f' {kind}'}: {message}"
+        for number, (what, whole) in enumerate(got.tensors()):
+            if self.is_sum(whole) and (message := wrong(whole.detach(), number, self.sums(outputs))):
+                return f"{what}: {message}"
+        return None
+
+    def far_away(self, name: str, outputs: tuple[Tensor, ...] | None, result: Sequence[Tensor]) -> str | None:
+        """Which tensor of another contender is too far from the exact one; None if none is."""
+        got = rule.Result(tuple(result), []) if outputs is None else rule.Result(outputs, list(result))
+        lines, sums = {}, {}
+        for number, (what, x) in enumerate(got.tensors()):
+            if self.is_sum(x):
+                sums[what] = gradients.error(x.detach(), list(self.sums(outputs).exact.tensors())[number][1])
+            else:
+                lines[what] = self.error(self.of_lines(x), number)
+        most = gradients.STOCK / gradients.FACTOR
+        if name == "eager":
+            self.stock_sums = sums
+        beside = self.stock(outputs is not None) | {what: self.stock_sums.get(what, Error(most, most)) for what in sums}
+        if name == "eager":
+            beside |= dict.fromkeys(sums, Error(most, most))
+        beside = {what: Error(min(each.distance, most), min(abs(each.scale), most)) for what, each in beside.items()}
+        floor = max(2 * torch.finfo(result[0].dtype).eps, 32 * torch.finfo(torch.float32).eps)  # 32: of an exponential
+        return gradients.wrong(lines | sums, beside, floor, what="")
+
+    def error(self, lines: Tensor, number: int) -> Error:
+        exact = list(self.expected().whole.exact.tensors())[number][1]
+        if lines.dim() == 1:
+            return gradients.error(lines, exact)
+        return gradients.worst_line(*(x.movedim(self.dim, 0).flatten(1) for x in (lines, exact)))
+
+    def stock(self, backward: bool) -> dict[str, Error]:
+        """The errors of the reference in the dtype of the inputs, on the same lines."""
+        if not self._stock:
+            sample, grads = self.call_on(self.lines)
+            with self.masks(self.lines):
+                if backward:
+                    left = iter(grads)
+                    found = rule.run(self.eager, sample, lambda output: next(left).to(output.dtype))
+                else:
+                    with torch.no_grad():
+                        found = rule.Result(as_tuple(self.eager(*sample.args, **sample.kwargs)), [])
+            tensors_of = [(number, what, x) for number, (what, x) in enumerate(found.tensors()) if not self.is_sum(x)]
+            self._stock = {what: self.error(x, number) for number, what, x in tensors_of}
+        return self._stock
+
+    def is_sum(self, x: Tensor) -> bool:
+        """Whether a result is a sum over lines: a mean loss, or the gradient of a weight."""
+        return x.dim() == 0 or (x.dim() == 1 and self.has_weights() and x.shape[0] == self.sample.args[0].shape[-1])
+
+    def has_weights(self) -> bool:
+        return any(x.dim() == 1 for x in leaves(self.sample))
+
+    def of_lines(self, x: Tensor, lines: Sequence[int] | None = None) -> Tensor:
+        """The chosen lines of a tensor, which are all of a weight."""
+        if x.dim() == 0 or (x.dim() == 1 and x.is_floating_point() and self.is_sum(x)):
+            return x.detach()
+        index = torch.tensor(self.lines if lines is None else lines, device=x.device)
+        return x.detach().index_select(self.dim, index)
+
+    def call_on(self, lines: Sequence[int]) -> tuple[Sample, list[Tensor]]:
+        """The call on some lines, and the gradients of its outputs. Their part of a mean is a mean of as many as they
+        are."""
+
+        def one(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.shape == (1,):  # a seed
+                return x
+            return self.of_lines(x, lines).requires_grad_(x.requires_grad)
+
+        args, kwargs = self.sample.args, self.sample.kwargs
+        sample = Sample(tuple(map(one, args)), {name: one(x) for name, x in kwargs.items()})
+        share = len(lines) / self.count
+        return sample, [self.of_lines(grad, lines) * (share if grad.dim() == 0 else 1) for grad, _ in self.grads]
+
+    def part(self, lines: Sequence[int]) -> rule.Expected:
+        """What some lines should give."""
+        sample, given = self.call_on(lines)
+        grads = itertools.cycle(given)
+
+        def grad_out(output: Tensor) -> Tensor:
+            return next(grads).to(output.dtype) if given else torch.ones_like(output)
+
+        with self.masks(lines):
+            expected = rule.expect(self.spec, sample, grad_out)
+            expected.whole.known_terms  # noqa: B018  # computed while the masks are those of the lines
+        return expected
+
+    def expected(self) -> rule.Expected:
+        if self._expected is None:
+            self._expected = self.part(self.lines)
+        return self._expected
+
+    def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
+        """The sums over all lines, for these outputs if backward reads them. The other tensors are those of the last
+        chunk."""
+        if self._sums is not None:
+            return self._sums
+        found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)
+        for begin in range(0, self.count, size):
+            lines = range(begin, min(begin + size, self.count))
+            expected, saved = self.part(lines), tuple(self.of_lines(x, lines) for x in outputs or ())
+            with self.masks(lines):
+                _, truth = next(iter(expected.truths(rule.Result(saved, []))))
+                found = self.added(found, truth, len(lines) / self.count)
+        assert found is not None
+        if self.spec.from_saved is None:
+            self._sums = found
+        return found
+
+    def added(self, before: rule.Truth | None, truth: rule.Truth, share: float) -> rule.Truth:
+        """The sums with those of one more chunk, which is this share of all lines."""
+        exact = [x for _, x in truth.exact.tensors()]
+        scaled = [x * share if x.dim() == 0 else x for x in exact]
+        sizes = [
+            Terms(term.size * share, term.c, term.saved * share, term.rounded * share) if x.dim() == 0 else term
+            for x, term in zip(exact, truth.known_terms, strict=True)
+        ]
+        for number, x in enumerate(exact):
+            if before is not None and self.is_sum(x):
+                old, new = before.known_terms[number], sizes[number]
+                scaled[number] = scaled[number] + list(before.exact.tensors())[number][1]
+                sizes[number] = Terms(old.size + new.size, new.c, old.saved + new.saved, old.rounded + new.rounded)
+        outputs = len(truth.exact.outputs)
+        return rule.Truth(rule.Result(tuple(scaled[:outputs]), scaled[outputs:]), lambda: sizes, truth.keep_saved)
+
+    @contextmanager
+    def masks(self, lines: Sequence[int]) -> Iterator[None]:
+        """The reference's dropout with the mask that these lines have in the whole tensor."""
+        seeds = [x for x in self.sample.args if isinstance(x, Tensor) and x.shape == (1,)]
+        if not seeds:
+            yield
+            return
+        if self._mask is None:
+            x, p = self.sample.args[0], next(a for a in reversed(self.sample.args) if isinstance(a, float))
+            ones = torch.ones(x.shape, dtype=torch.float16, device=x.device)
+            self._mask = extension_cpp.reference.dropout(ones, p, seed=seeds[0]) != 0
+        kept = self._mask.index_select(0, torch.tensor(lines, device=self._mask.device))
+
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, seed: Tensor | None = None) -> Tensor:
+            return torch.where(kept, input / (1 - p), 0)
+
+        with mock.patch.object(extension_cpp.reference, "dropout", dropout):
+            yield
+
+
+def wrong(got: Tensor, number: int, truth: rule.Truth) -> str | None:
+    """What is wrong with a tensor, its shape included."""
+    shape = tuple(list(truth.exact.tensors())[number][1].shape)
+    if tuple(got.shape) != shape:
+        return f"shape {tuple(got.shape)}, expected {shape}"
+    return rule.wrong(got, number, truth)

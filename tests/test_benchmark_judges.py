@@ -1,0 +1,130 @@
+"""What judges the benchmarks' contenders: right results pass, and planted ones are refused."""
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gradients, linear_loss, processes, run
+from benchmarks.judging import Judge
+from benchmarks.table import table
+from benchmarks.timing import take_turns
+from examples import train_text
+from tests.opspec import as_tuple
+
+
+def planted(judge: Judge, result: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+    """Wrong results: zeros, and in each tensor an error in the last 32 elements of the last line."""
+    yield "zeros", tuple(map(torch.zeros_like, result))
+    for number, x in enumerate(result):
+        wrong = x.detach().clone()
+        last = wrong if judge.is_sum(wrong) else wrong.select(judge.dim, -1)
+        last.copy_(torch.cat([last.flatten()[:-32], last.flatten()[-32:] + x.abs().max()]).view_as(last))
+        yield f"last tile of {number}", (*result[:number], wrong, *result[number + 1 :])
+
+
+@pytest.mark.parametrize("spec", run.timed_specs(), ids=str)
+def test_every_op_is_judged(spec, device) -> None:
+    """In bfloat16, at 1025 columns and with more rows than the judge takes lines. A right result passes. What is
+    planted is refused, and so is a result of the call before."""
+    for backward in (False, True) if spec.bench.backward else (False,):
+        torch.manual_seed(0)
+        case = run.Case(spec, "bfloat16", 100, 1025, backward, 1, "large")
+        eager = spec.reference if spec.positional else spec.bench.stock or spec.reference
+        judge = Judge(spec, *(run.make_sample(case, device, case.rows) for _ in range(2)), eager=eager)
+        call = run.call_of(case, judge, "ours", spec.function)
+        before = as_tuple(call())
+        judge.renew()
+        right = as_tuple(call())
+        of_eager = as_tuple(run.call_of(case, judge, "eager", eager)())
+        results = {"kept": before} | dict(planted(judge, right))
+        for name, result in {"ours": right, "eager": of_eager, **results}.items():
+            judge.outputs[name] = judge.outputs.get(name, judge.outputs.get("ours"))
+            judge.judge(name, result)
+        assert list(judge.wrong) == list(results)
+        nearly = right[0].detach().clone()  # one element of the last line is four roundings off
+        last = nearly if judge.is_sum(nearly) else nearly.select(judge.dim, -1)
+        factors = torch.ones_like(last.flatten())
+        factors[last.flatten().abs().argmax()] += 4 * torch.finfo(torch.bfloat16).eps
+        last.mul_(factors.view(last.shape))
+        for result in (*results.values(), (nearly, *right[1:])):
+            judge.wrong.clear()
+            judge.judge("ours", result)
+            assert judge.wrong
+
+
+def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The figures of each number of processes, and the speed-up. test_sharding.py tests the processes themselves. A
+    process that exchanges no gradients has those of its own sequences, and is refused."""
+    sizes = {"width": 32, "layers": 1, "heads": 2, "context": 32, "batch": 4, "accumulate": 1, "learning_rate": 2e-3}
+    monkeypatch.setitem(processes.SIZES, "cpu", sizes)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    asked, batch = [], train_text.Training.batch
+
+    def start(function, arguments, count, start_method) -> None:
+        asked.append((count, *arguments[1:3]))
+        if arguments[2] == "fsdp":  # stands for a process of two that do not exchange gradients
+            shares = functools.partialmethod(lambda *those: [each[::2] for each in batch(*those)])
+            monkeypatch.setattr(train_text.Training, "batch", shares)
+        processes.process(0, arguments[0], arguments[1], None, *arguments[3:])
+
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
+    path = tmp_path / "processes-cpu.json"
+    with pytest.raises(SystemExit, match=r"error: fsdp 2, ours: the gradient of .* has a distance of"):
+        processes.main(["--device", "cpu", "--rounds", "9", "--json", str(path)])
+    assert asked == [(1, "cpu", None), (2, "cpu", "ddp"), (2, "cpu", "fsdp")]
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["place"], row["ops"]) for row in rows] == [(p, o) for p in ("alone 1", "ddp 2") for o in processes.OPS]
+    for row in rows:
+        assert len(row["seconds"]) == 9 and row["losses"][-1] < row["losses"][0] and row["gradient_error"] < 0.02
+    assert table(path).count("| 1.00 |") == 2 and "| ddp 2 |" in table(path)
+
+
+def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
+    """Each line of both gradients is judged, in what the last timed call returned."""
+    torch.manual_seed(0)
+    x, weight, target = torch.randn(20, 8), torch.randn(30, 8) * 8**-0.5, torch.arange(20)
+    x, weight = (each.bfloat16().requires_grad_() for each in (x, weight))
+    right = functools.partial(linear_loss.train, linear_loss.eager, x, weight, target)
+
+    def changed(place: int, change) -> None:
+        def call() -> tuple:
+            result = list(right())
+            result[place] = change(result[place].clone())
+            return tuple(result)
+
+        return call
+
+    ways = {
+        "loss": changed(0, lambda loss: 1.05 * loss),
+        "zeros": changed(1, torch.zeros_like),
+        "last line": changed(1, lambda grad: torch.cat([grad[:-1], 1.05 * grad[-1:]])),
+        "factor": changed(2, lambda grad: grad * 1.05),
+        "exchanged": changed(2, lambda grad: grad.index_select(0, torch.arange(30).roll(1))),
+        "kept": functools.cache(right),
+    }
+    judge = linear_loss.Judge(x, weight, target)
+    take_turns({"eager": right, "ours": right, **ways}, "cpu", 9, judge=judge)
+    with pytest.raises(SystemExit) as stopped:
+        judge.stop_if_wrong()
+    told = str(stopped.value)
+    assert [name for name in ways if f"{name}: the gradient of" in told] == list(ways) and "ours:" not in told
+
+
+def test_gradients_have_a_distance_and_a_scale() -> None:
+    """Beside a stock model that is 10 % off, a factor of 1.05 shows in the scale alone, and an error in other
+    directions in the distance alone."""
+    exact, *noise = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
+    beside = gradients.errors({"w": exact + 0.1 * noise[0]}, {"w": exact})
+    assert gradients.wrong_stock(beside) is None
+
+    def wrong(gradient: torch.Tensor | None) -> str | None:
+        return gradients.wrong(gradients.errors({"w": gradient}, {"w": exact}), beside)
+
+    assert wrong(exact + 0.1 * noise[1]) is None
+    assert "a scale of 0.05" in str(wrong(1.05 * exact)) and "a distance of 0.29" in str(wrong(exact + 0.3 * noise[1]))
+    assert "a distance of 1," in str(wrong(None)) and "a distance of inf" in str(wrong(exact[:-1]))
+    assert "off, of at most" in str(gradients.wrong_stock(gradients.errors({"w": -exact}, {"w": exact})))
