@@ -196,7 +196,10 @@ def cross_entropy(
     w = z.new_ones(z.shape[classes]) if weight is None else weight
     w = torch.where(is_counted, w[torch.where(is_counted, target, 0)], 0)
     if z_loss != 0:
-        loss = loss + torch.where(is_counted, z_loss * w * torch.logsumexp(z, classes).square(), 0)
+        # Beside a huge maximum the gradient of logsumexp itself would lose the logarithm.
+        most = z.detach().amax(classes, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+        lse = torch.logsumexp(z - most, classes) + most.squeeze(classes)
+        loss = loss + torch.where(is_counted, z_loss * w * lse.square(), 0)
     if reduction == "none":
         return loss
     return loss.sum() / w.sum() if reduction == "mean" else loss.sum()

@@ -23,7 +23,6 @@ Group = tuple[str, ...]
 FIRST, LAST = ("refusals", "values", "autograd"), ("graphs", "runtime")  # names of the battery's files
 # Tests of the battery that run for all ops at once.
 NO_OP = ("test_instruction_sets_agree", "test_compile_with_inductor", "test_ahead_of_time_inductor")
-NO_OP += ("test_results_that_are_streamed",)
 
 
 def files(*names: str) -> Group:

@@ -45,7 +45,9 @@ def test_cumsum_of_long_columns(device: str) -> None:
 
 
 def test_log_softmax_backward_of_long_columns(device: str) -> None:
-    """grad_x = g - p sum(g), where sum(g) has 300000 terms of one sign: 1e-6 of |g| + p sum|g|."""
+    """grad_x = g - p sum(g), where sum(g) has 300000 terms of one sign: 1e-6 of |g| + p sum|g|. On a GPU a thread adds
+    about 600 of them in turn: 32 eps, for 25 roundings as they come and those of the tree."""
+    allowed = 1e-6 if device == "cpu" else 32 * torch.finfo(torch.float32).eps
     generator = torch.Generator().manual_seed(1)
     x, g = (torch.rand(300_000, 16, generator=generator).to(device) for _ in range(2))
     p = x.double().softmax(0)
@@ -56,4 +58,4 @@ def test_log_softmax_backward_of_long_columns(device: str) -> None:
     ):
         leaf = x.clone().requires_grad_()
         (grad,) = torch.autograd.grad(function(leaf, 0), leaf, g)
-        assert ((grad.double() - exact).abs() <= 1e-6 * size).all()
+        assert ((grad.double() - exact).abs() <= allowed * size).all()

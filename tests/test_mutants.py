@@ -114,7 +114,7 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     )
     (folder / "tests" / "specs").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    names = ["__init__.py", "conftest.py", "checks.py", "forked.py", "loops.py", "opspec.py"]
+    names = ["__init__.py", "conftest.py", "checks.py", "forked.py", "judge.py", "loops.py", "opspec.py"]
     names += ["test_norm.py", "test_norm_kernels.py"]
     for name in [*names, "specs/__init__.py", f"specs/{mutant.op}.py"]:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)

@@ -35,7 +35,11 @@ def test_every_pair_of_options(spec: OpSpec, dtype: torch.dtype, device: str) ->
         with torch.no_grad():
             outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
         for output, with_gradients in zip(outputs, ours.outputs, strict=True):
-            assert torch.equal(output, with_gradients), f"{spec.name} {shape} {chosen}: without gradients"
+            # PyTorch's matrix products take other paths without the gradients that follow: 16 eps for 33 products.
+            tolerance = 16 * torch.finfo(output.dtype).eps if spec.has_products else 0.0
+            assert torch.allclose(output, with_gradients, tolerance, tolerance), (
+                f"{spec.name} {shape} {chosen}: without gradients"
+            )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -31,7 +31,7 @@ def sum_and_norm_terms(call, normalized_shape, weight, bias, eps, p, seed, cente
     """
     x, residual, s, keep = *call.sample.args[:2], call.outputs[1], kept(call.sample.args[0], p, seed)
     size_of_sum = (x * keep).abs() + residual.abs()
-    given = s, dims_of(normalized_shape), weight, bias, eps, call.grads[0], center
+    given = call, s, dims_of(normalized_shape), weight, bias, eps, call.grads[0], center
     result, gs, *others = norm_terms(*given)
     moves = norm_terms(*given, moved=call.rounding(s) + 3 * call.eps * size_of_sum)
     gs = gs + call.grads[1].abs()

@@ -6,8 +6,8 @@ import extension_cpp
 from tests.judge import LARGE, zero_for_nan
 from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
-# Roundings: of the mean, of the difference to it, of the variance, of rstd, of the products.
-C = 8
+# Roundings: of the mean and the variance, each a tree over up to 2^21 columns, of the difference, of rstd, of products.
+C = 16
 
 
 def sample_inputs(make, shape):
@@ -28,11 +28,12 @@ def in_steps(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     return y if bias is None else y + bias
 
 
-def norm_terms(x, dims, weight, bias, eps, g, center, moved=None):
+def norm_terms(call, x, dims, weight, bias, eps, g, center, moved=None):
     """Sizes of the result of a norm and of its gradients in x, weight and bias, where g is the gradient of the result.
 
     With `moved`: by how much they change where each element of x moves by that. y is the result without weight and
-    bias. Each element of x has a part in the mean and in rstd, so it moves the whole row.
+    bias. Each element of x has a part in the mean and in rstd, so it moves the whole row. Where the squares of a row
+    overflow, rstd is 0, as PyTorch's.
     """
     w = x.new_ones(()) if weight is None else weight
 
@@ -49,18 +50,24 @@ def norm_terms(x, dims, weight, bias, eps, g, center, moved=None):
     plain = rstd * (with_mean(gw, -1) - y * average(gw * y))
     own = moved is None
     # The terms of d round, those of denormal numbers as if they were the smallest normal number.
-    m = x.abs() + torch.finfo(torch.float32).smallest_normal if own else moved.clamp(max=LARGE)
+    m = x.abs() + call.least if own else moved.clamp(max=LARGE)
     relative = own + zero_for_nan(rstd * average(y.abs() * m))  # by which part rstd moves
     y_moves = rstd * with_mean(m, 1) + y.abs() * relative
     result = (w * y_moves).abs()
     gx = rstd * (y_moves * average(gw * y).abs() + y.abs() * average(gw.abs() * y_moves)) + relative * plain.abs()
-    gweight = zero_for_nan(g.abs() * y_moves).sum_to_size(w.shape)
+    gweight = zero_for_nan(g.abs() * y_moves)
+    overflows = d.square().sum(dims, keepdim=True) > torch.finfo(call.computed).max
     if not own:
-        lost = torch.where(moved.amax(dims, keepdim=True) < torch.inf, 0, torch.inf)  # of rows that overflow
-        return result + lost, gx + lost, gweight + lost.expand(x.shape).sum_to_size(w.shape), 0.0
-    result = result if bias is None else result + bias.abs()
-    gx = gx + rstd * (with_mean(gw.abs(), 1) + y.abs() * average((gw * y).abs()))
-    return result, gx, gweight + zero_for_nan((g * y).abs()).sum_to_size(w.shape), g.abs().sum_to_size(w.shape)
+        overflows |= moved.amax(dims, keepdim=True) == torch.inf
+    lost = torch.where(overflows, torch.inf, 0)
+    if own:
+        result = result if bias is None else result + bias.abs()
+        gx = gx + rstd * (with_mean(gw.abs(), 1) + y.abs() * average((gw * y).abs()))
+        # In a row of one value y is 0, but for the rounding of the mean, whose square matters there.
+        gx = gx + call.eps * rstd * y_moves * average(gw.abs() * y_moves)
+        gweight = gweight + zero_for_nan((g * y).abs())
+    sums = (each.sum_to_size(w.shape) for each in (gweight + lost, g.abs() if own else torch.zeros_like(g)))
+    return result + lost, gx + lost, *sums
 
 
 def dims_of(normalized_shape):
@@ -69,7 +76,7 @@ def dims_of(normalized_shape):
 
 def terms(call):
     x, normalized_shape, weight, bias, eps = (*call.sample.args, *(None, None, 1e-5)[len(call.sample.args) - 2 :])
-    result, *gradients = norm_terms(x, dims_of(normalized_shape), weight, bias, eps, call.grads[0], center=True)
+    result, *gradients = norm_terms(call, x, dims_of(normalized_shape), weight, bias, eps, call.grads[0], center=True)
     return [Terms(result, C)], dict(zip((0, 2, 3), (Terms(size, C) for size in gradients), strict=True))
 
 

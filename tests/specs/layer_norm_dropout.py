@@ -21,7 +21,7 @@ def sample_inputs(make, shape):
 def terms(call):
     x, normalized_shape, weight, bias, eps, p, seed = call.sample.args
     keep = kept(x, p, seed)
-    given = x, dims_of(normalized_shape), weight, bias, eps, keep * call.grads[0]
+    given = call, x, dims_of(normalized_shape), weight, bias, eps, keep * call.grads[0]
     result, *gradients = norm_terms(*given, center=True)
     return [Terms(keep * result, C)], dict(zip((0, 2, 3), (Terms(size, C) for size in gradients), strict=True))
 

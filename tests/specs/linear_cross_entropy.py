@@ -52,13 +52,13 @@ def error_inputs(device):
 
 
 def terms(call):
-    """The matrix products round the logits and their gradients to the dtype of the call, and denormal numbers of half
-    types to 0."""
+    """The matrix products round the logits and their gradients to the dtype of the call, on a GPU also parts of their
+    sums, and denormal numbers of half types to 0."""
     (x, weight, target, bias), options = (*call.sample.args, None)[:4], call.sample.kwargs
     rows, c = x.reshape(target.numel(), x.shape[-1]), call.c_of_exp
     logits = torch.nn.functional.linear(rows, weight, bias)
     size = torch.nn.functional.linear(rows.abs(), weight.abs(), None if bias is None else bias.abs())
-    moved = call.rounding(logits) + c * call.eps * size.nan_to_num(0.0, 0.0)
+    moved = 2 * call.rounding(logits) + c * call.eps * size.nan_to_num(0.0, 0.0)
     grad = call.grads[0].reshape(-1) if options.get("reduction") == "none" else call.grads[0]
     found = loss_terms(call, logits, target.reshape(-1), grad, moved, **options)
     of_logits, moves = found.gradient, found.gradient_moves + call.rounding(found.gradient)

@@ -20,7 +20,9 @@ def sample_inputs(make, shape):
 
 def terms(call):
     x, normalized_shape, weight, eps = call.sample.args
-    result, gx, gweight, _ = norm_terms(x, dims_of(normalized_shape), weight, None, eps, call.grads[0], center=False)
+    result, gx, gweight, _ = norm_terms(
+        call, x, dims_of(normalized_shape), weight, None, eps, call.grads[0], center=False
+    )
     return [Terms(result, C)], {0: Terms(gx, C), 2: Terms(gweight, C)}
 
 
