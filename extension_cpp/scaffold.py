@@ -35,8 +35,14 @@ SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
 SHARED += [f"extension_cpp/{name}" for name in ("_namespace.py", "autograd.py", "checks.py", "py.typed")]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
-SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/opspec.py"]
-SHARED += ["tests/specs/__init__.py", "tests/battery/*.py", "tests/test_library.py"]
+SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
+SHARED += [
+    "tests/opspec.py",
+    "tests/specs/__init__.py",
+    "tests/battery/*.py",
+    "tests/test_judge.py",
+    "tests/test_library.py",
+]
 SHARED += ["tests/guarded.py", "tests/c/guarded_allocator.c"]
 
 LONGEST = 28  # with a longer name a line of Python in a template would have more than 120 columns
