@@ -200,12 +200,16 @@ def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_
     """What is wrong with a tensor; None if it is right."""
     _, exact = list(truth.exact.tensors())[number]
     x, finite = got.double(), is_finite(exact, got.dtype)
-    if finite is not None and (message := wrong_specials(x, exact, finite, limits, nan_for_inf)):
+    if finite is not None and (message := wrong_specials(x, exact, limits, nan_for_inf)):
         return message
     error = (x - exact).abs()
+    if finite is not None:
+        overflows = (exact.abs() > torch.finfo(got.dtype).max * 1.01) & (exact.abs() < math.inf)
+        is_right = (x == exact.sign() * math.inf) | (x.isnan() & nan_for_inf)
+        error = torch.where(overflows, torch.where(is_right, 0, math.inf), error)
     over = ~(error <= least_allowed(exact, got.dtype))  # most results are within one rounding
     if finite is not None:
-        over &= finite
+        over &= finite | overflows
     if not over.any():
         return None
     allowed = truth.allowed(number, got.dtype).expand(exact.shape)
@@ -231,7 +235,7 @@ def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
     return exact.abs() < limit  # a NaN fails the comparison
 
 
-def wrong_specials(x: Tensor, exact: Tensor, finite: Tensor, limits: bool, nan_for_inf: bool) -> str | None:
+def wrong_specials(x: Tensor, exact: Tensor, limits: bool, nan_for_inf: bool) -> str | None:
     """Whether NaN and infinities are where the exact result has them."""
     special = ~(exact.abs() < math.inf)
     if not special.any():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.checks import check, expect, maker
-from tests.judge import Expected, Result, wrong
-from tests.opspec import DTYPES, OpSpec, Sample, all_specs
+from tests.judge import Expected, Result, Truth, wrong
+from tests.opspec import DTYPES, OpSpec, Sample, Terms, all_specs
 
 WIDTHS = (256, 1025, 4096, 65536)
 ROWS = 2
@@ -117,13 +117,13 @@ def test_without_terms_inputs_are_changed(spec: OpSpec) -> None:
 
 
 def test_special_values() -> None:
-    """NaN and infinities must be where the exact result has them; NaN is no small error."""
-    (spec,) = [spec for spec in all_specs() if spec.name == "muladd"]
-    sample = next(spec.sample_inputs(maker("cpu", torch.float32), (2, 33)))
-    sample.args[0].detach()[0, 3] = torch.inf
-    sample.args[1].detach()[1, 5] = torch.nan
-    expected = expect(spec, sample)
-    right = expected.whole.exact.outputs[0].float()
-    assert wrong(right, 0, expected.whole) is None
+    """NaN and infinities must be where the exact result has them; NaN is no small error, and neither is a number that
+    overflows the result's dtype."""
+    exact = torch.linspace(1, 2, 66, dtype=torch.float64).reshape(2, 33)
+    exact[0, 3], exact[1, 5], exact[1, 7] = torch.inf, torch.nan, 1e39
+    truth = Truth(Result((exact,), []), lambda: [Terms(torch.ones_like(exact), 2)])
+    right = exact.float()
+    assert wrong(right, 0, truth) is None
     for at, value in (((0, 3), 1.0), ((0, 3), -torch.inf), ((0, 3), torch.nan), ((1, 5), 0.0), ((0, 0), torch.nan)):
-        assert wrong(changed(right, at, value), 0, expected.whole), (at, value)
+        assert wrong(changed(right, at, value), 0, truth), (at, value)
+    assert wrong(changed(right, (1, 7), 1.0), 0, truth)
