@@ -13,8 +13,8 @@ value by
 * saved: the same for results of the op that its backward reads. Its backward is judged once more, by the exact gradient
   for these results (`from_saved` of the spec), and then has no such change.
 
-A spec gives them by its function `terms`. Without one, the exact results for slightly changed inputs show how large the
-terms are (`perturbed`).
+A spec gives them by its function `terms`. Without one, the changes of the exact results show the sizes of the terms, if
+the inputs and all numbers on the way change a little (`perturbed`).
 """
 
 import functools
@@ -25,13 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from tests.opspec import Call, OpSpec, Sample, Terms, as_tuple, leaves
 
 # In float64 the reference rounds, too, and adds in another order: `c` counts both.
 LEAST_C_OF_FLOAT64 = 32.0
-# Of inputs that change by up to eps: how often, and c. Of 8 draws the largest is near the largest change that is
-# possible for few terms; for n terms it is sqrt(n) times smaller than the sum of their sizes, as rounding errors are.
+# How often numbers change by up to eps, and c. Of 8 draws the largest is near the largest change that is possible for
+# few terms; for n terms it is sqrt(n) times smaller than the sum of their sizes, as rounding errors are.
 DRAWS, C_OF_DRAWS = 8, 16.0
 
 LARGE = 1e150  # stands for an infinity in sizes, where inf * 0 would be NaN
@@ -145,27 +147,46 @@ def terms_of(spec: OpSpec, call: Call) -> list[Terms]:
     return [*outputs, *(gradients[i] for i in call.leaf_numbers())]
 
 
-def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[Terms]:
-    """Sizes from the changes of the exact results if each input changes by up to eps, in units of eps."""
-    step = torch.finfo(torch.float64 if call.dtype is torch.float64 else torch.float32).eps
-    # Changes of float64's own eps would drown in the reference's roundings.
-    eps = max(step, 2.0**-30)
-    generator = torch.Generator().manual_seed(0)
+class Rounded(TorchDispatchMode):
+    """Changes every number that PyTorch computes, forward and backward, by up to eps of it, a denormal number as the
+    smallest normal one. What overflows the dtype is infinite."""
 
-    def moved(x: Any) -> Any:
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.info, self.generator = torch.finfo(dtype), torch.Generator().manual_seed(0)
+        self.eps = max(self.info.eps, 2.0**-30)  # changes of float64's own would drown in the reference's roundings
+
+    def changed(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        factor = 1 + eps * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)
-        return (x.detach() * factor.to(x.device)).requires_grad_(x.requires_grad)
+        step = self.eps * (2 * torch.rand(x.shape, generator=self.generator, dtype=torch.float64) - 1).to(x.device)
+        size = x.abs()
+        return torch.where(size > self.info.max, x.sign() * math.inf, x + (size + self.info.smallest_normal) * step)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if any(each.alias_info for each in (*func._schema.arguments, *func._schema.returns)):  # a view, or in place
+            return results
+        return tree_map(self.changed, results)
+
+
+def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[Terms]:
+    """Sizes from the changes of the exact results, in units of eps, if the inputs and all that the reference computes
+    from them change by up to eps. What PyTorch computes in one operator, such as a norm, changes as a whole."""
+    mode = Rounded(call.computed)
+
+    def moved(x: Any) -> Any:
+        return mode.changed(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
     changes = [x.abs() for _, x in exact.tensors()]  # where nothing is added, the size is that of the value
     for _ in range(DRAWS):
-        args = tuple(map(moved, call.sample.args))
-        kwargs = {name: moved(x) for name, x in call.sample.kwargs.items()}
-        again = run_with(reference, Sample(args, kwargs), [moved(g) for g in call.grads])
-        for i, (_, x) in enumerate(again.tensors()):
-            difference = (x - list(exact.tensors())[i][1]).abs() / eps
-            changes[i] = torch.maximum(changes[i], zero_for_nan(difference))
+        sample = Sample(tuple(map(moved, call.sample.args)), {name: moved(x) for name, x in call.sample.kwargs.items()})
+        grads = [moved(g) for g in call.grads]
+        with mode:
+            again = run_with(reference, sample, grads)
+        for i, ((_, x), (_, y)) in enumerate(zip(again.tensors(), exact.tensors(), strict=True)):
+            change = torch.where(y.isfinite(), ((x - y).abs() / mode.eps).nan_to_num(math.inf, math.inf), 0)
+            changes[i] = torch.maximum(changes[i], change)
     return [Terms(change, C_OF_DRAWS) for change in changes]
 
 

@@ -101,9 +101,9 @@ INDEPENDENT = [spec for spec in all_specs() if spec.from_saved is None and not s
 
 
 @pytest.mark.parametrize("spec", INDEPENDENT, ids=str)
-def test_without_terms_inputs_are_changed(spec: OpSpec) -> None:
+def test_without_terms_numbers_are_changed(spec: OpSpec) -> None:
     """A spec without `terms`, as of a new package, accepts the op and refuses zeros and factors. Not of ops whose
-    backward reads rounded numbers: a change of the inputs does not show them."""
+    backward reads numbers that were rounded to a half type."""
     spec = replace(spec, terms=None)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for sample in spec.sample_inputs(maker("cpu", dtype), (5, 257)):
