@@ -168,8 +168,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--python", action="append", default=[], help="an interpreter to use; may be repeated")
-    parser.add_argument("pytest", nargs="*", metavar="PYTEST ARGUMENTS", help="after --")
-    options = parser.parse_args()
+    # argparse would take what follows -- for itself where --python comes after the wheel.
+    words = sys.argv[1:]
+    own, for_pytest = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    options = parser.parse_args(own)
     found = interpreters(options.python)
     if not found:
         sys.exit("error: no Python from 3.10 up that can make environments was found; name some with --python.")
@@ -178,7 +180,7 @@ def main() -> None:
     for version, torch in plan(list(found)):
         console.rule(f"Python {version[0]}.{version[1]}, torch {torch}")
         python = environment(found[version], version, torch)
-        cells, digest = run_tests(python, options.wheel.resolve(), options.pytest)
+        cells, digest = run_tests(python, options.wheel.resolve(), for_pytest)
         hashes.add(digest)
         failed += int(cells[4])
         table.add_row(*cells)
