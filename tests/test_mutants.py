@@ -181,50 +181,6 @@ def test_what_changes_nothing_is_not_caught(tmp_path: Path, buildable: None) -> 
 # ---- make mutants ----
 
 
-def drawn_in(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[list[mutants_drawn.Mutant]]:
-    pytest.importorskip("universalmutator")
-    monkeypatch.setattr(mutants_drawn, "ROOT", root)
-    return [list(half) for half in mutants_drawn.draw([], seed=0)]
-
-
-def test_sample_stays_where_other_lines_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "extension_cpp" / "csrc" / "relu").mkdir(parents=True)
-    python, c = tmp_path / "extension_cpp" / "ops.py", tmp_path / "extension_cpp" / "csrc" / "relu" / "relu_cpu.c"
-    python.write_text('def f(a, b):\n    """a + b"""\n    return a + b  # + 1\n')
-    c.write_text("int f(int a) { return a + 1; }\n")
-    before = drawn_in(monkeypatch, tmp_path)
-    assert {(m.file, m.line) for m in before[0]} == {("extension_cpp/ops.py", 1), ("extension_cpp/ops.py", 3)}
-    assert {Path(m.file) for m in before[1]} == {c.relative_to(tmp_path)}
-    assert not [m for m in before[0] if "a + b  #" in m.wrong], "comments are no code"
-    python.write_text("K = 1 + 1\n" + python.read_text())
-    after = drawn_in(monkeypatch, tmp_path)
-    assert [m for m in after[0] if m.line != 1] == before[0] and after[1] == before[1]
-    assert {m.line for m in after[0]} == {1, 2, 4}
-    assert after[0][0].put_into(python.read_text()).splitlines()[after[0][0].line - 1] == after[0][0].wrong
-
-
-def test_each_mutant_has_the_tests_of_its_op() -> None:
-    lines = (ROOT / "extension_cpp" / "ops.py").read_text().splitlines()
-
-    def groups(file: str, line: int = 1) -> list[tuple[str, ...]]:
-        return mutants_drawn.tests_of(mutants_drawn.Mutant(file, line, "", ""))
-
-    fake = groups("extension_cpp/ops.py", lines.index('@register_fake("muladd_backward")') + 2)
-    assert fake[0][-1] == "muladd" and fake[1] == ("tests/test_muladd.py",)
-    kernel = groups("extension_cpp/csrc/gate/gate_cpu_kernel.h")
-    assert kernel[0][-1] == "geglu or swiglu" and kernel[-1] == ("tests/test_c.py", "-k", "plain")
-    assert len(groups("extension_cpp/checks.py")) == len(mutants_drawn.EVERYTHING)
-    for path in mutants_drawn.sources([]):
-        found = groups(str(path.relative_to(ROOT)))
-        missing = [
-            word for group in found for word in group if "/" in word and not (ROOT / word.split("::")[0]).exists()
-        ]
-        assert found and not missing, f"{path}: {missing}"
-    battery = "".join(path.read_text() for path in (ROOT / "tests" / "battery").glob("test_*.py"))
-    of_all_ops = re.findall(r"^def (test_\w+)\((?!\s*spec\b)", battery, re.MULTILINE)
-    assert sorted(of_all_ops) == sorted(mutants_drawn.NO_OP), "the name of an op does not select these"
-
-
 TINY = {
     "conftest.py": 'def pytest_addoption(parser): parser.addoption("--device")\n',
     "code_.py": "def f(x):\n    while x > 9:\n        x -= 1\n    return x\n",
@@ -257,9 +213,9 @@ def test_mutants_are_judged_by_tests_that_pass_without_them(tiny: mutants.Judge,
     tiny.seconds = 3
     assert judge(3, "-= -> +=") == "timeout"
     assert not list((tmp_path / "trees").iterdir())
-    known = mutants.Results(tmp_path / "results.jsonl")
-    assert sorted(known.results.values()) == ["killed", "survived", "survived", "timeout"]
-    assert sorted(map(len, known.passed.values())) == [1, 2]
+    known = mutants.Results(tmp_path / "results.jsonl").results
+    assert sorted(known.values()) == ["killed", "survived", "survived", "timeout"]
     tiny.stop()
     assert judge(4, "return x -> return 3") == "killed"
-    assert mutants.Results(tmp_path / "results.jsonl").results == known.results, "a stopped run says nothing"
+    assert mutants.Results(tmp_path / "results.jsonl").results == known, "a stopped run says nothing"
+    assert {name: (tmp_path / "base" / name).read_text() for name in TINY} == TINY
