@@ -4,7 +4,6 @@ new and new-package are in test_scaffold.py.
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -48,19 +47,14 @@ def test_demo(tmp_path):
     done = python("-c", SMALL_DEMO, PACKAGE.parent, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    told = " ".join(done.stdout.split())
     for name, *_ in demo_table.CASES:
         (row,) = [line.split() for line in lines if line.startswith(f"{name} ") and line.count(" / ") == 3]
         ours, eager = float(row[1]), 0.0 if row[3] == "-" else float(row[3])
         assert ours <= max(2 * eager, 8 * torch.finfo(torch.float32).eps), row
     assert max(map(len, lines)) <= 80
-    assert re.search(r"Forward and backward of \w+ run [\d.]+ times as fast here as in eager PyTorch", told)
     converted = "3 x rms_norm, 1 x silu, 1 x cross_entropy, 1 x add_rms_norm, 1 x swiglu; 0 modules left"
-    assert f"extension_cpp.nn.convert(model): {converted}" in told
+    assert f"extension_cpp.nn.convert(model): {converted}" in " ".join(done.stdout.split())
     assert "The losses agree over the first 50 steps" in done.stdout
-    assert re.search(r"^Steps a second in eager PyTorch: [\d.]+ converted, [\d.]+ as it is", done.stdout, re.MULTILINE)
-    assert len(re.findall(r"(?:converted|as it is) +\S +[\d.]+ s +\S +[\d.]+", done.stdout)) == 2
-    assert "look at the spaces" in done.stdout
     picture = tmp_path / "out" / "demo_loss.png"
     assert "The loss curves: out/demo_loss.png" in lines
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
@@ -87,24 +81,6 @@ def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, d
     monkeypatch.chdir(tmp_path)
     assert command.main(["demo", "--device", "cpu"]) == status
     assert ("DO NOT agree" in capsys.readouterr().out) == bool(status)
-
-
-def test_demo_model_learns_through_the_package():
-    # One step of the whole model, so that a mistake in the conversion shows as a gradient that differs.
-    alphabet, text = demo.read_text()
-    batch = text[torch.arange(4)[:, None] * 1000 + torch.arange(demo.CONTEXT + 1)]
-    gradients = []
-    for is_converted in (True, False):
-        torch.manual_seed(0)
-        model = demo.LanguageModel(len(alphabet)).double()
-        torch.nn.init.normal_(model.blocks[0].attention.out.weight, std=0.1)  # zero at first, which would hide others
-        torch.nn.init.normal_(model.blocks[0].perceptron.down.weight, std=0.1)
-        if is_converted:
-            assert extension_cpp.nn.convert(model).changed["blocks.0"] == "add_rms_norm"
-        model(batch[:, :-1], batch[:, 1:]).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for got, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want)
 
 
 def test_demo_shows_every_function():
@@ -196,7 +172,6 @@ def machine(*capabilities: tuple[int, int], **changes) -> Machine:
         (build(), machine((9, 0)), []),
         (build(), machine((10, 0)), []),
         (build("13.0", "7.5", "8.0"), machine((8, 6)), []),
-        (build("13.0", "7.5"), machine((7, 5)), []),
         (build(), machine((9, 0), driver="580.0"), []),
         (build("12.8", "8.0"), machine((8, 0), driver="525.60.13", driver_cuda="12.0", torch_cuda="12.8"), []),
         (build(), machine((9, 0), driver=None, driver_cuda=None), []),
@@ -208,6 +183,12 @@ def machine(*capabilities: tuple[int, int], **changes) -> Machine:
         (build("13.2", "9.0+PTX"), machine((9, 0)), []),
         (build("13.9", "9.0+PTX"), machine((10, 0), driver_cuda="13.10"), []),
         (build("13.10", "9.0+PTX"), machine((10, 0), driver_cuda="13.9"), ["PTX a driver for CUDA 13.9 cannot"]),
+        (build("13.0", "8.0"), machine((8, 9)), []),
+        (build("13.0", "8.0"), machine((9, 0)), ["does not cover GPU90"]),
+        (build("13.0", "9.0a"), machine((9, 0)), []),
+        (build("13.0", "10.0a"), machine((10, 3)), ["does not cover GPU103"]),
+        (build("13.0", "9.0a+PTX"), machine((10, 0)), ["does not cover GPU100"]),
+        (build("13.0", "10.0f"), machine((10, 3)), []),
         (build("13.0", "10.0f+PTX"), machine((12, 0)), ["does not cover GPU120"]),
         (build(), machine((9, 0), driver="570.86.10", driver_cuda="12.8"), ["driver is 570.86.10", "needs 580 or"]),
         (build(), machine((7, 0)), ["GPU70 (compute capability 7.0) is older than 7.5"]),
@@ -224,29 +205,6 @@ def test_fit(build, machine, expected):
     assert all(words in found[0] for words in expected), found
     # A CPU-only build fits a machine without a GPU, and yet nothing runs on a GPU there.
     assert (info.cuda_problem(build, machine) is None) == (not expected and bool(machine.gpus))
-
-
-@pytest.mark.parametrize(
-    "architecture, capability, runs",
-    [
-        ("8.0", (8, 0), True),
-        ("8.0", (8, 9), True),
-        ("8.6", (8, 0), False),
-        ("8.0", (9, 0), False),
-        ("8.0+PTX", (9, 0), True),
-        ("9.0+PTX", (8, 9), False),
-        ("9.0a", (9, 0), True),
-        ("10.0a", (10, 3), False),
-        ("10.0f", (10, 3), True),
-        ("10.0f", (9, 0), False),
-        ("10.0f+PTX", (10, 3), True),
-        ("10.0f+PTX", (12, 0), False),
-        ("9.0a+PTX", (10, 0), False),
-        ("none", (9, 0), False),
-    ],
-)
-def test_serves(architecture, capability, runs):
-    assert info.serves(architecture, capability) is runs
 
 
 def test_parse_build():
@@ -272,18 +230,8 @@ def test_plan(capsys):
     assert plan("layer_norm", "float32", "512x131072", "--backward")["kernel"] == "pipeline"
     assert plan("layer_norm", "bfloat16", "32x512", "--backward", "--weights", "float32")["kernel"] == "split"
     assert plan("layer_norm", "float64", "32x512")["kernel"] == "generic"
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["rms_nrom", "bfloat16", "2x3"], "expected OP to be one of layer_norm, rms_norm, .*, but got 'rms_nrom'"),
-        (["rms_norm", "float32", "0x3"], "expected ROWSxCOLS such as 4096x5120, but got '0x3'"),
-    ],
-)
-def test_plan_of_what_is_not_there(words, sentence):
-    with pytest.raises(SystemExit, match=f"^error: {sentence}$"):
-        command.main(["info", "--plan", *words])
+    with pytest.raises(SystemExit, match=r"^error: expected OP .* but got 'rms_nrom'$"):
+        command.main(["info", "--plan", "rms_nrom", "bfloat16", "2x3"])
 
 
 # One sentence an error
@@ -293,8 +241,6 @@ def test_plan_of_what_is_not_there(words, sentence):
     "arguments, sentence",
     [
         (["demo", "--steps", "0"], "argument --steps: expected a whole number of at least 1, but got '0'"),
-        (["new-package", "somewhere"], "the following arguments are required: --name"),
-        (["new-package", "somewhere", "--name", "a_name", "--kind", "accessor"], "argument --kind: invalid choice"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
@@ -324,7 +270,6 @@ def test_what_the_demo_needs(monkeypatch, capsys):
     "built, there, sentence",
     [
         (build(), machine(), "--device cuda: This machine has no NVIDIA GPU, or no driver for it."),
-        (build(None), machine(), "--device cuda: This build has no CUDA kernels, and this machine has no NVIDIA GPU."),
         (build(), machine((8, 6)), "--device cuda: This library was built for 9.0+PTX, which does not cover GPU86"),
         (build(), machine((9, 0)), None),
     ],
