@@ -1,6 +1,5 @@
-"""scripts/profile.sh: the summary of Nsight Compute's report, a run on a GPU, and what is refused."""
+"""The profiling tools: the summary of Nsight Compute's report, and what is refused."""
 
-import os
 import re
 import subprocess
 import sys
@@ -92,29 +91,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for words in (["no_such_op"], ["relu", "--dtype", "int8"], ["relu", "--width", "0"]):
         with pytest.raises(SystemExit, match="2"):
             run_op.main(words)
-
-
-NCU = """#!/bin/sh
-case "$*" in
-  *--import*) cat report.csv ;;
-  *--profile-from-start*off*-m*scripts.run_op*layer_norm*--width*64*--device*cuda) echo ==PROF==; echo a title ;;
-  *) exit 1 ;;
-esac
-"""
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_profile_on_a_gpu(tmp_path: Path, works: bool) -> None:
-    """What the script makes of the output of nvidia-smi and ncu, here stand-ins."""
-    (tmp_path / "report.csv").write_text(csv_of(METRICS))
-    for name, text in {"nvidia-smi": "#!/bin/sh\n", "ncu": NCU.replace("report.csv", f"{tmp_path}/report.csv")}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    command = ["scripts/profile.sh", "layer_norm", "--width", "64" if works else "32"]
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    if works:
-        assert told.returncode == 0, told.stderr
-        assert told.stdout.startswith(f"a title\n\n{PAGE}\n\nThe report for the graphical view: ncu-ui out/profile-")
-    else:
-        assert told.returncode == 1 and "error: ncu failed" in told.stderr
