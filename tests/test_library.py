@@ -33,14 +33,12 @@ def symbols(library: Path, which: str) -> list[str]:
     return [line.split()[-1] for line in table.stdout.splitlines()]
 
 
-def test_library_asks_torch_for_c_functions_only(library):
+def test_library_asks_torch_for_c_functions_and_exports_its_own_names_only(library):
+    """It is no Python module."""
     undefined = symbols(library, "--undefined-only")
     assert any(name.startswith("aoti_torch_") for name in undefined)  # else the next two lines prove nothing
     assert [name for name in undefined if re.match(r"_Z\w*?(2at|3c10|5torch)", name)] == []
     assert [name for name in undefined if re.match(r"_*(cuda|cu|nv)[A-Z]|Py|_Py", name)] == []
-
-
-def test_library_is_no_python_module_and_exports_its_own_names_only(library):
     exported = symbols(library, "--defined-only")
     assert exported != [] and [name for name in exported if not name.startswith("extension_cpp_")] == []
 
@@ -70,12 +68,9 @@ def test_wheel_tag_names_the_newest_glibc_used(library):
 def test_versions_agree():
     import extension_cpp
 
-    lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    assert f'version = "{extension_cpp.__version__}"' in lines
-
-
-def test_torch_minimum_is_the_same_everywhere():
-    asked = re.findall(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{extension_cpp.__version__}"' in text.splitlines()
+    asked = re.findall(r'"torch>=(\d+)\.(\d+)"', text)
     assert [(int(major), int(minor)) for major, minor in asked] == [build_library.TORCH_MINIMUM]
 
 
