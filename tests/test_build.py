@@ -72,7 +72,6 @@ def nvcc(tmp_path) -> list[str]:
         ("8.0 8.6, 8.9", ["8.0", "8.6", "8.9"]),
         ("Turing;Hopper", ["7.5+PTX", "9.0+PTX"]),
         ("ampere", ["8.0", "8.6+PTX"]),
-        ("Ada+PTX", ["8.9+PTX"]),
         ("9.0a", ["9.0a"]),
         ("10.0f;12.0f+PTX", ["10.0f", "12.0f+PTX"]),
     ],
@@ -107,18 +106,11 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
         assert build_library.find_nvcc() is None
         return
     assert build_library.find_nvcc() is None
-    assert "this machine has no GPU; TORCH_CUDA_ARCH_LIST=9.0+PTX adds" in build_library.announcement(3, "cpu")
     monkeypatch.setenv("USE_CUDA", "1")
     assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == ["9.0+PTX"]
     monkeypatch.delenv("USE_CUDA")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
     assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == ["8.0"]
-    monkeypatch.delenv("NVCC")
-    monkeypatch.setattr(shutil, "which", lambda command: None)
-    assert build_library.find_nvcc() is None
-    monkeypatch.setenv("USE_CUDA", "1")
-    with pytest.raises(build_library.BuildError, match="USE_CUDA=1, but nvcc was not found"):
-        build_library.find_nvcc()
 
 
 @pytest.mark.parametrize(
@@ -139,13 +131,10 @@ def old_torch(nvcc: list[str]) -> Path:
 @pytest.mark.parametrize(
     "variable, call, sentence",
     [
-        ("TORCH_CUDA_ARCH_LIST=9.0;sm_90", build_library.architectures, "'sm_90' is neither a number such as 9.0 or "),
+        ("TORCH_CUDA_ARCH_LIST=9.0;sm_90", build_library.architectures, "'sm_90' is neither a number "),
         ("TORCH_CUDA_ARCH_LIST=9.9", build_library.architectures, "this nvcc does not know 9.9; it knows 7.5, 8.0, "),
-        ("TORCH_CUDA_ARCH_LIST=Volta", build_library.architectures, "(CUDA 13 dropped everything before 7.5, Volta "),
-        ("", lambda nvcc: build_library.architectures(["false"]), "--list-gpu-arch' names no architecture"),
         ("USE_CUDA=yes", lambda nvcc: build_library.find_nvcc(), "error: USE_CUDA must be 0 or 1, got 'yes'."),
         ("NVCC=/no/nvcc", lambda nvcc: build_library.find_nvcc(), "NVCC is set to '/no/nvcc', which was not found."),
-        ("CC=no-cc -m64", lambda nvcc: build_library.machine(), "no CC compiler: 'no-cc' was not found"),
         ("CC=false", lambda nvcc: build_library.machine(), "'false -dumpmachine' does not name a processor: CC must"),
         ("CC=false", lambda nvcc: check_environment.check_compilers(), "CC is 'false', which does not compile and "),
         ("GLIBC=2_28", lambda nvcc: build_library.linker(["c++"]), "GLIBC must be a version such as 2.28, got '2_28'"),
@@ -231,40 +220,24 @@ def builds(monkeypatch, tmp_path) -> list[list[str]]:
     return commands
 
 
-def test_variables_of_the_build(builds, monkeypatch, tmp_path, capsys):
-    """MAX_JOBS bounds the jobs, DEBUG has a folder of its own, and what is compiled is shown."""
-    build_library.build(tmp_path / "library.so")
+def test_jobs_of_the_build(builds, monkeypatch, tmp_path):
     monkeypatch.setenv("MAX_JOBS", "3")
     build_library.build(tmp_path / "library.so")
-    monkeypatch.setenv("DEBUG", "1")
-    monkeypatch.setattr(build_library, "steps_to_do", lambda ninja: 7)
-    build_library.build(tmp_path / "library.so")
-    assert capsys.readouterr().out == "Compiling the CPU kernels: 7 files.\n"
-    ninja = [sys.executable, "-m", "ninja", "-C"]
-    release, debug = (str(tmp_path / "build" / f"{kind}-cpu") for kind in ("release", "debug"))
-    file = ["-f", "build.ninja"]
-    assert builds[0] == [*ninja, release, *file, "--quiet"]
-    assert builds[1] == [*ninja, release, *file, "-j", "3", "--quiet"]
-    assert builds[2] == [*ninja, debug, *file, "-j", "3"]
+    assert builds[0][builds[0].index("-j") + 1] == "3"
 
 
-def test_library_in_use_is_replaced_not_rewritten(builds, tmp_path):
-    """A process that has it open goes on with what it mapped, and nobody sees half a file."""
+def test_library_is_replaced_not_rewritten(builds, monkeypatch, tmp_path):
+    """A process that has it open goes on with what it mapped, nobody sees half a file, and a build that fails leaves
+    it."""
     library = tmp_path / "package" / "library.so"
     build_library.build(library)
     with library.open("rb") as in_use:
         build_library.build(library)
         assert in_use.read() == bytes([1]) and library.read_bytes() == bytes([2])
-    assert list(library.parent.iterdir()) == [library]
-
-
-def test_a_build_that_fails_leaves_the_library(builds, monkeypatch, tmp_path):
-    library = tmp_path / "library.so"
-    build_library.build(library)
     monkeypatch.setattr(build_library.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
-    with pytest.raises(SystemExit, match="the compilation failed; the first message above says where"):
+    with pytest.raises(SystemExit, match="the compilation failed"):
         build_library.build(library)
-    assert library.read_bytes() == bytes([1])
+    assert library.read_bytes() == bytes([2]) and list(library.parent.iterdir()) == [library]
 
 
 def test_debug_and_release_builds_take_turns(builds, monkeypatch, tmp_path):
@@ -297,17 +270,9 @@ def test_debug_is_in_every_command_and_in_what_the_library_says(monkeypatch, tmp
     assert f"cpu={','.join(levels if debug == '0' else levels[:1])} " in text
 
 
-def test_library_does_not_tell_where_it_was_built(small_tree):
-    """Some messages of PyTorch's headers name the file that raised them."""
-    content = (small_tree / "extension_cpp" / build_library.LIBRARY).read_bytes()
-    assert b"torch/csrc/stable/" in content
-    torch = build_library.torch_folder()
-    for folder in (torch, torch.resolve(), small_tree):
-        assert str(folder).encode() not in content
-
-
 def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
-    """In folders of other names, by people whose files have other dates and modes."""
+    """In folders of other names, by people whose files have other dates and modes. None of it says where torch was,
+    though messages of PyTorch's headers name the file that raised them."""
     wheels = []
     for number, tree in enumerate([small_tree, build_small_tree(tmp_path / "elsewhere")]):
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "check_environment.py"):
@@ -325,7 +290,10 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
     one, other = wheels
     assert one.name == other.name
     with zipfile.ZipFile(one) as a, zipfile.ZipFile(other) as b:
-        assert "extension_cpp/libextension_cpp.so" in a.namelist()
+        library = a.read("extension_cpp/libextension_cpp.so")
+        torch = build_library.torch_folder()
+        assert b"torch/csrc/stable/" in library
+        assert not [folder for folder in (torch, torch.resolve()) if str(folder).encode() in library]
         assert {info.filename: info.CRC for info in a.infolist()} == {info.filename: info.CRC for info in b.infolist()}
     assert one.read_bytes() == other.read_bytes()
 
@@ -371,28 +339,20 @@ def test_library_for_another_processor(small_tree, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("answer, name", [("x86_64-alpine-linux-musl", "x86_64"), ("powerpc64le-linux-gnu", "ppc64le")])
 def test_the_compiler_names_the_processor(answer, name, tmp_path, monkeypatch):
-    """Behind a cache, too, and as platform.machine() does. nvcc makes code for this machine's alone."""
+    """Behind a cache, too, and as platform.machine() does."""
     script(tmp_path / "gcc", f"echo {answer}\n")
     script(tmp_path / "ccache", '"$@"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CC", "ccache gcc")
     assert build_library.machine() == name
-    if name != build_library.platform.machine():
-        monkeypatch.setattr(build_library, "find_nvcc", lambda: ["nvcc"])
-        with pytest.raises(
-            build_library.BuildError, match=f"CC makes code for {name}, and GPU code .*: set USE_CUDA=0"
-        ):
-            build_library.write_ninja(tmp_path)
 
 
-def test_second_build_leaves_the_library_alone(small_tree, monkeypatch):
+def test_what_is_built_is_not_built_again(small_tree, tmp_path):
+    """The library stays the file that it is, and a copy of the tree keeps its objects."""
     library = small_tree / "extension_cpp" / build_library.LIBRARY
     before = library.stat()
-    assert run(sys.executable, small_tree / "build_library.py", env=os.environ | {"USE_CUDA": "0"}).returncode == 0
+    build_tree(small_tree)
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-def test_a_copied_tree_keeps_its_objects(small_tree, tmp_path):
     shutil.copytree(small_tree, tmp_path / "copy")
     assert steps(tmp_path / "copy" / "build" / "release-cpu") == []
 
@@ -419,14 +379,6 @@ def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others,
     assert f"common/{header}" in listed and others in listed
     with touched(small_tree / "extension_cpp" / "csrc" / "common" / header):
         assert f"{rule}.gch" in steps(folder)
-
-
-def test_no_precompiled_header_with_a_cache(monkeypatch, tmp_path):
-    """ccache and sccache do not keep what uses one."""
-    monkeypatch.setenv("USE_CUDA", "0")
-    monkeypatch.setenv("CC", f"{script(tmp_path / 'ccache', 'exec $@')} cc")
-    build_library.write_ninja(tmp_path)
-    assert ".gch" not in (tmp_path / "build.ninja").read_text()
 
 
 def test_gpu_code_has_no_namespace_without_a_name():
@@ -458,12 +410,6 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
             assert (folder / target).read_bytes() == first  # nvcc's object has the number of its process in it
 
 
-def test_small_library_loads_and_runs(small_tree):
-    call = f"import torch; torch.ops.load_library(r'{small_tree / 'extension_cpp' / build_library.LIBRARY}'); "
-    call += "print(torch.ops.extension_cpp.muladd(torch.ones(3), torch.ones(3), 2.0).tolist())"
-    assert python("-c", call).stdout == "[3.0, 3.0, 3.0]\n"
-
-
 # What setup.py says of a wheel
 
 
@@ -491,15 +437,6 @@ def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, t
     assert told.stdout == f"1{tag}\n"
 
 
-def test_readme_on_a_package_index_has_no_link_into_the_repository():
-    ask = "import setuptools, sys; sys.argv[:] = ['setup.py', 'sdist']; __file__ = 'setup.py'; "
-    ask += "setuptools.setup = lambda **given: print(given['long_description']); exec(open('setup.py').read())"
-    text = run(sys.executable, "-c", ask, cwd=ROOT).stdout
-    assert re.findall(r"\]\((?!https?:)", text) == [] and "![" not in text
-    assert "QUICKSTART has more" in text and "*Picture: Norms in bfloat16 on an H100" in text
-    assert "| `muladd(a, b, c, *, out=None)` | Multiplies" in text
-
-
 def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatch):
     """What torch depends on is gigabytes, and no header of it is read."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
@@ -512,9 +449,6 @@ def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatc
     (words,) = asked
     assert words[:4] == [sys.executable, "-m", "pip", "install"] and words[-1] == "torch>=2.10"
     assert "--no-deps" in words and words[words.index("--target") + 1] == sys.path[0] == str(tmp_path)
-    monkeypatch.setattr(subprocess, "run", lambda words: subprocess.CompletedProcess(words, 1))
-    with pytest.raises(build_library.BuildError, match=r"\S+ has no torch, and pip could not fetch it; install torch"):
-        setup_file["fetch_torch"](str(tmp_path))
 
 
 # The checks before the build
@@ -553,8 +487,7 @@ OLD = "import runpy, sys; sys.version_info = (3, 9); del sys.argv[0]; runpy.run_
         (["CC=no-such-compiler"], "error: no CC compiler: 'no-such-compiler' was not found"),
         (["PATH=bin:/usr/bin:/bin"], " is 3.9; "),
         (["PYTHON=/nowhere/python"], "error: PYTHON=/nowhere/python was not found."),
-        (["PYTHON="], "PYTHON= is empty: name a Python that has torch, or leave PYTHON out"),
-        (["PYTHON= "], "PYTHON= is empty: name a Python that has torch, or leave PYTHON out"),
+        (["PYTHON="], "PYTHON= is empty"),
         (["PYTHON=bin/bare"], "lacks torch>=2.10, ninja, rich, matplotlib; install with '"),
     ],
     ids=str,
