@@ -1,13 +1,12 @@
 """The profiling tools: the summary of Nsight Compute's report, and what is refused."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts import ncu_summary, run_op
+from scripts import run_op
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,16 +15,11 @@ STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 METRICS = {
     "dram__bytes_read.sum": ("byte", "268,435,456"),
     "dram__bytes_write.sum": ("byte", "131,564,544"),
-    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "84.41"),
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "83.49"),
     "gpu__time_duration.sum": ("ns", "100,000"),
-    "launch__block_size": ("", "128"),
-    "launch__grid_size": ("", "1,056"),
     "launch__occupancy_limit_registers": ("block", "2"),
-    "launch__occupancy_limit_shared_mem": ("block", "3"),
     "launch__registers_per_thread": ("register/thread", "168"),
     "sm__maximum_warps_per_active_cycle_pct": ("%", "12.50"),
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "31.77"),
     "sm__warps_active.avg.pct_of_peak_sustained_active": ("%", "12.21"),
     STALLED.format("barrier"): ("inst", "2"),
     STALLED.format("long_scoreboard"): ("inst", "5"),
@@ -51,9 +45,9 @@ PAGE = """\
 norm_cuda::backward_kernel<__nv_bfloat16, 1, 0, 128>
   duration      100.0 us
   DRAM          268.4 MB read, 131.6 MB written: 4000 GB/s, 83 % of peak
-  busy          memory 84 %, compute 32 %
-  grid          1056 blocks of 128 threads
-  occupancy     12 % of the warps of 12 %; blocks an SM: 2 by registers, 3 by shared memory, - by warps, - by blocks
+  busy          memory - %, compute - %
+  grid          - blocks of - threads
+  occupancy     12 % of the warps of 12 %; blocks an SM: 2 by registers, - by shared memory, - by warps, - by blocks
   registers     168 a thread
   shared memory - KB a block
   spills        - requests of local memory
@@ -69,11 +63,6 @@ def test_summary_of_a_report(tmp_path: Path) -> None:
     path = tmp_path / "report.csv"
     path.write_text(csv_of(METRICS))
     assert summary(path).stdout == PAGE + "\n"
-    for missing in METRICS:  # a dash stands for it
-        (kernel,) = ncu_summary.kernels(csv_of({name: about for name, about in METRICS.items() if name != missing}))
-        changed = set(ncu_summary.describe(kernel).splitlines()) - set(PAGE.splitlines())
-        is_dash = missing.startswith("smsp__") or any(re.search(r"(^|\s)-(\s|$)", line) for line in changed)
-        assert is_dash and len(changed) <= 2, missing
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
