@@ -148,17 +148,6 @@ def test_what_cannot_be_built_gets_a_sentence(variable, call, sentence, nvcc, mo
     assert str(error.value).startswith("error: ")
 
 
-# Variables
-
-
-def test_gcc_flags_are_for_gcc(tmp_path):
-    clang = script(tmp_path / "clang", "echo '#define __clang__ 1'\n")
-    assert not set(build_library.GCC_FLAGS) & set(build_library.c_flags([str(clang)]))
-    assert build_library.c_optimise([str(clang)]) == ["-O3"]
-    gcc = script(tmp_path / "gcc", "echo '#define __GNUC__ 12'\n")
-    assert set(build_library.GCC_FLAGS) < set(build_library.c_flags([str(gcc)]))
-
-
 # What is compiled again
 
 
