@@ -7,7 +7,6 @@ tree that has such an op, too.
 import compileall
 import contextlib
 import functools
-import itertools
 import os
 import re
 import shutil
@@ -94,22 +93,6 @@ def untouched(one_tree, monkeypatch) -> None:
     """A tree for commands that refuse. After the last of them it is as it was before the first: to look after each
     would take ten times as long as the commands do."""
     monkeypatch.setattr(scaffold, "TREE", one_tree)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def laid_out_once() -> Iterator[None]:
-    """clang-format sees a text once: the building blocks of a package are the same for each kind of op."""
-    known: dict[tuple[str, str], str] = {}
-    lay_out = scaffold.laid_out
-
-    def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
-        new = {path: text for path, text in texts.items() if (path.name, text) not in known}
-        known.update({(path.name, texts[path]): text for path, text in lay_out(new).items()})
-        return {path: known[path.name, text] for path, text in texts.items()}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaffold, "laid_out", laid_out)
-        yield
 
 
 def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) -> None:
@@ -216,51 +199,42 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a file"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("what", ["new", "new --kind accessor", "new-package"])
+@pytest.mark.parametrize("what", ["new", "new --kind accessor", "new-package", "remove"])
 def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
-    """Stopped at each of its writes, half of that one done: everything is as it was. A second Ctrl-C, as the files
-    are taken away, does not stop that."""
-    arguments = ["new", "planted_op", *what.split()[1:]]
+    """Stopped at each of its writes, half of that one done, or deletions: everything is as it was. Nor does a second
+    Ctrl-C stop the undoing."""
+    arguments = [what.split()[0], "planted_op", *what.split()[1:]]
     if what == "new-package":
         arguments = ["new-package", str(tmp_path / "far" / "away"), "--name", "my_kernels"]
-    before, at_interrupt = contents(tmp_path), signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(scaffold, "laid_out", lambda texts: texts)  # once a turn it would take most of the time
-    write_text, interrupts = Path.write_text, []
+    if what == "remove":
+        assert command.main(["new", "planted_op"]) == 0
+    before, at_interrupt = contents(tmp_path), signal.getsignal(signal.SIGINT)
+    stop_at = calls = 0
 
-    def interrupted(action):
-        def run(path: Path, **options):
-            interrupts.append(path)
-            signal.raise_signal(signal.SIGINT)
-            return action(path, **options)
+    def stopping(action):
+        def run(path: Path, *text, **options):
+            nonlocal calls
+            calls += 1
+            if calls > stop_at and isinstance(error, KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            action(path, *[part[: len(part) // 2] if calls == stop_at else part for part in text], **options)
+            if calls == stop_at:
+                raise error
 
         return run
 
-    for name in ("unlink", "rmdir") if isinstance(error, KeyboardInterrupt) else ():
-        monkeypatch.setattr(Path, name, interrupted(getattr(Path, name)))
-    for stop_at in range(1, 100):
-        writes = 0
-
-        def stopping(path: Path, text: str, stop_at: int = stop_at) -> None:
-            nonlocal writes
-            writes += 1
-            write_text(path, text[: len(text) // 2] if writes == stop_at else text)
-            if writes == stop_at:
-                raise error
-
-        monkeypatch.setattr(Path, "write_text", stopping)
-        if isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(KeyboardInterrupt):
-                command.main(arguments)
-        else:
+    for name in ("write_text", "write_bytes", "unlink", "rmdir"):
+        monkeypatch.setattr(Path, name, stopping(getattr(Path, name)))
+    while calls >= stop_at:
+        assert contents(tmp_path) == before, f"stopped at {stop_at}"
+        stop_at, calls = stop_at + 1, 0
+        with contextlib.suppress(KeyboardInterrupt):
             command.main(arguments)
-            if writes == stop_at:
-                assert "cannot write a file: No space left on device" in capsys.readouterr().err
-        if writes < stop_at:
-            break
-        assert contents(tmp_path) == before, f"stopped at write {stop_at}"
+        is_told = "cannot write a file: No space left on device" in capsys.readouterr().err
+        assert is_told == (calls >= stop_at and isinstance(error, OSError))
     assert stop_at > 4 and contents(tmp_path) != before
     assert signal.getsignal(signal.SIGINT) is at_interrupt
-    assert bool(interrupts) == isinstance(error, KeyboardInterrupt)
 
 
 # ---- what is written ----
@@ -344,22 +318,6 @@ def test_removed_leaves_nothing(tree, capsys, kind):
 )
 def test_refused_removals(untouched, capsys, name, sentence):
     assert sentence in refused(capsys, "remove", name)
-
-
-def test_half_a_removal_is_undone(tree, monkeypatch, capsys):
-    assert command.main(["new", "planted_op"]) == 0
-    before, unlink, calls = contents(tree), Path.unlink, []
-
-    def stopping(path: Path, **options) -> None:
-        unlink(path, **options)
-        calls.append(path)
-        if len(calls) == 3:
-            raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "unlink", stopping)
-    capsys.readouterr()
-    assert "Permission denied; everything is as it was" in refused(capsys, "remove", "planted_op")
-    assert contents(tree) == before
 
 
 # ---- that it works ----
@@ -469,21 +427,6 @@ def test_a_new_package_with_the_newest_torch(tmp_path, device):
             done = run("make", target, *python_of_all, cwd=tmp_path / kind, env=environment(device))
             assert "leaked" not in done.stderr  # as bindings of Triton say of objects that gc.freeze keeps to the end
         python_of_all = [f"PYTHON={tmp_path / scaffold.OP_KINDS[0] / '.venv' / 'bin' / 'python'}"]
-
-
-def test_a_new_op_has_the_functions_of_math_h(tmp_path):
-    """exp and tanh, libm's and those of common/cpu_math.h, can be put into these templates as they stand."""
-    values = ("exp(x) / (1 + sqrt(x))", "TANH(x)")
-    arithmetic = {"pointwise": "x * x", "rows": "x * x", "scan": "decay * state + x"}
-    for kind, value in itertools.product(arithmetic, values):
-        for place, text in scaffold.op_files(kind, "planted_op").items():
-            (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / place).write_text(text.replace(f"return {arithmetic[kind]}", f"return {value}"))
-        includes = [f"-I{folder / 'extension_cpp' / 'csrc'}" for folder in (tmp_path, ROOT)]
-        source = tmp_path / "extension_cpp" / "csrc" / "planted_op" / "planted_op_cpu.c"
-        assert value in source.with_name("planted_op_cpu_kernel.h").read_text()
-        flags = ["-std=c17", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-DCPU_LEVEL_BASELINE", "-fsyntax-only"]
-        run(*build_library.compiler("CC", "cc", "gcc"), *flags, *includes, source)
 
 
 def test_commands_of_an_installed_wheel(tree, tmp_path):
