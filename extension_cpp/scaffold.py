@@ -5,6 +5,7 @@ something stops it later, it takes back what it wrote.
 """
 
 import builtins
+import contextlib
 import ctypes
 import importlib.util
 import keyword
@@ -16,8 +17,10 @@ import subprocess
 import symtable
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
 PACKAGE = Path(__file__).resolve().parent
 # A wheel has the files of a checkout that are needed here in a folder of its own, at the same paths (pyproject.toml).
@@ -234,6 +237,9 @@ def plan_removal(name: str) -> Plan:
         raise CannotMake(f"there is no op '{name}': no {folder.relative_to(TREE)}/{name}.cpp{example}")
     tests = TREE / f"tests/specs/{name}.py", TREE / f"tests/test_{name}.py"
     plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *tests) if path.is_file()])
+    for path in (*plan.removed, *compiled(name)):
+        if path.resolve() != TREE.resolve() / path.relative_to(TREE):
+            raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     for path, pattern, what in (
         (package / "ops.py", rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
         (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
@@ -245,6 +251,11 @@ def plan_removal(name: str) -> Plan:
     plan.changed[init] = without_public_name(init.read_text(), name)
     check_unused(name, plan)
     return plan
+
+
+def compiled(name: str) -> list[Path]:
+    """The folders with what was compiled of an op."""
+    return [*TREE.glob(f"build/*/{name}"), *TREE.glob(f"build/*/*/{name}")]
 
 
 def without_public_name(text: str, name: str) -> str:
@@ -344,16 +355,29 @@ def make_folder(folder: Path, made: list[Path]) -> None:
     made.append(folder)
 
 
+@contextlib.contextmanager
+def on_signals(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # a shell's exit status of a process that this signal ended
+
+
 def undo(made: list[Path], before: dict[Path, bytes]) -> None:
-    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop this
-    for path, content in before.items():
-        path.write_bytes(content)
-    for path in reversed(made):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
-    signal.signal(signal.SIGINT, at_interrupt)
+    with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second one must not stop this
+        for path, content in before.items():
+            path.write_bytes(content)
+        for path in reversed(made):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
 
 
 def write(plan: Plan) -> None:
@@ -363,21 +387,24 @@ def write(plan: Plan) -> None:
         raise CannotMake(f"{taken} exists; nothing is overwritten")
     made: list[Path] = []
     before = {path: path.read_bytes() for path in (*plan.changed, *plan.removed)}
+    path = None
     try:
-        for path, text in laid_out(plan.new).items():
-            make_folder(path.parent, made)
-            made.append(path)
-            path.write_text(text)
-            if text.startswith("#!"):
-                path.chmod(0o755)
-        for path, text in plan.changed.items():
-            path.write_text(text)
-        for path in plan.removed:
-            path.unlink()
+        with on_signals(stop, signal.SIGTERM):
+            for path, text in laid_out(plan.new).items():
+                make_folder(path.parent, made)
+                made.append(path)
+                path.write_text(text)
+                if text.startswith("#!"):
+                    path.chmod(0o755)
+            for path, text in plan.changed.items():
+                path.write_text(text)
+            for path in plan.removed:
+                path.unlink()
     except BaseException as error:
         undo(made, before)
-        if isinstance(error, OSError):
-            raise CannotMake(f"cannot write {error.filename}: {error.strerror}; everything is as it was") from error
+        if isinstance(error, OSError):  # a full disk has no file's name
+            where = error.filename or path
+            raise CannotMake(f"cannot write {where}: {error.strerror}; everything is as it was") from error
         raise
 
 
@@ -433,8 +460,7 @@ def remove(name: str) -> None:
         raise CannotMake("'remove' takes an op out of a checkout of extension_cpp, and this one is installed")
     plan = plan_removal(name)
     write(plan)
-    folders = [TREE / "extension_cpp" / "csrc" / name, *TREE.glob(f"build/*/{name}"), *TREE.glob(f"build/*/*/{name}")]
-    for folder in folders:
+    for folder in (TREE / "extension_cpp" / "csrc" / name, *compiled(name)):
         shutil.rmtree(folder)
     report(plan, TREE)
     print(NEXT["removal"])

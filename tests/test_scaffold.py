@@ -198,11 +198,15 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
 # ---- what is undone ----
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a file"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("what", ["new", "new --kind accessor", "new-package", "remove"])
+FULL_DISK, BY_SIGTERM = OSError(28, "No space left on device"), SystemExit(128 + signal.SIGTERM)
+STOPS = [(what, FULL_DISK) for what in ("new", "new --kind accessor", "new-package", "remove")]
+STOPS += [("new", KeyboardInterrupt()), ("remove", KeyboardInterrupt()), ("new", BY_SIGTERM)]
+
+
+@pytest.mark.parametrize("what, error", STOPS, ids=repr)
 def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
-    """Stopped at each of its writes, half of that one done, or deletions: everything is as it was. Nor does a second
-    Ctrl-C stop the undoing."""
+    """Stopped at each of its writes, half of that one done, or deletions, by a full disk, Ctrl-C or SIGTERM: everything
+    is as it was. Nor does a second signal stop the undoing."""
     arguments = [what.split()[0], "planted_op", *what.split()[1:]]
     if what == "new-package":
         arguments = ["new-package", str(tmp_path / "far" / "away"), "--name", "my_kernels"]
@@ -216,9 +220,12 @@ def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
         def run(path: Path, *text, **options):
             nonlocal calls
             calls += 1
-            if calls > stop_at and isinstance(error, KeyboardInterrupt):
+            if calls > stop_at and not isinstance(error, OSError):
                 signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
             action(path, *[part[: len(part) // 2] if calls == stop_at else part for part in text], **options)
+            if calls == stop_at and isinstance(error, SystemExit):
+                signal.raise_signal(signal.SIGTERM)
             if calls == stop_at:
                 raise error
 
@@ -229,12 +236,29 @@ def test_half_a_job_is_undone(tree, tmp_path, monkeypatch, capsys, what, error):
     while calls >= stop_at:
         assert contents(tmp_path) == before, f"stopped at {stop_at}"
         stop_at, calls = stop_at + 1, 0
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
             command.main(arguments)
-        is_told = "cannot write a file: No space left on device" in capsys.readouterr().err
+        is_told = bool(re.search(r"cannot write .+\w: No space left on device", capsys.readouterr().err))
         assert is_told == (calls >= stop_at and isinstance(error, OSError))
     assert stop_at > 4 and contents(tmp_path) != before
     assert signal.getsignal(signal.SIGINT) is at_interrupt
+
+
+@pytest.mark.parametrize("place", ["extension_cpp/csrc/planted_op", "tests/specs/planted_op.py", "build/x/planted_op"])
+def test_what_is_behind_a_link_stays(tree, tmp_path, capsys, monkeypatch, place):
+    monkeypatch.setattr(scaffold, "laid_out", lambda texts: texts)
+    assert command.main(["new", "planted_op"]) == 0
+    capsys.readouterr()
+    there, elsewhere = tree / place, tmp_path / "elsewhere"
+    if there.exists():
+        there.rename(elsewhere)
+    else:
+        elsewhere.mkdir()
+        there.parent.mkdir(parents=True)
+    there.symlink_to(elsewhere)
+    before = contents(tmp_path)
+    assert "is behind a symbolic link" in refused(capsys, "remove", "planted_op")
+    assert contents(tmp_path) == before
 
 
 # ---- what is written ----
