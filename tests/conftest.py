@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from typing import Any
 
@@ -92,6 +93,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()
+
+
+def pytest_runtest_teardown() -> None:
+    """Workers share a GPU: what a large test leaves in this one's cache goes back."""
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**31:
+        torch.cuda.empty_cache()
 
 
 def pytest_unconfigure() -> None:
