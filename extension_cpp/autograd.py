@@ -38,11 +38,14 @@ from ._namespace import NAMESPACE
 
 own_ops = getattr(torch.ops, NAMESPACE)  # the operators of this package
 
-# The keys that the dispatcher handles after autograd: the bits of a set are in the order of dispatch. PythonDispatcher
-# is added, because it must see each step while torch.compile traces.
-_AFTER_AUTOGRAD = DispatchKeySet.from_raw_repr(DispatchKeySet(DispatchKey.AutogradOther).raw_repr() - 1).add(
-    DispatchKey.PythonDispatcher
-)
+
+def keys_below(key: DispatchKey) -> DispatchKeySet:
+    """The keys that the dispatcher handles after this one: the bits of a set are in the order of dispatch.
+    PythonDispatcher is added, because it must see each step while torch.compile traces."""
+    return DispatchKeySet.from_raw_repr(DispatchKeySet(key).raw_repr() - 1).add(DispatchKey.PythonDispatcher)
+
+
+_AFTER_AUTOGRAD = keys_below(DispatchKey.AutogradOther)
 
 # The Library of each registration: of an Autograd kernel by operator, of others by key and operator. A registration
 # lasts as long as its Library. The dictionary outlives this module, because the package may be imported again, and
@@ -67,14 +70,14 @@ def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
     return SimpleNamespace(
         **{
-            name.split("::")[1]: _operator_or_overload(_overload(name), _overload(name + NO_GRAD))
+            name.split("::")[1]: _operator_or_overload(overload_of(name), overload_of(name + NO_GRAD))
             for name in names
             if name + NO_GRAD in names
         }
     )
 
 
-def _overload(op: str) -> Any:
+def overload_of(op: str) -> Any:
     """The overload "namespace::name" or "namespace::name.overload"."""
     namespace, name = op.split("::")
     name, _, overload = name.partition(".")
@@ -149,7 +152,9 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     The fake gets all arguments, defaults included, and returns the operator's results.
     """
     op = qualified(op)
-    defaults = tuple(argument.default_value for argument in _overload(op)._schema.arguments if not argument.kwarg_only)
+    defaults = tuple(
+        argument.default_value for argument in overload_of(op)._schema.arguments if not argument.kwarg_only
+    )
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -159,7 +164,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
         if op + NO_GRAD not in torch._C._dispatch_get_all_op_names():
             return fake
-        results_of_op, count = (len(_overload(name)._schema.returns) for name in (op, op + NO_GRAD))
+        results_of_op, count = (len(overload_of(name)._schema.returns) for name in (op, op + NO_GRAD))
 
         def of_overload(*args: Any, **keywords: Any) -> Any:
             results = fake(*args, **keywords)
@@ -188,7 +193,7 @@ def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple
     op = qualified(op)
     keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
     for name in (op, op + NO_GRAD):
-        overload = _overload(name)
+        overload = overload_of(name)
         defaults = tuple(argument.default_value for argument in overload._schema.arguments)
         for device_type in ("cpu", "cuda"):
 
@@ -244,10 +249,47 @@ def register_autograd(
     """
     op = qualified(op)
     name = op.split("::")[1]
-    overload = _overload(op)
+    overload = overload_of(op)
     _check_schema(overload._schema)
     library = library_for(op, op)
     library.impl(name, _autograd_kernel(overload, backward, setup_context, plain), "Autograd", with_keyset=True)
+    _register_batching(op)
+    if op + NO_GRAD in torch._C._dispatch_get_all_op_names():
+        register_not_differentiable(op + NO_GRAD)
+
+
+def register_not_differentiable(op: str) -> None:
+    """The results of an operator do not require grad, as those of torch.argmax.
+
+    Without an Autograd kernel they seem to require grad, and a backward gives no gradient, with a warning alone.
+
+    Args:
+        op: "name" of an operator of this package, or "namespace::name" of any.
+    """
+    op = qualified(op)
+    library_for(op, op).impl(op.split("::")[1], torch.library.fallthrough_kernel, "Autograd")
+    _register_batching(op)
+
+
+def _register_batching(op: str) -> None:
+    """Under vmap the operator is called for each element of the batch. PyTorch does the same, with a warning."""
+    overload = overload_of(op)
+
+    def elements(info: Any, x: Any, dim: Any) -> Any:
+        if not isinstance(x, Tensor) or dim is None:
+            return [x] * max(info.batch_size, 1)
+        x = x.movedim(dim, 0)
+        return x if info.batch_size else x.new_zeros(1, *x.shape[1:])  # one call tells the shapes of the results
+
+    def loop(info: Any, in_dims: tuple[Any, ...], *args: Any, **keywords: Any) -> Any:
+        columns = (elements(info, x, dim) for x, dim in zip(args, in_dims, strict=True))
+        results = [overload(*element, **keywords) for element in zip(*columns, strict=True)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results)[: info.batch_size], 0
+        stacked = [torch.stack(each)[: info.batch_size] for each in zip(*results, strict=True)]
+        return tuple(stacked), (0,) * len(stacked)
+
+    torch.library.register_vmap(op, loop, lib=library_for(f"Batched {op}", op))
 
 
 def _check_schema(schema: Any) -> None:

@@ -261,7 +261,8 @@ def register(check: Any, check_backward: Any) -> None:
         ) -> Any:
             args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments with default values
             check_arguments(*args)
-            return kernel(*args)
+            with torch.no_grad():  # for a no-grad overload that is called by itself
+                return kernel(*args)
 
         for key in ("CPU", "CUDA"):
             op = qualified(name)

@@ -272,6 +272,33 @@ def cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradi
     return {"logits": _ops.cross_entropy_backward(grad_out, logits, target, lse, total, weight, *ctx.options)}
 
 
+def _check_scalar(op: str, name: str, x: Tensor, like: Tensor) -> None:
+    dtype = loss_type(like)
+    message = f"expected {name} to be one number of type {str(dtype).removeprefix('torch.')}"
+    checks.check(op, x.dtype == dtype, message)
+    checks.check(op, x.numel() == 1, message)
+
+
+def cross_entropy_chunk_fake(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, *others: Any
+) -> Tensor:
+    op, (*options, scale) = "cross_entropy_chunk", others
+    check_loss(op, logits, target, class_dim(logits), weight, *options)
+    checks.check_device(op, "scale", scale, "logits", logits)
+    is_matrix = logits.is_contiguous() and logits.dim() == 2
+    checks.check(op, is_matrix, f"expected logits to be a contiguous matrix, but got shape {list(logits.shape)}")
+    _check_scalar(op, "scale", scale, logits)
+    return logits.new_empty(target.shape, dtype=loss_type(logits))
+
+
+def cross_entropy_scale_fake(x: Tensor, factor: Tensor) -> Tensor:
+    op = "cross_entropy_scale"
+    checks.check_dtype(op, "x", x)
+    checks.check_device(op, "factor", factor, "x", x)
+    _check_scalar(op, "factor", factor, x)
+    return torch.empty_like(x)
+
+
 def token_log_probs_fake(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     check_tokens("token_log_probs", logits, target, temperature)
     shapes = target.shape, target.shape, (*target.shape, 2)

@@ -27,8 +27,6 @@ def register_nested(op: Any) -> None:
     rule = _by_rows(name) if forward in BY_ROWS else _refuse(name)
     library = library_for(f"Nested {op}", op._schema.name)
     torch.library.register_torch_dispatch(op, NestedTensor, rule, lib=library)
-    if name != overload:  # For a no-grad overload other devices' Autograd keys have a fallback. This key has none.
-        library.impl(overload, torch.library.fallthrough_kernel, "AutogradNestedTensor")
 
 
 def _refuse(name: str) -> Callable[..., Any]:

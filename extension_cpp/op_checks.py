@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .autograd import has_tangent
 
 # ---- muladd, activations, gates, reduce_sum, softmax and scans ----
 
@@ -27,16 +26,6 @@ def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> 
         return torch.empty_like(like)
 
     return fake
-
-
-def check_no_gradients(op: str, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Fails if a call with out= would have to be differentiated."""
-    if torch.is_grad_enabled() and out.requires_grad:
-        checks.fail(op, "expected out not to require grad, since out= is not differentiable")
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        checks.fail(op, "expected a and b not to require grad with out=, which is not differentiable")
-    if has_tangent(a, b, out):
-        checks.fail(op, "expected no tangents with out=, which is not differentiable")
 
 
 def check_muladd_out(op: str, a: Tensor, b: Tensor, out: Tensor) -> None:

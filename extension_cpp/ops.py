@@ -30,7 +30,9 @@ from .autograd import (
     register_autocast_rule,
     register_autograd,
     register_fake,
+    register_not_differentiable,
 )
+from .mutation import register_mutation
 from .norms import Norm
 from .op_checks import (
     as_dims,
@@ -39,7 +41,6 @@ from .op_checks import (
     check_dims,
     check_gate,
     check_muladd_out,
-    check_no_gradients,
     check_recurrence,
     check_rotary,
     fake_like,
@@ -181,7 +182,6 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
     """
     if out is None:
         return _ops.muladd(a, b, c)
-    check_no_gradients("muladd", a, b, out)
     own_ops.muladd.out(a, b, c, out=out)
     return out
 
@@ -196,6 +196,9 @@ def _(a: Tensor, b: Tensor, c: float) -> Tensor:
 @register_fake("muladd.out")
 def _(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
     check_muladd_out("muladd", a, b, out)
+
+
+register_mutation("muladd.out")
 
 
 @register_fake("muladd_backward")
@@ -1152,6 +1155,10 @@ _register_op(
     losses.linear_cross_entropy_setup_context,
 )
 linear_loss.register(losses.check_linear_values, losses.check_linear_backward)
+register_fake("cross_entropy_chunk")(losses.cross_entropy_chunk_fake)
+register_mutation("cross_entropy_chunk")
+register_fake("cross_entropy_scale")(losses.cross_entropy_scale_fake)
+register_not_differentiable("cross_entropy_scale")
 register_autocast_rule("linear_cross_entropy", autocast_rules.linear_cross_entropy)
 
 

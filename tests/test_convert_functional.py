@@ -14,6 +14,8 @@ from tests.convert_modules import MLP, WIDTH, Block, Packed
 
 CLASSES, BATCH, TOKENS = 11, 3, 6
 
+pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
+
 
 class Classifier(torch.nn.Module):
     """Norms with residuals, gated products, softmax and a loss."""

@@ -1,12 +1,14 @@
 """What only muladd promises: out=, and its place in a compiled graph."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import extension_cpp
+from extension_cpp.autograd import overload_of
 from tests.checks import last_level_cache
 from tests.forked import python
 
@@ -97,26 +99,86 @@ def test_results_larger_than_the_cache_begin_anywhere() -> None:
         assert torch.equal(extension_cpp.muladd(a, b, 0.5, out=out), expected)
 
 
-@pytest.mark.parametrize("frozen", ["a", "b"])
-def test_out_with_one_input_frozen(frozen: str, device: str) -> None:
-    a, b, expected = inputs((5,), device)
-    (b if frozen == "a" else a).requires_grad_()
-    with pytest.raises(RuntimeError, match="expected a and b not to require grad with out="):
-        extension_cpp.muladd(a, b, 0.5, out=torch.empty(5, device=device))
-    with torch.no_grad():
-        assert torch.equal(extension_cpp.muladd(a, b, 0.5, out=torch.empty(5, device=device)), expected)
-
-
 def test_out_with_inputs_that_require_grad(device: str) -> None:
-    """out= with inputs that require grad raises, so that no gradient is lost silently. Under no_grad it works."""
+    """Under no_grad it works, also with out that requires grad."""
     a, b, expected = inputs((5,), device)
-    a.requires_grad_()
-    out = torch.empty_like(b)
-    with pytest.raises(RuntimeError, match="expected a and b not to require grad with out="):
-        extension_cpp.muladd(a, b, 0.5, out=out)
-    with torch.no_grad():
-        extension_cpp.muladd(a, b, 0.5, out=out)
-    assert torch.equal(out, expected)
+    for out in (torch.empty_like(b), torch.empty_like(b, requires_grad=True)):
+        with torch.no_grad():
+            extension_cpp.muladd(a.requires_grad_(), b, 0.5, out=out)
+        assert torch.equal(out, expected)
+
+
+def writes(device: str) -> dict[str, tuple[Callable[[torch.Tensor], object], torch.Tensor]]:
+    """For each operator that writes: a call that writes into a tensor, and such a tensor."""
+    ops, ones = torch.ops.extension_cpp, torch.ones(3, 3, device=device)
+    target, scale = torch.arange(3, device=device), torch.ones(1, device=device)
+    return {
+        "muladd.out": (lambda x: ops.muladd.out(ones, ones, 1.0, out=x), ones * 2),
+        "cross_entropy_chunk": (
+            lambda x: ops.cross_entropy_chunk(x, target, None, -100, 0.0, 0.0, None, scale),
+            ones * 2,
+        ),
+    }
+
+
+def test_what_is_written_counts_a_version(device: str) -> None:
+    """Where PyTorch's own operators do, so that a backward which needs the former values raises. The result is right in
+    views, too."""
+    every = writes(device)
+    schemas = {name: str(overload_of(name)._schema) for name in torch._C._dispatch_get_all_op_names()}
+    written = {name.split("::")[1] for name, s in schemas.items() if name.startswith("extension_cpp::") and "!" in s}
+    assert set(every) == written
+    for name, (write, x) in every.items():
+        first = torch.ones_like(x, requires_grad=True)
+        y, view, expected = first * x, x[:], x.clone()
+        write(expected)
+        for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+            before = x._version
+            with mode:
+                write(view)
+            assert x._version == view._version == before + 1, name
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            y.sum().backward()
+        write(again := torch.full_like(x, 2))
+        assert torch.equal(again, expected)
+        with torch.inference_mode():
+            write(inference := torch.full_like(x, 2))
+            assert torch.equal(inference, expected)
+        with pytest.raises(RuntimeError, match=r"requires? grad"):
+            write(torch.full_like(x, 2).requires_grad_())
+        mapped = torch.compile(lambda x, write=write: (write(x), x * 1)[1], fullgraph=True, backend="aot_eager")
+        assert torch.equal(mapped(z := torch.full_like(x, 2)), expected) and torch.equal(z, expected)
+
+
+def test_negative_views(device: str) -> None:
+    """z.conj().imag stands for the negative of what is in memory."""
+    a, b, expected = inputs((5, 3), device)
+    for mode in (torch.enable_grad(), torch.inference_mode()):
+        with mode:
+            z = torch.zeros(5, 3, dtype=torch.complex64, device=device)
+            out = z.conj().imag
+            assert extension_cpp.muladd(a, b, 0.5, out=out) is out and out.is_neg()
+            assert torch.equal(out, expected) and torch.equal(z.imag, -expected) and not z.real.any()
+            assert torch.equal(
+                extension_cpp.muladd(out, out, 0.5, out=out), extension_cpp.muladd(expected, expected, 0.5)
+            )
+
+
+def test_a_graph_counts_versions_and_writes_again(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("CUDA graphs")
+    for name, (write, x) in writes(device).items():
+        start, expected = x.clone(), x.clone()
+        write(expected)
+        torch.cuda.synchronize()
+        graph, before = torch.cuda.CUDAGraph(), x._version
+        with torch.cuda.graph(graph):
+            write(x)
+        assert x._version == before + 1, name
+        for _ in range(2):
+            x.copy_(start)
+            graph.replay()
+            assert torch.equal(x, expected), name
 
 
 def test_out_is_functionalized(device: str) -> None:

@@ -21,6 +21,8 @@ from tests.checks import (
 )
 from tests.opspec import OpSpec, Sample
 
+pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
+
 
 @every_op
 def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:

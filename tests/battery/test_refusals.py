@@ -56,7 +56,7 @@ def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> Non
     with FakeTensorMode() if fake_device != "meta" else contextlib.nullcontext():
         samples = list(spec.error_inputs("cpu" if fake_device == "meta" else fake_device))
         for sample in map(_on_meta, samples) if fake_device == "meta" else samples:
-            for gradients in (True, *(() if "require grad" in sample.message else (False,))):
+            for gradients in (True, *(() if re.search("requires? grad", sample.message) else (False,))):
                 with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
                     spec.function(*sample.args, **sample.kwargs)
                 assert str(error.value) == sample.message

@@ -27,10 +27,13 @@ def error_inputs(device):
         "out to be float32 like a, but got float64": a.double(),
         "out to be a itself or to share no memory with it, but they overlap in part": buffer[1:].view(2, 3),
         "out without internal overlap, but got stride 0 in dimension 0": torch.ones(3, device=device).expand(2, 3),
-        "out not to require grad, since out= is not differentiable": a.clone().requires_grad_(),
     }
     for message, out in errors.items():
         yield ErrorSample((flat, a, 1.0), f"{op} {message}", {"out": out})
+    message = "functions with out=... arguments don't support automatic differentiation, but one of the arguments"
+    trained = a.clone().requires_grad_()
+    for call in ((a, a, a.clone().requires_grad_()), (trained, a, a.clone()), (a, trained, a.clone())):
+        yield ErrorSample((*call[:2], 1.0), f"extension_cpp::muladd.out: {message} requires grad.", {"out": call[2]})
 
 
 def terms(call):

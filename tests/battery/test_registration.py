@@ -1,0 +1,52 @@
+"""What an operator of this package must have registered, whether a spec reaches it or not."""
+
+import torch
+
+from extension_cpp.autograd import overload_of
+from tests.battery import both_overloads, calls_of_every_order, every_op
+from tests.checks import as_tuple, maker
+from tests.opspec import OpSpec
+
+
+def names() -> list[str]:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
+    assert names
+    return names
+
+
+def lacking(names: list[str], key: str) -> list[str]:
+    return [name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
+
+
+def test_every_operator_says_what_autograd_does() -> None:
+    """Else its results seem to require grad: register_autograd, register_not_differentiable or register_mutation."""
+    assert lacking(names(), "Autograd") == []
+
+
+def test_every_operator_that_writes_counts_versions() -> None:
+    """Else a backward reads what was overwritten: register_mutation."""
+    writing = [name for name in names() if "!" in str(overload_of(name)._schema)]
+    assert lacking(writing, "ADInplaceOrView") == []
+    assert not set(names()) - set(writing) - set(lacking(names(), "ADInplaceOrView"))
+
+
+def test_every_operator_has_a_fake() -> None:
+    assert lacking(names(), "Meta") == []
+
+
+def test_every_operator_has_a_batching_rule() -> None:
+    """Else vmap warns of a performance drop. PyTorch's vmap has none for operators that write."""
+    reading = [name for name in names() if "!" not in str(overload_of(name)._schema)]
+    assert lacking(reading, "FuncTorchBatched") == []
+
+
+@every_op
+def test_no_grad_overloads_give_no_gradient(spec: OpSpec, device: str) -> None:
+    """Called by themselves, with tensors that require grad."""
+    sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
+    for op, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
+        args = tuple(
+            x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args
+        )
+        results = as_tuple(both_overloads(op)[1](*args, **kwargs))
+        assert [y.requires_grad for y in results] == [False] * len(results), op
