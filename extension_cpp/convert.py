@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import convert_activations, convert_forward, convert_loss, convert_norms, info
 from . import modules as nn
@@ -22,6 +23,7 @@ from .convert_formulas import (
     FormulaModule,
     formula_class,
     is_formula_class,
+    outside_modes,
     parameters_of,
 )
 
@@ -33,6 +35,7 @@ class Converted(NamedTuple):
     left: dict[str, str]  # why the module was not changed
 
 
+@outside_modes()
 def convert(
     model: torch.nn.Module,
     loss: str = "logits",
@@ -282,7 +285,7 @@ def _obstacle(module: torch.nn.Module) -> str | None:
     if isinstance(module, torch.nn.CrossEntropyLoss) and module.weight is not None:
         tensors["weight"] = module.weight
     for name, parameter in tensors.items():
-        if type(parameter) not in (torch.nn.Parameter, Tensor):
+        if type(parameter) not in (torch.nn.Parameter, Tensor, FakeTensor):
             reason = f"its {name} is a {type(parameter).__name__}, not a plain tensor"
             return f"{reason}; convert the model before {SHARDING}" if "DTensor" in reason else reason
         if parameter.dtype not in DTYPES:
@@ -318,8 +321,7 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) ->
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
     if formula is None:
-        with torch.device("cpu"):  # the caller's default device may be meta
-            formula = recognised[state] = _recognise(module)
+        formula = recognised[state] = _recognise(module)
     if isinstance(formula, str):
         return formula
     original: type = type(module)

@@ -107,15 +107,14 @@ def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
     """Compares the gradients, which shows whether a part is detached. The gradients are of size 1."""
     for training in (True, False):
         x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
-        with torch.enable_grad():
-            y = run(twin_of(module, [], training=training), x * 1)
-            if y is None or not y.requires_grad:
-                return False
-            (wanted,) = torch.autograd.grad(FUNCTIONS[function](x).sum(), x)
-            try:
-                (got,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
-            except Exception:  # from the backward of code we do not know
-                return False
+        y = run(twin_of(module, [], training=training), x * 1)
+        if y is None or not y.requires_grad:
+            return False
+        (wanted,) = torch.autograd.grad(FUNCTIONS[function](x).sum(), x)
+        try:
+            (got,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
+        except Exception:  # from the backward of code we do not know
+            return False
         if got is None or not bool(((got - wanted).abs() <= 30 * CONSTANTS).all()):
             return False
     return True

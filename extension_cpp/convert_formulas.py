@@ -4,12 +4,13 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import modules as nn
 
@@ -122,16 +123,58 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
 
 
 @contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """A context, and decorator, in which probes compute what they would in a new process: what convert learns, and
+    keeps for later calls, must not depend on the modes that its caller is in."""
+    dtype, deterministic = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        while torch._C._len_torch_function_stack():  # the default device is such a mode, too
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        for mode in (torch.inference_mode(False), torch.enable_grad(), autocast("")):
+            stack.enter_context(mode)
+        torch.set_default_dtype(torch.float32)
+        torch.set_deterministic_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_deterministic_debug_mode(deterministic)
+
+
+class Remembered:
+    """functools.cache for functions that return what they found or, as a string, why there is nothing. Reasons are not
+    kept: one may come from an exception that another call does not raise."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.found = function, dict[Any, Any]()
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any) -> Any:
+        if args not in self.found:
+            result = self.function(*args)
+            if isinstance(result, str):
+                return result
+            self.found[args] = result
+        return self.found[args]
+
+
+@contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
-    """Autocast for one device type only, or with "" for none. It works on a machine without the device, too."""
-    before = {each: torch.is_autocast_enabled(each) for each in ("cpu", "cuda")}
+    """Autocast for one device type only, or with "" for none, with PyTorch's dtypes. It works on a machine without the
+    device, too."""
+    before = {each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")}
+
+    def put(states: dict[str, tuple[bool, torch.dtype]]) -> None:
+        for each, (enabled, dtype) in states.items():
+            torch.set_autocast_enabled(each, enabled)
+            torch.set_autocast_dtype(each, dtype)
+
     try:
-        for each in before:
-            torch.set_autocast_enabled(each, each == device)
+        put({"cpu": (device == "cpu", torch.bfloat16), "cuda": (device == "cuda", torch.float16)})
         yield
     finally:
-        for each, enabled in before.items():
-            torch.set_autocast_enabled(each, enabled)
+        put(before)
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:

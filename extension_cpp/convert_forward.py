@@ -15,7 +15,7 @@ from torch import Tensor
 from . import convert_rotary, convert_source, ops
 from . import modules as nn
 from .convert_activations import TANH, Activation
-from .convert_formulas import CONTEXTS, FormulaModule, is_formula_class
+from .convert_formulas import CONTEXTS, FormulaModule, Remembered, is_formula_class
 from .convert_gated import GATED, GatedLinear, can_make_again, gated
 from .convert_loss import must_run
 from .convert_norms import Norm, add_norm
@@ -121,7 +121,7 @@ def is_rewritten_class(kind: type) -> bool:
     return issubclass(kind, RewrittenModule) and kind.__bases__[0] is RewrittenModule
 
 
-@functools.cache
+@Remembered
 def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
     """A subclass of RewrittenModule and the original, or why there is none. transformers reads its name, module and
     signature, so it has the original's."""
@@ -222,7 +222,6 @@ def function_of(kind: Any, site: Site) -> Any:
     return convert_source.globals_of(kind.forward).get(site.name)
 
 
-@functools.cache
+@Remembered
 def rotary_of(function: Any, options: tuple[tuple[str, Any], ...]) -> Rotary | str:
-    with torch.device("cpu"):  # the caller's default device may be meta
-        return convert_rotary.recognise(function, dict(options))
+    return convert_rotary.recognise(function, dict(options))

@@ -292,7 +292,7 @@ def _logits_to_loss(module: torch.nn.Module, name: str) -> tuple[float, float | 
     """The scale and the softcap that forward applies to the logits, found by running it on a probe."""
     head: Any = module._modules[name]
     unknown = "what its forward does with the logits is not known"
-    with torch.device("cpu"), torch.no_grad():  # the caller's device may be meta
+    with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(1, 2, head.weight.shape[0], generator=generator, dtype=torch.float64) * 4
         probe[0, :, 0] = torch.tensor([SMALL, LARGE])

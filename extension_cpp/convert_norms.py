@@ -250,17 +250,16 @@ def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attri
     x, *parameters = _probe(formula, eps, width, torch.float32, 2)
     leaves = [each.double().requires_grad_() for each in (x, *parameters)]
     grad_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    with torch.enable_grad():
-        wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
-        twin, x = twin_of(module, parameters, **attributes), x.clone().requires_grad_()
-        y = run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
-        if y is None or not y.requires_grad:
-            return False
-        own = [x, *parameters_of(twin).values()]
-        try:
-            got = torch.autograd.grad(y, own, grad_out.to(y.dtype), allow_unused=True)
-        except Exception:  # from the backward of code we do not know
-            return False
+    wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
+    twin, x = twin_of(module, parameters, **attributes), x.clone().requires_grad_()
+    y = run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
+    if y is None or not y.requires_grad:
+        return False
+    own = [x, *parameters_of(twin).values()]
+    try:
+        got = torch.autograd.grad(y, own, grad_out.to(y.dtype), allow_unused=True)
+    except Exception:  # from the backward of code we do not know
+        return False
     return all(
         a is not None and bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())
         for a, b in zip(got, wanted, strict=True)

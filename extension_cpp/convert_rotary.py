@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .convert_formulas import EPS, HALF, autocast
+from .convert_formulas import EPS, HALF, outside_modes
 
 
 class Rotary(NamedTuple):
@@ -70,6 +70,7 @@ def _rotate(
 # ---- recognising them ----
 
 
+@outside_modes()
 def recognise(function: Callable[..., Any], options: dict[str, Any]) -> Rotary | str:
     """What a function of q, k, cos, sin computes, found by calling it on probes; or why it is not rotary_embedding."""
     for interleaved, repeats in ((False, False), (True, False), (True, True)):
@@ -98,7 +99,7 @@ def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -
     dims, swapped, *_ = LAYOUTS[layout]
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     q, k = draw(2, 3, 5, 8), draw(2, 4, 5, 8)
     cos, sin = draw(2, 5, rotated), draw(2, 5, rotated)
@@ -128,7 +129,7 @@ def _exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool)
 def _call(function: Callable[..., Any], options: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
     """None if it raises, or returns something else than two tensors of the shapes and dtypes of q and k."""
     try:
-        with autocast(""), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             results = function(*inputs, **options)
     except Exception:  # unknown code may raise anything, and then it does not compute our formula
         return None
@@ -183,13 +184,12 @@ def _gradients_agree(function: Callable[..., Any], options: dict[str, Any], rota
     ):
         q, k, cos, sin = _probe(layout, torch.float32, torch.float32, 8)
         q, k = q.requires_grad_(), k.requires_grad_()
-        with torch.enable_grad():
-            results = run(q * 1, k * 1, cos, sin)
-            if results is None or not all(each.requires_grad for each in results):
-                return False
-            total = sum((each * each.detach().cos()).sum() for each in results)
-            try:
-                gradients.append(torch.autograd.grad(total, (q, k)))  # type: ignore[arg-type]  # sum() of tensors
-            except Exception:  # from the backward of code we do not know
-                return False
+        results = run(q * 1, k * 1, cos, sin)
+        if results is None or not all(each.requires_grad for each in results):
+            return False
+        total = sum((each * each.detach().cos()).sum() for each in results)
+        try:
+            gradients.append(torch.autograd.grad(total, (q, k)))  # type: ignore[arg-type]  # sum() of tensors
+        except Exception:  # from the backward of code we do not know
+            return False
     return all(bool(((a - b).abs() <= 1e-5).all()) for a, b in zip(*gradients, strict=True))

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from .convert_formulas import Remembered
 from .convert_rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
 
 FUTURES = functools.reduce(
@@ -21,7 +22,7 @@ FUTURES = functools.reduce(
 )
 
 
-@functools.cache
+@Remembered
 def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...] | str:
     """All places that may be replaced in a forward, or the reason why its source cannot be rewritten."""
     found = _definition(forward)

@@ -657,9 +657,9 @@ def test_modules_that_are_left() -> None:
 
 @pytest.fixture
 def no_sites() -> Iterator[None]:
-    convert_source.sites_of.cache_clear()
+    convert_source.sites_of.found.clear()
     yield
-    convert_source.sites_of.cache_clear()
+    convert_source.sites_of.found.clear()
 
 
 @pytest.mark.usefixtures("no_sites")

@@ -1,0 +1,193 @@
+"""nn.convert in every mode that its caller may be in: it changes and learns what it does outside of them."""
+
+import contextlib
+import importlib.util
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import NewGELUActivation
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from extension_cpp import convert_forward
+from extension_cpp.nn import convert
+from tests import convert_modules
+from tests.test_convert import make
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Functions(TorchFunctionMode):
+    """Fails at the first function of PyTorch that is called in it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} is called in the mode")
+
+
+class Operators(TorchDispatchMode):
+    """Fails at the first operator that is called in it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} is called in the mode")
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cpu", torch.float16),
+    "FakeTensorMode": FakeTensorMode,
+    "default float64": lambda: default_dtype(torch.float64),
+    "default bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "deterministic": deterministic,
+    "functions": Functions,
+    "operators": Operators,
+}
+
+
+def state(name: str) -> dict[str, Any]:
+    """The modes that are on now. In the mode "functions" the default device cannot be asked for."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device() if name != "functions" else None,
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "functions": torch._C._len_torch_function_stack(),
+        "operators": torch._C._len_torch_dispatch_stack(),
+        "autocast": [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")],
+    }
+
+
+def fresh_modules() -> Any:
+    """tests/convert_modules.py executed anew: classes and functions about which convert knows nothing yet."""
+    spec = importlib.util.spec_from_file_location("fresh_convert_modules", convert_modules.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def model_of(source: types.ModuleType) -> torch.nn.Module:
+    """Every kind of module that convert runs on probes, with what it changes and what it leaves."""
+    norms = [CohereLayerNorm, GemmaRMSNorm, LlamaRMSNorm]
+    parts = [source.Attention(), source.DetachedAttention(), source.MLP(), source.Block(), source.Functional()]
+    model = torch.nn.Sequential(*(norm(64) for norm in norms), NewGELUActivation(), *parts)
+    model[6].act, model[7].norm2 = NewGELUActivation(), GemmaRMSNorm(16)
+    return model
+
+
+def rules(model: torch.nn.Module) -> list[Any]:
+    """What the generated classes say about what their modules compute."""
+    kinds = [type(module) for module in model.modules()]
+    found = [getattr(kind, name, None) for kind in kinds for name in ("formula", "sites")]
+    return found + [rotary for kind in kinds for _, rotary in getattr(kind, "rotaries", ())]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_decide_nothing(name: str) -> None:
+    """The result is that of a plain convert, and the next plain convert learns nothing else. No probe runs in the mode,
+    which is on again afterwards."""
+    plain = model_of(fresh_modules())
+    expected = convert(plain)
+    assert len(expected.changed) == 15 and list(expected.left) == ["5"]
+    source = fresh_modules()
+    models = [model_of(source), model_of(source)]
+    with MODES[name]():
+        before = state(name)
+        found = convert(models[0])
+        assert state(name) == before
+    assert found == expected and rules(models[0]) == rules(plain)
+    assert convert(models[1]) == expected and rules(models[1]) == rules(plain)
+
+
+class StateNorm(LlamaRMSNorm):
+    """Notes in which modes it is run."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.seen.append(state("plain"))
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_probes_run_outside_of_modes(name: str) -> None:
+    StateNorm.seen.clear()
+    convert(StateNorm(64))
+    expected = [*StateNorm.seen]
+    StateNorm.seen.clear()
+    norm = StateNorm(64)
+    with MODES[name]():
+        convert(norm)
+    assert StateNorm.seen == expected and len(expected) > 50
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_decide_nothing_about_the_linear_loss(name: str) -> None:
+    models = [make("gemma", torch.float32) for _ in range(2)]
+    expected = convert(models[0], loss="linear")
+    with MODES[name]():
+        assert convert(models[1], loss="linear") == expected
+    assert "linear_cross_entropy" in expected.changed.values()
+
+
+def test_a_model_of_fake_tensors_is_changed() -> None:
+    """As one on meta: the ops have fakes."""
+    with FakeTensorMode():
+        model = torch.nn.Sequential(torch.nn.LayerNorm(64), LlamaRMSNorm(64))
+        assert convert(model) == ({"0": "layer_norm", "1": "rms_norm"}, {})
+        assert model(torch.empty(2, 64)).shape == (2, 64)
+
+
+def test_pickles_are_loaded_in_any_mode() -> None:
+    """Loading makes the generated class again, and may be the first to ask what a rotary function computes."""
+    made = fresh_modules().Attention
+    sites = frozenset({convert_forward.Site("rotary", "apply_rotary_pos_emb")})
+    with torch.inference_mode(), FakeTensorMode():
+        module = convert_forward._blank(made, sites)
+    assert len(type(module).rotaries) == 1
+
+
+def test_no_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that raises once is asked again by the next convert."""
+    source = fresh_modules()
+    right = source.torch.cat
+
+    def failing(*args: Any, **kwargs: Any) -> Tensor:
+        raise OSError("no space left on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", failing)
+        assert convert(torch.nn.Sequential(source.Attention())).left.keys() == {"0"}
+    assert torch.cat is right and convert(torch.nn.Sequential(source.Attention())).changed == {"0": "rotary_embedding"}
+    source = fresh_modules()
+    with monkeypatch.context() as patch:
+        patch.setattr("inspect.getsourcelines", failing)
+        assert "0" not in convert(torch.nn.Sequential(source.MLP())).changed
+    assert convert(torch.nn.Sequential(source.MLP())).changed["0"] == "swiglu"
