@@ -63,6 +63,29 @@ def have_one_shape(a: Tensor, b: Tensor) -> bool:
         return [int(size) for size in a.shape] == [int(size) for size in b.shape]
 
 
+class Generated(type):
+    """The metaclass of the classes that convert makes. Instances and subclasses of the original class count as theirs:
+    tools take the class of one layer and look for others of it (FSDP's policies do), and some may be left alone."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """By the __mro__ alone. torch.compile can't trace type's own check, and the one of an abstract class asks the
+        subclasses, so that issubclass here would not end. A class on top of a generated one accepts nothing more."""
+        original = vars(cls).get("original")
+        return cls in subclass.__mro__ or (original in cls.__bases__ and original in subclass.__mro__)
+
+
+def generated_class(base: type, original: type, names: dict[str, Any]) -> type:
+    """A subclass of `base` and the original, with the original's name: models that initialize weights, and tools, look
+    for it."""
+    kind = type(original)
+    metaclass = Generated if kind is type else type(kind.__name__, (Generated, kind), {})
+    names = {"__doc__": original.__doc__, "original": original, **names}
+    return metaclass(original.__name__, (base, original), names)
+
+
 class FormulaModule:
     """A base class put in front of a module's class. It computes the formula of that class with this package's ops."""
 
@@ -86,11 +109,8 @@ def is_formula_class(kind: type) -> bool:
 
 @functools.cache
 def formula_class(original: type, formula: Formula) -> type:
-    """A subclass of FormulaModule and the original, with the original's name: models that initialize weights look for
-    "RMSNorm" in it."""
-    names = {"__module__": __name__, "__doc__": original.__doc__, "original": original, "formula": formula}
-    names["forward"] = _forward_of(formula.input)
-    return type(original.__name__, (FormulaModule, original), names)
+    names = {"__module__": __name__, "formula": formula, "forward": _forward_of(formula.input)}
+    return generated_class(FormulaModule, original, names)
 
 
 def _forward_of(name: str) -> Any:

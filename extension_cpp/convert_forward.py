@@ -15,7 +15,7 @@ from torch import Tensor
 from . import convert_rotary, convert_source, ops
 from . import modules as nn
 from .convert_activations import TANH, Activation
-from .convert_formulas import CONTEXTS, FormulaModule, Remembered, is_formula_class
+from .convert_formulas import CONTEXTS, FormulaModule, Remembered, generated_class, is_formula_class
 from .convert_gated import GATED, GatedLinear, can_make_again, gated
 from .convert_loss import must_run
 from .convert_norms import Norm, add_norm
@@ -123,18 +123,18 @@ def is_rewritten_class(kind: type) -> bool:
 
 @Remembered
 def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
-    """A subclass of RewrittenModule and the original, or why there is none. transformers reads its name, module and
-    signature, so it has the original's."""
+    """A subclass of RewrittenModule and the original, or why there is none. transformers reads its module and
+    signature, too, so it has the original's."""
     forward = convert_source.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
     if isinstance(forward, str):
         return forward
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     found = [(function_of(original, site), dict(site.options)) for site in sites if site.kind == "rotary"]
     known = [(function, rotary_of(function, tuple(options.items()))) for function, options in found]
     rotaries = tuple((function, rotary) for function, rotary in known if isinstance(rotary, Rotary))
-    more = {"original": original, "sites": sites, "forward": forward, "rotaries": rotaries}
+    more = {"sites": sites, "forward": forward, "rotaries": rotaries}
     try:
-        return type(original.__name__, (RewrittenModule, original), names | more)  # type: ignore[operator]  # any type
+        return generated_class(RewrittenModule, original, names | more)
     except Exception as error:  # of its metaclass or its __init_subclass__
         return f"its class cannot be subclassed ({error})"
 

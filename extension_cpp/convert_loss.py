@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import losses
+from .convert_formulas import generated_class
 
 
 def causal_lm_loss(
@@ -201,7 +202,7 @@ class LinearLossModel:
 
 @functools.cache
 def linear_class(original: type, plan: Plan) -> type:
-    """A subclass of LinearLossModel and the original. transformers reads its name, module and signature, so it has the
+    """A subclass of LinearLossModel and the original. transformers reads its module and signature, too, so it has the
     original's."""
 
     @functools.wraps(original.forward)  # type: ignore[attr-defined]  # `type` has no forward, a model's class has
@@ -216,9 +217,8 @@ def linear_class(original: type, plan: Plan) -> type:
             head.received = None  # and not `del`, which torch.compile cannot replay
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    names |= {"original": original, "plan": plan, "forward": forward}  # type: ignore[dict-item]  # names of any type
-    return type(original.__name__, (LinearLossModel, original), names)
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "plan": plan, "forward": forward}
+    return generated_class(LinearLossModel, original, names)
 
 
 def _blank(original: type, plan: Plan) -> torch.nn.Module:
