@@ -115,8 +115,9 @@ def formula_class(original: type, formula: Formula) -> type:
 
 def _forward_of(name: str) -> Any:
     """A forward whose argument has the original's name, since callers may pass it by name."""
-    namespace: dict[str, Any] = {}
-    exec(f"def forward(self, {name}):\n    return self.formula(self, {name})", namespace)
+    namespace: dict[str, Any] = {"takes": nn.takes}
+    call = f"self.formula(self, {name}) if takes({name}) else self.original.forward(self, {name})"
+    exec(f"def forward(self, {name}):\n    return {call}", namespace)
     return namespace["forward"]
 
 

@@ -35,7 +35,7 @@ class RewrittenModule:
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
         """``act(gate) * up``."""
         function, results = _activation(act)
-        if function and isinstance(gate, Tensor) and isinstance(up, Tensor):
+        if function and isinstance(gate, Tensor) and isinstance(up, Tensor) and nn.takes(gate, up):
             return gated(gate, up, function, results)
         return (_functional(act) if isinstance(act, str) else act)(gate) * up
 
@@ -57,9 +57,10 @@ class RewrittenModule:
             else:
                 x = dropout(x)
         options = _norm(norm)
-        if options is None or not isinstance(x, Tensor) or not isinstance(residual, Tensor):
+        is_taken = isinstance(x, Tensor) and isinstance(residual, Tensor) and nn.takes(x, residual)
+        if options is None or not is_taken:
             if p and training:
-                x = ops.dropout(x, p, True)
+                x = ops.dropout(x, p, True) if nn.takes(x) else torch.nn.functional.dropout(x, p, True)
             total = residual + x
             return norm(total), total
         arguments = [*options, p, training]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import modules as nn
 from . import ops
 from .autograd import is_recorded
 from .convert_activations import TANH, activation
@@ -51,7 +52,7 @@ def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) ->
         return False
     if not torch.is_grad_enabled() or not linear.weight.requires_grad:
         return False
-    if gate.layout is not torch.strided or gate.is_nested:
+    if gate.is_nested or not nn.takes(gate, up):
         return False
     return context_of(gate.device.type) == 0 and _is_one_kernel(gate, up, results)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import ops
 from .convert_formulas import EPS, HALF, outside_modes
+from .modules import takes
 
 
 class Rotary(NamedTuple):
@@ -38,7 +39,8 @@ def rotate(function: Any, rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any, **
 
 
 def _takes(rotary: Rotary, layout: str, q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or torch.jit.is_tracing():
+    tensors = q, k, cos, sin
+    if not all(isinstance(each, Tensor) and takes(each) for each in tensors) or torch.jit.is_tracing():
         return False
     dims, _, tokens, table_dims = LAYOUTS[layout]
     if q.dim() != dims or k.dim() != dims or cos.dim() != table_dims or cos.shape != sin.shape:

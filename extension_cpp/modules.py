@@ -17,6 +17,19 @@ def refuse_script(module: object) -> NoReturn:
     )
 
 
+def takes(*tensors: object) -> bool:
+    """Whether the ops take tensors of these kinds. Modules that stand for one of torch.nn do what that does with others
+    (complex, sparse, quantized). What is no tensor, as a proxy of torch.fx, counts as taken."""
+    for x in tensors:
+        if isinstance(x, Tensor) and not (
+            x.dtype in checks.DTYPES
+            and x.layout is (torch.jagged if x.is_nested else torch.strided)
+            and (x.is_cuda or x.device.type in ("cpu", "meta"))  # is_cuda takes a sixth of the time
+        ):
+            return False
+    return True
+
+
 class _NotScriptable:
     """Makes torch.jit.script raise a readable error, and not one about Python code that its compiler does not know."""
 
@@ -94,6 +107,8 @@ class SiLU(_NotScriptable, torch.nn.SiLU):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not takes(input):
+            return super().forward(input)
         if self.inplace:
             return input.copy_(ops.silu(input.clone()))  # backward needs the input
         return ops.silu(input)
@@ -103,7 +118,7 @@ class GELU(_NotScriptable, torch.nn.GELU):
     """torch.nn.GELU, ``approximate`` included, over extension_cpp.gelu; any shape."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.gelu(input, self.approximate)
+        return ops.gelu(input, self.approximate) if takes(input) else super().forward(input)
 
 
 class SwiGLU(_NotScriptable, torch.nn.Module):
@@ -150,6 +165,8 @@ class Dropout(_NotScriptable, torch.nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not takes(input):
+            return super().forward(input)
         y = ops.dropout(input, self.p, self.training)
         return input.copy_(y) if self.inplace and y is not input else y
 
@@ -161,6 +178,8 @@ class LayerNorm(_NotScriptable, torch.nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not takes(input, self.weight):
+            return super().forward(input)
         return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -171,6 +190,8 @@ class RMSNorm(_NotScriptable, torch.nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if not takes(x, self.weight):
+            return super().forward(x)
         return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -283,12 +304,12 @@ class LogSoftmax(_NotScriptable, torch.nn.LogSoftmax):
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, no tensor is nested
 def _softmax(x: Tensor, dim: int) -> Tensor:
-    return torch.softmax(x, dim) if x.is_nested else ops.softmax(x, dim)
+    return ops.softmax(x, dim) if takes(x) and not x.is_nested else torch.softmax(x, dim)
 
 
 @torch.fx.wrap
 def _log_softmax(x: Tensor, dim: int) -> Tensor:
-    return torch.log_softmax(x, dim) if x.is_nested else ops.log_softmax(x, dim)
+    return ops.log_softmax(x, dim) if takes(x) and not x.is_nested else torch.log_softmax(x, dim)
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no shapes
@@ -399,7 +420,9 @@ def _cross_entropy(
     softcap: float | None,
 ) -> Tensor:
     # A target of another dtype has class probabilities, or torch refuses it: call torch's function.
-    if target.dtype is not torch.int64 and not z_loss and softcap is None:
+    is_taken = target.dtype is torch.int64 and takes(input) and 0 <= label_smoothing <= 1
+    has_classes = input.shape[:2][-1:] != (0,)
+    if not (is_taken and has_classes) and not z_loss and softcap is None:
         options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         return torch.nn.functional.cross_entropy(input, target, weight, **options)  # type: ignore[arg-type]  # of one dict
     return ops.cross_entropy(
