@@ -58,12 +58,24 @@ def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
     checks.check_like(op, "up", up, "gate", gate)
 
 
+def _is_int(dim: Any) -> bool:
+    """Anything with __index__ is taken, except a bool (Python's, NumPy's or a tensor), which PyTorch refuses, too."""
+    is_bool = isinstance(dim, bool) or str(getattr(dim, "dtype", "")).endswith("bool")
+    return hasattr(dim, "__index__") and not is_bool
+
+
+def as_dim(op: str, dim: Any) -> int:
+    """The dimension. The operator itself would take True for 1."""
+    if type(dim) is not int and not _is_int(dim):
+        checks.fail(op, f"expected dim to be an int, but got {dim!r}")
+    return dim
+
+
 def as_dims(dim: Any) -> tuple[int, ...] | None:
-    """The dimensions as ints. Anything with __index__ is taken, except a bool, which torch.sum refuses, too."""
+    """The dimensions as ints."""
     dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
-    for d in dims or ():
-        if isinstance(d, bool) or not hasattr(d, "__index__"):
-            checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
+    if not all(map(_is_int, dims or ())):
+        checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
     return dims if dims is None else tuple(operator.index(d) for d in dims)
 
 

@@ -35,6 +35,7 @@ from .autograd import (
 from .mutation import register_mutation
 from .norms import Norm
 from .op_checks import (
+    as_dim,
     as_dims,
     check_bias,
     check_dim,
@@ -790,7 +791,7 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
     bits for any number of rows, and for any sizes of the dimensions before ``dim``. Autocast casts half inputs to
     float32 on CUDA, as in PyTorch.
     """
-    return _ops.softmax(input, dim)
+    return _ops.softmax(input, as_dim("softmax", dim))
 
 
 def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
@@ -808,7 +809,7 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     Differentiable, to any order; backward saves only the result. NaN, infinities, batch invariance and autocast are as
     for softmax.
     """
-    return _ops.log_softmax(input, dim)
+    return _ops.log_softmax(input, as_dim("log_softmax", dim))
 
 
 def _register_softmax(op: str) -> None:
@@ -858,7 +859,7 @@ def cumsum(input: Tensor, dim: int, *, exclusive: bool = False, reverse: bool = 
     summed as a row. Any strides are read without a copy. Autocast casts half inputs to float32 on CUDA, as for
     torch.cumsum. Source: torch.cumsum.
     """
-    return _ops.cumsum(input, dim, exclusive, reverse)
+    return _ops.cumsum(input, as_dim("cumsum", dim), exclusive, reverse)
 
 
 register_fake("cumsum")(fake_like("cumsum", "x", along_dim=True, hint="; torch.cumsum takes others"))
@@ -900,7 +901,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     digits after some thousand steps, which torch keeps. NaN reaches later results only. Strides and batch invariance
     are as for cumsum. Source: torch.logcumsumexp.
     """
-    return _ops.logcumsumexp(input, dim)
+    return _ops.logcumsumexp(input, as_dim("logcumsumexp", dim))
 
 
 def _logcumsumexp_backward_fake(grad_out: Tensor, x: Tensor, y: Tensor, dim: int) -> Tensor:
@@ -963,7 +964,7 @@ def linear_recurrence(
     promotes the tensors to the widest of their dtypes. Sources: Blelloch 1990, Prefix Sums and Their Applications;
     Martin and Cundy 2018, arXiv:1709.04057.
     """
-    return _ops.linear_recurrence(a, b, h0, dim, reverse)
+    return _ops.linear_recurrence(a, b, h0, as_dim("linear_recurrence", dim), reverse)
 
 
 def _linear_recurrence_fake(a: Tensor, b: Tensor, h0: Tensor | None, dim: int, reverse: bool) -> Tensor:

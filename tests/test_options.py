@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -87,3 +88,19 @@ def test_arguments_have_the_names_of_torch(name: str) -> None:
     given |= {"training": False} if name == "dropout" else {}
     expected = OF_TORCH.get(name, getattr(torch.nn.functional, name, None))(input=x, **given)
     torch.testing.assert_close(function(input=x, **given), expected)
+
+
+FUNCTIONS = {name: value for name, value in vars(extension_cpp).items() if inspect.isfunction(value)}
+WITH_DIM = [name for name, function in FUNCTIONS.items() if "dim" in inspect.signature(function).parameters]
+
+
+@pytest.mark.parametrize("name", WITH_DIM)
+def test_dim_is_an_int(name: str) -> None:
+    """PyTorch's functions refuse a bool as well; the operators would take True for 1."""
+    x = torch.randn(2, 3)
+    function, args = FUNCTIONS[name], [x] * (2 if name == "linear_recurrence" else 1)
+    for dim in (True, False, torch.tensor(True), numpy.bool_(True), 1.0, "1"):
+        with pytest.raises(RuntimeError, match=f"extension_cpp::{name}: expected dim to be an int.*, but got"):
+            function(*args, dim=dim)
+    for dim in (1, torch.tensor(1), numpy.int64(1)):
+        assert torch.equal(function(*args, dim=dim), function(*args, dim=-1))
