@@ -58,8 +58,9 @@ def convert(
       gelu. The linear layers around the product, packed or not, are called as before. If the product goes straight into
       a plain torch.nn.Linear in the same expression, it is not saved for backward, which computes it again. The bits
       are the same, with a third less memory.
-    * Attention modules that call a function with "rotary" or "rope" in its name (rotary_embedding). That function is
-      run on probes, too. Other modules that call it do not change.
+    * Attention modules whose forward calls a function with "rotary" or "rope" in its name with q, k, cos and sin, or
+      with x, cos and sin (rotary_embedding). That function is run on probes, too. Other modules that call it do not
+      change.
     * Modules that normalize a residual sum, ``s = residual + dropout(x)`` and ``norm(s)`` (add_layer_norm,
       add_rms_norm). There torch.nn.functional.dropout gets another mask, too.
     * The losses of Hugging Face's causal language models; see below.
@@ -99,7 +100,8 @@ def convert(
         module calls now. ``left`` has a sentence for each norm, activation, dropout, softmax, loss and rotary function
         that was not changed. These are modules that
 
-        * compute something else (QuickGELU, rotary embedding by sections) or take more than the input;
+        * compute something else (QuickGELU, rotary embedding by sections or of complex numbers), take more than the
+          input, or call the rotary function with other arguments;
         * are parametrized or TorchScript, or had their forward replaced on the instance;
         * are dropouts and activations that work in place, which the op could only copy, or softmaxes without a
           dimension;

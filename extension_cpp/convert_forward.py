@@ -30,7 +30,7 @@ class RewrittenModule:
 
     sites: ClassVar[frozenset[Site]]
     original: ClassVar[type]
-    rotaries: ClassVar[tuple[tuple[Any, Rotary], ...]]  # the recognised functions, and what they compute
+    rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # of each recognised function, and what it computes
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
         """``act(gate) * up``."""
@@ -66,12 +66,12 @@ class RewrittenModule:
         arguments = [*options, p, training]
         return add_norm(x, residual, *arguments)
 
-    def _extension_cpp_rotary(self, function: Any, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
-        """``function(q, k, cos, sin, **options)``."""
-        for known, rotary in self.rotaries:
-            if function is known:
-                return convert_rotary.rotate(function, rotary, q, k, cos, sin, **options)
-        return function(q, k, cos, sin, **options)
+    def _extension_cpp_rotary(self, function: Any, *args: Any, **options: Any) -> Any:
+        """``function(*args, **options)``, where args are q, k, cos and sin, or x, cos and sin."""
+        for site, known, rotary in self.rotaries:
+            if function is known and len(args) == site.arguments and options == dict(site.options):
+                return convert_rotary.rotate(function, rotary, *args, **options)
+        return function(*args, **options)
 
     def __prepare_scriptable__(self) -> NoReturn:
         nn.refuse_script(self)
@@ -130,9 +130,9 @@ def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
     if isinstance(forward, str):
         return forward
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    found = [(function_of(original, site), dict(site.options)) for site in sites if site.kind == "rotary"]
-    known = [(function, rotary_of(function, tuple(options.items()))) for function, options in found]
-    rotaries = tuple((function, rotary) for function, rotary in known if isinstance(rotary, Rotary))
+    found = [(site, function_of(original, site)) for site in sites if site.kind == "rotary"]
+    known = [(site, function, rotary_of(function, site.options, site.arguments)) for site, function in found]
+    rotaries = tuple((site, function, rotary) for site, function, rotary in known if isinstance(rotary, Rotary))
     more = {"sites": sites, "forward": forward, "rotaries": rotaries}
     try:
         return generated_class(RewrittenModule, original, names | more)
@@ -175,7 +175,7 @@ def decide(
         if site.kind == "rotary" and not wants("rotary_embedding"):
             continue
         if site.kind == "rotary":
-            rotary = rotary_of(function_of(kind, site), site.options)
+            rotary = rotary_of(function_of(kind, site), site.options, site.arguments)
             if isinstance(rotary, str):
                 reasons.append(f"its {site.name} {rotary}")
                 continue
@@ -191,11 +191,11 @@ def decide(
             wanted.append(site)
             functions[function] = None
     if not functions:
-        return Decision(None, "", tuple(reasons))
+        return Decision(None, "", tuple(dict.fromkeys(reasons)))
     made = rewritten_class(kind, frozenset(wanted))
     if isinstance(made, str):
         return Decision(None, "", (*reasons, f"it could call {', '.join(functions)}, but {made}"))
-    return Decision(made, ", ".join(functions), tuple(reasons))
+    return Decision(made, ", ".join(functions), tuple(dict.fromkeys(reasons)))
 
 
 def class_of_child(module: torch.nn.Module, site: Site, class_of: Callable[[torch.nn.Module], type]) -> type | None:
@@ -220,9 +220,13 @@ def _function_at(site: Site, kind: type | None) -> str | None:
 
 
 def function_of(kind: Any, site: Site) -> Any:
-    return convert_source.globals_of(kind.forward).get(site.name)
+    first, *attributes = site.name.split(".")
+    found = convert_source.globals_of(kind.forward).get(first)
+    return functools.reduce(lambda each, name: getattr(each, name, None), attributes, found)
 
 
 @Remembered
-def rotary_of(function: Any, options: tuple[tuple[str, Any], ...]) -> Rotary | str:
-    return convert_rotary.recognise(function, dict(options))
+def rotary_of(function: Any, options: tuple[tuple[str, Any], ...], arguments: int) -> Rotary | str:
+    if not arguments:
+        return "is called with other arguments than q, k, cos, sin or x, cos, sin"
+    return convert_rotary.recognise(function if arguments == 4 else convert_rotary.in_pairs(function), dict(options))

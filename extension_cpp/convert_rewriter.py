@@ -6,7 +6,7 @@ It finds code of three forms, and replaces each by a call of a method of the mod
   together with the module that takes the product (``self.down_proj(act(gate) * up)``);
 * a residual addition and the norm of its sum: ``s = residual + x`` followed by ``self.norm(s)``, or
   ``self.norm(residual + x)``, together with the dropout of x if it comes just before;
-* the call of a function with "rotary" or "rope" in its name, with q, k, cos and sin.
+* the call of a function with "rotary" or "rope" in its name, with q, k, cos and sin, or with x, cos and sin.
 
 For any arguments the methods (convert_forward.py) compute what the replaced code computed, so a rewritten forward has
 the original's results. Its arguments, results and other calls do not change.
@@ -30,6 +30,7 @@ class Site(NamedTuple):
     kind: str  # "gated", "add_norm", "dropout", "rotary"
     name: str  # the module, as an attribute of self, or the function as the forward calls it
     options: tuple[tuple[str, Any], ...] = ()  # constants that the function is called with
+    arguments: int = 4  # of a "rotary": q, k, cos and sin; 3: x, cos and sin; 0: others, which are not replaced
 
 
 FUNCTIONAL_DROPOUT = Site("dropout", "")  # every torch.nn.functional.dropout of a forward
@@ -135,12 +136,19 @@ class Rewriter(ast.NodeTransformer):
             (product,) = node.args
             if isinstance(product, ast.Call) and self.child(product.func) == f"{PREFIX}gated":
                 return self.call("gated_linear", node.func, *product.args)
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if not any(part in name.lower() for part in ("rotary", "rope")) or self.value(node.func) is None:
+        function = self.value(node.func)
+        if not callable(function) or isinstance(function, type):
             return node
-        options = _constants(node.keywords)
-        starred = any(isinstance(each, ast.Starred) for each in node.args)
-        if len(node.args) != 4 or starred or options is None or not self.wants(Site("rotary", name, options)):
+        name = ast.unparse(node.func)
+        word = name.split(".")[-1].lower().replace("proper", "")  # a property is no rope
+        if not ("rotary" in word or "rope" in word):
+            return node
+        options, count = _constants(node.keywords), len(node.args)
+        if options is None or count not in (3, 4) or any(isinstance(each, ast.Starred) for each in node.args):
+            if count + len(node.keywords) > 1:
+                self.wants(Site("rotary", name, (), 0))
+            return node
+        if not self.wants(Site("rotary", name, options, count)):
             return node
         call = self.call("rotary", node.func, *node.args)
         call.keywords = node.keywords

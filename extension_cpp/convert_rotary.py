@@ -30,12 +30,25 @@ LAYOUTS = {
 }
 
 
-def rotate(function: Any, rotary: Rotary, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
+def rotate(function: Any, rotary: Rotary, *args: Any, **options: Any) -> Any:
     """Calls the op if its results are those of the function, else (other shapes or dtypes) the function itself."""
+    q, *others, cos, sin = args
+    (k,) = others or (q,)
     for layout in rotary.layouts:
         if _takes(rotary, layout, q, k, cos, sin):
-            return _rotate(rotary, layout, q, k, cos, sin, ops.rotary_embedding)
-    return function(q, k, cos, sin, **options)
+            results = _rotate(rotary, layout, q, k, cos, sin, ops.rotary_embedding if others else _alone)
+            return results if others else results[0]
+    return function(*args, **options)
+
+
+def _alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The op for one tensor: k has no heads."""
+    return ops.rotary_embedding(q, k[..., :0, :, :], cos, sin, interleaved=interleaved)
+
+
+def in_pairs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of q, k, cos and sin that calls one of x, cos and sin."""
+    return lambda q, k, cos, sin, **options: (function(q, cos, sin, **options), function(k, cos, sin, **options))
 
 
 def _takes(rotary: Rotary, layout: str, q: Any, k: Any, cos: Any, sin: Any) -> bool:

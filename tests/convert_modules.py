@@ -294,3 +294,80 @@ class DetachedAttention(Attention):
         q, k = (y.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for y in (self.q(x), self.k(x)))
         q, k = half_rotary(q, k, cos, sin)
         return torch.cat([q, k], 1)
+
+
+def rotary_of_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+    """As in Gemma3n."""
+    first, second = x.chunk(2, -1)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def rotary_of_sin_and_cos(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """As in GPT-J, with half as many columns."""
+    sin, cos = (table[:, :, None, ::2].repeat_interleave(2, -1) for table in (sin, cos))
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+def rotary_of_complex(q: Tensor, k: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """As in Llama4."""
+    turned = [torch.view_as_complex(x.unflatten(-1, (-1, 2))) * frequencies[:, :, None] for x in (q, k)]
+    q, k = (torch.view_as_real(x).flatten(-2) for x in turned)
+    return q, k
+
+
+class OneByOne(Attention):
+    """The queries have their heads before the tokens, and the keys after them."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = (y.unflatten(-1, (-1, WIDTH)) for y in (self.q(x), self.k(x)))
+        q = rotary_of_one(q.transpose(1, 2), cos, sin)
+        k = rotary_of_one(k, cos, sin, unsqueeze_dim=2)
+        return torch.cat([q, k.transpose(1, 2)], 1)
+
+
+class SinAndCos(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary_of_sin_and_cos(self.q(x).unflatten(-1, (-1, WIDTH)), sin, cos)
+
+
+class Frequencies(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = (y.unflatten(-1, (-1, WIDTH)) for y in (self.q(x), self.k(x)))
+        return torch.cat(rotary_of_complex(q, k, torch.complex(cos, sin)[..., ::2]), 2)
+
+
+class ByKeyword(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary_of_one(self.q(x).unflatten(-1, (-1, WIDTH)), cos=cos, sin=sin, unsqueeze_dim=2)
+
+
+class Unpacked(Attention):
+    def forward(self, x: Tensor, *tables: Tensor) -> Tensor:
+        return rotary_of_one(self.q(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2), *tables)
+
+
+class Rope:
+    """What has functions as its attributes."""
+
+    apply_rope = staticmethod(rotary_of_one)
+
+
+class ByAttribute(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return Rope.apply_rope(self.q(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2), cos, sin)
+
+
+def get_property(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return x * y + z
+
+
+def rope_length(x: Tensor) -> int:
+    return x.shape[1]
+
+
+class NoRope(Attention):
+    """Names that have "rope" in them and rotate nothing."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return get_property(x, cos, sin)[:, : rope_length(x)]

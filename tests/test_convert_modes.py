@@ -106,7 +106,7 @@ def rules(model: torch.nn.Module) -> list[Any]:
     """What the generated classes say about what their modules compute."""
     kinds = [type(module) for module in model.modules()]
     found = [getattr(kind, name, None) for kind in kinds for name in ("formula", "sites")]
-    return found + [rotary for kind in kinds for _, rotary in getattr(kind, "rotaries", ())]
+    return found + [rotary for kind in kinds for *_, rotary in getattr(kind, "rotaries", ())]
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -631,6 +631,66 @@ def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: 
     assert not calls
 
 
+@pytest.mark.parametrize("name, count", [("OneByOne", 2), ("ByAttribute", 1)])
+def test_one_tensor_at_a_time(name: str, count: int, calls: list[str]) -> None:
+    """Each call has its own layout, also where one forward calls one function in two ways."""
+    stock = getattr(convert_modules, name)()
+    module = copy.deepcopy(stock)
+    assert convert(module) == ({"": "rotary_embedding"}, {})
+    for inputs in (attention_inputs(), [each.repeat(1, 2, 1) for each in attention_inputs()]):
+        calls.clear()
+        check_same(results(module, *inputs), results(stock, *inputs))
+        assert calls == ["rotary_embedding"] * count
+    x, cos, sin = attention_inputs()
+    calls.clear()
+    check_same(results(module, x, cos.double(), sin.double()), results(stock, x, cos.double(), sin.double()))
+    assert not calls
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    check_same(results(compiled, x, cos, sin), results(stock, x, cos, sin))
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x, cos, sin), module(x, cos, sin))
+
+
+def test_one_function_in_two_layouts(calls: list[str]) -> None:
+    """As many tokens as heads, so that only the options say which dimension is which."""
+    stock = convert_modules.OneByOne()
+    module = copy.deepcopy(stock)
+    convert(module)
+    inputs = [torch.randn(2, tokens, WIDTH) for tokens in (4, 4, 4)]
+    check_same(results(module, *inputs), results(stock, *inputs))
+    inputs = [torch.randn(2, tokens, WIDTH) for tokens in (2, 2, 2)]
+    check_same(results(module, *inputs), results(stock, *inputs))
+
+
+OTHER_CALLS = {
+    "SinAndCos": "its rotary_of_sin_and_cos computes something else than rotary_embedding",
+    "Frequencies": "its rotary_of_complex computes something else than rotary_embedding",
+    "ByKeyword": "its rotary_of_one is called with other arguments than q, k, cos, sin or x, cos, sin",
+    "Unpacked": "its rotary_of_one is called with other arguments than q, k, cos, sin or x, cos, sin",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_rotary_calls_are_named(name: str) -> None:
+    model = torch.nn.Sequential(getattr(convert_modules, name)())
+    model[0](*attention_inputs())  # it runs as it is
+    assert convert(model) == ({}, {"0": f"{name}: {OTHER_CALLS[name]}"})
+    assert convert(model, skip="rotary_embedding") == ({}, {})
+
+
+def test_names_that_are_not_rotary() -> None:
+    module = convert_modules.NoRope()
+    module(*attention_inputs())
+    assert convert(module) == ({}, {})
+
+
+@pytest.mark.parametrize("name, is_one", [("gemma3n", True), ("gemma4", True), ("gptj", False), ("deepseek_v4", False)])
+def test_rotary_functions_of_one_tensor(name: str, is_one: bool) -> None:
+    function = modeling(name).apply_rotary_pos_emb
+    found = convert_forward.rotary_of(function, (("unsqueeze_dim", 2),) if is_one else (), 3)
+    assert isinstance(found, convert_rotary.Rotary) == is_one
+    assert is_one or found == "computes something else than rotary_embedding"
+
+
 # ---- what is left ----
 
 
