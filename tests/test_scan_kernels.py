@@ -21,6 +21,7 @@ import build_library
 from tests.checks import check, leaves, maker
 from tests.opspec import OpSpec, all_specs
 from tests.test_scan import result_and_gradients, scans_of_slices
+from tests.test_scan_masks import along_rows_and_columns, check_gradients, check_sums, masked
 
 ON_CPU = Path(build_library.__file__).parent / "tests" / "c" / "cuda_on_cpu"
 # Replacements in the sources: code that a C++ compiler does not know, and smaller sizes.
@@ -296,6 +297,15 @@ def test_logcumsumexp_keeps_small_terms_beside_0(kernels: Kernels, shape: tuple[
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
     y = functions(kernels)["logcumsumexp"](x, dim).narrow(dim, 1, 63).double()
     torch.testing.assert_close(y, exact, rtol=128 * torch.finfo(torch.float32).eps, atol=0)
+
+
+@every_dtype
+@along_rows_and_columns
+def test_prefixes_of_minus_infinity_get_gradient_0(kernels: Kernels, dim: int, dtype: torch.dtype) -> None:
+    scan = functions(kernels)["logcumsumexp"]
+    check_sums(scan, dim, *masked(33, dtype, "cpu"))
+    for length in (1, 67, 1090):
+        check_gradients(scan, dim, *masked(length, dtype, "cpu"))
 
 
 @pytest.mark.parametrize("shape, dim", [((2, 120_001), 1), ((1, 5_000, 3), 1)])

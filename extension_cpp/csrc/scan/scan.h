@@ -15,7 +15,8 @@
  * 2^31 - 1 tiles (scan_plan.h). A call with no element is not launched.
  * Computed in float (float64: double) or better and rounded once per element. Run-to-run
  * deterministic and batch-invariant at equal alignment: a line's result does not depend on the
- * number of threads or on the other lines. NaN and infinities spread to later steps only.
+ * number of threads or on the other lines. NaN and infinities spread to later steps only. In the
+ * gradient of logcumsumexp exp(x - y) is 0 where y is -inf: such a result depends on no element.
  * Source: PyTorch's definitions; Blelloch, Prefix Sums and Their Applications, 1990. */
 #ifndef EXTENSION_CPP_SCAN_H
 #define EXTENSION_CPP_SCAN_H

@@ -151,6 +151,12 @@ static void NAME(logcumsumexp)(const logcumsumexp_args *args, int64_t begin, int
 
 /* ---- backward: d_k = grad_out_k + exp(y_k - y_(k-1)) d_(k-1) in the order of the kernel ---- */
 
+/* exp(x - y), the weight of x in the result y. A result of -inf depends on no element. */
+ALWAYS_INLINE ACC NAME(weight_in)(ACC x, ACC y) {
+  const ACC d = x - y;
+  return EXP_SOFTMAX(y == -(ACC)INFINITY ? y : x == y || d > 0 ? 0 : d);
+}
+
 NOINLINE pair_sum_t NAME(logcumsumexp_row_backward)(const logcumsumexp_backward_args *args,
                                                     const scan_item_t *item, double start,
                                                     int only_total) {
@@ -164,13 +170,13 @@ NOINLINE pair_sum_t NAME(logcumsumexp_row_backward)(const logcumsumexp_backward_
     ACC a[BLOCK], d[BLOCK], v[BLOCK], w[BLOCK];
     NAME(load_stride)(w, (const T *)y.data + i * y.step, y.step, count, 0);
     NAME(load_earlier)(a, y, i, count, item->first == 0, INFINITY, 0);
-    for (int k = 0; k < BLOCK; ++k) a[k] = NAME(exp_difference)(w[k], a[k]);
+    for (int k = 0; k < BLOCK; ++k) a[k] = NAME(weight_in)(w[k], a[k]);
     NAME(load_stride)(d, (const T *)g.data + i * g.step, g.step, count, 0);
     const pair_sum_t block = NAME(recur_block)(a, d, next_state(sum, start));
     sum = compose_sums(sum, block);
     if (only_total) continue;
     NAME(load_stride)(v, (const T *)x.data + i * x.step, x.step, count, 0);
-    for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(exp_difference)(v[k], w[k]);
+    for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(weight_in)(v[k], w[k]);
     NAME(store_stride)((T *)grad_x.data + i * grad_x.step, grad_x.step, d, count, stream, 0);
   }
   return sum;
@@ -192,14 +198,14 @@ NOINLINE void NAME(logcumsumexp_columns_backward)(const logcumsumexp_backward_ar
       ACC a[BLOCK], d[BLOCK], v[BLOCK], w[BLOCK];
       NAME(load_columns)(w, of_y, ahead * y.step, y.inner, n);
       NAME(load_stride)(a, is_first ? of_y : of_y - y.step, y.inner, n, 0);
-      for (int k = 0; k < BLOCK; ++k) a[k] = NAME(exp_difference)(w[k], a[k]);
+      for (int k = 0; k < BLOCK; ++k) a[k] = NAME(weight_in)(w[k], a[k]);
       NAME(load_columns)
       (d, (const T *)g.data + i * g.step + c * g.inner, ahead * g.step, g.inner, n);
       NAME(recur_step)(a, d, columns->h + c, columns->a + c, columns->b + c, 1);
       if (only_total) continue;
       NAME(load_columns)
       (v, (const T *)x.data + i * x.step + c * x.inner, ahead * x.step, x.inner, n);
-      for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(exp_difference)(v[k], w[k]);
+      for (int k = 0; k < BLOCK; ++k) d[k] *= NAME(weight_in)(v[k], w[k]);
       NAME(store_columns)
       ((T *)grad_x.data + i * grad_x.step + c * grad_x.inner, grad_x.inner, d, n, stream, 0);
     }

@@ -113,6 +113,12 @@ struct Logcumsumexp {
   }
 };
 
+// exp(x - y), the weight of x in the result y. A result of -inf depends on no element.
+template <typename A>
+__device__ inline A weight_in(A x, A y) {
+  return y == -INFINITY ? A(0) : exp_difference(x, y);
+}
+
 // Inputs: grad_out, x, y, and y of the step before.
 template <typename Element>
 struct LogcumsumexpBackward {
@@ -123,7 +129,7 @@ struct LogcumsumexpBackward {
   static constexpr int ROW_VECTORS = 2, ROW_CTAS = 4, COLUMN_VECTORS = 4, COLUMN_CTAS = 3;
   static __device__ constexpr int shift(int i) { return i == 3 ? -1 : 0; }
   static __device__ A decay(const A (&in)[4], bool is_first) {
-    return is_first ? A(0) : exp_difference(in[2], in[3]);
+    return is_first ? A(0) : weight_in(in[2], in[3]);
   }
   __device__ Words<A, 2> part(const A (&in)[4], bool is_first) const {
     return {{decay(in, is_first), in[0]}};
@@ -131,7 +137,7 @@ struct LogcumsumexpBackward {
   __device__ void step(const A (&in)[4], bool is_first, typename Algebra::State &state,
                        A (&out)[1]) const {
     state.v[0] = fma(decay(in, is_first), state.v[0], in[0]);
-    out[0] = exp_difference(in[1], in[2]) * state.v[0];
+    out[0] = weight_in(in[1], in[2]) * state.v[0];
   }
 };
 
