@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .autograd import NO_GRAD, library_for, own_ops, qualified
+from .checks import fail
 
 # The size of a chunk's logits. Products of few rows are slower (products of 1024 rows by an eighth, with 128256 classes
 # on an H100), and each chunk after the first rounds the sum of the weight's gradient once more.
@@ -244,6 +245,14 @@ def _options(options: Sequence[Any]) -> Options:
     return ignore_index, label_smoothing, z_loss, softcap
 
 
+def check_memory(schema: Any, args: Sequence[Any]) -> None:
+    """check_memory of csrc/common/op.h. PyTorch's products of a tensor whose storage was freed may end the process."""
+    for argument, x in zip(schema.arguments, args, strict=True):
+        if isinstance(x, Tensor) and x.numel() > 0 and x.untyped_storage().nbytes() == 0:
+            got = f"memory for its {x.numel()} elements, but got a storage of 0 bytes"
+            fail(schema.name.split("::")[1].removesuffix(NO_GRAD), f"expected {argument.name} to have {got}")
+
+
 def register(check: Any, check_backward: Any) -> None:
     """Registers the kernels on CPU and CUDA, each behind its check of the arguments."""
     kernels = {
@@ -257,9 +266,14 @@ def register(check: Any, check_backward: Any) -> None:
         defaults = tuple(argument.default_value for argument in schema.arguments)
 
         def checked(
-            *args: Any, check_arguments: Any = check_arguments, kernel: Any = kernel, defaults: Any = defaults
+            *args: Any,
+            check_arguments: Any = check_arguments,
+            kernel: Any = kernel,
+            defaults: Any = defaults,
+            schema: Any = schema,
         ) -> Any:
             args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments with default values
+            check_memory(schema, args)
             check_arguments(*args)
             with torch.no_grad():  # for a no-grad overload that is called by itself
                 return kernel(*args)

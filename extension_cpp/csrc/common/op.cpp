@@ -48,13 +48,21 @@ std::string dtype_string(const Tensor &x) {
   }
 }
 
-// Python's None arrives as a tensor that is not defined.
-static void check_defined(const char *op, const char *name, const Tensor &x) {
+// Python's None arrives as a tensor that is not defined. A storage of 0 bytes is what
+// x.untyped_storage().resize_(0) leaves, with which FSDP frees parameters. The pointer is then null
+// or, in a view, the view's offset.
+void check_memory(const char *op, const char *name, const Tensor &x) {
   if (!x.defined()) fail(op, "expected " + std::string(name) + " to be a tensor, but got None");
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &bytes));
+  if (bytes == 0 && x.numel() > 0) {
+    fail(op, "expected " + std::string(name) + " to have memory for its " +
+                 std::to_string(x.numel()) + " elements, but got a storage of 0 bytes");
+  }
 }
 
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const char *hint) {
-  check_defined(op, name, x);
+  check_memory(op, name, x);
   switch (x.scalar_type()) {
     case ScalarType::Double: return DTYPE_FLOAT64;
     case ScalarType::Float: return DTYPE_FLOAT32;
@@ -69,7 +77,7 @@ dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const cha
 
 void check_device(const char *op, const char *name, const Tensor &x, const char *like_name,
                   const Tensor &like) {
-  check_defined(op, name, x);
+  check_memory(op, name, x);
   if (x.is_cuda() != like.is_cuda() || x.is_cpu() != like.is_cpu() ||
       x.get_device_index() != like.get_device_index()) {
     fail(op, "expected " + std::string(name) + " on " + device_string(like) + " like " + like_name +

@@ -30,6 +30,11 @@ std::string to_string(Sizes sizes);          // "[2, 3]"
 std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
 std::string dtype_string(const Tensor &x);   // "float32"
 
+// Fails unless x is a tensor, and has memory if it has elements: its storage may have been freed.
+// Every tensor argument of an op goes through check_dtype or check_device, which call this, also in
+// the checks that are made of them.
+void check_memory(const char *op, const char *name, const Tensor &x);
+
 // x's element type. Fails unless kernels support it; `hint` is appended to the message.
 dtype_t check_dtype(const char *op, const char *name, const Tensor &x, const char *hint = "");
 

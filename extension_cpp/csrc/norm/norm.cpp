@@ -163,6 +163,7 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
                                double p, const Optional &seed, bool needs_x, bool needs_residual,
                                bool needs_weight, bool needs_bias) {
   norm_backward_args args{};
+  if (grad_sum) check_memory(op, "sum", x);
   if (grad_sum && *grad_sum) check_like(op, "grad_sum", **grad_sum, "sum", x);
   (grad_sum ? args.dropout_x : args.dropout_y) = check_dropout(op, p, seed, x);
   check_inputs(args, op, x, normalized_shape, weight, bias);

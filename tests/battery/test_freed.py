@@ -1,0 +1,92 @@
+"""A tensor whose storage was freed, as FSDP frees parameters, gets a sentence from every op, for each argument."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.battery import both_overloads, calls_of_every_order, every_op
+from tests.checks import maker
+from tests.opspec import OpSpec
+
+
+def freed(like: Tensor, offset: int) -> Tensor:
+    """A tensor as `like` is, `offset` elements behind the begin of a storage that has no memory any more."""
+    reach = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    x = torch.empty(offset + reach, dtype=like.dtype, device=like.device).as_strided(like.shape, like.stride(), offset)
+    x.untyped_storage().resize_(0)
+    return x.requires_grad_(like.requires_grad)
+
+
+def with_one_freed(args: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
+    """The arguments, with each tensor that has elements freed in turn: as a whole, and as a part of a storage."""
+    for i, x in enumerate(args):
+        for offset in (0, 3) if isinstance(x, Tensor) and x.numel() > 0 else ():
+            yield i, [*args[:i], freed(x, offset), *args[i + 1 :]]
+
+
+def check_refused(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], sentence: str) -> None:
+    """The call fails with the sentence, and no argument has changed. No assertion is here: pytest would print the
+    arguments, and to print a freed tensor ends the process."""
+    alive = [x.detach() for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.untyped_storage().nbytes()]
+    before, message = [x.clone() for x in alive], "no error"
+    try:
+        call(*args, **kwargs)
+    except RuntimeError as error:
+        message = str(error)
+    compare(message, sentence, alive, before)
+
+
+def compare(message: str, sentence: str, alive: list[Tensor], before: list[Tensor]) -> None:
+    assert re.fullmatch(sentence, message), message
+    for x, old in zip(alive, before, strict=True):
+        torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
+
+
+def sentence_of(op: str, name: str) -> str:
+    return rf"extension_cpp::{op}: expected {name} to have memory for its \d+ elements, but got a storage of 0 bytes"
+
+
+@every_op
+def test_freed_arguments_get_a_sentence(spec: OpSpec, device: str) -> None:
+    """Forward, backward and second-order operators and their no-grad overloads, then the function."""
+    refused = set()
+    for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
+        for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
+            names = [argument.name for argument in called._schema.arguments]
+            plain = [x.detach() if isinstance(x, Tensor) else x for x in args]
+            name = called._schema.name.split("::")[1]
+            for i, given in with_one_freed(plain):
+                for op in both_overloads(called):
+                    check_refused(op, given, kwargs, sentence_of(name, names[i]))
+                refused.add((name, names[i]))
+        for gradients in (True, False):
+            for _, given in with_one_freed(sample.args):
+                with torch.set_grad_enabled(gradients):
+                    check_refused(spec.function, given, sample.kwargs, sentence_of(spec.name, r"\w+"))
+    assert len(refused) > 0
+
+
+def test_freed_arguments_of_operators_that_write(device: str) -> None:
+    ops = torch.ops.extension_cpp
+    make = maker(device, torch.float32)
+    a, b, out = (make((3, 5)).detach() for _ in range(3))
+    check_refused(ops.muladd.out, [a, b, 2.0], {"out": freed(out, 3)}, sentence_of("muladd", "out"))
+    for i, given in with_one_freed([a, b]):
+        check_refused(ops.muladd.out, [*given, 2.0], {"out": out}, sentence_of("muladd", "ab"[i]))
+    target, weight, scale = torch.zeros(3, dtype=torch.int64, device=device), make((5,)).detach(), make((1,)).detach()
+    chunk, names = [a, target, weight, -100, 0.0, 0.0, None, scale], ["logits", "target", "weight"]
+    for i, given in with_one_freed(chunk):
+        name = names[i] if i < len(names) else "scale"
+        check_refused(ops.cross_entropy_chunk, given, {}, sentence_of("cross_entropy_chunk", name))
+    for i, given in with_one_freed([a, scale]):
+        check_refused(ops.cross_entropy_scale, given, {}, sentence_of("cross_entropy_scale", ("x", "factor")[i]))
+
+
+@every_op
+def test_elements_that_are_not_there_need_no_memory(spec: OpSpec, device: str) -> None:
+    for sample in spec.sample_inputs(maker(device, torch.float32), (0, 5)):
+        args = [freed(x, 0) if isinstance(x, Tensor) and x.numel() == 0 else x for x in sample.args]
+        spec.function(*args, **sample.kwargs)
