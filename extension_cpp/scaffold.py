@@ -441,8 +441,26 @@ Next:
 }
 
 
+def check_place(command: str) -> None:
+    """Refuses to change this tree where the current folder belongs to another: a package of new-package, a second
+    checkout."""
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        build = folder / "build_library.py"
+        found = re.search(r'^NAMESPACE = "(\w+)"', build.read_text(), re.MULTILINE) if build.is_file() else None
+        if found is None:
+            continue
+        if folder.samefile(TREE):
+            return
+        by_hand = "README.md there says how to add an op by hand"
+        raise CannotMake(
+            f"'{command}' works on the extension_cpp in {TREE}, and you are in the package {found[1]} in {folder}: "
+            f"{'run it in that folder' if found[1] == 'extension_cpp' else by_hand}"
+        )
+
+
 def new(name: str, kind: str) -> None:
     """Adds an op to this source tree; for the kind accessor, an example."""
+    check_place("new")
     if TREE == INSTALLED:
         raise CannotMake(
             "'new' adds an op to a checkout of extension_cpp, and this one is installed; to make a package of your own "
@@ -456,6 +474,7 @@ def new(name: str, kind: str) -> None:
 
 def remove(name: str) -> None:
     """Takes an op out of this source tree: what `new` wrote, and what was compiled of it."""
+    check_place("remove")
     if TREE == INSTALLED:
         raise CannotMake("'remove' takes an op out of a checkout of extension_cpp, and this one is installed")
     plan = plan_removal(name)

@@ -77,6 +77,7 @@ def copy_tree(folder: Path) -> Path:
 def tree(tmp_path, monkeypatch) -> Path:
     copy = copy_tree(tmp_path)
     monkeypatch.setattr(scaffold, "TREE", copy)
+    monkeypatch.chdir(copy)
     return copy
 
 
@@ -93,6 +94,7 @@ def untouched(one_tree, monkeypatch) -> None:
     """A tree for commands that refuse. After the last of them it is as it was before the first: to look after each
     would take ten times as long as the commands do."""
     monkeypatch.setattr(scaffold, "TREE", one_tree)
+    monkeypatch.chdir(one_tree)
 
 
 def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) -> None:
@@ -193,6 +195,22 @@ def test_package_goes_into_an_empty_folder_only(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert command.main(["new-package", str(tmp_path / "empty"), "--name", "my_kernels"]) == 0
     assert (tmp_path / "empty" / "my_kernels" / "ops.py").exists()
+
+
+@pytest.mark.parametrize("words", [["new", "an_op"], ["new", "an_op", "--kind", "accessor"], ["remove", "mish"]])
+def test_commands_refuse_a_folder_of_another_tree(untouched, one_tree, tmp_path, monkeypatch, capsys, words):
+    """A package of new-package, a second checkout."""
+    for name in ("my_kernels", "extension_cpp"):
+        place = (tmp_path if name == "my_kernels" else tmp_path / "second") / "docs"
+        place.mkdir(parents=True)
+        (place.parent / "build_library.py").write_text(f'import os\nNAMESPACE = "{name}"  # of its operators\n')
+        monkeypatch.chdir(place)
+        told = refused(capsys, *words)
+        assert f"'{words[0]}' works on the extension_cpp in {one_tree}" in told
+        assert f"the package {name} in {place.parent}: " in told
+        assert ("README.md there" in told) == (name == "my_kernels")
+    monkeypatch.chdir(one_tree / "docs")  # here it goes on to its own checks
+    assert "README.md there" not in refused(capsys, *words[:1], "common")
 
 
 # ---- what is undone ----
