@@ -143,9 +143,26 @@ class BuildError(SystemExit):
         super().__init__(f"error: {message}")
 
 
+def switch(variable: str) -> str:
+    """An environment variable that is 0 or 1; empty if it is not set."""
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise BuildError(f"{variable} must be 0 or 1, got '{value}'.")
+    return value
+
+
+def command_in(variable: str) -> list[str]:
+    """The words of the command in an environment variable; none if it is not set."""
+    text = os.environ.get(variable, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BuildError(f"{variable} is set to '{text}', which is not a command: {error}.") from None
+
+
 def compiler(variable: str, default: str, package: str) -> list[str]:
     """The command in an environment variable, or the default; an error if it is not on this machine."""
-    command = shlex.split(os.environ.get(variable) or default)
+    command = command_in(variable) or [default]
     if shutil.which(command[0]) is None:
         raise BuildError(
             f"no {variable} compiler: '{command[0]}' was not found; install one (Debian: apt install {package}) "
@@ -181,20 +198,26 @@ def torch_folder() -> Path:
 
 
 def find_nvcc() -> list[str] | None:
-    """nvcc's command, or None for a build without CUDA."""
-    use_cuda = os.environ.get("USE_CUDA", "")
-    if use_cuda not in ("", "0", "1"):
-        raise BuildError(f"USE_CUDA must be 0 or 1, got '{use_cuda}'.")
+    """nvcc's command, or None for a build without CUDA. What a variable names is taken, or is an error."""
+    use_cuda = switch("USE_CUDA")
     if use_cuda == "0":
         return None
-    candidates = [os.environ.get("NVCC", "")]
-    candidates += [f"{os.environ[v]}/bin/nvcc" for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
-    candidates += ["nvcc", "/usr/local/cuda/bin/nvcc"]
-    if candidates[0] and shutil.which(shlex.split(candidates[0])[0]) is None:
-        raise BuildError(f"NVCC is set to '{candidates[0]}', which was not found.")
-    for candidate in filter(None, candidates):
-        if shutil.which(shlex.split(candidate)[0]):
-            return None if is_for_no_gpu() else shlex.split(candidate)
+    candidates = [["nvcc"], ["/usr/local/cuda/bin/nvcc"]]
+    home = next((variable for variable in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(variable)), None)
+    if home:
+        candidates = [[os.path.abspath(f"{os.environ[home]}/bin/nvcc")]]
+    if asked := command_in("NVCC"):
+        candidates = [asked]
+    for candidate in candidates:
+        if shutil.which(candidate[0]):
+            return None if is_for_no_gpu() else candidate
+    if asked:
+        raise BuildError(f"NVCC is set to '{os.environ['NVCC']}', which was not found.")
+    if home:
+        raise BuildError(
+            f"{home} is set to '{os.environ[home]}', which has no bin/nvcc; set it to a CUDA toolkit or unset it "
+            "(USE_CUDA=0 builds for the CPU only)."
+        )
     if use_cuda == "1":
         raise BuildError("USE_CUDA=1, but nvcc was not found; install the CUDA toolkit or set CUDA_HOME.")
     return None
@@ -401,7 +424,7 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
 
     torch = torch_folder()
     cc, cxx, nvcc = compiler("CC", "cc", "gcc"), compiler("CXX", "c++", "g++"), find_nvcc()
-    debug = os.environ.get("DEBUG", "0") == "1"
+    debug = switch("DEBUG") == "1"
     unoptimised = ["-O0", "-g"] if debug else []
     optimise, optimise_shim = unoptimised or ["-O2"], unoptimised or LESS_OPTIMISED
     levels = X86_LEVELS if machine() == "x86_64" and not debug else {"baseline": []}
@@ -490,7 +513,7 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
     """Builds the library and copies it to destination."""
     nvcc = find_nvcc()
     archs = "-".join(architectures(nvcc)).replace("+", "") if nvcc else "cpu"
-    debug = "debug" if os.environ.get("DEBUG", "0") == "1" else "release"
+    debug = "debug" if switch("DEBUG") == "1" else "release"
     other = "" if machine() == platform.machine() else f"-{machine()}"
     folder = ROOT / "build" / f"{debug}-{archs}{other}"
     folder.mkdir(parents=True, exist_ok=True)

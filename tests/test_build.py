@@ -113,6 +113,18 @@ def test_native_architecture_is_the_gpu_that_is_there(output, built, nvcc, machi
     assert build_library.find_nvcc() == nvcc and build_library.architectures(nvcc) == ["8.0"]
 
 
+def test_cuda_home_is_the_toolkit_that_is_taken(nvcc, tmp_path, monkeypatch):
+    """Its name may have a space, and NVCC goes before it. Nothing but blanks names nothing."""
+    (tmp_path / "a toolkit" / "bin").mkdir(parents=True)
+    inside = shutil.copy(nvcc[0], tmp_path / "a toolkit" / "bin")
+    monkeypatch.setenv("CUDA_HOME", "a toolkit")
+    monkeypatch.setenv("NVCC", " ")
+    monkeypatch.chdir(tmp_path)
+    assert build_library.find_nvcc() == [inside]
+    monkeypatch.setenv("NVCC", f"env {nvcc[0]}")
+    assert build_library.find_nvcc() == ["env", nvcc[0]]
+
+
 @pytest.mark.parametrize(
     "asked, flags",
     [("8.6", ["sm_86"]), ("12.0+PTX", ["sm_120", "compute_120"]), ("10.0f+PTX", ["sm_100f", "compute_100f"])],
@@ -135,6 +147,19 @@ def old_torch(nvcc: list[str]) -> Path:
         ("TORCH_CUDA_ARCH_LIST=9.9", build_library.architectures, "this nvcc does not know 9.9; it knows 7.5, 8.0, "),
         ("USE_CUDA=yes", lambda nvcc: build_library.find_nvcc(), "error: USE_CUDA must be 0 or 1, got 'yes'."),
         ("NVCC=/no/nvcc", lambda nvcc: build_library.find_nvcc(), "NVCC is set to '/no/nvcc', which was not found."),
+        ("NVCC=nvcc'", lambda nvcc: build_library.find_nvcc(), "NVCC is set to 'nvcc'', which is not a command: No "),
+        ("CUDA_HOME=/no", lambda nvcc: build_library.find_nvcc(), "CUDA_HOME is set to '/no', which has no bin/nvcc; "),
+        ("CUDA_PATH=/bin", lambda nvcc: build_library.find_nvcc(), "CUDA_PATH is set to '/bin', which has no bin/nvcc"),
+        (
+            'CC=gcc "',
+            lambda nvcc: build_library.machine(),
+            "CC is set to 'gcc \"', which is not a command: No closing ",
+        ),
+        (
+            "DEBUG=yes",
+            lambda nvcc: build_library.write_ninja(Path(nvcc[0]).parent),
+            "error: DEBUG must be 0 or 1, got 'yes'.",
+        ),
         ("CC=false", lambda nvcc: build_library.machine(), "'false -dumpmachine' does not name a processor: CC must"),
         ("CC=false", lambda nvcc: check_environment.check_compilers(), "CC is 'false', which does not compile and "),
         ("GLIBC=2_28", lambda nvcc: build_library.linker(["c++"]), "GLIBC must be a version such as 2.28, got '2_28'"),

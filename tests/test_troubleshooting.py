@@ -37,7 +37,8 @@ def message_of(call: Callable[[], object]) -> str:
 
 def nvcc_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("USE_CUDA", "1")
-    monkeypatch.delenv("NVCC", raising=False)
+    for variable in ("NVCC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(shutil, "which", lambda command: None)
     return message_of(build_library.find_nvcc)
 
