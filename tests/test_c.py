@@ -302,21 +302,44 @@ CPUID_H = """
 PRINT_LEVEL = """
 #include <stdio.h>
 #include "common/cpu_level.h"
-int main(void) { return puts(cpu_level_name(cpu_level())) < 0; }
+int main(void) { return printf("%s %d", cpu_level_name(cpu_level()), cpu_should_stream(100)) < 0; }
 """
 
 
-@pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
-def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
+def level_program(tmp_path: Path) -> Path:
+    """Prints the level that is chosen, and whether a result of 100 bytes is streamed."""
     (tmp_path / "cpuid.h").write_text(CPUID_H)
     (tmp_path / "main.c").write_text(PRINT_LEVEL)
     sources, program = [tmp_path / "main.c", build_library.CSRC / "common" / "cpu_level.c"], tmp_path / "level"
     compiler = build_library.compiler("CC", "cc", "gcc")
     subprocess.run([*compiler, f"-I{tmp_path}", f"-I{build_library.CSRC}", "-o", program, *sources], check=True)
+    return program
+
+
+def test_settings_that_are_none_are_ignored_with_a_sentence(tmp_path: Path) -> None:
+    program = level_program(tmp_path)
+
+    def said(level: str, cache: str) -> tuple[str, str]:
+        environment = {"MISSING": "", "EXTENSION_CPP_CPU_LEVEL": level, "EXTENSION_CPP_CPU_CACHE": cache}
+        done = subprocess.run([program], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout, done.stderr
+
+    highest = [*LEVELS][-1]
+    assert said("", "") == (f"{highest} 0", "") and said("baseline", "99") == ("baseline 1", "")
+    output, warning = said("v9", "1M")
+    assert output == f"{highest} 0" and warning.splitlines() == [
+        "extension_cpp: expected EXTENSION_CPP_CPU_LEVEL to be baseline, v3 or v4, but got 'v9', which is ignored",
+        "extension_cpp: expected EXTENSION_CPP_CPU_CACHE to be a number of bytes, but got '1M', which is ignored",
+    ]
+
+
+@pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
+def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
+    program = level_program(tmp_path)
 
     def level(missing: str, asked: str = "v4") -> str:
         environment = {"MISSING": missing, "EXTENSION_CPP_CPU_LEVEL": asked}
-        return subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout.split()[0]
 
     assert [level("nothing", asked) for asked in ("baseline", "v3", "v4", "")] == ["baseline", "v3", "v4", "v4"]
     assert {level(part) for part in ("f16c", "avx2", "fma")} == {"baseline"}

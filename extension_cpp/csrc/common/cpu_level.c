@@ -51,19 +51,35 @@ static int64_t shared_cache(void) {
   return kib << 10;
 }
 
+/* A warning, since this library is loaded by programs that are not Python's, too. */
+static void ignore(const char *variable, const char *expected, const char *got) {
+  fprintf(stderr, "extension_cpp: expected %s to be %s, but got '%s', which is ignored\n", variable,
+          expected, got);
+}
+
 __attribute__((constructor)) static void choose(void) {
   chosen_level = detect();
   const char *asked = getenv("EXTENSION_CPP_CPU_LEVEL");
-  for (cpu_level_t level = CPU_BASELINE; asked && level < chosen_level; ++level) {
-    if (strcmp(asked, cpu_level_name(level)) == 0) chosen_level = level;
+  int is_level = asked == NULL || *asked == 0;
+  for (cpu_level_t level = CPU_BASELINE; !is_level && level <= CPU_V4; ++level) {
+    is_level = strcmp(asked, cpu_level_name(level)) == 0;
+    if (is_level && level < chosen_level) chosen_level = level;
   }
+  if (!is_level) ignore("EXTENSION_CPP_CPU_LEVEL", "baseline, v3 or v4", asked);
   int64_t size = shared_cache();
 #ifdef _SC_LEVEL3_CACHE_SIZE
   if (size == 0) size = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
   if (size > 0) last_level_cache = size;
   const char *bytes = getenv("EXTENSION_CPP_CPU_CACHE");
-  if (bytes) last_level_cache = strtoll(bytes, NULL, 10);
+  if (bytes == NULL || *bytes == 0) return;
+  char *end;
+  size = strtoll(bytes, &end, 10);
+  if (*end == 0) {
+    last_level_cache = size;
+  } else {
+    ignore("EXTENSION_CPP_CPU_CACHE", "a number of bytes", bytes);
+  }
 }
 
 cpu_level_t cpu_level(void) { return chosen_level; }
