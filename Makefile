@@ -36,7 +36,9 @@ help:  ## list the targets
 	@echo '  PYTHON=/path/to/python uses that environment; ARGS="..." is handed on; build_library.py names the build variables'
 
 # The stamp comes last, so that a set-up that broke off is taken up again. A .venv whose python3 is gone is made anew.
-.venv/ready: requirements.txt $(shell test -x .venv/bin/python || echo FORCE)
+# Of one that another user or another folder has, check_environment.py says so.
+.venv/ready: requirements.txt $(shell test -x .venv/bin/python && \
+  grep -qsxF "$$(pwd -P)" .venv/lib/python*/site-packages/extension_cpp.pth || echo FORCE)
 	@test -x .venv/bin/python || command -v python3 >/dev/null || \
 	  { echo "error: Python 3.10 or newer is needed, and there is no python3 on PATH." >&2; exit 1; }
 	@if test -x .venv/bin/python; then .venv/bin/python check_environment.py machine; \

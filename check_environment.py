@@ -1,11 +1,13 @@
 """Says in one sentence what this machine or environment lacks, before anything is half done.
 
-    python check_environment.py machine       what a new .venv and the build need: Python, venv, compilers
+    python check_environment.py machine       what a new .venv and the build need: Python, venv, compilers; whether the
+                                              .venv that is there is this user's and this folder's
     python check_environment.py MODULE...     what this environment lacks of torch >= 2.10 and the modules
 
 `make` runs it. Old Pythons must be able to read this file to be told that they are old: no syntax newer than theirs.
 """
 
+import glob
 import os
 import subprocess
 import sys
@@ -45,6 +47,28 @@ def check_venv():
             f"{sys.executable} cannot make a virtual environment: it lacks {' and '.join(missing)}; install its venv "
             f"package (Debian: apt install python{sys.version_info[0]}.{sys.version_info[1]}-venv)."
         )
+
+
+def check_own_venv():
+    """Refuses a .venv that make must neither use nor empty. One whose python3 is gone is none."""
+    python = os.path.abspath(os.path.join(".venv", "bin", "python"))
+    try:
+        os.stat(python)
+        usable = os.access(python, os.X_OK)
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        usable = False
+    if not usable:
+        fail(f"this user may not run {python}; name an environment of yours with PYTHON=.")
+    for path in glob.glob(".venv/lib/python*/site-packages/extension_cpp.pth"):
+        with open(path) as file:
+            place = file.read().strip()
+        if place != os.getcwd():
+            fail(
+                f".venv was made in {place}, where its programs look for Python and this package; delete .venv here, "
+                "and make sets up a new one, or name an environment with PYTHON=."
+            )
 
 
 def check_compilers():
@@ -95,6 +119,7 @@ if __name__ == "__main__":
     check_python()
     if sys.argv[1:] == ["machine"]:
         check_venv()
+        check_own_venv()
         check_compilers()
     elif sys.argv[1:] == ["gpu"]:
         check_gpu()

@@ -516,6 +516,27 @@ def test_make_says_what_is_missing(checkout, words, sentence):
     assert not (checkout / ".venv").exists()
 
 
+@pytest.mark.parametrize("fault", ["another user's", "another folder's"])
+def test_make_leaves_a_venv_that_it_cannot_use(checkout, fault):
+    """It neither works in one that was made elsewhere, as in a copied checkout, nor empties it."""
+    site = checkout / ".venv" / "lib" / "python3" / "site-packages"
+    site.mkdir(parents=True)
+    script(checkout / "python3", f'exec {sys.executable} "$@"\n')
+    (checkout / ".venv" / "bin").mkdir()
+    inside = Path(shutil.copy(checkout / "python3", checkout / ".venv" / "bin" / "python"))
+    (site / "extension_cpp.pth").write_text(f"{checkout if fault[8] == 'u' else '/an/old place'}\n")
+    (checkout / ".venv" / "ready").touch()  # newer than requirements.txt
+    sentence = "error: .venv was made in /an/old place, where its programs look for Python and this package; delete "
+    if fault == "another user's":
+        inside.chmod(0o644)
+        sentence = f"error: this user may not run {inside}; name an environment of yours with PYTHON=."
+    before = sorted((checkout / ".venv").rglob("*"))
+    variables = os.environ | {"PATH": f"{checkout}:{os.environ['PATH']}", "PIP_NO_INDEX": "1"}
+    result = run("make", "build", cwd=checkout, env=variables)
+    assert result.returncode != 0 and result.stderr.startswith(sentence)
+    assert sorted((checkout / ".venv").rglob("*")) == before
+
+
 @pytest.mark.parametrize("goals, glibc", [("wheel", ""), ("release", "2.28"), ("wheel release", "2.28")])
 def test_make_release_builds_the_wheel_for_its_glibc(checkout, goals, glibc):
     python = script(checkout / "python", 'mkdir -p dist && echo "$* with GLIBC=$GLIBC"\n')
