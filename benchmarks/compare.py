@@ -58,15 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         console.print("The two files have no measurement in common.")
         return 0
-    table = Table("op", "pass", "dtype", "shape", "of", "before us", "after us", "change")
+    table = Table()
+    table.add_column("what", overflow="fold")  # it may wrap, so that a narrow terminal has room for the figures
+    for heading in ("before us", "after us", "change"):
+        table.add_column(heading, justify="right", no_wrap=True)
     beyond = sorted((change for change in found if change.beyond), key=lambda change: -change.ratio)
     for change in beyond:
         row = change.row
         times = [f"{seconds['median'] * 1e6:.4g}" for seconds in (change.before, change.after)]
-        shape = f"{row['rows']} x {row['cols']}"
-        table.add_row(
-            row["op"], row["pass"], row["dtype"], shape, change.name, *times, f"{100 * change.ratio - 100:+.1f} %"
-        )
+        what = f"{row['op']} {row['pass']}, {row['dtype']}, {row['rows']} x {row['cols']}: {change.name}"
+        table.add_row(what, *times, f"{100 * change.ratio - 100:+.1f} %")
     if beyond:
         console.print(table)
     slower = sum(change.ratio > 1 for change in beyond)

@@ -35,7 +35,8 @@ def positive(text: str) -> int:
 def parser() -> Parser:
     top = Parser(prog="python -m extension_cpp", description="PyTorch operators in plain C and CUDA C: see them work.")
     top.add_argument("--version", action="version", version=f"extension_cpp {extension_cpp.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
+    top.set_defaults(commands=commands.choices)
     demo = commands.add_parser(
         "demo",
         help="compare every operator with eager PyTorch, then convert and train a small language model",
@@ -131,6 +132,8 @@ def fail(message: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if options.command is None:
+        parser().error(f"expected one of the commands {', '.join(options.commands)}")
     # The package keeps what stopped it from loading, instead of raising it, when it is run as a command.
     load_error = getattr(extension_cpp, "load_error", None)
     if options.command == "info":

@@ -234,11 +234,19 @@ def test_plan(capsys):
 # One sentence an error
 
 
+def test_a_wrong_command_lists_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["inof"])
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    assert all(name in printed for name in ("demo", "info", "new", "remove", "new-package"))
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (["demo", "--steps", "0"], "argument --steps: expected a whole number of at least 1, but got '0'"),
-        ([], "the following arguments are required: COMMAND"),
+        ([], "expected one of the commands demo, info, new, remove, new-package"),
     ],
 )
 def test_usage_errors(arguments, sentence, capsys):

@@ -1,6 +1,7 @@
 """Tools that must not lie: what is timed, what counts as a change, and what a release checks and lists."""
 
 import hashlib
+import json
 import re
 import subprocess
 import types
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import extension_cpp
-from benchmarks import compare, timing
+from benchmarks import compare, results, timing
 from scripts import matrix, release
 from tests.forked import python
 
@@ -54,6 +55,23 @@ def test_a_change_is_one_beyond_the_spread_of_both(low: float, median: float, hi
     after = {"low": low, "median": median, "high": high}
     assert compare.Change({}, "ours", before, after).beyond is beyond
     assert compare.Change({}, "ours", after, before).beyond is beyond
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_changes_are_printed_in_full(columns: int, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    published = results.read(results.PUBLISHED / "h100.json")
+    row = next(row for row in published["rows"] if row["op"] == "add_layer_norm" and row["pass"] == "backward")
+    for name, factor in (("before", 1.0), ("after", 1.5)):
+        times = {"compile": {figure: 12345e-6 * factor for figure in ("low", "median", "high")}}
+        (tmp_path / name).write_text(json.dumps(published | {"rows": [row | {"call_seconds": times}]}))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert compare.main([str(tmp_path / "before"), str(tmp_path / "after")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("\u2502")]
+    assert max(map(len, lines)) <= columns
+    what, *figures = ([line.split("\u2502")[i].strip() for line in lines] for i in range(1, 5))
+    shape = f"{row['rows']} x {row['cols']}"
+    assert " ".join(what) == f"add_layer_norm backward, {row['dtype']}, {shape}: compile, call_seconds"
+    assert [cells[0] for cells in figures] == ["1.234e+04", "1.852e+04", "+50.0 %"]
 
 
 # What a release and the matrix check
