@@ -118,6 +118,25 @@ def test_two_copies_in_one_process(variant, device) -> None:
     assert found["results"][0] == found["results"][1]
 
 
+COPIED = """
+from tests.hub_models import make, replaced, torch
+
+model = make("llama", torch.float32, "cpu")
+{}
+model(torch.arange(8)[None])
+print(sorted(replaced(model, vars(model.model.norm)["forward"].__func__.__module__.split(".")[0]).items()))
+"""
+
+
+@pytest.mark.slow
+def test_the_snippet_of_the_document_runs_as_it_is_copied(variant) -> None:
+    code = (ROOT / "docs" / "hub.md").read_text().split("## Load")[1].split("```python no-run\n")[1].split("```")[0]
+    code, count = re.subn(r'"/path/to/the/checkout/build/[\w-]+"', repr(str(variant)), code)
+    assert count == 1
+    run = subprocess.run([sys.executable, "-c", COPIED.format(code)], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "[('RMSNorm', 5), ('RotaryPosEmb', 2), ('SiLU', 2)]\n", run.stdout + run.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", REPLACED)
