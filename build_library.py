@@ -120,6 +120,11 @@ SHIMS_HEADER = '#include "common/op.h"\n'
 KERNELS_HEADER = '#include "common/cpu_block.h"\n'
 # The functions that Python calls, and nothing of the C++ library's templates, which do not follow -fvisibility.
 EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
+# The newest versions of gcc's C++ library in manylinux_2_N, and N, as in auditwheel's policy.
+CXX_OF_MANYLINUX = {
+    "GLIBCXX_3.4.": {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39},
+    "CXXABI_1.3.": {7: 17, 10: 24, 11: 27, 12: 31, 13: 34, 15: 39},
+}
 # A flag of glibc 2.32 that gcc's C++ library reads. 0 is always right: there may be other threads.
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
@@ -536,9 +541,16 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
 
 
 def glibc_required(library: Path) -> tuple[int, int]:
-    """The newest glibc version whose symbols the library needs."""
+    """The number of the oldest manylinux whose systems have all symbols that the library needs: of glibc, and of gcc's
+    C++ library, which comes with it."""
     table = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
-    return max((int(a), int(b)) for a, b in re.findall(r"GLIBC_(\d+)\.(\d+)", table))
+    found = [(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", table)]
+    newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # than what is listed: as this machine's
+    for name, glibc_of in CXX_OF_MANYLINUX.items():
+        for version in map(int, re.findall(rf"{re.escape(name)}(\d+)", table)):
+            glibc = next((glibc for newest, glibc in glibc_of.items() if version <= newest), None)
+            found.append((2, glibc) if glibc else (newer[0], newer[1]))
+    return max(found)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ def versions() -> dict[str, str | None]:
         compiler = triton.__version__
     except ImportError:
         compiler = None
-    return {"extension_cpp": extension_cpp.__version__, "triton": compiler, "cuda": torch.version.cuda}
+    ours = extension_cpp.__version__.split("+")[0]  # a file can be continued with another build of one version
+    return {"extension_cpp": ours, "triton": compiler, "cuda": torch.version.cuda}
 
 
 def read(path: Path, columns: Iterable[str] = ("op", "pass", "percent_of_copy")) -> dict[str, Any]:

@@ -8,7 +8,7 @@ this machine has.
 import sys
 from pathlib import Path
 
-__version__ = "0.2.0"
+__version__ = "0.2.0"  # and what the library was built for, as in a wheel's name: 0.2.0+cpu, 0.2.0+cu130
 
 if sys.version_info < (3, 10):  # noqa: UP036  # a checkout can be imported by any Python
     raise ImportError(
@@ -58,7 +58,7 @@ load_error: ImportError | None = None
 try:
     _load()
     # The operators must exist before these modules register fakes and gradients for them.
-    from . import after_import, nn, reference
+    from . import after_import, info, nn, reference
     from . import layers as layers
     from . import nested as nested
     from .ops import (
@@ -89,6 +89,7 @@ try:
         token_log_probs,
     )
 
+    __version__ += info.tag(info.parse_build(info.ask_library("build_info")))
     # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
     after_import.after_import("torch.distributed.tensor", _register_shardings)
 except (ImportError, AttributeError, RuntimeError) as error:

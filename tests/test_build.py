@@ -451,6 +451,25 @@ def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, t
     assert told.stdout == f"1{tag}\n"
 
 
+@pytest.mark.parametrize(
+    "symbols, manylinux",
+    [
+        (["GLIBC_2.2.5", "GLIBC_2.32", "GLIBC_2.17"], (2, 32)),
+        (["GLIBC_2.32", "GLIBCXX_3.4.29", "CXXABI_1.3"], (2, 34)),
+        (["GLIBC_2.36", "GLIBCXX_3.4.29", "GLIBCXX_3.4"], (2, 36)),
+        (["GLIBC_2.17", "GLIBCXX_3.4.21", "CXXABI_1.3.9"], (2, 24)),
+        (["GLIBC_2.17", "GLIBCXX_3.4.9", "CXXABI_1.3.13"], (2, 34)),
+        (["GLIBC_2.17", "GLIBCXX_3.4.99"], (2, 50)),  # in no policy: as the machine that has it
+    ],
+)
+def test_the_tag_of_a_wheel_is_the_oldest_manylinux_that_has_all(symbols, manylinux, monkeypatch):
+    table = "".join(f"  0x0020:   Name: {name}  Flags: none  Version: 5\n" for name in symbols)
+    monkeypatch.setattr(build_library.platform, "libc_ver", lambda: ("glibc", "2.50"))
+    done = subprocess.CompletedProcess([], 0, table)
+    monkeypatch.setattr(build_library.subprocess, "run", lambda *words, **options: done)
+    assert build_library.glibc_required(Path("any.so")) == manylinux
+
+
 def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatch):
     """What torch depends on is gigabytes, and no header of it is read."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)

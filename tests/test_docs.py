@@ -15,6 +15,7 @@ marks the reader's own files.
 """
 
 import doctest
+import json
 import re
 import shutil
 import subprocess
@@ -132,11 +133,14 @@ def test_compatibility_rows_name_their_tests() -> None:
 
 def test_the_version_is_the_newest_of_the_changelog() -> None:
     releases = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert releases[0][0] == extension_cpp.__version__
+    assert releases[0][0] == extension_cpp.__version__.split("+")[0]
     numbers = [tuple(map(int, version.split("."))) for version, _ in releases]
     assert numbers == sorted(numbers, reverse=True)
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], str(citation["date-released"])) == releases[0]
+    metadata = (ROOT / "pyproject.toml").read_text()
+    assert f'authors = [{{ name = "{citation["authors"][0]["name"]}" }}]\n' in metadata
+    assert f"keywords = {json.dumps(citation['keywords'])}\n" in metadata
 
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)

@@ -61,15 +61,18 @@ def test_library_needs_torch_alone_to_load(library):
 
 
 def test_wheel_tag_names_the_newest_glibc_used(library):
+    """Or, where it is newer, the manylinux that has the C++ library."""
     used = re.findall(r"@GLIBC_(\d+)\.(\d+)", run("nm", "-D", library).stdout)
-    assert build_library.glibc_required(library) == max((int(major), int(minor)) for major, minor in used)
+    newest = max((int(major), int(minor)) for major, minor in used)
+    found = build_library.glibc_required(library)
+    assert found == newest or (found > newest and "@GLIBCXX_3.4." in run("nm", "-D", library).stdout)
 
 
 def test_versions_agree():
     import extension_cpp
 
     text = (ROOT / "pyproject.toml").read_text()
-    assert f'version = "{extension_cpp.__version__}"' in text.splitlines()
+    assert f'version = "{extension_cpp.__version__.split("+")[0]}"' in text.splitlines()
     asked = re.findall(r'"torch>=(\d+)\.(\d+)"', text)
     assert [(int(major), int(minor)) for major, minor in asked] == [build_library.TORCH_MINIMUM]
 

@@ -383,6 +383,13 @@ def with_objects(tree: Path) -> dict[str, str]:
     return environment("cpu") | {"USE_CUDA": str(int(architectures != "")), "TORCH_CUDA_ARCH_LIST": architectures}
 
 
+def check_versions(installed: Path, package: str) -> None:
+    """pip's version of an installed package is the package's own."""
+    ask = f"import {package}, importlib.metadata; print(importlib.metadata.version('{package}'), {package}.__version__)"
+    names = run_python("-c", ask, cwd=installed).stdout.split()
+    assert len(names) == 2 and names[0] == names[1] and "+" in names[0]
+
+
 def test_library_that_is_older_than_its_sources(tree):
     """Between `new` and the build the commands say so, and another `new` works."""
     shutil.copy(ROOT / "extension_cpp" / build_library.LIBRARY, tree / "extension_cpp")
@@ -448,6 +455,8 @@ def test_new_package_compiles_and_passes(tmp_path, kind, device, pytestconfig):
         (wheel,) = (folder / "dist").iterdir()
         assert re.fullmatch(r"my_kernels-0\.1\.0\+cpu-py3-none-manylinux_\d+_\d+_\w+\.whl", wheel.name)
         assert {"my_kernels/libmy_kernels.so", "my_kernels/ops.py"} < set(zipfile.ZipFile(wheel).namelist())
+        zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+        check_versions(tmp_path / "installed", "my_kernels")
 
 
 @pytest.mark.slow
@@ -479,6 +488,9 @@ def test_commands_of_an_installed_wheel(tree, tmp_path):
     (file,) = tmp_path.glob("*.whl")
     installed = tmp_path / "installed"
     zipfile.ZipFile(file).extractall(installed)
+    check_versions(installed, "extension_cpp")
+    metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
+    assert {"Author: The extension_cpp authors", "Classifier: Typing :: Typed"} <= set(metadata.splitlines())
     compileall.compile_dir(installed, quiet=1)  # as pip does
     for templates in (*scaffold.OP_KINDS, "package"):
         there = installed / "extension_cpp" / "tree" / "templates" / templates

@@ -4,16 +4,21 @@ Importing this package loads one shared library, which registers the operators u
 them, with autograd and torch.compile.
 """
 
+import ctypes
 from pathlib import Path
 
 import torch
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # and what the library was built for, as in a wheel's name: 0.1.0+cpu, 0.1.0+cu130
 
 LIBRARY = Path(__file__).with_name("libextension_cpp.so")
 
 try:
     torch.ops.load_library(LIBRARY)
+    _build_info = ctypes.CDLL(str(LIBRARY)).extension_cpp_build_info
+    _build_info.restype = ctypes.c_char_p
+    _cuda = _build_info().decode().split()[0].removeprefix("cuda=")  # "13.0" or "none"
+    __version__ += "+cpu" if _cuda == "none" else f"+cu{_cuda.replace('.', '')}"
     # The operators must exist before these modules register fakes and gradients for them.
     from . import reference as reference
     from .ops import kernel_template as kernel_template
