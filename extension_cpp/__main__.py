@@ -54,10 +54,11 @@ def parser() -> Parser:
     information = commands.add_parser(
         "info",
         help="say what was built, what this machine has, and whether they fit",
-        description="Prints versions, what the library was built for, what this machine has, what to do where they do "
-        "not fit, and the schema of every operator. Put it into a bug report. Exit status 1: the package cannot be "
-        "used here. With --plan: which GPU kernel a norm runs, and in which shape.",
+        description="Prints whether the library and this machine fit and what to do where they do not, versions, what "
+        "the library was built for and what this machine has. Put it into a bug report. Exit status 1: the package "
+        "cannot be used here. With --plan: which GPU kernel a norm runs, and in which shape.",
     )
+    information.add_argument("--schemas", action="store_true", help="print the schema of every operator, too")
     add_plan(information)
     new = commands.add_parser(
         "new",
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return fail("--backward and --weights go with --plan")
         if options.plan and not load_error:
             return info.run_plan(*plan_arguments(options), options.backward, options.weights)
-        return info.run(str(load_error) if load_error else None)
+        return info.run(str(load_error) if load_error else None, options.schemas)
     if options.command in ("new", "remove", "new-package"):
         try:
             if options.command == "new":

@@ -244,7 +244,8 @@ def _cpu_name() -> str:
 
 
 def schemas() -> list[str]:
-    """The schemas of all registered operators except the no-grad overloads."""
+    """The schemas of all registered operators except the no-grad overloads. Defaults are as Python writes them: PyTorch
+    prints 1e-05 with 17 digits."""
     import torch
 
     from ._namespace import NAMESPACE
@@ -256,7 +257,7 @@ def schemas() -> list[str]:
         if namespace == NAMESPACE and not name.endswith(NO_GRAD):
             packet = getattr(own_ops, name.split(".")[0])
             found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
-    return sorted(found)
+    return sorted(re.sub(r"(?<==)\d+\.\d*(e[-+]\d+)?", lambda number: repr(float(number[0])), each) for each in found)
 
 
 # ---- plans of the norms' GPU kernels (csrc/norm/norm_plan.h) ----
@@ -324,14 +325,15 @@ def _package_version() -> str:
         return "unknown"
 
 
-def run(load_error: str | None = None) -> int:
-    """Prints everything. Returns 1 if the package cannot be used at all; load_error then says why."""
+def run(load_error: str | None = None, with_schemas: bool = False) -> int:
+    """Prints the facts, and first whether they fit. Returns 1 if the package cannot be used; load_error says why."""
     build, machine = read_build(loaded=not load_error), read_machine()
     level = None if load_error else ask_library("cpu_level")
     torch_cuda = f" (CUDA {machine.torch_cuda})" if machine.torch_cuda else " (no CUDA)"
     problems = [load_error] if load_error else []
     problems += misfits(build, machine) if build else []
     sections = {
+        "Do they fit?": problems or ["Yes" + ("." if machine.gpus else "; without a GPU, the CPU operators run.")],
         "Versions": [
             f"extension_cpp  {_package_version()}",
             f"Python         {platform.python_version()}",
@@ -339,9 +341,9 @@ def run(load_error: str | None = None) -> int:
         ],
         "Built": _built_lines(build),
         "This machine": _machine_lines(machine, level),
-        "Do they fit?": problems or ["Yes" + ("." if machine.gpus else "; without a GPU, the CPU operators run.")],
-        "Operators": ["none: the library is not loaded"] if load_error else schemas(),
     }
+    if with_schemas:
+        sections["Operators"] = ["none: the library is not loaded"] if load_error else schemas()
     for title, lines in sections.items():
         print(title, *(f"  {line}" for line in lines), "", sep="\n")
     return 1 if load_error else 0

@@ -4,6 +4,7 @@ new and new-package are in test_scaffold.py.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,10 +97,15 @@ def test_demo_shows_every_function():
 def test_info(capsys):
     assert command.main(["info"]) == 0
     printed = capsys.readouterr().out
+    assert printed.startswith("Do they fit?\n  ") and "Operators" not in printed
     assert f"extension_cpp  {extension_cpp.__version__}\n" in printed and torch.__version__ in printed
     assert info.ask_library("cpu_level") in printed
+    assert command.main(["info", "--schemas"]) == 0
+    with_schemas = capsys.readouterr().out
     schemas = info.schemas()
-    assert all(f"  {schema}\n" in printed for schema in schemas)
+    assert with_schemas.startswith(printed) and all(f"  {schema}\n" in with_schemas for schema in schemas)
+    defaults = re.findall(r"float\?? \w+=([^,)]+)", " ".join(schemas))
+    assert {"1e-05", "0.0"} <= {*defaults} and all(repr(eval(default)) == default for default in defaults)
     for name in OPERATORS:
         assert [schema for schema in schemas if schema.startswith(f"extension_cpp::{name}(")] != []
 
