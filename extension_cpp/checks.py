@@ -34,8 +34,20 @@ def check_tensor(op: str, name: str, x: Any) -> None:
         fail(op, f"expected {name} to be a tensor, but got {kind}{hint}")
 
 
+def check_dense(op: str, name: str, x: Any) -> None:
+    """Fails if x is sparse, quantized, of mkldnn's layout or nested without being jagged: no kernel takes these."""
+    if not isinstance(x, Tensor) or x.layout == torch.jagged:
+        return
+    if x.is_nested:
+        fail(op, f"expected {name} to be dense or jagged, but got a nested tensor with layout=torch.strided")
+    if x.is_quantized:
+        fail(op, f"expected {name} to be dense, but got a quantized tensor; x.dequantize() gives a dense one")
+    if x.layout != torch.strided:
+        fail(op, f"expected {name} to be dense, but got layout {x.layout}; x.to_dense() gives a dense tensor")
+
+
 def check_tensors(schema: Any, args: Sequence[Any]) -> None:
-    """check_tensor of each argument that the schema says is one.
+    """check_tensor and check_dense of each argument that the schema says is one.
 
     For calls that failed: PyTorch's own words for these mistakes are many lines, and some name none of the arguments.
     """
@@ -43,6 +55,7 @@ def check_tensors(schema: Any, args: Sequence[Any]) -> None:
         kind = str(argument.type)
         if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
             check_tensor(schema.name.split("::")[1], argument.name, value)
+            check_dense(schema.name.split("::")[1], argument.name, value)
 
 
 def check_sizes(op: str, sizes: Sequence[Any], expected: Sequence[Any], message: str) -> None:

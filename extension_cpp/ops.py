@@ -183,7 +183,11 @@ def muladd(a: Tensor, b: Tensor, c: float, *, out: Tensor | None = None) -> Tens
     """
     if out is None:
         return _ops.muladd(a, b, c)
-    own_ops.muladd.out(a, b, c, out=out)
+    try:
+        own_ops.muladd.out(a, b, c, out=out)
+    except Exception:
+        checks.check_tensors(own_ops.muladd.out._schema, (a, b, c, out))
+        raise
     return out
 
 

@@ -101,6 +101,36 @@ def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
             assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"
 
 
+OTHER_LAYOUTS = {
+    "layout torch.sparse_coo; x.to_dense() gives a dense tensor": torch.Tensor.to_sparse,
+    "layout torch.sparse_csr; x.to_dense() gives a dense tensor": lambda x: x.reshape(-1, x.shape[-1]).to_sparse_csr(),
+    "layout torch._mkldnn; x.to_dense() gives a dense tensor": torch.Tensor.to_mkldnn,
+    "a quantized tensor; x.dequantize() gives a dense one": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "a nested tensor with layout=torch.strided": lambda x: torch.nested.nested_tensor([x, x]),
+}
+
+
+@pytest.mark.parametrize("spec", all_specs(), ids=str)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
+    """In place of each tensor argument. PyTorch's own message lists all backends, and names no argument."""
+    arguments = getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments
+    sample = next(spec.sample_inputs(maker("cpu", torch.float32), (4, 6)))
+    for place, (x, argument) in enumerate(zip(sample.args, arguments, strict=False)):
+        for got, change in OTHER_LAYOUTS.items() if isinstance(x, torch.Tensor) else ():
+            if not x.is_floating_point() and re.search("mkldnn|quantized", got):
+                continue  # torch has no such integers
+            other = change(x.detach())
+            if gradients and other.is_floating_point() and x.requires_grad and "mkldnn" not in got:
+                other.requires_grad_()
+            args = [*sample.args[:place], other, *sample.args[place + 1 :]]
+            with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
+                spec.function(*args, **sample.kwargs)
+            to_be = "dense or jagged" if "nested" in got else "dense"
+            sentence = f"expected {argument.name} to be {to_be}, but got {got}"
+            assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"
+
+
 def test_nothing_is_written_outside_of_tensors(device: str) -> None:
     """Of all ops, on the GPU: also behind scratch, such as partial sums of one row less than there are."""
     if device != "cuda":

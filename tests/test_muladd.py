@@ -99,6 +99,18 @@ def test_results_larger_than_the_cache_begin_anywhere() -> None:
         assert torch.equal(extension_cpp.muladd(a, b, 0.5, out=out), expected)
 
 
+@pytest.mark.parametrize("place, name", enumerate(["a", "b", "out"]))
+@pytest.mark.parametrize("wrong", ["tensor", "dense"])
+def test_what_is_no_dense_tensor_gets_a_sentence_with_out(place: int, name: str, wrong: str) -> None:
+    tensors = [torch.ones(2, 3) for _ in range(3)]
+    tensors[place] = None if wrong == "tensor" else tensors[place].to_sparse()
+    a, b, out = tensors
+    if out is None:
+        out = 2.5  # without out= the call is another one
+    with pytest.raises(RuntimeError, match=f"^extension_cpp::muladd: expected {name} to be (a )?{wrong}, but got "):
+        extension_cpp.muladd(a, b, 1.0, out=out)
+
+
 def test_out_with_inputs_that_require_grad(device: str) -> None:
     """Under no_grad it works, also with out that requires grad."""
     a, b, expected = inputs((5,), device)

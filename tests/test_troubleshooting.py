@@ -81,7 +81,7 @@ def operator_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def no_kernel_for_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    return message_of(lambda: extension_cpp.mish(torch.ones(3).to_sparse()))
+    return message_of(lambda: torch.ops.extension_cpp.mish(torch.ones(3).to_sparse()))
 
 
 def different_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
