@@ -1035,7 +1035,8 @@ def cross_entropy(
         input: ``logits``, shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy.
         target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are refused.
         weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class; None: ones.
-        ignore_index: rows with this target add nothing to the loss and get no gradient.
+        ignore_index: rows with this target add nothing to the loss. Their gradient is 0, also where the row has NaN
+            (torch's is NaN there).
         reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
         label_smoothing: between 0 and 1.
         z_loss: the factor of lse^2, which keeps the logits' normalizer near 1.

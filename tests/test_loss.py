@@ -188,6 +188,16 @@ def test_padding_of_the_logits(dtype: torch.dtype, reduction: str, small_chunks:
         torch.testing.assert_close(a.double(), e, atol=8 * eps * e.abs().max().item(), rtol=8 * eps)
 
 
+def test_the_gradient_of_an_ignored_row_of_nan_is_zero(device: str) -> None:
+    """docs/ops.md says so. PyTorch's is NaN."""
+    x = torch.ones(3, 5, device=device)
+    x[1] = math.nan
+    target = torch.tensor([0, -100, 4], device=device)
+    for loss, is_zero in ((extension_cpp.cross_entropy, True), (F.cross_entropy, False)):
+        (gradient,) = torch.autograd.grad(loss(leaf := x.clone().requires_grad_(), target), leaf)
+        assert bool((gradient[1] == 0).all()) is is_zero and bool(gradient[[0, 2]].isfinite().all())
+
+
 @pytest.mark.parametrize("ignore_index", [255, -100, 1])
 def test_ignored_rows_in_every_derivative(ignore_index: int, device: str) -> None:
     """ignore_index may lie outside of the classes. Forward mode has a formula of its own (plain.py)."""
