@@ -243,7 +243,7 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
         by_intensity.setdefault(arithmetic / (moved * itemsize(row)), []).append(row)
     roof = max(row["copy_gb_s"] for row in chosen)
     ends = [0.8 * min(by_intensity), 1.25 * max(by_intensity)]
-    axes.plot(ends, [roof * x for x in ends], **LIMIT, label="copy")
+    axes.plot(ends, [roof * x for x in ends], **LIMIT, label="bandwidth of copy")
     for name in results.names(chosen):
         points = [
             (x, x * gigabytes(row, name))
@@ -253,13 +253,19 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
         ]
         line(axes, name, [x for x, _ in points], [y for _, y in points], joined=False)
     axes.set(xscale="log", yscale="log")
-    name_above(axes, {x: [f"{row['op']} {row['pass']}" for row in by_intensity[x]] for x in sorted(by_intensity)})
-    ticks = [2.0**power for power in range(-8, 8) if ends[0] <= 2.0**power <= ends[1]]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    names = {
+        x: [f"{row['op'].replace('_p0', ', p = 0,')} {row['pass']}" for row in by_intensity[x]] for x in by_intensity
+    }
+    name_above(axes, dict(sorted(names.items())))
+    powers, decimal = [2.0**n for n in range(-8, 8)], [digit * 10.0**n for n in range(-3, 6) for digit in (1, 2, 5)]
+    for axis, known in ((axes.xaxis, powers), (axes.yaxis, decimal)):
+        low, high = axis.get_view_interval()
+        ticks = [tick for tick in known if low <= tick <= high]
+        axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3, which="major")
-    axes.set_xlabel("arithmetic operations a byte", fontsize=9)
-    axes.set_ylabel("arithmetic operations, 10^9 a second", fontsize=9)
+    axes.set_xlabel("arithmetic operations for each byte that the op must move", fontsize=9)
+    axes.set_ylabel("billions of arithmetic operations a second", fontsize=9)
     figure.suptitle(title, fontsize=11)
     legend(figure)
     return figure
@@ -270,7 +276,7 @@ PICTURES = {
     "flat": (flat, "percent of copy"),
     "size": (size, "time over size"),
     "threads": (threads, "scaling over threads"),
-    "roofline": (roofline, "roofline, each op at its best width"),
+    "roofline": (roofline, "roofline of the ops named below, each at its best width"),
 }
 
 

@@ -328,6 +328,9 @@ def test_pictures(tmp_path, capsys) -> None:
         for word in ("A &lt;machine&gt;, float32", "ours", "liger", "copy", "mish" if kind == "flat" else "rms_norm"):
             assert word in text, (kind, word)
         assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    shown = ["roofline of the ops named below, each at its best width", "bandwidth of copy", "rms_norm backward"]
+    shown += ["billions of arithmetic operations a second", "operations for each byte that the op must move"]
+    assert [words for words in shown if words not in text] == []
     assert len(capsys.readouterr().out.splitlines()) == 5
     first, second = ([plot.svg(figure) for _, figure in plot.pictures(path)] for _ in range(2))
     assert first == second
