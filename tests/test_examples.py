@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,12 +142,9 @@ def test_accessor_is_right(compared: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so that neither has a reason to refuse")
-def test_accessor_benchmark_and_profile_say_what_they_lack() -> None:
+def test_accessor_benchmark_says_what_it_lacks() -> None:
     result = python("examples/accessor/benchmark.py", cwd=ROOT)
     assert result.returncode == 1 and result.stderr.startswith("error: CUDA events need a GPU")
-    script = subprocess.run(["examples/accessor/profile_kernel.sh"], cwd=ROOT, capture_output=True, text=True)
-    reason = "error: there is no NVIDIA GPU" if shutil.which("ncu") else "error: ncu, Nsight Compute, is not on this"
-    assert script.returncode == 1 and reason in script.stderr
 
 
 def test_accessor_benchmark(compared: Path) -> None:

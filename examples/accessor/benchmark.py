@@ -2,7 +2,7 @@
 
     python examples/accessor/benchmark.py
 
-profile_kernel.sh runs this same program under Nsight Compute.
+README.md runs this same program under Nsight Compute.
 """
 
 import sys
