@@ -94,8 +94,9 @@ docs: $(READY)  ## build, then write docs/ops.md and the README's tables from do
 	@$(PYTHON) build_library.py
 	@$(PYTHON) -m scripts.document_ops
 
-site: $(READY)  ## site/: the documents and an API reference as a site (mkdocs), with all links checked
-	$(call need,mkdocs material mkdocstrings_handlers)
+site: $(READY)  ## build, then site/: documents, API reference and all published tables as a site, with links checked
+	$(call need,$(BUILD_NEEDS) mkdocs material mkdocstrings_handlers)
+	@$(PYTHON) build_library.py
 	@$(PYTHON) -m mkdocs build $(ARGS)
 
 sanitize: $(READY)  ## C tests under address and undefined sanitizers; on a GPU the tests under compute-sanitizer

@@ -1,4 +1,5 @@
-"""The tables of figures in the documents, each from results files: what `make docs` writes between its markers."""
+"""The tables of figures in the documents, each from results files: what `make docs` writes between its markers, and the
+page of all tables, which `make site` writes."""
 
 import csv
 import statistics
@@ -267,16 +268,33 @@ def whole(stem: str) -> str:
 
 
 CURVES = ("train-text-cpu", "train-text-h100", "recurrent-text-cpu", "recurrent-text-h100")
-# Files whose whole table stands on a page.
+# Files whose whole table stands on a page of the repository.
 WHOLE = {
     "docs/performance_training.md": ("models-h100", "linear-loss-h100"),
     "docs/scan.md": ("scan-steps-h100",),
     "docs/distributed.md": ("processes-h100", "processes-h100-65536-bytes"),
-    "docs/performance_tables.md": (
-        *("h100", "h200", "h100-losses", "h100-strips", "h100-scans", "h100-gates", "cpu", "cpu-xeon"),
-        *("cpu-plain-malloc", "cpu-gates", "cpu-scans", "host-cpu", "host-h200"),
-    ),
 }
+# The files whose tables only the site has, by the heading above them.
+ON_THE_SITE = {
+    "GPU": ("h100", "h200", "h100-losses", "h100-strips", "h100-gates", "h100-scans"),
+    "CPU": ("cpu", "cpu-xeon", "cpu-plain-malloc", "cpu-gates", "cpu-scans"),
+    "What a call costs": ("host-cpu", "host-h200"),
+}
+
+
+def site_page() -> str:
+    """The page of the tables in ON_THE_SITE."""
+    parts = [
+        "# Tables of the published runs",
+        "Percent of copy, unless a column is in microseconds: [performance](performance.md) says what that is and how "
+        "it was measured. The raw numbers, with each row's spread and commit, are in "
+        "[benchmarks/results](../benchmarks/results/README.md). raised: the contender refuses that shape.",
+    ]
+    for heading, stems in ON_THE_SITE.items():
+        parts += [f"## {heading}", *(f"### {stem}.json\n\n{whole(stem).rstrip()}" for stem in stems)]
+    return "\n\n".join(parts) + "\n"
+
+
 SUMMARIES = {
     "norms": ("h100", NORMS),
     "ops on an H200": ("h200", OTHERS),

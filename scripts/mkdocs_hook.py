@@ -15,9 +15,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pygments.lexers import find_lexer_class_for_filename
 
+from benchmarks import published
+
 ROOT = Path(__file__).resolve().parent.parent
 HOME, SUMMARY, DECISIONS = "README.md", "docs/SUMMARY.md", "docs/decisions/README.md"
 OPERATORS, MODULES, REFERENCE = "docs/ops.md", "docs/nn.md", "docs/reference.md"
+TABLES = "docs/performance_tables.md"  # every published figure; a page of the site alone
 COPIED = {".css", ".csv", ".ipynb", ".json", ".svg", ".txt"}
 
 
@@ -54,7 +57,7 @@ def navigation() -> list[Any]:
     return [
         {"Home": HOME},
         {"API reference": [OPERATORS, MODULES, REFERENCE]},
-        {"Documents": [SUMMARY, *listed]},
+        {"Documents": [SUMMARY, *listed, TABLES]},
         {"Decisions": [DECISIONS, *records]},
     ]
 
@@ -85,6 +88,7 @@ def generated() -> dict[str, str]:
     table = modules((ROOT / OPERATORS).read_text())
     return {
         MODULES: f"# Modules\n\n{table}\n::: extension_cpp.nn{root}}}\n",
+        TABLES: published.site_page(),
         REFERENCE: f"# In plain PyTorch\n\n::: extension_cpp.reference{root}, {code}}}\n",
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import extension_cpp
+from benchmarks import published
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,6 +46,14 @@ def test_every_document_is_in_the_navigation(site: Path) -> None:
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         url = f"/{path.relative_to(ROOT).with_suffix('')}/".replace("/README/", "/")
         assert f'href="{url}"' in navigation[0], f"docs/SUMMARY.md does not list {path}"
+
+
+def test_every_published_table_is_on_the_site(site: Path) -> None:
+    """Each row of the tables that no document has, under the name of its file."""
+    text = (site / "docs" / "performance_tables" / "index.html").read_text()
+    for stem in (stem for stems in published.ON_THE_SITE.values() for stem in stems):
+        part = text.partition(f">{stem}.json<")[2].partition("<h3")[0]
+        assert part.count("<tr>") == published.whole(stem).count("\n| ") > 0, stem
 
 
 def test_a_source_file_is_a_page_with_its_text(site: Path) -> None:
