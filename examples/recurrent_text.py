@@ -13,9 +13,9 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # This import comes first, because it says in a sentence which package is missing.
-from examples.train_text import CLIP, WARMUP, WEIGHT_DECAY, CannotRun, RunSettings, Text, batch, read_text
+from examples.train_text import RunSettings, Text, add_options, batch, make_folder, read_text
 
 # isort: split
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import extension_cpp
-from extension_cpp import demo
-from extension_cpp.__main__ import Parser, positive
+from extension_cpp import demo, demo_model
+from extension_cpp.__main__ import Parser
+from extension_cpp.demo_model import CannotRun, LanguageModel
 
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
@@ -147,45 +147,16 @@ class Mixer(nn.Module):
         return y
 
 
-class Block(nn.Module):
-    """A minGRU, then a gated perceptron. Takes and returns a branch and the residual stream, each (B, T, width)."""
-
-    def __init__(self, recurrence: str, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = extension_cpp.nn.AddRMSNorm(width), extension_cpp.nn.AddRMSNorm(width)
-        self.mix = Mixer(recurrence, width)
-        self.gate_up, self.down = nn.Linear(width, 6 * width, bias=False), nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm1(x, residual)
-        x, residual = self.norm2(self.mix(x), residual)
-        return self.down(extension_cpp.swiglu(*self.gate_up(x).chunk(2, dim=-1))), residual
-
-
-class RecurrentModel(nn.Module):
-    """Predicts the next byte. Returns the mean cross-entropy in nats per byte. No position is embedded, because the
+def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> LanguageModel:
+    """The language model with a minGRU in place of attention, all else by this package. It needs no positions: the
     states depend on the place in the sequence."""
-
-    def __init__(self, recurrence: str, vocabulary: int, settings: RunSettings) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, settings.width)
-        self.blocks = nn.ModuleList(Block(recurrence, settings.width) for _ in range(settings.layers))
-        self.norm = extension_cpp.nn.AddRMSNorm(settings.width)
-        self.head = nn.Linear(settings.width, vocabulary, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                into_the_stream = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
-        for module in self.modules():
-            if isinstance(module, Mixer):
-                module.forget_slowly()
-
-    def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        x = self.token(tokens)
-        residual = torch.zeros_like(x)
-        for block in self.blocks:
-            x, residual = block(x, residual)
-        return extension_cpp.linear_cross_entropy(self.norm(x, residual)[0], self.head.weight, following)
+    model = LanguageModel(vocabulary, settings.width, settings.layers, partial(Mixer, recurrence, settings.width))
+    for module in model.modules():
+        if isinstance(module, Mixer):
+            module.forget_slowly()
+    extension_cpp.nn.convert(model)
+    model.linear_loss = True
+    return model.to(settings.device)
 
 
 # ---- training ----
@@ -204,28 +175,22 @@ class Curve:
         return statistics.median(self.milliseconds)
 
 
-class Training:
+class Training(demo_model.Training):
     """A model in training, and its curve so far."""
 
     def __init__(self, recurrence: str, text: Text, settings: RunSettings) -> None:
         torch.manual_seed(0)
-        self.text, self.settings, self.curve = text, settings, Curve(asdict(settings), [], [])
-        self.model = RecurrentModel(recurrence, len(text.alphabet), settings).to(settings.device)
-        parameters = self.model.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
+        self.text, self.settings = text, settings
+        model = recurrent_model(recurrence, len(text.alphabet), settings)
+        super().__init__(model, model.parameters(), settings.learning_rate, settings.steps)
 
-    def step(self) -> None:
-        number, settings, began = len(self.curve.losses), self.settings, time.perf_counter()
-        decay = 0.55 + 0.45 * math.cos(math.pi * number / settings.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min((number + 1) / WARMUP, 1.0) * decay
-        loss = self.model(*batch(self.text.training, settings, number))
+    def backward(self, number: int) -> Tensor:
+        loss: Tensor = self.model(*batch(self.text.training, self.settings, number))
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.curve.losses.append(loss.item())  # waits for the GPU
-        self.curve.milliseconds.append(1e3 * (time.perf_counter() - began))
+        return loss
+
+    def curve(self) -> Curve:
+        return Curve(asdict(self.settings), self.losses, [1e3 * seconds for seconds in self.seconds])
 
 
 # ---- showing ----
@@ -254,38 +219,21 @@ def tabulate(folder: Path, curves: dict[str, Curve]) -> None:
             table.writerow([step, *(f"{x:.6f}" for x in loss), *(f"{x:.2f}" for x in milliseconds)])
 
 
-LOOKS: dict[str, dict[str, Any]] = {
-    "ours": {"color": "#e69f00", "linewidth": 4},
-    "loop": {"color": "black", "linestyle": "--"},
-    "torch": {"color": "#0072b2", "linestyle": ":", "linewidth": 2},
-}
-
-
 def draw(folder: Path, curves: dict[str, Curve]) -> Path:
     from matplotlib.figure import Figure  # unlike pyplot it needs no display
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
     top, left, right = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
-    for recurrence, curve in curves.items():
-        steps = range(1, len(curve.losses) + 1)
-        top.plot(steps, curve.losses, **LOOKS[recurrence], label=recurrence)
-        if recurrence != "ours" and "ours" in curves:
-            gaps = [max(abs(a - b), 1e-7) for a, b in zip(curve.losses, curves["ours"].losses, strict=True)]
-            left.plot(steps, gaps, color=LOOKS[recurrence]["color"], linewidth=1)
-    if not left.lines:
-        left.text(0.5, 0.5, "run another --recurrence, too", transform=left.transAxes, ha="center")
-    colors = [LOOKS[recurrence]["color"] for recurrence in curves]
-    bars = right.barh(list(curves), [curve.step_time() for curve in curves.values()], color=colors)
+    losses = {recurrence: curve.losses for recurrence, curve in curves.items()}
+    title, alone = "A small minGRU on text, float32", "run another --recurrence, too"
+    colors = demo_model.draw_losses(top, left, losses, title, alone)
+    bars = right.barh(list(curves), [curve.step_time() for curve in curves.values()], color=list(colors.values()))
     right.bar_label(bars, fmt="%.1f", padding=3)
     right.margins(x=0.2)
     right.invert_yaxis()
-    top.set(xlabel="step", ylabel="loss (nats a byte)", title="A small minGRU on text, float32")
-    left.set(yscale="log", xlabel="step", ylabel="difference from ours")
     right.set(xlabel="ms a step, the median")
     top.legend()
-    for axes in (top, left):
-        axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=120)
     return folder / "loss.png"
 
@@ -302,18 +250,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=["ours"],
         help="one or more, a step each in turns (default: ours)",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
-    parser.add_argument("--steps", type=positive, default=200, help="(default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
     parser.add_argument("--no-compile", action="store_true", help="torch's associative_scan without torch.compile")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("out/recurrent_text"),
-        help="for RECURRENCE.json, the losses and times of a run, and for curves.csv and loss.png, with all runs that "
-        "had the same settings (default: %(default)s)",
+    holds = (
+        "RECURRENCE.json, the losses and times of a run, and for curves.csv and loss.png, with all runs that had the "
     )
+    add_options(parser, 200, "out/recurrent_text", holds + "same settings")
     return parser.parse_args(arguments)
 
 
@@ -321,28 +262,23 @@ def run(options: argparse.Namespace, console: Console) -> None:
     device, remark = demo.choose_device(options.device)
     if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, for all three
-    sizes = SIZES[device]
-    text = Text.of(read_text(options.text), sizes["context"])
-    settings = RunSettings(device, options.steps, text.digest, **sizes)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+    text = Text.of(read_text(options.text), SIZES[device]["context"])
+    settings = RunSettings(device, options.steps, text.digest, **SIZES[device])
+    make_folder(options.out)
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
     if "torch" in options.recurrence:
         if not options.no_compile:
             demo.check_compiler("--recurrence torch", "; or add --no-compile")
         check_torch(settings)
     trainings = {name: Training(name, text, settings) for name in dict.fromkeys(options.recurrence)}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+    with demo_model.progress(console) as progress:
         task = progress.add_task("", total=options.steps)
         for _ in range(options.steps):
             for training in trainings.values():  # in turns, so that other load on the machine slows all of them
                 training.step()
-            progress.update(task, advance=1, description=f"loss {training.curve.losses[-1]:.4f}")
+            progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
     for name, training in trainings.items():
-        curve = training.curve
+        curve = training.curve()
         (options.out / f"{name}.json").write_text(json.dumps(asdict(curve)))
         console.print(
             f"{name:5}  loss {curve.losses[0]:.4f} at first, {curve.losses[-1]:.4f} in the end  "
@@ -360,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
             run(options, Console())
-    except (CannotRun, demo.CannotRun) as error:
+    except CannotRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,8 +1,9 @@
 """Trains a small GPT on text, byte by byte: python examples/train_text.py --help
 
-The model is a pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. Its norms,
-rotary embedding, gates and loss are this package's (--ops ours) or plain PyTorch (--ops torch). Everything else is the
-same, also the initial weights and the order of the data. So the two loss curves lie on each other.
+The model is a pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. It is written
+with torch.nn (--ops torch); nn.convert and the linear loss give it this package's norms, rotary embedding, gates and
+loss (--ops ours). Everything else is the same, also the initial weights and the order of the data. So the two loss
+curves lie on each other.
 
 The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. So a run may be
 killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
@@ -16,11 +17,10 @@ import argparse
 import hashlib
 import math
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 try:
@@ -43,14 +42,15 @@ from extension_cpp.__main__ import Parser, missing_for, positive
 if missing := missing_for("this example"):
     sys.exit(f"error: {missing}")
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from extension_cpp import demo
+from extension_cpp import demo, demo_model
+from extension_cpp.demo_model import CLIP as CLIP
+from extension_cpp.demo_model import WEIGHT_DECAY, Attention, CannotRun, LanguageModel
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same steps
 WRITTEN = 400  # bytes that the model writes at the end
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
-WARMUP, WEIGHT_DECAY, CLIP = 20, 0.1, 1.0
+OPS = ("ours", "torch")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of a checkpoint, which the first process gathers
 
 
@@ -81,104 +81,12 @@ LARGE = {"width": 512, "layers": 8, "heads": 8, "context": 512, "batch": 32, "ac
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
 
 
-class CannotRun(Exception):
-    """Says in one sentence why the training cannot run."""
-
-
-# ---- the model ----
-
-
-class AddLayerNorm(nn.LayerNorm):
-    """extension_cpp.nn.AddLayerNorm in plain PyTorch. Adds a branch x to the residual stream and normalizes the sum s
-    for the next branch; returns (layer_norm(s), s)."""
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
-        s = residual + x
-        return super().forward(s), s
-
-
-NORMS: dict[str, Callable[[int], nn.Module]] = {"ours": extension_cpp.nn.AddLayerNorm, "torch": AddLayerNorm}
-# For rotary_embedding, swiglu and linear_cross_entropy. reference has them in plain PyTorch.
-FUNCTIONS: dict[str, Any] = {"ours": extension_cpp, "torch": extension_cpp.reference}
-
-
-class Block(nn.Module):
-    """Causal attention, then a gated perceptron. Takes and returns a branch and the residual stream, each of shape
-    (B, T, width)."""
-
-    def __init__(self, ops: str, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.functions = heads, FUNCTIONS[ops]
-        self.norm1, self.norm2 = NORMS[ops](width), NORMS[ops](width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.gate_up, self.down = nn.Linear(width, 6 * width), nn.Linear(3 * width, width)
-
-    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = self.norm1(x, residual)
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        query, key = self.functions.rotary_embedding(query, key, cos, sin)
-        x = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x, residual = self.norm2(self.out(x.transpose(1, 2).flatten(2)), residual)
-        return self.down(self.functions.swiglu(*self.gate_up(x).chunk(2, dim=-1))), residual
-
-
-def rotations(tokens: int, width: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles by which the pairs of a head are rotated, each of shape (tokens, width)."""
-    frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
-    angles = torch.outer(torch.arange(tokens), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-class GPT(nn.Module):
-    """Predicts the next byte."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, ops: str, vocabulary: int, settings: Settings) -> None:
-        super().__init__()
-        width = settings.width
-        self.functions = FUNCTIONS[ops]
-        self.token = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(ops, width, settings.heads) for _ in range(settings.layers))
-        self.norm = NORMS[ops](width)
-        for name, factors in zip(("cos", "sin"), rotations(settings.context, width // settings.heads), strict=True):
-            self.register_buffer(name, factors, persistent=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                into_the_stream = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5 if into_the_stream else 0.02)
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The input of the head, (B, T, width)."""
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        x = self.token(tokens)
-        residual = torch.zeros_like(x)
-        for block in self.blocks:
-            x, residual = block(x, residual, cos, sin)
-        hidden: Tensor = self.norm(x, residual)[0]
-        return hidden
-
-    def forward(self, tokens: Tensor, following: Tensor | None = None) -> Tensor:
-        """The logits or, given the bytes that follow, the mean cross-entropy in nats per byte."""
-        x = self.hidden(tokens)
-        result: Tensor = (
-            self.head(x) if following is None else self.functions.linear_cross_entropy(x, self.head.weight, following)
-        )
-        return result
-
-
 # ---- the text ----
 
 
 def read_text(path: Path | None) -> str:
     if path is None:
-        from pydoc_data.topics import topics
-
-        return "\n".join(topics[key] for key in sorted(topics))
+        return demo_model.help_text()
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -204,7 +112,7 @@ class Text:
     @staticmethod
     def of(text: str, context: int) -> "Text":
         data = text.encode()
-        alphabet, indices = torch.unique(torch.frombuffer(bytearray(data), dtype=torch.uint8), return_inverse=True)
+        alphabet, indices = demo_model.indices(text)
         kept = int(len(data) * VALIDATION_SHARE)
         if kept < context + 1:
             least = math.ceil((context + 1) / VALIDATION_SHARE)
@@ -216,17 +124,22 @@ class Text:
 
 
 def batch(text: Tensor, settings: RunSettings, seed: int) -> tuple[Tensor, Tensor]:
-    """Sequences from random places, and the bytes that follow, each (B, T)."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=generator)
-    sequences = text[starts + torch.arange(settings.context + 1)].to(settings.device)
-    return sequences[:, :-1], sequences[:, 1:]
+    return demo_model.sequences(text, settings.batch, settings.context, seed, settings.device)
 
 
 # ---- training ----
 
 
-class Training:
+def language_model(ops: str, vocabulary: int, settings: Settings) -> LanguageModel:
+    mixer = partial(Attention, settings.width, settings.heads, settings.context, bias=True)
+    model = LanguageModel(vocabulary, settings.width, settings.layers, mixer, nn.LayerNorm, bias=True)
+    if ops == "ours":
+        extension_cpp.nn.convert(model)
+        model.linear_loss = True
+    return model.to(settings.device)
+
+
+class Training(demo_model.Training):
     """A model in training, and its checkpoint."""
 
     def __init__(self, ops: str, text: Text, settings: Settings, compiled: bool, parallel: str | None = None) -> None:
@@ -236,16 +149,14 @@ class Training:
         self.rank, self.processes = (distributed.get_rank(), distributed.get_world_size()) if parallel else (0, 1)
         if settings.batch % self.processes:
             raise CannotRun(f"{self.processes} processes cannot share the {settings.batch} sequences of a batch evenly")
-        self.model = GPT(ops, len(text.alphabet), settings).to(settings.device)
+        self.model = language_model(ops, len(text.alphabet), settings)
         self.loss: Any = self.parallelize(compiled) if parallel else self.model
         if compiled and not parallel:
             self.loss = torch.compile(self.model, fullgraph=True)
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-        self.losses: list[float] = []
-        self.seconds: list[float] = []  # one for each step of this run
+        super().__init__(self.model, groups, settings.learning_rate, settings.steps)
         self.validation: dict[int, float] = {}  # by step
 
     def parallelize(self, compiled: bool) -> nn.Module:
@@ -280,17 +191,6 @@ class Training:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.settings.device, torch.bfloat16)
 
-    def step(self) -> None:
-        number, settings, began = len(self.losses), self.settings, time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min((number + 1) / WARMUP, 1.0) * self.decay(number)
-        loss = self.backward(number)
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(self.mean(loss))  # waits for the GPU
-        self.seconds.append(time.perf_counter() - began)
-
     def backward(self, number: int) -> Tensor:
         """Leaves the gradients of a step, and returns the mean loss of this process's sequences."""
         accumulate = self.settings.accumulate
@@ -302,10 +202,6 @@ class Training:
             (loss / accumulate).backward()
             total += loss.detach() / accumulate
         return total
-
-    def decay(self, number: int) -> float:
-        """A cosine from 1 to 0.1."""
-        return 0.55 + 0.45 * math.cos(math.pi * number / self.settings.steps)
 
     def validate(self) -> None:
         with torch.no_grad(), self.autocast():
@@ -341,13 +237,9 @@ class Training:
 
     def write(self, length: int) -> str:
         """Text that the model continues from a newline."""
-        tokens = [self.text.alphabet.tolist().index(ord("\n")) if ord("\n") in self.text.alphabet else 0]
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad(), self.autocast():
-            for _ in range(length):
-                context = torch.tensor([tokens[-self.settings.context :]], device=self.settings.device)
-                logits = self.model(context)[0, -1].float().cpu()
-                tokens.append(int(torch.multinomial(torch.softmax(logits / 0.7, -1), 1, generator=generator)))
+        begin = [self.text.alphabet.tolist().index(ord("\n")) if ord("\n") in self.text.alphabet else 0]
+        with self.autocast():
+            tokens = demo_model.generate(self.model, begin, length, self.settings.context, temperature=0.7)
         return bytes(self.text.alphabet[tokens[1:]].tolist()).decode(errors="replace")
 
 
@@ -370,33 +262,21 @@ def draw(folder: Path, settings: Settings) -> Path:
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    curves = {}
-    looks: dict[str, dict[str, Any]] = {
-        "ours": {"color": "#e69f00", "linewidth": 4},
-        "torch": {"color": "black", "linestyle": "--"},
-    }
-    for ops, look in looks.items():
+    states = {}
+    for ops in OPS:
         try:
             state = read_checkpoint(folder / f"{ops}.pt")
         except CannotRun:  # the other run has none, or one that cannot be read
             continue
-        if state["settings"] != asdict(settings):
-            continue
-        losses, validation = state["losses"], state["validation"]
-        curves[ops] = losses
-        top.plot(range(1, len(losses) + 1), losses, **look, label=f"{ops}, training")
+        if state["settings"] == asdict(settings):
+            states[ops] = state
+    losses = {f"{ops}, training": state["losses"] for ops, state in states.items()}
+    title, alone = "A small GPT on text, bfloat16 autocast", "run the other --ops, too"
+    colors = demo_model.draw_losses(top, bottom, losses, title, alone)
+    for (ops, state), color in zip(states.items(), colors.values(), strict=True):
         marker = "o" if ops == "ours" else "x"
-        top.plot(*zip(*validation.items(), strict=True), marker, color=look["color"], label=f"{ops}, validation")
-    if len(curves) == 2:
-        gaps = [max(abs(a - b), 1e-7) for a, b in zip(*curves.values(), strict=False)]
-        bottom.plot(range(1, len(gaps) + 1), gaps, color="#0072b2", linewidth=1)
-    else:
-        bottom.text(0.5, 0.5, "run the other --ops, too", transform=bottom.transAxes, ha="center")
-    top.set(ylabel="loss (nats a byte)", title="A small GPT on text, bfloat16 autocast")
-    bottom.set(yscale="log", xlabel="step", ylabel="difference of the two")
+        top.plot(*zip(*state["validation"].items(), strict=True), marker, color=color, label=f"{ops}, validation")
     top.legend()
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=120)
     return folder / "loss.png"
 
@@ -404,12 +284,19 @@ def draw(folder: Path, settings: Settings) -> Path:
 # ---- the command ----
 
 
+def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: str) -> None:
+    """The options of both examples that train on text. `holds`: what is written into the folder."""
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
+    parser.add_argument("--steps", type=positive, default=steps, help="(default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", default=Path(out), help=f"for {holds} (default: %(default)s)"
+    )
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python examples/train_text.py", description=__doc__.split("\n\n", 1)[1])
-    parser.add_argument("--ops", choices=NORMS, default="ours", help="whose functions (default: ours)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (default: that of Python's help())")
-    parser.add_argument("--steps", type=positive, default=300, help="(default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU and this build allow it")
+    parser.add_argument("--ops", choices=OPS, default="ours", help="whose functions (default: ours)")
     parser.add_argument(
         "--parallel",
         choices=("ddp", "fsdp"),
@@ -418,14 +305,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("out/train_text"),
-        help="for OPS.pt, the checkpoint, and loss.png, with the curves of both OPS (default: %(default)s)",
-    )
+    add_options(parser, 300, "out/train_text", "OPS.pt, the checkpoint, and loss.png, with the curves of both OPS")
     return parser.parse_args(arguments)
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotRun(f"--out {path}: {error.strerror}") from error
 
 
 def join(device: str) -> None:
@@ -440,13 +328,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     parallel = options.parallel if distributed.is_torchelastic_launched() else None
     if not options.no_compile:
         demo.check_compiler("training", "; or add --no-compile")
-    sizes = SIZES[device]
-    text = Text.of(read_text(options.text), sizes["context"])
-    settings = Settings(device, options.steps, text.digest, **sizes)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+    text = Text.of(read_text(options.text), SIZES[device]["context"])
+    settings = Settings(device, options.steps, text.digest, **SIZES[device])
+    make_folder(options.out)
     if parallel:
         join(device)
     checkpoint = options.out / f"{options.ops}.pt"
@@ -465,8 +349,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     )
     if training.losses:
         console.print(f"Going on from step {len(training.losses)} of {checkpoint}.", highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+    with demo_model.progress(console) as progress:
         task = progress.add_task("compiling", total=options.steps, completed=len(training.losses))
         while len(training.losses) < options.steps:
             training.step()
@@ -475,7 +358,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 training.save(checkpoint)
             progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
     if training.seconds:
-        console.print(f"{1e3 * statistics.median(training.seconds):.1f} ms a step, the median", highlight=False)
+        console.print(f"{1e3 * training.step_seconds():.1f} ms a step, the median", highlight=False)
     for step, loss in training.validation.items():
         console.print(
             f"step {step:5}  training {training.losses[step - 1]:.4f}  validation {loss:.4f}", highlight=False
@@ -495,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         run(options, Console(quiet=not is_first))
-    except (CannotRun, demo.CannotRun) as error:
+    except CannotRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -13,19 +13,18 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 import extension_cpp
 
-from . import demo_table, info
+from . import demo_model, demo_table, info
+from .demo_model import Attention, CannotRun, LanguageModel
 
 CHECKED_STEPS = 50
 TOLERANCE = 1e-3
@@ -36,81 +35,7 @@ WIDTH, HEADS, LAYERS = 96, 4, 2
 LEARNING_RATE, WARMUP = 5e-3, 150
 
 
-class CannotRun(Exception):
-    """Says in one sentence why the demo cannot run here."""
-
-
-# ---- the model ----
-
-
-class Attention(nn.Module):
-    """Causal attention. Input and output have the shape (B, T, WIDTH)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # query, key, value
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        nn.init.zeros_(self.out.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.mix(x).chunk(3, -1))
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(-2))
-
-
-class Perceptron(nn.Module):
-    """A gated perceptron with one hidden layer, as in Llama."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-        self.activation = nn.SiLU()
-        nn.init.zeros_(self.down.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """Attention, then a perceptron. Each follows a norm, and its result is added to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention()
-        self.perceptron_norm, self.perceptron = nn.RMSNorm(WIDTH), Perceptron()
-
-    def forward(self, x: Tensor) -> Tensor:
-        residual = x
-        x = self.attention(self.attention_norm(x))
-        x = residual + x
-        residual = x
-        x = self.perceptron(self.perceptron_norm(x))
-        return residual + x
-
-
-class LanguageModel(nn.Module):
-    """Predicts the next byte: embeddings, blocks, logits. Returns the mean cross-entropy in nats per byte."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, WIDTH)
-        self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, vocabulary)
-        self.loss = nn.CrossEntropyLoss()
-        nn.init.normal_(self.embedding.weight, std=0.5)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position[: tokens.shape[1]]  # (B, T, WIDTH)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        return self.loss(self.logits(tokens).flatten(0, 1), following.flatten())
+# ---- training ----
 
 
 def convert(model: LanguageModel, console: Console) -> None:
@@ -124,81 +49,51 @@ def convert(model: LanguageModel, console: Console) -> None:
     )
 
 
-# ---- training ----
-
-
 def read_text() -> tuple[Tensor, Tensor]:
     """The texts of Python's own `help()`, without tables and indentation: the bytes that occur, and the text as indices
     into them."""
-    from pydoc_data.topics import topics
+    lines = demo_model.help_text().splitlines()
+    return demo_model.indices(
+        "\n".join(re.sub(r"\s+", " ", line).strip() for line in lines if not line.lstrip().startswith(("|", "+")))
+    )
 
-    lines = "\n".join(topics[key] for key in sorted(topics)).splitlines()
-    text = "\n".join(re.sub(r"\s+", " ", line).strip() for line in lines if not line.lstrip().startswith(("|", "+")))
-    return torch.unique(torch.tensor(list(text.encode()), dtype=torch.uint8), return_inverse=True)
 
+class Run(demo_model.Training):
+    """One of the two models in training."""
 
-@dataclass
-class Run:
-    """One model in training."""
+    def __init__(self, name: str, text: Tensor, vocabulary: int, device: str, steps: int) -> None:
+        torch.manual_seed(0)
+        self.name, self.text, self.device = name, text, device
+        model = LanguageModel(vocabulary, WIDTH, LAYERS, partial(Attention, WIDTH, HEADS, CONTEXT)).to(device)
+        super().__init__(model, model.parameters(), LEARNING_RATE, steps, WARMUP)
 
-    name: str
-    model: LanguageModel
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-
-    def step(self, batch: Tensor, learning_rate: float) -> None:
-        started = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        loss = self.model(batch[:, :-1], batch[:, 1:])
+    def backward(self, number: int) -> Tensor:
+        loss: Tensor = self.model(*demo_model.sequences(self.text, BATCH, CONTEXT, number, self.device))
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        if batch.is_cuda:
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - started)
+        return loss
 
     def steps_per_second(self) -> str:
-        return f"{1 / statistics.median(self.seconds):.1f}"
+        return f"{1 / self.step_seconds():.1f}"
 
 
 def train(text: Tensor, vocabulary: int, device: str, steps: int, console: Console) -> tuple[Run, Run]:
     """Trains both models in turns, so that both meet the same state of the machine."""
-    runs = []
-    for name in ("converted", "as it is"):
-        torch.manual_seed(0)
-        runs.append(Run(name, LanguageModel(vocabulary).to(device)))
-    convert(runs[0].model, console)
-    generator = torch.Generator().manual_seed(0)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    ours, stock = (Run(name, text, vocabulary, device, steps) for name in ("converted", "as it is"))
+    convert(ours.model, console)
+    with demo_model.progress(console) as progress:
         task = progress.add_task("training", total=steps)
         for step in range(steps):
-            starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
-            batch = text[starts + torch.arange(CONTEXT + 1)].to(device)
-            rate = LEARNING_RATE * min((step + 1) / WARMUP, 1.0) * (1 - 0.9 * step / steps)
-            for run in runs if step % 2 else runs[::-1]:
-                run.step(batch, rate)
-            losses = " / ".join(f"{run.losses[-1]:.4f}" for run in runs)
-            progress.update(task, advance=1, description=f"loss {losses}")
-    return runs[0], runs[1]
+            for run in (ours, stock) if step % 2 else (stock, ours):
+                run.step()
+            progress.update(task, advance=1, description=f"loss {ours.losses[-1]:.4f} / {stock.losses[-1]:.4f}")
+    return ours, stock
 
 
-def generate(model: LanguageModel, alphabet: Tensor, prompt: bytes, length: int, temperature: float) -> str:
+def write(model: LanguageModel, alphabet: Tensor, prompt: bytes, length: int) -> str:
     """Continues the prompt byte by byte."""
-    device = model.position.device
-    index = {byte: i for i, byte in enumerate(alphabet.tolist())}
-    tokens = [index[byte] for byte in prompt]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _ in range(length):
-            logits = model.logits(torch.tensor([tokens[-CONTEXT:]], device=device))[0, -1].cpu()
-            tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)))
-    return bytes(alphabet[tokens].tolist()).decode(errors="replace")
+    tokens = [alphabet.tolist().index(byte) for byte in prompt]
+    written = demo_model.generate(model, tokens, length, CONTEXT, temperature=0.6)
+    return bytes(alphabet[written].tolist()).decode(errors="replace")
 
 
 # ---- showing ----
@@ -229,7 +124,7 @@ def show_losses(ours: Run, stock: Run, console: Console) -> None:
 
 def compile_both(ours: Run, stock: Run, text: Tensor, device: str, console: Console) -> None:
     """Compiles each model as one graph (fullgraph), which our operators do not break."""
-    batch = text[torch.arange(BATCH)[:, None] * CONTEXT + torch.arange(CONTEXT + 1)].to(device)
+    batch = demo_model.sequences(text, BATCH, CONTEXT, 0, device)
     table = Table("under torch.compile", "first step", "steps a second", title="Compiled")
     with console.status("compiling"):
         # The compiler's start belongs to neither model, so another function is compiled first.
@@ -239,7 +134,7 @@ def compile_both(ours: Run, stock: Run, text: Tensor, device: str, console: Cons
             seconds = []
             for _ in range(11):
                 started = time.perf_counter()
-                compiled(batch[:, :-1], batch[:, 1:]).backward()
+                compiled(*batch).backward()
                 if device == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - started)
@@ -261,33 +156,15 @@ def output_folder() -> Path:
 def draw(ours: Run, stock: Run, path: Path) -> None:
     from matplotlib.figure import Figure  # unlike pyplot it needs no display
 
-    steps = range(1, len(ours.losses) + 1)
-    marker = "." if len(steps) == 1 else None
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    top.plot(
-        steps, ours.losses, color="#e69f00", linewidth=4, marker=marker, label="converted to extension_cpp's operators"
-    )
-    top.plot(
-        steps,
-        stock.losses,
-        color="black",
-        linewidth=1,
-        linestyle=(0, (5, 4)),
-        marker=marker,
-        label="as it is",
-    )
-    top.set(ylabel="loss (nats a byte)", title="A byte-level language model trained twice from the same seed, float32")
-    top.legend()
-    differences = [abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)]
-    bottom.plot(steps, [max(each, 1e-9) for each in differences], color="#0072b2", linewidth=1, marker=marker)
+    losses = {"converted to extension_cpp's operators": ours.losses, "as it is": stock.losses}
+    demo_model.draw_losses(top, bottom, losses, "A byte-level language model trained twice from the same seed, float32")
     bottom.hlines(
         TOLERANCE, 1, CHECKED_STEPS, color="#d55e00", label=f"limit over the first {CHECKED_STEPS} steps: {TOLERANCE:g}"
     )
-    bottom.set(yscale="log", xlabel="step", ylabel="difference of the losses")
+    top.legend()
     bottom.legend()
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
@@ -359,7 +236,7 @@ def run(asked_device: str | None, steps: int) -> int:
         highlight=False,
     )
     console.rule(f"what the converted model writes after 'The ', {steps} steps old")
-    console.print(generate(ours.model, alphabet, b"The ", 400, temperature=0.6), markup=False, highlight=False)
+    console.print(write(ours.model, alphabet, b"The ", 400), markup=False, highlight=False)
     console.rule()
     console.print(
         "It is a very small model: look at the spaces, the lengths of the words and the common ones among them, and "

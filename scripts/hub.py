@@ -20,7 +20,7 @@ ROOT = build_library.ROOT
 PACKAGE = ROOT / "extension_cpp"
 NAME, VERSION = "extension-cpp", 1  # of the kernel repository. Within a version layers keep their names and results.
 # The command line is for the installed package.
-LEFT_OUT = ("__main__.py", "demo.py", "demo_table.py", "scaffold.py")
+LEFT_OUT = ("__main__.py", "demo.py", "demo_model.py", "demo_table.py", "scaffold.py")
 NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 
 

@@ -53,7 +53,7 @@ def test_demo(tmp_path):
         ours, eager = float(row[1]), 0.0 if row[3] == "-" else float(row[3])
         assert ours <= max(2 * eager, 8 * torch.finfo(torch.float32).eps), row
     assert max(map(len, lines)) <= 80
-    converted = "3 x rms_norm, 1 x silu, 1 x cross_entropy, 1 x add_rms_norm, 1 x swiglu; 0 modules left"
+    converted = "3 x rms_norm, 1 x cross_entropy, 2 x add_rms_norm, 1 x swiglu, 1 x rotary_embedding; 0 modules left"
     assert f"extension_cpp.nn.convert(model): {converted}" in " ".join(done.stdout.split())
     assert "The losses agree over the first 50 steps" in done.stdout
     picture = tmp_path / "out" / "demo_loss.png"
@@ -63,8 +63,10 @@ def test_demo(tmp_path):
 
 
 def trained(name: str, losses: list[float]) -> demo.Run:
-    model = demo.LanguageModel(len(demo.read_text()[0]))
-    return demo.Run(name, model, losses, [1.0] * len(losses))
+    alphabet, text = demo.read_text()
+    run = demo.Run(name, text, len(alphabet), "cpu", len(losses))
+    run.losses, run.seconds = losses, [1.0] * len(losses)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, d
     monkeypatch.setattr(demo, "train", lambda *_: (trained("ours", ours), trained("stock", [4.0] * 60)))
     monkeypatch.setattr(demo.demo_table, "show", lambda *_: None)
     monkeypatch.setattr(demo, "compile_both", lambda *_: None)
-    monkeypatch.setattr(demo, "generate", lambda *_, **__: "text")
+    monkeypatch.setattr(demo, "write", lambda *_: "text")
     monkeypatch.setattr(demo, "draw", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     assert command.main(["demo", "--device", "cpu"]) == status
