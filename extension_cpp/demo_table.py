@@ -1,13 +1,13 @@
 """The demo's first part: error and time of every operator, beside eager PyTorch's."""
 
 import ctypes
+import inspect
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from resource import RUSAGE_SELF, getrusage
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,104 +23,77 @@ COLUMNS = 1024
 ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}
 ROWS_CHECKED = 2**8
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-SECONDS_A_ROW = 0.4  # of timing, after the warm-up
-# Warm-up goes on while calls still get memory that was never used: its page faults cost more than the work.
-WARM_UPS, NEW_PAGES = 6, 1000
+SECONDS_A_ROW = 0.4  # of timing, after two rounds of warm-up
 
 # The fastest form in eager PyTorch: a function of PyTorch if there is one, else the formula in reference.py.
 EAGER = SimpleNamespace(
-    **{
-        **vars(reference),
-        "mish": functional.mish,
-        "silu": functional.silu,
-        "gelu": functional.gelu,
-        "bias_gelu": lambda x, bias, *approximate: functional.gelu(x + bias, *approximate),
-        "geglu": lambda gate, up, *approximate: functional.gelu(gate, *approximate) * up,
-        "cross_entropy": functional.cross_entropy,
-        "linear_cross_entropy": lambda x, weight, target: functional.cross_entropy(
-            functional.linear(x, weight), target
-        ),
+    **vars(reference)
+    | {name: getattr(functional, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
+    | {
+        "bias_gelu": lambda x, bias: functional.gelu(x + bias),
+        "geglu": lambda gate, up: functional.gelu(gate) * up,
         "swiglu": lambda gate, up: functional.silu(gate) * up,
-        "dropout": functional.dropout,
-        "layer_norm_dropout": lambda x, shape, weight, bias, p: functional.dropout(
-            functional.layer_norm(x, shape, weight, bias), p
+        "linear_cross_entropy": lambda x, linear_weight, target: functional.cross_entropy(
+            functional.linear(x, linear_weight), target
+        ),
+        "layer_norm_dropout": lambda x, normalized_shape, weight, bias, p: functional.dropout(
+            functional.layer_norm(x, normalized_shape, weight, bias), p
         ),
     }
 )
 
-
-class Case(NamedTuple):
-    """One operator, and a call of it in a namespace of functions."""
-
-    name: str
-    call: Callable[..., Any]  # (namespace, *tensors)
-    tensors: tuple[str, ...]  # by the names of SHAPES
-    is_random: bool = False
-    row_divisor: int = 1  # fewer rows, where a matrix product takes most of the time
-
-
-# x and its like are rows x COLUMNS; q is the same number of elements as 16 heads.
+# What an argument of a name is, in any operator: the shape of a tensor, by the number of rows, or a value.
 SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "x": lambda rows: (rows, COLUMNS),
-    "row": lambda rows: (COLUMNS,),
-    "square": lambda rows: (COLUMNS, COLUMNS),
-    "q": lambda rows: (1, 16, rows, COLUMNS // 16),
-    "cos": lambda rows: (1, rows, COLUMNS // 16),
+    **dict.fromkeys(("a", "b", "gate", "input", "logits", "residual", "up", "x"), lambda rows: (rows, COLUMNS)),
+    **dict.fromkeys(("bias", "weight"), lambda rows: (COLUMNS,)),
+    **dict.fromkeys(("q", "k"), lambda rows: (1, 16, rows, COLUMNS // 16)),  # the elements of x as 16 heads
+    **dict.fromkeys(("cos", "sin"), lambda rows: (1, rows, COLUMNS // 16)),
+    "linear_weight": lambda rows: (COLUMNS, COLUMNS),
     "target": lambda rows: (rows,),
 }
-ROW = (COLUMNS,)
-CASES = (
-    Case("muladd", lambda f, a, b: f.muladd(a, b, 0.5), ("x", "x")),
-    Case("scale_bias_relu", lambda f, x, bias: f.scale_bias_relu(x, bias, 0.5), ("x", "row")),
-    Case("relu", lambda f, x: f.relu(x), ("x",)),
-    Case("mish", lambda f, x: f.mish(x), ("x",)),
-    Case("silu", lambda f, x: f.silu(x), ("x",)),
-    Case("gelu", lambda f, x: f.gelu(x), ("x",)),
-    Case("bias_gelu", lambda f, x, bias: f.bias_gelu(x, bias), ("x", "row")),
-    Case("swiglu", lambda f, gate, up: f.swiglu(gate, up), ("x", "x")),
-    Case("geglu", lambda f, gate, up: f.geglu(gate, up), ("x", "x")),
-    Case("reduce_sum", lambda f, x: f.reduce_sum(x, -1), ("x",)),
-    Case("dropout", lambda f, x: f.dropout(x, 0.1), ("x",), is_random=True),
-    Case("layer_norm", lambda f, x, w, b: f.layer_norm(x, ROW, w, b), ("x", "row", "row")),
-    Case("rms_norm", lambda f, x, w: f.rms_norm(x, ROW, w), ("x", "row")),
-    Case("add_layer_norm", lambda f, x, r, w, b: f.add_layer_norm(x, r, ROW, w, b), ("x", "x", "row", "row")),
-    Case("add_rms_norm", lambda f, x, r, w: f.add_rms_norm(x, r, ROW, w), ("x", "x", "row")),
-    Case(
-        "layer_norm_dropout",
-        lambda f, x, w, b: f.layer_norm_dropout(x, ROW, w, b, p=0.1),
-        ("x", "row", "row"),
-        is_random=True,
-    ),
-    Case("softmax", lambda f, x: f.softmax(x, -1), ("x",)),
-    Case("log_softmax", lambda f, x: f.log_softmax(x, -1), ("x",)),
-    Case("cumsum", lambda f, x: f.cumsum(x, -1), ("x",)),
-    Case("logcumsumexp", lambda f, x: f.logcumsumexp(x, -1), ("x",)),
-    Case("linear_recurrence", lambda f, a, b: f.linear_recurrence(a, b, dim=-1), ("x", "x")),
-    Case("cross_entropy", lambda f, x, target: f.cross_entropy(x, target), ("x", "target")),
-    Case("token_log_probs", lambda f, x, target: f.token_log_probs(x, target), ("x", "target")),
-    Case(
-        "linear_cross_entropy",
-        lambda f, x, weight, target: f.linear_cross_entropy(x, weight, target),
-        ("x", "square", "target"),
-        row_divisor=16,
-    ),
-    Case("rotary_embedding", lambda f, q, k, cos, sin: f.rotary_embedding(q, k, cos, sin), ("q", "q", "cos", "cos")),
-)
+VALUES = {"c": 0.5, "decay": 0.5, "dim": -1, "normalized_shape": (COLUMNS,), "p": 0.1, "scale": 0.5}
 
 
-def make(case: Case, rows: int, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """The tensors of a call. Those that can have a gradient require it."""
-    generator = torch.Generator(device).manual_seed(0)
-    made = []
-    for name in case.tensors:
-        shape = SHAPES[name](max(rows // case.row_divisor, 1))
-        if name == "target":
-            made.append(torch.randint(COLUMNS, shape, generator=generator, device=device))
-            continue
-        x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        x = x / COLUMNS**0.5 if name == "square" else x
-        made.append(x.requires_grad_(name != "cos"))
-    return made
+class Case:
+    """One operator, and the arguments that it is called with, by the names of its parameters."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        parameters = inspect.signature(getattr(extension_cpp, name)).parameters
+        left = {"weight"} if "target" in parameters else set()  # the weights of the classes
+        left |= {each for each in parameters if each == "p" and parameters[each].default == 0}
+        self.names = [each for each in parameters if each in {*SHAPES, *VALUES} - left]
+        needed = {each for each, parameter in parameters.items() if parameter.default is parameter.empty}
+        self.is_known = needed <= {*self.names}
+        self.is_random = "p" in self.names
+        # Fewer rows, where a matrix product takes most of the time.
+        self.row_divisor = 16 if "linear_weight" in self.names else 1
+
+    def call(self, namespace: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The outputs of the function of this name in the namespace."""
+        values = {name: VALUES[name] for name in self.names if name in VALUES}
+        result = getattr(namespace, self.name)(**tensors, **values)
+        return result if isinstance(result, tuple) else (result,)
+
+    def make(self, rows: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of a call. Those that can have a gradient require it."""
+        generator = torch.Generator(device).manual_seed(0)
+        made = {}
+        for name in (name for name in self.names if name in SHAPES):
+            shape = SHAPES[name](max(rows // self.row_divisor, 1))
+            if name == "target":
+                made[name] = torch.randint(COLUMNS, shape, generator=generator, device=device)
+                continue
+            x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            x = x / COLUMNS**0.5 if name == "linear_weight" else x
+            made[name] = x.requires_grad_(name not in ("cos", "sin"))
+        return made
+
+
+def cases() -> list[Case]:
+    """The operators whose arguments have names that are known here, in the order of reference.py."""
+    found = [Case(name) for name in vars(reference) if name in extension_cpp.__all__]
+    return [case for case in found if case.is_known]
 
 
 def keep_memory() -> bool:
@@ -139,15 +112,10 @@ def keep_memory() -> bool:
 # ---- errors ----
 
 
-def outputs_of(case: Case, namespace: Any, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    result = case.call(namespace, *tensors)
-    return result if isinstance(result, tuple) else (result,)
-
-
-def results(case: Case, namespace: Any, tensors: list[Tensor], grads_out: tuple[Tensor, ...]) -> list[Tensor]:
+def results(case: Case, namespace: Any, tensors: dict[str, Tensor], grads_out: tuple[Tensor, ...]) -> list[Tensor]:
     """The outputs and the gradients of all tensors that have one."""
-    outputs = outputs_of(case, namespace, tensors)
-    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    outputs = case.call(namespace, tensors)
+    leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads_out)]
 
 
@@ -159,22 +127,22 @@ def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
 
 def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
     """Of our results and gradients and of eager's; eager's dropout draws another mask, and is not compared."""
-    tensors = make(case, ROWS_CHECKED, device, dtype)
-    exact = [
-        each.detach().double().requires_grad_(each.requires_grad) if each.is_floating_point() else each
-        for each in tensors
-    ]
+    tensors = case.make(ROWS_CHECKED, device, dtype)
+    exact = {
+        name: each.detach().double().requires_grad_(each.requires_grad) if each.is_floating_point() else each
+        for name, each in tensors.items()
+    }
     generator = torch.Generator(device).manual_seed(1)
     torch.manual_seed(0)
     with torch.no_grad():
-        outputs = outputs_of(case, reference, exact)
+        outputs = case.call(reference, exact)
     grads_out = tuple(torch.randn(y.shape, generator=generator, device=device).to(dtype) for y in outputs)
     torch.manual_seed(0)
     truth = results(case, reference, exact, tuple(grad.double() for grad in grads_out))
     errors = []
     for namespace in (extension_cpp, *([] if case.is_random else [EAGER])):
         # Freed blocks are filled with NaN, so that an element that a kernel does not write shows.
-        poison = [torch.full_like(x, torch.nan) for x in (*tensors, *tensors, *tensors) if x.is_floating_point()]
+        poison = [torch.full_like(x, torch.nan) for x in 3 * [*tensors.values()] if x.is_floating_point()]
         del poison
         torch.manual_seed(0)  # the reference draws its dropout mask from the same seed
         errors.append(largest_error(results(case, namespace, tensors, grads_out), truth))
@@ -201,28 +169,24 @@ def seconds(function: Callable[[], Any], device: str) -> float:
 
 
 def medians(functions: dict[str, Callable[[], Any]], device: str, budget: float) -> dict[str, float]:
-    """The seconds of a call of each function. They take turns, so that a change of the machine's state affects all."""
-    for _ in range(WARM_UPS):
-        touched = getrusage(RUSAGE_SELF).ru_minflt
-        for function in functions.values():
-            function()
-        if getrusage(RUSAGE_SELF).ru_minflt - touched < NEW_PAGES:
-            break
+    """The seconds of a call of each function. They take turns, so that a change of the machine's state affects all.
+    The first two rounds, which get memory that was never used, do not count."""
     times: dict[str, list[float]] = {name: [] for name in functions}
-    started = time.perf_counter()
-    while len(next(iter(times.values()))) < 3 or time.perf_counter() - started < budget:
+    rounds, started = 0, time.perf_counter()
+    while rounds < 5 or time.perf_counter() - started < budget:
         for name, function in functions.items():
             times[name].append(seconds(function, device))
-    return {name: statistics.median(each) for name, each in times.items()}
+        rounds += 1
+    return {name: statistics.median(each[2:]) for name, each in times.items()}
 
 
-def to_time(case: Case, tensors: list[Tensor]) -> dict[str, Callable[[], Any]]:
+def to_time(case: Case, tensors: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
     """Forward without gradients, and forward with backward, of ours and of eager's."""
-    detached = [tensor.detach() for tensor in tensors]
-    grads_out = tuple(torch.ones_like(y) for y in outputs_of(case, EAGER, detached))
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    grads_out = tuple(torch.ones_like(y) for y in case.call(EAGER, detached))
     functions: dict[str, Callable[[], Any]] = {}
     for name, namespace in (("ours", extension_cpp), ("eager", EAGER)):
-        functions[name] = partial(case.call, namespace, *detached)
+        functions[name] = partial(case.call, namespace, detached)
         functions[name + " both"] = partial(results, case, namespace, tensors, grads_out)
     return functions
 
@@ -250,10 +214,10 @@ def show(device: str, console: Console) -> None:
     keep_memory()
     ratios: dict[str, float] = {}
     with console.status("measuring") as status:
-        for case in CASES:
+        for case in cases():
             status.update(f"measuring {case.name}")
             errors = largest_errors(case, device, dtype)
-            took = medians(to_time(case, make(case, rows, device, dtype)), device, SECONDS_A_ROW)
+            took = medians(to_time(case, case.make(rows, device, dtype)), device, SECONDS_A_ROW)
             cells = [case.name, " / ".join([*(f"{error:.1e}" for error in errors), "-"][:2])]
             table.add_row(
                 *cells, *milliseconds(took["ours"], took["eager"]), *milliseconds(took["ours both"], took["eager both"])
