@@ -181,16 +181,16 @@ def with_public_name(text: str, name: str) -> str:
 
 
 def documents(kind: str) -> tuple[str, str]:
-    """The template's row of README's table and its section of docs/ops.md, as `make docs` will write them."""
+    """The template's row of docs/ops.md's table and its section there, as `make docs` will write them."""
     row, section = (TREE / "templates" / kind / "docs_template.md").read_text().split("\n\n", 1)
     return row + "\n", section
 
 
 def with_row(text: str, row: str) -> str:
-    """README.md with one more row under its table of functions."""
+    """The text of a page with one more row under its table of functions."""
     table = re.search(r"^\| function \|.*\n(?:\|.*\n)*", text, re.MULTILINE)
     if table is None:
-        raise CannotMake("README.md has no table that begins with '| function |'")
+        raise CannotMake("the page of the operators has no table that begins with '| function |'")
     return text[: table.end()] + row + text[table.end() :]
 
 
@@ -213,15 +213,14 @@ def plan_op(name: str, kind: str) -> Plan:
     plan.changed[package / "_ops.pyi"] = (package / "_ops.pyi").read_text() + stub
     plan.changed[package / "__init__.py"] = with_public_name((package / "__init__.py").read_text(), name)
     row, section = (PLACEHOLDER.sub(name, text) for text in documents(kind))
-    readme, page = TREE / "README.md", TREE / "docs" / "ops.md"
-    plan.changed[readme] = with_row(readme.read_text(), row)
-    plan.changed[page] = with_section(page.read_text(), section)
+    page = TREE / "docs" / "ops.md"
+    plan.changed[page] = with_row(with_section(page.read_text(), section), row)
     return plan
 
 
-def cut(path: Path, pattern: str, what: str) -> str:
-    """The text of a file without the one passage that matches a pattern."""
-    text, count = re.subn(pattern, "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+def cut(path: Path, text: str, pattern: str, what: str) -> str:
+    """The text of this file without the one passage that matches a pattern."""
+    text, count = re.subn(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
     if count != 1:
         raise CannotMake(f"expected {path.relative_to(TREE)} to have {what} once, but found it {count} times")
     return text
@@ -231,7 +230,7 @@ def plan_removal(name: str) -> Plan:
     """The reverse of plan_op: takes out only what `new` writes, and nothing that other code uses."""
     check_identifier("op", name)
     package = TREE / "extension_cpp"
-    folder, init = package / "csrc" / name, package / "__init__.py"
+    folder, init, page = package / "csrc" / name, package / "__init__.py", TREE / "docs" / "ops.md"
     if not (folder / f"{name}.cpp").exists():
         example = " (an example is a folder: delete it)" if (TREE / "examples" / name).exists() else ""
         raise CannotMake(f"there is no op '{name}': no {folder.relative_to(TREE)}/{name}.cpp{example}")
@@ -244,10 +243,10 @@ def plan_removal(name: str) -> Plan:
         (package / "ops.py", rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
         (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
         (package / "_ops.pyi", rf"(?:^def {name}(?:_double)?(?:_backward)?\(.*?: \.\.\.\n)+", f"the types of {name}"),
-        (TREE / "README.md", rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
-        (TREE / "docs" / "ops.md", rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
+        (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
+        (page, rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
     ):
-        plan.changed[path] = cut(path, pattern, what)
+        plan.changed[path] = cut(path, plan.changed.get(path, path.read_text()), pattern, what)
     plan.changed[init] = without_public_name(init.read_text(), name)
     check_unused(name, plan)
     return plan
@@ -423,7 +422,7 @@ Next:
   make test ARGS="-k {name}"    builds it and tests it as it stands
   Then put your arithmetic into {name}_cpu_kernel.h and {name}_cuda.cu, and your formula into {name}.h, ops.py
   (docstring and second derivative) and reference.py; what it alone promises into its test.
-  make docs    writes what its docstring says by then into README.md and docs/ops.md
+  make docs    writes what its docstring says by then into docs/ops.md
 docs/TEMPLATE_USAGE.md says more. "python -m extension_cpp remove {name}" takes it out again.""",
     "example": """
 Next:

@@ -1,4 +1,4 @@
-"""Writes docs/ops.md, extension_cpp/_ops.pyi, and all tables of operators and of figures in the documents: `make docs`.
+"""Writes docs/ops.md, extension_cpp/_ops.pyi, and all tables of figures in the documents: `make docs`.
 
 They come from the docstrings, the schemas and the published results. A test says which of them is stale.
 """
@@ -69,15 +69,15 @@ def row(*cells: str) -> str:
 
 
 def row_of(name: str, function: Callable[..., Any]) -> str:
-    """An operator's row of the README's table."""
-    link = f"[`{call(name, function)}`](docs/ops.md#{name})"
+    """An operator's row of the table."""
+    link = f"[`{call(name, function)}`](#{name})"
     return row(link, summary(function), gradients(name, function)) + "\n"
 
 
 def table() -> str:
-    """The README's table, with one row for each operator."""
+    """The table of the page, with one row for each operator."""
     rows = (row_of(name, function) for name, function in functions().items())
-    return "| function | meaning | differentiable |\n|---|---|---|\n" + "".join(rows)
+    return "| function | meaning | differentiable |\n|---|---|---|\n" + "".join(rows).rstrip("\n")
 
 
 def schemas_of(names: list[str]) -> dict[str, list[str]]:
@@ -123,6 +123,7 @@ def page() -> str:
         "# Operators",
         "Written by `make docs` from the docstrings in `extension_cpp/ops.py` and the registered schemas; edit those.",
         common,
+        table(),
         *(section(name, function, schemas[name]).rstrip() for name, function in known.items()),
         "## Modules",
         "In `extension_cpp.nn`, with the names and habits of torch.nn.",
@@ -146,7 +147,7 @@ def between(page: str, text: str, what: str, new: str) -> str:
 def documents() -> dict[Path, str]:
     """Everything that this script writes, by path."""
     found = {PAGE: page(), STUB: stub()}
-    for name, what, make in [("README.md", "operators", table), *TABLES]:
+    for name, what, make in TABLES:
         path = ROOT / name
         found[path] = between(name, found[path] if path in found else path.read_text(), what, make())
     return found
