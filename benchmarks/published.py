@@ -177,7 +177,7 @@ OVERVIEW_FILES = ("h100", "h100-gates", "h100-losses")
 
 
 def overview() -> str:
-    """Percent of copy in bfloat16: one line per op, ours and the best other."""
+    """Percent of copy in bfloat16: one line per op, ours and the best other, the winner in bold."""
     lines, said = {}, []
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)
@@ -193,34 +193,24 @@ def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
     (row,) = (row for row in rows if (row["op"], row["pass"]) == (op, step))
     peers = {name: percent for name, percent in row["percent_of_copy"].items() if name != "ours"}
     best = max(peers, key=lambda name: peers[name])
-    return f"**{row['percent_of_copy']['ours']:.0f}**, {best} {peers[best]:.0f}"
-
-
-# The README's names of the ways to run a model.
-MODEL_WAYS = {
-    "stock": "as it is",
-    "stock compiled": "as it is, under torch.compile",
-    "stock compiled, no mask": "as it is, under torch.compile, without its mask",
-    "linear loss": 'converted, with `loss="linear"`',
-    "linear loss compiled, no mask": 'converted, with `loss="linear"`, under torch.compile, without its mask',
-}
+    figures = [f"{row['percent_of_copy']['ours']:.0f}", f"{peers[best]:.0f}"]
+    ours, other = (f"**{each}**" if int(each) == max(map(int, figures)) else each for each in figures)
+    return f"{ours}, {best} {other}"
 
 
 def training(model: str) -> str:
-    """A step of a model."""
+    """A step of a model as it is, compiled at its best, and converted without compiling."""
     found = results.read(results.PUBLISHED / "models-h100.json", ("model", "way", "seconds"))
-    rows = [row for row in found["rows"] if row["model"] == model and row["way"] in MODEL_WAYS]
-    rows.sort(key=lambda row: list(MODEL_WAYS).index(row["way"]))
-    figures = [(row["way"], 1e3 * row["seconds"]["median"], row["peak_bytes"] / 1e9) for row in rows]
-    body = [[MODEL_WAYS[way], f"{time:.1f}", f"{peak:.1f}"] for way, time, peak in figures]
-    by_way = {way: (time, peak) for way, time, peak in figures}
-    compiled = by_way.get("stock compiled, no mask", by_way["stock compiled"])
-    time, peak = (ours / theirs for ours, theirs in zip(by_way["linear loss"], compiled, strict=True))
-    said = (
-        f"Converted and not compiled it takes {time:.2f} of the time of the best compiled one, and {peak:.2f} of its "
-    )
-    said += f"memory. `models-h100.json`: {runs(rows, found['machine']['device'])}."
-    return "\n".join([*markdown(["", "ms a step", "GB at the peak"], body), "", said]) + "\n"
+    rows = {row["way"]: row for row in found["rows"] if row["model"] == model}
+    best = "stock compiled, no mask" if "stock compiled, no mask" in rows else "stock compiled"
+    chosen = {"as it is": rows["stock"], "at best under torch.compile": rows[best]}
+    chosen["converted and not compiled"] = rows["linear loss"]
+    said = [
+        f"{1e3 * row['seconds']['median']:.1f} ms and {row['peak_bytes'] / 1e9:.1f} GB at the peak {way}"
+        for way, row in chosen.items()
+    ]
+    figures = f"A training step takes {said[0]}, {said[1]}, and {said[2]}."
+    return f"{figures} `models-h100.json`: {runs([*chosen.values()], found['machine']['device'])}.\n"
 
 
 def host_ratios() -> str:

@@ -51,8 +51,8 @@ def sources() -> list[str]:
 
 def navigation() -> list[Any]:
     """The table of docs/SUMMARY.md; the API reference and the decisions are sections of their own."""
-    rows = re.findall(r"^\| \[.*", (ROOT / SUMMARY).read_text(), re.MULTILINE)
-    listed = [name for name in links(SUMMARY, "\n".join(rows)) if name not in (OPERATORS, DECISIONS)]
+    table = (ROOT / SUMMARY).read_text().partition("\n| document |")[2]
+    listed = [name for name in links(SUMMARY, table) if name.endswith(".md") and name not in (OPERATORS, DECISIONS)]
     records = sorted(str(path.relative_to(ROOT)) for path in (ROOT / DECISIONS).parent.glob("[0-9]*.md"))
     return [
         {"Home": HOME},

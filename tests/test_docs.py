@@ -96,10 +96,11 @@ def test_operators_are_documented_as_they_are() -> None:
     assert not stale, f"make docs writes {', '.join(stale)} anew"
 
 
-def test_readme_names_every_function() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_every_function_is_documented() -> None:
+    """docs/ops.md has a row and a section for it. README.md names families, and links to a section for each."""
+    page = document_ops.PAGE.read_text()
     for name in set(extension_cpp.__all__) - {"nn", "reference"}:
-        assert f"`{name}(" in text
+        assert f"| [`{name}(" in page and f"\n## {name}\n" in page
 
 
 @pytest.mark.parametrize("record", sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")), ids=lambda path: path.stem)
@@ -209,14 +210,15 @@ def test_blocks_say_what_they_are(document: Path) -> None:
     assert document.read_text().count("\n```") % 2 == 0, "a block is not closed"
 
 
-def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
-    """Runs QUICKSTART's shell lines and its first Python block in a fresh copy of the checkout.
+def in_a_fresh_shell(document: Path, folder: Path) -> str:
+    """Runs the shell lines of a document and its first Python block in a fresh copy of the checkout, and returns what
+    they print.
 
-    pip and the compilation are replaced by stubs, because their results are already there.
+    pip and the compilation are replaced by stubs, because their results are already there. Of `make run` and
+    `make test`, which take minutes, make only reads what it would do.
     """
-    checkout = tmp_path / "a checkout"
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "out", "site", "__pycache__", "tests", "benchmarks")
-    shutil.copytree(ROOT, checkout, ignore=ignored)
+    checkout = folder / "a checkout"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "build", "dist", "out", "site", "__pycache__"))
     script = (checkout / "build_library.py").read_text().replace('build(ROOT / "extension_cpp" / LIBRARY)', "pass")
     (checkout / "build_library.py").write_text(script)
     site = checkout / ".venv" / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
@@ -225,16 +227,37 @@ def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
     (site / "pip" / "__init__.py").touch()
     (site / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
     (site / "there.pth").write_text(sysconfig.get_path("purelib"))
-    quickstart = ROOT / "docs" / "QUICKSTART.md"
-    _, _, python = next(blocks(quickstart, "python"))
-    lines = [*(code for _, _, code in blocks(quickstart, "sh")), f"python - <<'END'\n{python}END\n"]
+    python = next(blocks(document, "python"))
+    chosen = [block for block in blocks(document, "sh", "python") if block[1] == "sh" or block == python]
+    commands = [f"python - <<'END'\n{code}END\n" if language == "python" else code for _, language, code in chosen]
+    lines = re.sub(r"(?m)^make (?=run|test)", "make --dry-run ", "".join(commands))
     path = f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"  # begins with a python3 that is new enough
-    shell = ["env", "-i", f"PATH={path}", f"HOME={tmp_path}", "OMP_NUM_THREADS=1", "bash", "--norc", "-euc"]
-    done = subprocess.run([*shell, "".join(lines)], cwd=checkout, capture_output=True, text=True)
+    shell = ["env", "-i", f"PATH={path}", f"HOME={folder}", "OMP_NUM_THREADS=1", "bash", "--norc", "-euc"]
+    done = subprocess.run([*shell, lines], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pip install --disable-pip-version-check -r requirements.txt\n" in done.stdout
-    assert "Do they fit?" in done.stdout and "x.grad   (1024, 2048)" in done.stdout
-    assert f"library        {checkout / 'extension_cpp'}" in done.stdout  # the library of the checkout
+    return done.stdout
+
+
+def test_quickstart_copied_into_a_fresh_shell(tmp_path: Path) -> None:
+    told = in_a_fresh_shell(ROOT / "docs" / "QUICKSTART.md", tmp_path)
+    assert "pip install --disable-pip-version-check -r requirements.txt\n" in told
+    assert "Do they fit?" in told and "x.grad   (1024, 2048)" in told
+    assert f"library        {tmp_path / 'a checkout' / 'extension_cpp'}" in told  # the library of the checkout
+
+
+def test_readme_copied_into_a_fresh_shell(tmp_path: Path) -> None:
+    told = in_a_fresh_shell(ROOT / "README.md", tmp_path)
+    assert "-m extension_cpp demo" in told and "-m pytest" in told
+    assert (tmp_path / "a checkout" / "extension_cpp" / "csrc" / "my_op" / "my_op_cpu.c").exists()
+    assert (tmp_path / "my_kernels" / "my_kernels" / "ops.py").exists()
+
+
+def test_readme_has_one_table_and_one_picture_and_names_the_templates() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(re.findall(r"^\|[-|]+\|$", text, re.MULTILINE)) == text.count("![") == 1
+    kinds = {path.parent.name for path in ROOT.glob("templates/*/ops_template.py")}
+    assert all(f"`{kind}`" in text for kind in kinds) and len(kinds) == 5
+    assert f"**{len({*extension_cpp.__all__} - {'nn', 'reference'})} fast operators**" in text
 
 
 @pytest.mark.parametrize(
