@@ -16,6 +16,7 @@ marks the reader's own files.
 
 import doctest
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -158,6 +159,24 @@ def test_workflows(workflow: Path) -> None:
     commands = [step["run"] for step in steps if "run" in step]
     assert commands and [command for command in commands if not re.fullmatch(allowed, command)] == []
     assert all(re.search(r"@[0-9a-f]{40}$", step["uses"]) for step in steps if "uses" in step)
+
+
+def test_a_commit_with_a_long_subject_is_refused(tmp_path: Path) -> None:
+    """By the hook that `pre-commit install` installs."""
+    pytest.importorskip("pre_commit", reason="pre-commit, of requirements.txt, is not installed")
+    shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
+    names = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment = os.environ | names | {"PRE_COMMIT_HOME": str(tmp_path / "cache"), "GIT_CONFIG_GLOBAL": "/dev/null"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    assert run("git", "init", "-q").returncode == 0 and run("git", "add", ".pre-commit-config.yaml").returncode == 0
+    assert run(sys.executable, "-m", "pre_commit", "install").returncode == 0
+    body = "A line of the body may have more characters than that, because it is no subject at all."
+    assert run("git", "commit", "-m", "x" * 73, "-m", body).returncode == 1
+    told = run("git", "commit", "-m", "x" * 72, "-m", body)
+    assert told.returncode == 0, told.stdout + told.stderr
 
 
 # Links
