@@ -21,9 +21,8 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 
 import extension_cpp
 from benchmarks import results
-from benchmarks.timing import check_options, take_turns
+from benchmarks.timing import check_options, options_of, take_turns
 from extension_cpp import autograd, ops, second_order
-from extension_cpp.__main__ import Parser, positive
 
 ROWS, COLS, EPS = 8, 512, 1e-5
 CALLS = 50  # per batch: most end before the system gives the core to another process, and they fit into a GPU's queue
@@ -175,10 +174,7 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks host", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=positive, default=101, help="timed batches of each way (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures (default: out/host-DEVICE.json)")
+    parser = options_of("host", __doc__, 101, "batches")
     options = parser.parse_args(arguments)
     check_options(parser, options)
     return options

@@ -20,8 +20,7 @@ from torch import Tensor
 
 import extension_cpp
 from benchmarks import gradients, peers, results
-from benchmarks.timing import check_options, take_turns
-from extension_cpp.__main__ import Parser, positive
+from benchmarks.timing import check_options, options_of, take_turns
 
 # Rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head that takes seconds.
 ROWS = 512  # rows whose float64 logits are in memory at a time
@@ -116,10 +115,7 @@ def extra_bytes(call: Callable[[], object], grad_bytes: int) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks linear_loss", description=__doc__.replace("\n", " "))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=positive, default=21, help="timed calls of each (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures (default: out/linear-loss-DEVICE.json)")
+    parser = options_of("linear_loss", __doc__, 21, "calls")
     options = parser.parse_args(arguments)
     check_options(parser, options)
     return options

@@ -15,6 +15,7 @@ A peer is called with the op's arguments, which have the same meaning. The libra
   call rotates its inputs further, and reads and writes as many bytes as the others.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from importlib import metadata
@@ -35,102 +36,32 @@ LIBRARIES = {
 }
 
 
-def _liger_layer_norm(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-
-    return LigerLayerNormFunction.apply(x, weight, bias, eps)
-
-
-def _liger_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    return LigerRMSNormFunction.apply(x, weight, _eps(eps), 0.0, "gemma", False)
+@functools.cache
+def _of(path: str) -> Any:
+    """What a path names: module.attribute. It is imported when a peer is called, because a library may be absent."""
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
 
 
-def _quack_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    from quack import rmsnorm
-
-    return rmsnorm(x, weight, eps=_eps(eps))
+def _liger(path: str, *arguments: Any) -> Any:
+    return _of(f"liger_kernel.ops.{path}").apply(*arguments)
 
 
-def _liger_add_rms_norm(
-    x: Tensor, residual: Tensor, shape: Any, weight: Tensor, eps: float | None, p: float, seed: None
-) -> tuple[Tensor, Tensor]:
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-
-    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, _eps(eps), 0.0, "gemma", False)
-
-
-def _quack_add_rms_norm(
-    x: Tensor, residual: Tensor, shape: Any, weight: Tensor, eps: float | None, p: float, seed: None
-) -> tuple[Tensor, Tensor]:
-    from quack import rmsnorm
-
-    return rmsnorm(x, weight, residual=residual, eps=_eps(eps), prenorm=True)
-
-
-def _apex_layer_norm(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction
-
-    return FusedLayerNormAffineFunction.apply(x, weight, bias, torch.Size(shape), eps)
-
-
-def _apex_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    from apex.normalization.fused_layer_norm import FusedRMSNormAffineFunction
-
-    return FusedRMSNormAffineFunction.apply(x, weight, torch.Size(shape), _eps(eps))
-
-
-def _liger_softmax(x: Tensor) -> Tensor:
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-    return LigerSoftmaxFunction.apply(x)
-
-
-def _quack_softmax(x: Tensor) -> Tensor:
-    from quack.softmax import softmax
-
-    return softmax(x)
-
-
-def _quack_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    from quack.cross_entropy import cross_entropy
-
-    return cross_entropy(logits, target, reduction="mean")
-
-
-def _liger_rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    from liger_kernel.ops.rope import LigerRopeFunction
-
-    return LigerRopeFunction.apply(q, k, cos, sin)
-
-
-def _liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    return LigerSiLUMulFunction.apply(gate, up)
-
-
-def _liger_geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    from liger_kernel.ops.geglu import LigerGELUMulFunction
-
-    return LigerGELUMulFunction.apply(gate, up)
+def _apex(name: str, *arguments: Any) -> Any:
+    return _of(f"apex.normalization.fused_layer_norm.{name}").apply(*arguments)
 
 
 def _accelerated_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    from accelerated_scan.warp import scan
-
     if a.dtype.itemsize == 2:  # which leaves the GPU unusable for all that follows
         raise NotImplementedError("an illegal memory access, in half types of 8192 steps")
-    states: Tensor = scan(a[None], b[None])[0]
+    states: Tensor = _of("accelerated_scan.warp.scan")(a[None], b[None])[0]
     return states
 
 
 def _associative_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    from examples.recurrent_text import AssociativeScan
-
     extra = 0 if dim == 0 else -1  # it scans the middle dimension of three
-    states: Tensor = AssociativeScan.apply(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
+    scan = _of("examples.recurrent_text.AssociativeScan").apply
+    states: Tensor = scan(a.unsqueeze(extra), b.unsqueeze(extra)).squeeze(extra)
     return states
 
 
@@ -139,21 +70,49 @@ def _eps(eps: float | None) -> float:
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
+# Each is called with the op's arguments, in their order.
 PEERS: dict[str, dict[str, Callable[..., Any]]] = {
-    "layer_norm": {"liger": _liger_layer_norm, "apex": _apex_layer_norm},
-    "rms_norm": {"liger": _liger_rms_norm, "quack": _quack_rms_norm, "apex": _apex_rms_norm},
-    "softmax": {"liger": _liger_softmax, "quack": _quack_softmax},
-    "swiglu": {"liger": _liger_swiglu},
-    "geglu_tanh": {"liger": _liger_geglu},
-    "cross_entropy": {"quack": _quack_cross_entropy},
-    "rotary_embedding": {"liger": _liger_rotary_embedding},
+    "layer_norm": {
+        "liger": lambda x, shape, weight, bias, eps=1e-5: _liger(
+            "layer_norm.LigerLayerNormFunction", x, weight, bias, eps
+        ),
+        "apex": lambda x, shape, weight, bias, eps=1e-5: _apex(
+            "FusedLayerNormAffineFunction", x, weight, bias, torch.Size(shape), eps
+        ),
+    },
+    "rms_norm": {
+        "liger": lambda x, shape, weight, eps=None: _liger(
+            "rms_norm.LigerRMSNormFunction", x, weight, _eps(eps), 0.0, "gemma", False
+        ),
+        "quack": lambda x, shape, weight, eps=None: _of("quack.rmsnorm")(x, weight, eps=_eps(eps)),
+        "apex": lambda x, shape, weight, eps=None: _apex(
+            "FusedRMSNormAffineFunction", x, weight, torch.Size(shape), _eps(eps)
+        ),
+    },
+    "add_rms_norm_p0": {
+        "liger": lambda x, residual, shape, weight, eps, p, seed: _liger(
+            "fused_add_rms_norm.LigerFusedAddRMSNormFunction", x, residual, weight, _eps(eps), 0.0, "gemma", False
+        ),
+        "quack": lambda x, residual, shape, weight, eps, p, seed: _of("quack.rmsnorm")(
+            x, weight, residual=residual, eps=_eps(eps), prenorm=True
+        ),
+    },
+    "softmax": {
+        "liger": lambda x: _liger("softmax.LigerSoftmaxFunction", x),
+        "quack": lambda x: _of("quack.softmax.softmax")(x),
+    },
+    "swiglu": {"liger": lambda gate, up: _liger("swiglu.LigerSiLUMulFunction", gate, up)},
+    "geglu_tanh": {"liger": lambda gate, up, approximate: _liger("geglu.LigerGELUMulFunction", gate, up)},
+    "cross_entropy": {
+        "quack": lambda logits, target: _of("quack.cross_entropy.cross_entropy")(logits, target, reduction="mean")
+    },
+    "rotary_embedding": {"liger": lambda q, k, cos, sin: _liger("rope.LigerRopeFunction", q, k, cos, sin)},
     "linear_recurrence": {
         "accelerated_scan": _accelerated_scan,
         "associative_scan": _associative_scan,
         "c_loop": c_loop.recurrence,
     },
     "linear_recurrence_columns": {"associative_scan": _associative_scan, "c_loop": c_loop.recurrence},
-    "add_rms_norm_p0": {"liger": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
 }
 
 

@@ -25,14 +25,14 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from benchmarks import gradients, results
-from benchmarks.timing import check_options
+from benchmarks.timing import check_options, options_of
 from examples import train_text
-from extension_cpp.__main__ import Parser, positive
+from examples.train_text import OPS
+from extension_cpp.__main__ import positive
 
 LARGE = {"width": 2048, "layers": 16, "heads": 16, "context": 1024, "batch": 32, "accumulate": 8, "learning_rate": 1e-4}
 SIZES: dict[str, dict[str, Any]] = {"cuda": LARGE, "cpu": train_text.SMALL}
 WARM_UP = 3
-OPS = ("ours", "torch")
 
 
 def exact(text: train_text.Text, settings: train_text.Settings) -> dict[str, torch.Tensor]:
@@ -119,14 +119,11 @@ def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks processes", description=__doc__.replace("\n", " "))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = options_of("processes", __doc__, 9, "steps")
     parser.add_argument("--processes", type=positive, default=2, help="beside one (default: %(default)s)")
     parser.add_argument("--ops", choices=OPS, nargs="+", default=OPS, help="whose functions (default: both)")
     kinds = ["ddp", "fsdp"]
     parser.add_argument("--parallel", choices=kinds, nargs="+", default=kinds, help="(default: both)")
-    parser.add_argument("--rounds", type=positive, default=9, help="timed steps of each (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures (default: out/processes-DEVICE.json)")
     options = parser.parse_args(arguments)
     check_options(parser, options)
     return options

@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from benchmarks import results
+from extension_cpp.__main__ import Parser, positive
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,16 @@ def single(name: str, call: Callable[[], object], device: str, judge: Judge) -> 
     """The time of one call, which is judged: for a contender too slow to take turns."""
     seconds = _judged(functools.partial(seconds_of, device=device), name, call, judge)
     return Time(seconds, seconds, seconds)
+
+
+def options_of(name: str, about: str | None, rounds: int, what: str) -> argparse.ArgumentParser:
+    """The parser of python -m benchmarks NAME, with the options that these programs share."""
+    parser = Parser(prog=f"python -m benchmarks {name}", description=(about or "").replace("\n", " "))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=positive, default=rounds, help=f"timed {what} of each (default: %(default)s)")
+    file = f"out/{name.replace('_', '-')}-DEVICE.json"
+    parser.add_argument("--json", type=Path, help=f"where to write the figures (default: {file})")
+    return parser
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -53,7 +53,6 @@ OF_THE_CHECKOUT = (
     "hub",
     "library",
     "mutants",
-    "profile",
     "sass_diff",
     "scaffold",
     "scan",
