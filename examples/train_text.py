@@ -231,6 +231,8 @@ class Training(demo_model.Training):
             raise CannotRun(
                 f"{path} was trained with another {' and '.join(other)}: add --restart, or name another --out"
             )
+        if state["model"].keys() != self.model.state_dict().keys():
+            raise CannotRun(f"{path} has the parameters of another version's model: add --restart")
         self.losses, self.validation = state["losses"], state["validation"]
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **states, options=WHOLE)

@@ -223,6 +223,10 @@ def test_checkpoint_that_cannot_be_used(small: None, tmp_path: Path, capsys: pyt
     assert f"{checkpoint} was trained with another steps: add --restart" in refused(capsys, *options)
     assert train_text.main([*options, "--steps", "1", "--restart"]) == 0
     capsys.readouterr()
+    state = train_text.read_checkpoint(checkpoint)
+    state["model"]["another"] = state["model"].pop("head.weight")
+    torch.save(state, checkpoint)
+    assert f"{checkpoint} has the parameters of another version's model: add --restart" in refused(capsys, *options)
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     assert f"{checkpoint} cannot be read" in refused(capsys, *options)
     torch.save({"weights": 1}, checkpoint)
