@@ -25,7 +25,7 @@ NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 
 
 def python_files() -> list[Path]:
-    return sorted(path for path in PACKAGE.glob("*.py") if path.name not in LEFT_OUT)
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name not in LEFT_OUT)
 
 
 def namespace_for(backend: str) -> str:
@@ -58,7 +58,9 @@ def lay_out(build: Path, namespace: str | None = None) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     build_library.build(folder / build_library.LIBRARY, namespace)
     for path in python_files():
-        shutil.copyfile(path, folder / path.name)
+        copy = folder / path.relative_to(PACKAGE)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
     constant = folder / "_namespace.py"
     text, count = re.subn(r'^NAMESPACE = ".*"$', f'NAMESPACE = "{namespace}"', constant.read_text(), flags=re.M)
     if count != 1:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "extension_cpp"
 PYTHON_FILES = ["ops", "second_order", "autograd", "checks", "op_checks", "plain", "nested"]
 PYTHON_FILES += ["norms", "losses", "autocast_rules"]
-PYTHON_FILES += ["modules", "layers", "linear_loss", "convert*"]
+PYTHON_FILES += ["modules", "layers", "linear_loss", "convert/*"]
 RULES = {".py": "python.rules", ".cpp": "cpp.rules c_like.rules", ".c": "c.rules c_like.rules"}
 
 # Groups of tests, the likeliest to fail first. A group takes at most 1 to 2 minutes, which a stopped run loses.
@@ -46,7 +46,6 @@ OF_FILES = {
     "nested": (files("nested"), *EVERYTHING),
     "modules": (files("nn", "norm", "fused_norm", "dropout"), files("convert")),
     "layers": (files("layers", "nn"), files("convert")),
-    "convert_loss": (files("convert_loss"), *CONVERT),
     "norms": ((*battery(*FIRST), "-k", "norm"), files("norm", "fused_norm"), (*battery(*LAST), "-k", "norm")),
     "norm_plan": (("tests/test_c.py::test_norm_plan", "tests/test_commands.py::test_plan"),),
 }
@@ -182,10 +181,10 @@ def ops_of(mutant: Mutant) -> list[str]:
 
 def tests_of(mutant: Mutant) -> list[Group]:
     stem = Path(mutant.file).stem
+    if "/convert/" in mutant.file:
+        return [files("convert_loss"), *CONVERT] if stem == "model_loss" else list(CONVERT)
     if stem in OF_FILES:
         return list(OF_FILES[stem])
-    if stem.startswith("convert"):
-        return list(CONVERT)
     ops = ops_of(mutant)
     in_c = [(*files("c"), "-k", "plain")] if not mutant.file.endswith(".py") else []
     if not ops:

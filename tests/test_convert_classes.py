@@ -18,7 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from extension_cpp import convert_formulas, nn
+from extension_cpp import nn
+from extension_cpp.convert import formulas
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.test_convert import OwnNorm, check_same, loss_and_gradients, make
@@ -101,12 +102,12 @@ def test_instances_and_subclasses(name: str) -> None:
     convert(module, loss="linear")
     kind, original = type(module), type(stock)
     lower, top = type("Lower", (original,), {}), type("Top", (kind,), {"original": original})
-    assert kind is not original and isinstance(kind, convert_formulas.Generated)
+    assert kind is not original and isinstance(kind, formulas.Generated)
     assert isinstance(stock, kind) and issubclass(original, kind) and issubclass(lower, kind) and issubclass(top, kind)
     assert isinstance(module, original) and isinstance(module, kind) and issubclass(kind, original)
     assert not isinstance(torch.nn.Linear(2, 2), kind) and not issubclass(torch.nn.Module, kind)
     assert not issubclass(original, top) and not isinstance(module, top) and issubclass(type("A", (top,), {}), top)
-    assert not isinstance(stock, convert_formulas.FormulaModule)
+    assert not isinstance(stock, formulas.FormulaModule)
 
 
 class Counting(type):

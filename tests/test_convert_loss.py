@@ -18,7 +18,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils.generic import can_return_tuple
 
-from extension_cpp import convert_loss, nn
+from extension_cpp import nn
+from extension_cpp.convert import model_loss
 from extension_cpp.nn import convert
 from tests.test_convert import GPT2, LLAMA, T5, check_same
 
@@ -490,6 +491,6 @@ def test_a_class_on_top_of_the_linear_one_is_left_by_revert() -> None:
     model.__class__ = type("OnTop", (type(model),), {})
     changed, left = nn.revert(model)
     assert left == {"": "OnTop: a class was put on top of the converted one; take it off first"}
-    assert isinstance(model, convert_loss.LinearLossModel) and "" not in changed
+    assert isinstance(model, model_loss.LinearLossModel) and "" not in changed
     inputs = make_inputs(model)
     assert model(**inputs).logits is not None, "the output layer was reverted, so it makes logits"

@@ -17,7 +17,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from extension_cpp import convert_forward
+from extension_cpp.convert import forwards
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.test_convert import make
@@ -168,9 +168,9 @@ def test_a_model_of_fake_tensors_is_changed() -> None:
 def test_pickles_are_loaded_in_any_mode() -> None:
     """Loading makes the generated class again, and may be the first to ask what a rotary function computes."""
     made = fresh_modules().Attention
-    sites = frozenset({convert_forward.Site("rotary", "apply_rotary_pos_emb")})
+    sites = frozenset({forwards.Site("rotary", "apply_rotary_pos_emb")})
     with torch.inference_mode(), FakeTensorMode():
-        module = convert_forward._blank(made, sites)
+        module = forwards._blank(made, sites)
     assert len(type(module).rotaries) == 1
 
 

@@ -19,7 +19,8 @@ from transformers import activations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import extension_cpp
-from extension_cpp import convert_forward, convert_gated, convert_rotary, convert_source, nn
+from extension_cpp import nn
+from extension_cpp.convert import forwards, gated, rotary_forms, sources
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.convert_modules import WIDTH
@@ -271,8 +272,8 @@ def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
 def made_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records the activations whose products backward computes again."""
     found: list[str] = []
-    apply = convert_gated.GatedLinear.apply
-    monkeypatch.setattr(convert_gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
+    apply = gated.GatedLinear.apply
+    monkeypatch.setattr(gated.GatedLinear, "apply", lambda *args: found.append(args[-1]) or apply(*args))
     return found
 
 
@@ -536,8 +537,8 @@ def modeling(name: str) -> Any:
 def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
     """Each is recognised, and the op gives the same results."""
     function = modeling(name).apply_rotary_pos_emb
-    rotary = convert_rotary.recognise(function, {})
-    assert isinstance(rotary, convert_rotary.Rotary)
+    rotary = rotary_forms.recognise(function, {})
+    assert isinstance(rotary, rotary_forms.Rotary)
     words = {"interleaved": rotary.interleaved, "repeats": rotary.repeats, "partial": rotary.is_partial}
     words["float"] = rotary.takes_float
     found = ", ".join(word for word, has in words.items() if has)
@@ -551,7 +552,7 @@ def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
         q, k = (torch.randn(2, heads, 5, 8, device=device, dtype=dtype) for heads in (4, 2))
         cos, sin = (torch.randn(batch, 5, rotated, device=device, dtype=tables) for _ in range(2))
         calls.clear()
-        got, want = convert_rotary.rotate(function, rotary, q, k, cos, sin), function(q, k, cos, sin)
+        got, want = rotary_forms.rotate(function, rotary, q, k, cos, sin), function(q, k, cos, sin)
         assert calls == ["rotary_embedding"]
         for a, b in zip(got, want, strict=True):  # three roundings, and one: 2 eps of two terms of at most 16
             assert a.dtype is b.dtype and (a - b).abs().max() <= 4 * torch.finfo(dtype).eps * 16
@@ -559,25 +560,25 @@ def test_rotary_functions(name: str, calls: list[str], device: str) -> None:
 
 def test_the_layout_comes_from_the_call(calls: list[str]) -> None:
     function = modeling("llama").apply_rotary_pos_emb
-    found = convert_rotary.recognise(function, {"unsqueeze_dim": 2})
-    assert isinstance(found, convert_rotary.Rotary) and found.layouts == ("batch, tokens, heads",)
+    found = rotary_forms.recognise(function, {"unsqueeze_dim": 2})
+    assert isinstance(found, rotary_forms.Rotary) and found.layouts == ("batch, tokens, heads",)
     q, k, cos, sin = (torch.randn(shape) for shape in ((2, 5, 4, 8), (2, 5, 2, 8), (1, 5, 8), (1, 5, 8)))
-    got = convert_rotary.rotate(function, found, q, k, cos, sin, unsqueeze_dim=2)
+    got = rotary_forms.rotate(function, found, q, k, cos, sin, unsqueeze_dim=2)
     torch.testing.assert_close(got, function(q, k, cos, sin, unsqueeze_dim=2))
     assert calls == ["rotary_embedding"]
-    found = convert_rotary.recognise(modeling("qwen2_vl").apply_rotary_pos_emb_vision, {})
-    assert isinstance(found, convert_rotary.Rotary) and found.layouts == ("batch, tokens, heads", "tokens, heads")
+    found = rotary_forms.recognise(modeling("qwen2_vl").apply_rotary_pos_emb_vision, {})
+    assert isinstance(found, rotary_forms.Rotary) and found.layouts == ("batch, tokens, heads", "tokens, heads")
     q, k, cos, sin = (torch.randn(shape) for shape in ((5, 4, 8), (5, 2, 8), (5, 8), (5, 8)))
     calls.clear()
-    got = convert_rotary.rotate(modeling("qwen2_vl").apply_rotary_pos_emb_vision, found, q, k, cos, sin)
+    got = rotary_forms.rotate(modeling("qwen2_vl").apply_rotary_pos_emb_vision, found, q, k, cos, sin)
     assert calls == ["rotary_embedding"]
     torch.testing.assert_close(got, modeling("qwen2_vl").apply_rotary_pos_emb_vision(q, k, cos, sin))
 
 
 def test_rotary_functions_that_are_left() -> None:
     other = "computes something else than rotary_embedding"
-    assert convert_rotary.recognise(modeling("deepseek_v3").apply_rotary_pos_emb_interleave, {}) == other
-    assert convert_rotary.recognise(modeling("qwen2_vl").apply_multimodal_rotary_pos_emb, {}) == other
+    assert rotary_forms.recognise(modeling("deepseek_v3").apply_rotary_pos_emb_interleave, {}) == other
+    assert rotary_forms.recognise(modeling("qwen2_vl").apply_multimodal_rotary_pos_emb, {}) == other
     model = torch.nn.Sequential(convert_modules.DetachedAttention())
     reason = "DetachedAttention: its half_rotary computes rotary_embedding, but its gradients are others"
     assert convert(model) == ({}, {"0": reason})
@@ -590,12 +591,12 @@ def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
         error = share * 4 * torch.finfo(q.dtype).eps * max(q_max, k_max) * max(cos_max, sin_max)
-        exact = convert_rotary._exact(*(each.double() for each in (q, k, cos, sin)), interleaved=False)
+        exact = rotary_forms._exact(*(each.double() for each in (q, k, cos, sin)), interleaved=False)
         return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)  # rounding errors are smaller for small y
 
-    found = convert_rotary.recognise(function, {})
+    found = rotary_forms.recognise(function, {})
     if share < 1:
-        assert isinstance(found, convert_rotary.Rotary)
+        assert isinstance(found, rotary_forms.Rotary)
     else:
         assert found == "computes something else than rotary_embedding"
 
@@ -686,8 +687,8 @@ def test_names_that_are_not_rotary() -> None:
 @pytest.mark.parametrize("name, is_one", [("gemma3n", True), ("gemma4", True), ("gptj", False), ("deepseek_v4", False)])
 def test_rotary_functions_of_one_tensor(name: str, is_one: bool) -> None:
     function = modeling(name).apply_rotary_pos_emb
-    found = convert_forward.rotary_of(function, (("unsqueeze_dim", 2),) if is_one else (), 3)
-    assert isinstance(found, convert_rotary.Rotary) == is_one
+    found = forwards.rotary_of(function, (("unsqueeze_dim", 2),) if is_one else (), 3)
+    assert isinstance(found, rotary_forms.Rotary) == is_one
     assert is_one or found == "computes something else than rotary_embedding"
 
 
@@ -717,9 +718,9 @@ def test_modules_that_are_left() -> None:
 
 @pytest.fixture
 def no_sites() -> Iterator[None]:
-    convert_source.sites_of.found.clear()
+    sources.sites_of.found.clear()
     yield
-    convert_source.sites_of.found.clear()
+    sources.sites_of.found.clear()
 
 
 @pytest.mark.usefixtures("no_sites")
@@ -757,7 +758,7 @@ def test_pickles_say_why_they_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) 
     module = convert_modules.MLP()
     convert(module)
     saved = pickle.dumps(module)
-    monkeypatch.setattr(convert_forward, "rewritten_class", lambda original, sites: "its source is not there")
+    monkeypatch.setattr(forwards, "rewritten_class", lambda original, sites: "its source is not there")
     with pytest.raises(RuntimeError, match="a converted MLP cannot be loaded here, since its source is not there"):
         pickle.loads(saved)
 

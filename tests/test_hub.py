@@ -81,12 +81,12 @@ def test_the_copy_names_the_package_nowhere(variant) -> None:
     """Otherwise it would import the installed package or call its operators."""
     imports, operators = r"^\s*(from|import) extension_cpp\b", r"torch\.ops\.extension_cpp(?!\.\*)"
     registered = r"\bregister\w*\(\s*f?\"extension_cpp::"
-    for path in variant.glob("*.py"):
+    for path in variant.rglob("*.py"):
         found = re.search(f"{imports}|{operators}|{registered}", path.read_text(), re.MULTILINE)
         assert found is None, f"{path.name}: {found[0]}"
     for path in hub.build_library.CSRC.rglob("*"):
         assert path.is_dir() or not re.search(r"STABLE_TORCH_LIBRARY\w*\(extension_cpp\b", path.read_text()), path
-    assert not {path.name for path in variant.iterdir()} & set(hub.LEFT_OUT)
+    assert not {path.name for path in variant.rglob("*.py")} & set(hub.LEFT_OUT)
 
 
 @pytest.mark.slow

@@ -319,10 +319,15 @@ def test_linear_cross_entropy_loss(device: str) -> None:
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
     """Only imports at module level count: imports inside functions may form a circle."""
     imports: dict[str, set[str]] = {}
-    for path in Path(extension_cpp.__file__).parent.glob("*.py"):
-        found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
-        names = {f"{node.module}.{alias.name}" for node in found for alias in node.names}
-        imports[path.stem] = {name.split(".")[1] for name in names if name.startswith("extension_cpp.")}
+    package = Path(extension_cpp.__file__).parent
+    files = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}
+    for module, path in files.items():
+        found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.level]
+        names = [(*module.split(".")[: -node.level], node.module, a.name) for node in found for a in node.names]
+        dotted = [".".join(part for part in name if part) for name in names]
+        of_names = [name if name in files else name.rpartition(".")[0] for name in dotted]
+        imports[module] = {name if name in files else f"{name}.__init__" for name in of_names} & files.keys()
+    assert imports["ops"] >= {"checks", "losses"} and imports["nn"] == {"convert.__init__", "modules"}
     del imports["__init__"]
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError if there is a circle
 

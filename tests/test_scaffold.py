@@ -491,6 +491,13 @@ def test_commands_of_an_installed_wheel(tree, tmp_path):
     check_versions(installed, "extension_cpp")
     metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
     assert {"Author: The extension_cpp authors", "Classifier: Typing :: Typed"} <= set(metadata.splitlines())
+    import_all = (
+        "import importlib, pkgutil, extension_cpp as e\n"
+        "names = [m.name for m in pkgutil.walk_packages(e.__path__, 'extension_cpp.') if '.tree' not in m.name]\n"
+        "print(*[importlib.import_module(name).__name__ for name in names if '__main__' not in name])"
+    )
+    modules = [run_python("-c", import_all, cwd=where).stdout.split() for where in (installed, ROOT)]
+    assert modules[0] == modules[1] and "extension_cpp.convert.norms" in modules[0]
     compileall.compile_dir(installed, quiet=1)  # as pip does
     for templates in (*scaffold.OP_KINDS, "package"):
         there = installed / "extension_cpp" / "tree" / "templates" / templates

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
-from .convert_formulas import EPS, HALF, outside_modes
-from .modules import takes
+from .. import ops
+from ..modules import takes
+from .formulas import EPS, HALF, outside_modes
 
 
 class Rotary(NamedTuple):

@@ -1,4 +1,4 @@
-"""The part of nn.convert that reads the source of a forward, and compiles what convert_rewriter.py makes of it.
+"""The part of nn.convert that reads the source of a forward, and compiles what rewriter.py makes of it.
 
 The source is used only if it compiles to exactly the code that runs. The copy has the original's globals (not a copy
 of them), defaults, decorators and line numbers. So later patches of these globals work, and tracebacks are right.
@@ -14,8 +14,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .convert_formulas import Remembered
-from .convert_rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
+from .formulas import Remembered
+from .rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
 
 FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)

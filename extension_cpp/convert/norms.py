@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import modules as nn
-from . import ops
-from .convert_formulas import (
+from .. import modules as nn
+from .. import ops
+from .formulas import (
     EPS,
     HALF,
     context_of,

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import modules as nn
-from . import ops
-from .autograd import is_recorded
-from .convert_activations import TANH, activation
-from .convert_formulas import context_of, have_one_shape, result_dtype
-from .convert_loss import must_run
+from .. import modules as nn
+from .. import ops
+from ..autograd import is_recorded
+from .activations import TANH, activation
+from .formulas import context_of, have_one_shape, result_dtype
+from .model_loss import must_run
 
 # From the name of an activation to the name that the product with it has in Converted.changed.
 GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}

@@ -1,6 +1,6 @@
 """The part of nn.convert for modules whose forward it rewrites: gated products, residual additions, rotary embedding.
 
-convert_rewriter.py finds these in the source of a forward, and makes a copy that calls the methods below. Each method
+rewriter.py finds these in the source of a forward, and makes a copy that calls the methods below. Each method
 looks at its arguments at each call. If the kernel computes the same, it runs the kernel. If not (a hook on the norm,
 another module in its place, other dtypes or shapes), it does what the original did.
 """
@@ -12,15 +12,16 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from . import convert_rotary, convert_source, ops
-from . import modules as nn
-from .convert_activations import TANH, Activation
-from .convert_formulas import CONTEXTS, FormulaModule, Remembered, generated_class, is_formula_class
-from .convert_gated import GATED, GatedLinear, can_make_again, gated
-from .convert_loss import must_run
-from .convert_norms import Norm, add_norm
-from .convert_rewriter import FUNCTIONAL_DROPOUT, Site
-from .convert_rotary import Rotary
+from .. import modules as nn
+from .. import ops
+from . import rotary_forms, sources
+from .activations import TANH, Activation
+from .formulas import CONTEXTS, FormulaModule, Remembered, generated_class, is_formula_class
+from .gated import GATED, GatedLinear, can_make_again, gated
+from .model_loss import must_run
+from .norms import Norm, add_norm
+from .rewriter import FUNCTIONAL_DROPOUT, Site
+from .rotary_forms import Rotary
 
 AS_INPUT = ("x",) * len(CONTEXTS)
 
@@ -70,7 +71,7 @@ class RewrittenModule:
         """``function(*args, **options)``, where args are q, k, cos and sin, or x, cos and sin."""
         for site, known, rotary in self.rotaries:
             if function is known and len(args) == site.arguments and options == dict(site.options):
-                return convert_rotary.rotate(function, rotary, *args, **options)
+                return rotary_forms.rotate(function, rotary, *args, **options)
         return function(*args, **options)
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -126,7 +127,7 @@ def is_rewritten_class(kind: type) -> bool:
 def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
     """A subclass of RewrittenModule and the original, or why there is none. transformers reads its module and
     signature, too, so it has the original's."""
-    forward = convert_source.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
+    forward = sources.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
     if isinstance(forward, str):
         return forward
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
@@ -166,7 +167,7 @@ def decide(
     kind: Any = type(module)
     if kind.__module__.split(".")[0] == "torch" or "forward" in vars(module):
         return Decision(None, "", ())
-    sites = convert_source.sites_of(kind.forward)
+    sites = sources.sites_of(kind.forward)
     if isinstance(sites, str):
         return Decision(None, "", ())
     functions: dict[str, None] = {}
@@ -221,7 +222,7 @@ def _function_at(site: Site, kind: type | None) -> str | None:
 
 def function_of(kind: Any, site: Site) -> Any:
     first, *attributes = site.name.split(".")
-    found = convert_source.globals_of(kind.forward).get(first)
+    found = sources.globals_of(kind.forward).get(first)
     return functools.reduce(lambda each, name: getattr(each, name, None), attributes, found)
 
 
@@ -229,4 +230,4 @@ def function_of(kind: Any, site: Site) -> Any:
 def rotary_of(function: Any, options: tuple[tuple[str, Any], ...], arguments: int) -> Rotary | str:
     if not arguments:
         return "is called with other arguments than q, k, cos, sin or x, cos, sin"
-    return convert_rotary.recognise(function if arguments == 4 else convert_rotary.in_pairs(function), dict(options))
+    return rotary_forms.recognise(function if arguments == 4 else rotary_forms.in_pairs(function), dict(options))

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import convert_activations, convert_forward, convert_loss, convert_norms, info
-from . import modules as nn
-from .convert_choice import Choice
-from .convert_formulas import (
+from .. import info
+from .. import modules as nn
+from . import activations, forwards, model_loss, norms
+from .choice import Choice
+from .formulas import (
     DTYPES,
     Formula,
     FormulaModule,
@@ -126,13 +127,13 @@ def convert(
     if loss not in ("logits", "linear"):
         raise ValueError(f"extension_cpp.nn.convert: expected loss to be 'logits' or 'linear', but got {loss!r}")
     choice, result = Choice(only, skip, model), Converted({}, {})
-    losses: list[tuple[str, torch.nn.Module, convert_loss.Plan | None]] = []
+    losses: list[tuple[str, torch.nn.Module, model_loss.Plan | None]] = []
     classes: dict[torch.nn.Module, type] = {}
     recognised: dict[Any, Formula | str] = {}
     modules = [(name, module) for name, module in model.named_modules() if choice.may_change(name)]
     for name, module in modules:
-        if convert_loss.is_causal_lm(module):
-            is_replaced, plan, reason = convert_loss.decide(module, loss == "linear", _obstacle)
+        if model_loss.is_causal_lm(module):
+            is_replaced, plan, reason = model_loss.decide(module, loss == "linear", _obstacle)
             head = "" if plan is None else f"{name}.{plan.head}".lstrip(".")
             function = "cross_entropy" if plan is None else "linear_cross_entropy"
             if is_replaced and choice.wants(name, function) and (plan is None or choice.wants(head, function)):
@@ -157,7 +158,7 @@ def convert(
     if dry_run:
         return result
     for _, module, plan in losses:
-        convert_loss.apply(module, plan)
+        model_loss.apply(module, plan)
     for _, module, found, _ in changes:
         vars(module).pop("forward", None)  # the class's own forward, which would hide that of the new class
         module.__class__ = found
@@ -171,11 +172,11 @@ def _rewritten(
     """The modules whose forward is rewritten: name, module, new class, and the functions that it calls."""
     changes = []
     for name, module in modules:
-        if module in classes or not module._modules or isinstance(module, (*_ours(), convert_loss.LinearLossModel)):
+        if module in classes or not module._modules or isinstance(module, (*_ours(), model_loss.LinearLossModel)):
             continue
-        if convert_loss.is_model(module) or _obstacle(module) is not None:
+        if model_loss.is_model(module) or _obstacle(module) is not None:
             continue
-        decision = convert_forward.decide(
+        decision = forwards.decide(
             module, lambda child: classes.get(child, type(child)), functools.partial(choice.wants, name)
         )
         if decision.made is not None:
@@ -212,9 +213,9 @@ def revert(model: torch.nn.Module) -> Converted:
             vars(module).pop("received", None)  # an attribute of output layers, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif isinstance(module, (*_generated(), convert_loss.LinearLossModel, convert_loss.Head)):
+        elif isinstance(module, (*_generated(), model_loss.LinearLossModel, model_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
-        if convert_loss.restore(module):
+        if model_loss.restore(module):
             result.changed[name] = _class_name(module)
     _forget_what_was_compiled(result)
     return result
@@ -228,7 +229,7 @@ def _replacements() -> dict[type, type]:
 
 def _generated() -> tuple[type, type]:
     """The base classes of the classes that convert makes for modules without a class in extension_cpp.nn."""
-    return FormulaModule, convert_forward.RewrittenModule
+    return FormulaModule, forwards.RewrittenModule
 
 
 def _ours() -> tuple[type, ...]:
@@ -237,12 +238,12 @@ def _ours() -> tuple[type, ...]:
 
 def _original(converted: type) -> type | None:
     """The class that a converted module had."""
-    if is_formula_class(converted) or convert_forward.is_rewritten_class(converted):
+    if is_formula_class(converted) or forwards.is_rewritten_class(converted):
         return converted.original  # type: ignore[attr-defined]  # of the classes that convert makes
     for original, ours in _replacements().items():
         if converted is ours:
             return original
-    return convert_loss.original_class(converted)
+    return model_loss.original_class(converted)
 
 
 def _forget_what_was_compiled(result: Converted) -> None:
@@ -266,7 +267,7 @@ KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.Cross
 
 def _is_asked_for(module: torch.nn.Module) -> bool:
     """Whether a user would ask why this module was not changed."""
-    return isinstance(module, KINDS) or _called_norm(module) or convert_activations.is_asked_for(module)
+    return isinstance(module, KINDS) or _called_norm(module) or activations.is_asked_for(module)
 
 
 def _may_be_known(module: torch.nn.Module) -> bool:
@@ -335,11 +336,11 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) ->
 
 def _recognise(module: torch.nn.Module) -> Formula | str:
     """The formula that a module computes, or why it is not a known one."""
-    if convert_activations.may_be_activation(module):
-        found = convert_activations.recognise(module)
-        if not isinstance(found, str) or convert_activations.is_asked_for(module):
+    if activations.may_be_activation(module):
+        found = activations.recognise(module)
+        if not isinstance(found, str) or activations.is_asked_for(module):
             return found
-    return convert_norms.recognise(module)
+    return norms.recognise(module)
 
 
 def _class_by_kind(module: torch.nn.Module) -> type | str:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import losses
-from .convert_formulas import generated_class
+from .. import losses
+from .formulas import generated_class
 
 
 def causal_lm_loss(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import modules as nn
+from .. import modules as nn
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALF)

@@ -8,7 +8,7 @@ It finds code of three forms, and replaces each by a call of a method of the mod
   ``self.norm(residual + x)``, together with the dropout of x if it comes just before;
 * the call of a function with "rotary" or "rope" in its name, with q, k, cos and sin, or with x, cos and sin.
 
-For any arguments the methods (convert_forward.py) compute what the replaced code computed, so a rewritten forward has
+For any arguments the methods (forwards.py) compute what the replaced code computed, so a rewritten forward has
 the original's results. Its arguments, results and other calls do not change.
 """
 

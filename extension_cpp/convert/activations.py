@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
-from .convert_formulas import DTYPES, EPS, result_dtype, run, twin_of, with_results
+from .. import ops
+from .formulas import DTYPES, EPS, result_dtype, run, twin_of, with_results
 
 
 class Activation(NamedTuple):
