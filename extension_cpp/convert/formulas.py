@@ -172,12 +172,10 @@ class Remembered:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        if args not in self.found:
-            result = self.function(*args)
-            if isinstance(result, str):
-                return result
+        result = self.found[args] if args in self.found else self.function(*args)
+        if not isinstance(result, str):
             self.found[args] = result
-        return self.found[args]
+        return result
 
 
 @contextlib.contextmanager
