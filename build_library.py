@@ -89,6 +89,7 @@ TOGETHER: dict[str, list[str]] = {
         "activation/activation.cpp",
         "bias_gelu/bias_gelu.cpp",
         "common/op.cpp",
+        "common/registration.cpp",
         "dropout/dropout.cpp",
         "gate/gate.cpp",
         "mish/mish.cpp",

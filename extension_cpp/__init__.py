@@ -5,6 +5,7 @@ functions below call them, with autograd and torch.compile. `python -m extension
 this machine has.
 """
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -40,6 +41,11 @@ def _load() -> None:
         raise ImportError(
             f"extension_cpp's library cannot be loaded: {reason}. Build it on this machine (in a checkout: make build)."
         ) from error
+    schema_errors = getattr(ctypes.CDLL(str(LIBRARY)), "extension_cpp_schema_errors", None)  # not in an older library
+    if schema_errors is not None:
+        schema_errors.restype = ctypes.c_char_p
+        if said := schema_errors().decode():
+            raise ImportError(said)
 
 
 def _is_command() -> bool:

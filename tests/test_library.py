@@ -11,6 +11,7 @@ import torch
 
 import build_library
 from tests.checks import maker
+from tests.forked import python
 from tests.opspec import all_specs
 
 ROOT = Path(build_library.__file__).parent
@@ -136,3 +137,96 @@ def test_nothing_is_written_outside_of_tensors(device: str) -> None:
     if device != "cuda":
         pytest.skip("on the CPU the C tests look for it, under the address sanitizer")
     assert (result := run(sys.executable, "-m", "tests.guarded")).returncode == 0, result.stdout + result.stderr
+
+
+WRONG = """
+#include "common/registration.cpp"
+namespace extension_cpp {
+using Numbers = std::vector<int64_t>;
+using Optional = std::optional<Tensor>;
+static Tensor all(const Tensor &x, const Optional &w, int64_t i, double f, bool b, const Numbers &n,
+                  const std::optional<Numbers> &d, std::optional<double> e, std::string s,
+                  const std::vector<Tensor> &t, const Tensor &out) { return x; }
+static Tensor number(const Tensor &x, int64_t s) { return x; }
+static Tensor required(const Tensor &x, const Tensor &weight) { return x; }
+static Tensor optional(const Tensor &x, const Optional &weight) { return x; }
+static std::tuple<Tensor, double> two(const Tensor &x) { return {x, 0}; }
+static void nothing(const Tensor &x) {}
+STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
+  DEF_WITH_NO_GRAD(m, "all(Tensor x, Tensor? w, int i=1, float f=1., bool b=False, SymInt[2] n=[1, 2], "
+                   "int[1]? d=None, float? e=None, *, str s='', Tensor[] t, Tensor(a!) out) -> Tensor(a!)", &all);
+  DEF(m, "nothing(Tensor x) -> ()", &nothing);
+  DEF(m, "two(Tensor x) -> (Tensor, float)", &two);
+  DEF(m, "number(Tensor x, float s=1.0) -> Tensor", &number);
+  DEF(m, "required(Tensor x, Tensor? weight=None) -> Tensor", &required);
+  DEF(m, "optional(Tensor x, Tensor weight) -> Tensor", &optional);
+  DEF(m, "list(Tensor x, int[] s) -> Tensor", &number);
+  DEF(m, "more(Tensor x) -> Tensor", &number);
+  DEF(m, "fewer(Tensor x, int s, bool b) -> Tensor", &number);
+  DEF(m, "one(Tensor x) -> Tensor", &two);
+  DEF(m, "none(Tensor x) -> Tensor", &nothing);
+  DEF(m, "order(Tensor x) -> (float, Tensor)", &two);
+  DEF_WITH_FEWER_RESULTS(m, "split(Tensor x) -> (Tensor, float)", &two, "Tensor", &two);
+}
+REGISTER_KERNELS(m) {
+  impl(m, "nothing", TORCH_BOX(&nothing));
+  impl(m, "two", TORCH_BOX(&nothing));
+  impl(m, "undefined", TORCH_BOX(&nothing));
+}
+}  // namespace extension_cpp
+STABLE_TORCH_LIBRARY(wrong, m) { (void)m; }
+"""
+SENTENCES = """
+number: expected argument s to be float, as in its schema, but got a C++ function with int64_t, which is int
+required: expected argument weight to be Tensor?, as in its schema, but got a C++ function with Tensor
+optional: expected argument weight to be Tensor, as in its schema, but got a C++ function with std::optional<Tensor>, \
+which is Tensor?
+list: expected argument s to be int[], as in its schema, but got a C++ function with int64_t, which is int
+more: expected 1 argument, as in its schema, but got a C++ function with 2
+fewer: expected 3 arguments, as in its schema, but got a C++ function with 2
+one: expected 1 result, as in its schema, but got a C++ function with 2
+none: expected 1 result, as in its schema, but got a C++ function with 0
+order: expected result 0 to be float, as in its schema, but got a C++ function with Tensor
+split_no_grad: expected 1 result, as in its schema, but got a C++ function with 2
+two: expected a kernel of the function that DEF compared its schema with, but got another function's
+undefined: expected a schema in DEF before its kernel, but got none
+"""
+LOAD = """
+import ctypes, sys, torch
+torch.ops.load_library(sys.argv[1])
+errors = ctypes.CDLL(sys.argv[1]).extension_cpp_schema_errors
+errors.restype = ctypes.c_char_p
+print(errors().decode())
+print(sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("wrong::")), file=sys.stderr)
+"""
+
+
+def test_a_schema_that_does_not_fit_its_function_is_named(tmp_path: Path) -> None:
+    """Each argument, each result and how many there are. What fits is defined, the others are not."""
+    source, made = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
+    source.write_text(WRONG)
+    command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-w", "-O0", "-fPIC", "-shared"]
+    command += [f"-I{build_library.CSRC}", f"-isystem{build_library.torch_folder()}/include"]
+    command += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_EXTENSION_NAME=wrong"]
+    libraries = [f"-L{build_library.torch_folder()}/lib", "-ltorch_cpu"]
+    compiled = run(*command, source, "-o", made, *libraries)
+    assert compiled.returncode == 0, compiled.stderr
+    loaded = python("-c", LOAD, made)
+    said = SENTENCES.replace("\\\n", "").strip().splitlines()
+    assert loaded.stdout.splitlines() == [f"extension_cpp::{sentence}" for sentence in said], loaded.stderr
+    assert loaded.stderr.splitlines()[-1] == str(
+        sorted(f"wrong::{name}" for name in ("all", "all_no_grad", "nothing", "split", "two"))
+    )
+
+
+def test_import_raises_what_the_library_says_of_its_schemas(tmp_path: Path) -> None:
+    package = ROOT / "extension_cpp"
+    copy = tmp_path / "extension_cpp"
+    copy.mkdir()
+    (copy / "__init__.py").write_text((package / "__init__.py").read_text())
+    source = tmp_path / "library.c"
+    source.write_text('const char *extension_cpp_schema_errors(void) { return "extension_cpp::f: expected s"; }')
+    run(*build_library.compiler("CC", "cc", "gcc"), "-shared", "-fPIC", source, "-o", copy / build_library.LIBRARY)
+    imported = python("-c", "import extension_cpp", cwd=tmp_path)
+    assert imported.returncode == 1
+    assert "ImportError: " in imported.stderr and "extension_cpp::f: expected s" in imported.stderr

@@ -5,6 +5,8 @@ A diff's first lines name the file, the op and the test:
     --- extension_cpp/csrc/relu/relu_cpu_kernel.h
     +++ nan_swallowed: relu, test_nan_and_inf_at_each_position
 
+The test may be "import": the import of the package fails.
+
 Only the objects that see the change are compiled, at the instruction set that runs here, and linked with the rest of
 the last build. Mutants of CUDA code need a GPU, one of a test of the slow tier needs --slow.
 """
@@ -123,6 +125,8 @@ def run_tests(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     file.write_text(file.read_text().replace(mutant.right, mutant.wrong))
     if file.suffix != ".py":
         build(mutant, folder / "extension_cpp" / "csrc", folder / "extension_cpp" / build_library.LIBRARY)
+    if mutant.test == "import":
+        return python("-c", "import extension_cpp", cwd=folder)
     # To collect the other files of the battery, and to rewrite all assertions of the copy, takes most of the time.
     tests = [path for path in (folder / "tests").rglob("test_*.py") if f"def {mutant.test}(" in path.read_text()]
     command = ["-m", "pytest", "-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests, "-k", mutant.test]
@@ -169,7 +173,7 @@ def test_mutant_is_caught(mutant: Mutant, tmp_path: Path, buildable: None, pytes
         pytest.skip(missing)
     result = run_tests(mutant, tmp_path / "a tree")
     assert result.returncode == 1, f"{mutant.name} was not caught:\n{result.stdout[-3000:]}{result.stderr[-3000:]}"
-    print(next(line for line in result.stdout.splitlines() if line.startswith("E ")))
+    print(next(line for line in (result.stdout + result.stderr).splitlines() if line.startswith(("E ", "ImportError"))))
 
 
 def test_what_changes_nothing_is_not_caught(tmp_path: Path, buildable: None) -> None:

@@ -69,22 +69,6 @@ def test_freed_arguments_get_a_sentence(spec: OpSpec, device: str) -> None:
     assert len(refused) > 0
 
 
-def test_freed_arguments_of_operators_that_write(device: str) -> None:
-    ops = torch.ops.extension_cpp
-    make = maker(device, torch.float32)
-    a, b, out = (make((3, 5)).detach() for _ in range(3))
-    check_refused(ops.muladd.out, [a, b, 2.0], {"out": freed(out, 3)}, sentence_of("muladd", "out"))
-    for i, given in with_one_freed([a, b]):
-        check_refused(ops.muladd.out, [*given, 2.0], {"out": out}, sentence_of("muladd", "ab"[i]))
-    target, weight, scale = torch.zeros(3, dtype=torch.int64, device=device), make((5,)).detach(), make((1,)).detach()
-    chunk, names = [a, target, weight, -100, 0.0, 0.0, None, scale], ["logits", "target", "weight"]
-    for i, given in with_one_freed(chunk):
-        name = names[i] if i < len(names) else "scale"
-        check_refused(ops.cross_entropy_chunk, given, {}, sentence_of("cross_entropy_chunk", name))
-    for i, given in with_one_freed([a, scale]):
-        check_refused(ops.cross_entropy_scale, given, {}, sentence_of("cross_entropy_scale", ("x", "factor")[i]))
-
-
 @every_op
 def test_elements_that_are_not_there_need_no_memory(spec: OpSpec, device: str) -> None:
     for sample in spec.sample_inputs(maker(device, torch.float32), (0, 5)):

@@ -76,16 +76,19 @@ static Tensor gelu_double_backward(const Tensor &grad_grad_x, const Tensor &grad
 // gelu takes a bool in place of PyTorch's string: in PyTorch 2.10 to 2.11 the stable ABI's string
 // argument leaks the string at every call.
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "silu(Tensor x) -> Tensor");
-  def_with_no_grad(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor");
-  def_with_no_grad(m,
-                   "silu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
-  def_with_no_grad(m, "gelu(Tensor x, bool tanh=False) -> Tensor");
-  def_with_no_grad(m, "gelu_backward(Tensor grad_out, Tensor x, bool tanh) -> Tensor");
-  def_with_no_grad(
+  DEF_WITH_NO_GRAD(m, "silu(Tensor x) -> Tensor", &silu);
+  DEF_WITH_NO_GRAD(m, "silu_backward(Tensor grad_out, Tensor x) -> Tensor", &silu_backward);
+  DEF_WITH_NO_GRAD(m,
+                   "silu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor",
+                   &silu_double_backward);
+  DEF_WITH_NO_GRAD(m, "gelu(Tensor x, bool tanh=False) -> Tensor", &gelu);
+  DEF_WITH_NO_GRAD(m, "gelu_backward(Tensor grad_out, Tensor x, bool tanh) -> Tensor",
+                   &gelu_backward);
+  DEF_WITH_NO_GRAD(
       m,
       "gelu_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x, bool tanh) -> "
-      "Tensor");
+      "Tensor",
+      &gelu_double_backward);
 }
 
 REGISTER_KERNELS(m) {

@@ -60,10 +60,11 @@ static std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor &grad_out, con
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "bias_gelu(Tensor x, Tensor bias, bool tanh=False) -> Tensor");
-  def_with_no_grad(m,
+  DEF_WITH_NO_GRAD(m, "bias_gelu(Tensor x, Tensor bias, bool tanh=False) -> Tensor", &bias_gelu);
+  DEF_WITH_NO_GRAD(m,
                    "bias_gelu_backward(Tensor grad_out, Tensor x, Tensor bias, bool tanh, bool "
-                   "needs_grad_x, bool needs_grad_bias) -> (Tensor, Tensor)");
+                   "needs_grad_x, bool needs_grad_bias) -> (Tensor, Tensor)",
+                   &bias_gelu_backward);
 }
 
 REGISTER_KERNELS(m) {

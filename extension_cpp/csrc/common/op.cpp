@@ -363,20 +363,4 @@ void *current_cuda_stream(const Tensor &) { return nullptr; }
 void check_cuda(const char *op, int) { fail(op, "built without CUDA"); }
 #endif
 
-constexpr char NO_GRAD[] = "_no_grad";  // as in autograd.py
-
-void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results) {
-  m.def(schema);
-  std::string overload = schema;
-  if (*no_grad_results != '\0')
-    overload.replace(overload.rfind("-> ") + 3, std::string::npos, no_grad_results);
-  m.def(overload.insert(overload.find('('), NO_GRAD).c_str());
-}
-
-void impl_with_no_grad(StableLibrary &m, const char *name, BoxedKernel kernel,
-                       BoxedKernel no_grad_kernel) {
-  m.impl(name, kernel);
-  m.impl((std::string(name) + NO_GRAD).c_str(), no_grad_kernel ? no_grad_kernel : kernel);
-}
-
 }  // namespace extension_cpp

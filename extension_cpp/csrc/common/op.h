@@ -10,7 +10,11 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "common/dtype.h"
 #include "common/range.h"
@@ -169,14 +173,102 @@ void launch_flat(const char *op, const Kernel<Args> &kernel, Args &args, const T
 // ---- registration ----
 
 using torch::stable::detail::StableLibrary;
-
-// These register an operator that is differentiable, and its no-grad overload: the operator
-// <name>_no_grad, which has the same arguments and no Autograd kernel, for calls that record no
-// gradient. A schema is "name(arguments) -> results". By default the overload has the operator's
-// results and kernel. If it is given both, it returns only the leading results, because only
-// backward reads the others.
-void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results = "");
 using BoxedKernel = void (*)(StableIValue *, uint64_t, uint64_t);
+
+// A type in a schema, such as "int?", and the C++ type that PyTorch reads or writes for it.
+struct Type {
+  std::string schema, cpp;
+};
+using Types = Type (*const *)();  // ends with nullptr
+
+template <typename T>
+struct TypeOf {
+  static_assert(
+      sizeof(T) == 0,
+      "no type of a schema is this C++ type: int is int64_t, float double, a list a vector");
+};
+#define TYPE_IN_SCHEMA(name, ...)                      \
+  template <>                                          \
+  struct TypeOf<__VA_ARGS__> {                         \
+    static Type get() { return {name, #__VA_ARGS__}; } \
+  };
+TYPE_IN_SCHEMA("Tensor", Tensor)
+TYPE_IN_SCHEMA("int", int64_t)
+TYPE_IN_SCHEMA("float", double)
+TYPE_IN_SCHEMA("bool", bool)
+TYPE_IN_SCHEMA("str", std::string)
+TYPE_IN_SCHEMA("ScalarType", ScalarType)
+#undef TYPE_IN_SCHEMA
+template <typename T>
+struct TypeOf<std::optional<T>> {
+  static Type get() {
+    return {TypeOf<T>::get().schema + "?", "std::optional<" + TypeOf<T>::get().cpp + ">"};
+  }
+};
+template <typename T>
+struct TypeOf<std::vector<T>> {
+  static Type get() {
+    return {TypeOf<T>::get().schema + "[]", "std::vector<" + TypeOf<T>::get().cpp + ">"};
+  }
+};
+
+template <typename... T>
+constexpr Type (*TYPES_OF[])() = {TypeOf<std::remove_cv_t<std::remove_reference_t<T>>>::get...,
+                                  nullptr};
+template <typename T>
+struct ResultsOf {
+  static constexpr Types types = TYPES_OF<T>;
+};
+template <>
+struct ResultsOf<void> {
+  static constexpr Types types = TYPES_OF<>;
+};
+template <typename... T>
+struct ResultsOf<std::tuple<T...>> {
+  static constexpr Types types = TYPES_OF<T...>;
+};
+
+// A C++ function, as schemas are compared with it.
+struct Function {
+  Types arguments, results;
+  BoxedKernel kernel;
+};
+template <auto function>
+struct FunctionOf;
+template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct FunctionOf<function> {
+  static constexpr Function value{TYPES_OF<Arguments...>, ResultsOf<Result>::types,
+                                  TORCH_BOX(function)};
+};
+
+// DEF(m, "relu(Tensor x) -> Tensor", &relu) defines an operator. A schema is "name(arguments) ->
+// results". It is compared with the function: each argument, each result, and how many there are.
+// PyTorch does not compare them: where they differ, it reads the bits of one type as those of
+// another at each call. If they differ, the operator is not defined, and the import of the package
+// says why. (An exception would end the process: no frame between here and Python catches it.)
+#define DEF(m, schema, ...) \
+  ::extension_cpp::def(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
+
+// The same for an operator that is differentiable, and for its no-grad overload: the operator
+// <name>_no_grad, which has the same arguments and no Autograd kernel, for calls that record no
+// gradient. By default the overload has the operator's results and kernel.
+// DEF_WITH_FEWER_RESULTS(m, schema, &function, "Tensor", &no_grad_function): it returns only the
+// leading results, because only backward reads the others.
+#define DEF_WITH_NO_GRAD(m, schema, ...) \
+  ::extension_cpp::def_with_no_grad(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
+#define DEF_WITH_FEWER_RESULTS(m, schema, function, no_grad_results, no_grad_function)       \
+  ::extension_cpp::def_with_no_grad(m, schema, ::extension_cpp::FunctionOf<function>::value, \
+                                    no_grad_results,                                         \
+                                    &::extension_cpp::FunctionOf<no_grad_function>::value)
+
+void def(StableLibrary &m, const std::string &schema, const Function &function);
+void def_with_no_grad(StableLibrary &m, const char *schema, const Function &function,
+                      const char *no_grad_results = "", const Function *no_grad_function = nullptr);
+// Without a C++ function: Python implements the operator.
+void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results = "");
+
+// Register the kernel of an operator, which is that of the function that DEF was given.
+void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel);
 void impl_with_no_grad(StableLibrary &m, const char *name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);
 

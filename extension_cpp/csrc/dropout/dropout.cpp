@@ -21,7 +21,7 @@ static Tensor dropout(const Tensor &x, double p, const Tensor &seed) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor");
+  DEF_WITH_NO_GRAD(m, "dropout(Tensor x, float p, Tensor seed) -> Tensor", &dropout);
 }
 
 REGISTER_KERNELS(m) { impl_with_no_grad(m, "dropout", TORCH_BOX(&dropout)); }

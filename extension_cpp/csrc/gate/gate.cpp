@@ -92,13 +92,15 @@ static std::tuple<Tensor, Tensor> geglu_backward(const Tensor &grad_out, const T
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "swiglu(Tensor gate, Tensor up) -> Tensor");
-  def_with_no_grad(m,
-                   "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up) -> (Tensor, Tensor)");
-  def_with_no_grad(m, "geglu(Tensor gate, Tensor up, bool tanh=False) -> Tensor");
-  def_with_no_grad(m,
+  DEF_WITH_NO_GRAD(m, "swiglu(Tensor gate, Tensor up) -> Tensor", &swiglu);
+  DEF_WITH_NO_GRAD(m,
+                   "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+                   &swiglu_backward);
+  DEF_WITH_NO_GRAD(m, "geglu(Tensor gate, Tensor up, bool tanh=False) -> Tensor", &geglu);
+  DEF_WITH_NO_GRAD(m,
                    "geglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool tanh) -> (Tensor, "
-                   "Tensor)");
+                   "Tensor)",
+                   &geglu_backward);
 }
 
 REGISTER_KERNELS(m) {

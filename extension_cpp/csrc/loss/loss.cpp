@@ -162,20 +162,22 @@ static Tensor cross_entropy_scale(const Tensor &x, const Tensor &factor) {
 // ---- registration ----
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m,
-                   "cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, "
-                   "int ignore_index=-100, int reduction=1, float label_smoothing=0.0, "
-                   "float z_loss=0.0, float? softcap=None, bool float_loss=False) -> "
-                   "(Tensor, Tensor, Tensor)",
-                   "Tensor");
-  def_with_no_grad(m,
+  DEF_WITH_FEWER_RESULTS(m,
+                         "cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, "
+                         "int ignore_index=-100, int reduction=1, float label_smoothing=0.0, "
+                         "float z_loss=0.0, float? softcap=None, bool float_loss=False) -> "
+                         "(Tensor, Tensor, Tensor)",
+                         &cross_entropy, "Tensor", &cross_entropy_no_grad);
+  DEF_WITH_NO_GRAD(m,
                    "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, "
                    "Tensor lse, Tensor total, Tensor? weight, int ignore_index, int reduction, "
-                   "float label_smoothing, float z_loss, float? softcap) -> Tensor");
-  m.def(
+                   "float label_smoothing, float z_loss, float? softcap) -> Tensor",
+                   &cross_entropy_backward);
+  DEF(m,
       "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, "
-      "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor");
-  m.def("cross_entropy_scale(Tensor x, Tensor factor) -> Tensor");
+      "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor",
+      &cross_entropy_chunk);
+  DEF(m, "cross_entropy_scale(Tensor x, Tensor factor) -> Tensor", &cross_entropy_scale);
   // linear_loss.py implements it, because the matrix products are PyTorch's.
   def_with_no_grad(m,
                    "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
@@ -196,8 +198,8 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "cross_entropy", TORCH_BOX(&cross_entropy),
                     TORCH_BOX(&cross_entropy_no_grad));
   impl_with_no_grad(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
-  m.impl("cross_entropy_chunk", TORCH_BOX(&cross_entropy_chunk));
-  m.impl("cross_entropy_scale", TORCH_BOX(&cross_entropy_scale));
+  impl(m, "cross_entropy_chunk", TORCH_BOX(&cross_entropy_chunk));
+  impl(m, "cross_entropy_scale", TORCH_BOX(&cross_entropy_scale));
 }
 
 }  // namespace extension_cpp

@@ -64,15 +64,16 @@ static Tensor token_log_probs_backward(const Tensor &grad_log_probs, const Tenso
 // ---- registration ----
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m,
-                   "token_log_probs(Tensor logits, Tensor target, float temperature=1.0) -> "
-                   "(Tensor, Tensor, Tensor)",
-                   "(Tensor, Tensor)");
-  def_with_no_grad(
+  DEF_WITH_FEWER_RESULTS(m,
+                         "token_log_probs(Tensor logits, Tensor target, float temperature=1.0) -> "
+                         "(Tensor, Tensor, Tensor)",
+                         &token_log_probs, "(Tensor, Tensor)", &token_log_probs_no_grad);
+  DEF_WITH_NO_GRAD(
       m,
       "token_log_probs_backward(Tensor grad_log_probs, Tensor grad_entropy, "
       "Tensor logits, Tensor target, Tensor lse, Tensor entropy, float temperature) -> "
-      "Tensor");
+      "Tensor",
+      &token_log_probs_backward);
 }
 
 REGISTER_KERNELS(m) {

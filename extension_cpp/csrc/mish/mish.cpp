@@ -45,10 +45,11 @@ static Tensor mish_double_backward(const Tensor &grad_grad_x, const Tensor &grad
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "mish(Tensor x) -> Tensor");
-  def_with_no_grad(m, "mish_backward(Tensor grad_out, Tensor x) -> Tensor");
-  def_with_no_grad(m,
-                   "mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor");
+  DEF_WITH_NO_GRAD(m, "mish(Tensor x) -> Tensor", &mish);
+  DEF_WITH_NO_GRAD(m, "mish_backward(Tensor grad_out, Tensor x) -> Tensor", &mish_backward);
+  DEF_WITH_NO_GRAD(m,
+                   "mish_double_backward(Tensor grad_grad_x, Tensor grad_out, Tensor x) -> Tensor",
+                   &mish_double_backward);
 }
 
 REGISTER_KERNELS(m) {

@@ -61,14 +61,15 @@ static std::tuple<Tensor, Tensor> muladd_backward(const Tensor &grad_out, const 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "muladd(Tensor a, Tensor b, float c) -> Tensor");
-  m.def("muladd.out(Tensor a, Tensor b, float c, *, Tensor(a!) out) -> ()");
-  def_with_no_grad(m, "muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)");
+  DEF_WITH_NO_GRAD(m, "muladd(Tensor a, Tensor b, float c) -> Tensor", &muladd);
+  DEF(m, "muladd.out(Tensor a, Tensor b, float c, *, Tensor(a!) out) -> ()", &muladd_out);
+  DEF_WITH_NO_GRAD(m, "muladd_backward(Tensor grad_out, Tensor a, Tensor b) -> (Tensor, Tensor)",
+                   &muladd_backward);
 }
 
 REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "muladd", TORCH_BOX(&muladd));
-  m.impl("muladd.out", TORCH_BOX(&muladd_out));
+  impl(m, "muladd.out", TORCH_BOX(&muladd_out));
   impl_with_no_grad(m, "muladd_backward", TORCH_BOX(&muladd_backward));
 }
 

@@ -324,51 +324,58 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm_dropout_backward(
 // ---- registration ----
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m,
-                   "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
-                   "Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
-                   "Tensor");
-  def_with_no_grad(m,
+  DEF_WITH_FEWER_RESULTS(m,
+                         "layer_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
+                         "Tensor? bias=None, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
+                         &layer_norm<true>, "Tensor", &layer_norm<false>);
+  DEF_WITH_NO_GRAD(m,
                    "layer_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
                    "Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool needs_grad_x, "
-                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
-  def_with_no_grad(m,
-                   "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
-                   "float? eps=None) -> (Tensor, Tensor)",
-                   "Tensor");
-  def_with_no_grad(m,
+                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)",
+                   &layer_norm_backward);
+  DEF_WITH_FEWER_RESULTS(m,
+                         "rms_norm(Tensor x, SymInt[] normalized_shape, Tensor? weight=None, "
+                         "float? eps=None) -> (Tensor, Tensor)",
+                         &rms_norm<true>, "Tensor", &rms_norm<false>);
+  DEF_WITH_NO_GRAD(m,
                    "rms_norm_backward(Tensor grad_out, Tensor x, SymInt[] normalized_shape, "
                    "Tensor rstd, Tensor? weight, bool needs_grad_x, bool needs_grad_weight) -> "
-                   "(Tensor, Tensor)");
-  def_with_no_grad(m,
-                   "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
-                   "Tensor? weight, Tensor? bias, float eps, float p, Tensor? seed) -> "
-                   "(Tensor, Tensor, Tensor, Tensor)",
-                   "(Tensor, Tensor)");
-  def_with_no_grad(m,
+                   "(Tensor, Tensor)",
+                   &rms_norm_backward);
+  DEF_WITH_FEWER_RESULTS(m,
+                         "add_layer_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
+                         "Tensor? weight, Tensor? bias, float eps, float p, Tensor? seed) -> "
+                         "(Tensor, Tensor, Tensor, Tensor)",
+                         &add_layer_norm<true>, "(Tensor, Tensor)", &add_layer_norm<false>);
+  DEF_WITH_NO_GRAD(m,
                    "add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, "
                    "SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, "
                    "Tensor? bias, float p, Tensor? seed, bool needs_grad_x, "
                    "bool needs_grad_residual, bool needs_grad_weight, bool needs_grad_bias) -> "
-                   "(Tensor, Tensor, Tensor, Tensor)");
-  def_with_no_grad(m,
-                   "add_rms_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
-                   "Tensor? weight, float? eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
-                   "(Tensor, Tensor)");
-  def_with_no_grad(m,
+                   "(Tensor, Tensor, Tensor, Tensor)",
+                   &add_layer_norm_backward);
+  DEF_WITH_FEWER_RESULTS(
+      m,
+      "add_rms_norm(Tensor x, Tensor residual, SymInt[] normalized_shape, "
+      "Tensor? weight, float? eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
+      &add_rms_norm<true>, "(Tensor, Tensor)", &add_rms_norm<false>);
+  DEF_WITH_NO_GRAD(m,
                    "add_rms_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor sum, "
                    "SymInt[] normalized_shape, Tensor rstd, Tensor? weight, float p, Tensor? seed, "
                    "bool needs_grad_x, bool needs_grad_residual, bool needs_grad_weight) -> "
-                   "(Tensor, Tensor, Tensor)");
-  def_with_no_grad(m,
-                   "layer_norm_dropout(Tensor x, SymInt[] normalized_shape, Tensor? weight, "
-                   "Tensor? bias, float eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
-                   "Tensor");
-  def_with_no_grad(m,
+                   "(Tensor, Tensor, Tensor)",
+                   &add_rms_norm_backward);
+  DEF_WITH_FEWER_RESULTS(
+      m,
+      "layer_norm_dropout(Tensor x, SymInt[] normalized_shape, Tensor? weight, "
+      "Tensor? bias, float eps, float p, Tensor? seed) -> (Tensor, Tensor, Tensor)",
+      &layer_norm_dropout<true>, "Tensor", &layer_norm_dropout<false>);
+  DEF_WITH_NO_GRAD(m,
                    "layer_norm_dropout_backward(Tensor grad_out, Tensor x, "
                    "SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, "
                    "Tensor? bias, float p, Tensor? seed, bool needs_grad_x, "
-                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
+                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)",
+                   &layer_norm_dropout_backward);
 }
 
 REGISTER_KERNELS(m) {

@@ -213,7 +213,8 @@ static Tensor reduce_sum(const Tensor &x, const std::optional<std::vector<int64_
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor");
+  DEF_WITH_NO_GRAD(m, "reduce_sum(Tensor x, int[1]? dim=None, bool keepdim=False) -> Tensor",
+                   &reduce_sum);
 }
 
 REGISTER_KERNELS(m) { impl_with_no_grad(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }

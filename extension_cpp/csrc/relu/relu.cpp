@@ -28,8 +28,8 @@ static Tensor relu_backward(const Tensor &grad_out, const Tensor &y) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "relu(Tensor x) -> Tensor");
-  def_with_no_grad(m, "relu_backward(Tensor grad_out, Tensor y) -> Tensor");
+  DEF_WITH_NO_GRAD(m, "relu(Tensor x) -> Tensor", &relu);
+  DEF_WITH_NO_GRAD(m, "relu_backward(Tensor grad_out, Tensor y) -> Tensor", &relu_backward);
 }
 
 REGISTER_KERNELS(m) {

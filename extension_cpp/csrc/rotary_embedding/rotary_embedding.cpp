@@ -159,13 +159,15 @@ static std::tuple<Tensor, Tensor> rotary_embedding_backward(const Tensor &grad_q
 // ---- registration ----
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m,
+  DEF_WITH_NO_GRAD(m,
                    "rotary_embedding(Tensor q, Tensor k, Tensor cos, Tensor sin, "
-                   "bool interleaved=False) -> (Tensor, Tensor)");
-  def_with_no_grad(
+                   "bool interleaved=False) -> (Tensor, Tensor)",
+                   &rotary_embedding);
+  DEF_WITH_NO_GRAD(
       m,
       "rotary_embedding_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, "
-      "bool interleaved) -> (Tensor, Tensor)");
+      "bool interleaved) -> (Tensor, Tensor)",
+      &rotary_embedding_backward);
 }
 
 REGISTER_KERNELS(m) {

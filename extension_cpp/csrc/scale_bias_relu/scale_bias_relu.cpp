@@ -63,11 +63,13 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor");
-  def_with_no_grad(m,
+  DEF_WITH_NO_GRAD(m, "scale_bias_relu(Tensor x, Tensor bias, float scale=1.0) -> Tensor",
+                   &scale_bias_relu);
+  DEF_WITH_NO_GRAD(m,
                    "scale_bias_relu_backward(Tensor grad_out, Tensor x, Tensor bias, float scale, "
                    "bool needs_grad_x, "
-                   "bool needs_grad_bias) -> (Tensor, Tensor)");
+                   "bool needs_grad_bias) -> (Tensor, Tensor)",
+                   &scale_bias_relu_backward);
 }
 
 REGISTER_KERNELS(m) {

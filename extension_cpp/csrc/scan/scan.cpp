@@ -148,18 +148,21 @@ static std::tuple<Tensor, Tensor, Tensor> linear_recurrence_backward(
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m,
-                   "cumsum(Tensor x, int dim, bool exclusive=False, bool reverse=False) -> Tensor");
-  def_with_no_grad(m, "logcumsumexp(Tensor x, int dim) -> Tensor");
-  def_with_no_grad(m,
-                   "logcumsumexp_backward(Tensor grad_out, Tensor x, Tensor y, int dim) -> Tensor");
-  def_with_no_grad(m,
+  DEF_WITH_NO_GRAD(
+      m, "cumsum(Tensor x, int dim, bool exclusive=False, bool reverse=False) -> Tensor", &cumsum);
+  DEF_WITH_NO_GRAD(m, "logcumsumexp(Tensor x, int dim) -> Tensor", &logcumsumexp);
+  DEF_WITH_NO_GRAD(m,
+                   "logcumsumexp_backward(Tensor grad_out, Tensor x, Tensor y, int dim) -> Tensor",
+                   &logcumsumexp_backward);
+  DEF_WITH_NO_GRAD(m,
                    "linear_recurrence(Tensor a, Tensor b, Tensor? h0=None, int dim=-2, "
-                   "bool reverse=False) -> Tensor");
-  def_with_no_grad(
+                   "bool reverse=False) -> Tensor",
+                   &linear_recurrence);
+  DEF_WITH_NO_GRAD(
       m,
       "linear_recurrence_backward(Tensor grad_h, Tensor a, Tensor h, Tensor? h0, int dim, "
-      "bool reverse) -> (Tensor, Tensor, Tensor)");
+      "bool reverse) -> (Tensor, Tensor, Tensor)",
+      &linear_recurrence_backward);
 }
 
 REGISTER_KERNELS(m) {

@@ -82,10 +82,12 @@ static Tensor log_softmax_backward(const Tensor &grad_out, const Tensor &y, int6
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "softmax(Tensor x, int dim=-1) -> Tensor");
-  def_with_no_grad(m, "softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
-  def_with_no_grad(m, "log_softmax(Tensor x, int dim=-1) -> Tensor");
-  def_with_no_grad(m, "log_softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor");
+  DEF_WITH_NO_GRAD(m, "softmax(Tensor x, int dim=-1) -> Tensor", &softmax);
+  DEF_WITH_NO_GRAD(m, "softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor",
+                   &softmax_backward);
+  DEF_WITH_NO_GRAD(m, "log_softmax(Tensor x, int dim=-1) -> Tensor", &log_softmax);
+  DEF_WITH_NO_GRAD(m, "log_softmax_backward(Tensor grad_out, Tensor y, int dim) -> Tensor",
+                   &log_softmax_backward);
 }
 
 REGISTER_KERNELS(m) {

@@ -39,8 +39,8 @@ static Tensor backward(const Tensor &grad_out, const Tensor &x) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "kernel_template(Tensor x) -> Tensor");
-  def_with_no_grad(m, "kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor");
+  DEF_WITH_NO_GRAD(m, "kernel_template(Tensor x) -> Tensor", &forward);
+  DEF_WITH_NO_GRAD(m, "kernel_template_backward(Tensor grad_out, Tensor x) -> Tensor", &backward);
 }
 
 REGISTER_KERNELS(m) {

@@ -107,12 +107,13 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m,
-                   "kernel_template(Tensor x, Tensor weight, float eps=1e-06) -> (Tensor, Tensor)");
-  def_with_no_grad(
+  DEF_WITH_NO_GRAD(
+      m, "kernel_template(Tensor x, Tensor weight, float eps=1e-06) -> (Tensor, Tensor)", &forward);
+  DEF_WITH_NO_GRAD(
       m,
       "kernel_template_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor rstd, "
-      "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)");
+      "bool needs_grad_x, bool needs_grad_weight) -> (Tensor, Tensor)",
+      &backward);
 }
 
 REGISTER_KERNELS(m) {

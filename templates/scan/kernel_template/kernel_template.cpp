@@ -53,8 +53,9 @@ static Tensor backward(const Tensor &grad_out, double decay) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
-  def_with_no_grad(m, "kernel_template(Tensor x, float decay) -> Tensor");
-  def_with_no_grad(m, "kernel_template_backward(Tensor grad_out, float decay) -> Tensor");
+  DEF_WITH_NO_GRAD(m, "kernel_template(Tensor x, float decay) -> Tensor", &forward);
+  DEF_WITH_NO_GRAD(m, "kernel_template_backward(Tensor grad_out, float decay) -> Tensor",
+                   &backward);
 }
 
 REGISTER_KERNELS(m) {

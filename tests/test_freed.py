@@ -1,0 +1,22 @@
+"""Freed storage (tests/battery/test_freed.py) in operators that no sample of the battery calls."""
+
+import torch
+
+from tests.battery.test_freed import check_refused, freed, sentence_of, with_one_freed
+from tests.checks import maker
+
+
+def test_freed_arguments_of_operators_that_write(device: str) -> None:
+    ops = torch.ops.extension_cpp
+    make = maker(device, torch.float32)
+    a, b, out = (make((3, 5)).detach() for _ in range(3))
+    check_refused(ops.muladd.out, [a, b, 2.0], {"out": freed(out, 3)}, sentence_of("muladd", "out"))
+    for i, given in with_one_freed([a, b]):
+        check_refused(ops.muladd.out, [*given, 2.0], {"out": out}, sentence_of("muladd", "ab"[i]))
+    target, weight, scale = torch.zeros(3, dtype=torch.int64, device=device), make((5,)).detach(), make((1,)).detach()
+    chunk, names = [a, target, weight, -100, 0.0, 0.0, None, scale], ["logits", "target", "weight"]
+    for i, given in with_one_freed(chunk):
+        name = names[i] if i < len(names) else "scale"
+        check_refused(ops.cross_entropy_chunk, given, {}, sentence_of("cross_entropy_chunk", name))
+    for i, given in with_one_freed([a, scale]):
+        check_refused(ops.cross_entropy_scale, given, {}, sentence_of("cross_entropy_scale", ("x", "factor")[i]))
