@@ -170,6 +170,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 }
 REGISTER_KERNELS(m) {
   impl(m, "nothing", TORCH_BOX(&nothing));
+  impl(m, "number", TORCH_BOX(&number));
   impl(m, "two", TORCH_BOX(&nothing));
   impl(m, "undefined", TORCH_BOX(&nothing));
 }

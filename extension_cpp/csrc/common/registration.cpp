@@ -15,7 +15,7 @@ static std::string &schema_errors() {
   return errors;
 }
 
-// The kernels of the functions that DEF was given, by operator.
+// The kernels of the functions that DEF was given, by operator; nullptr if it does not fit.
 static std::map<std::string, BoxedKernel> &kernels() {
   static std::map<std::string, BoxedKernel> kernels;
   return kernels;
@@ -98,8 +98,8 @@ static void keep_error(const std::string &op, const std::string &error) {
 
 void def(StableLibrary &m, const std::string &schema, const Function &function) {
   const std::string name = schema.substr(0, schema.find('(')), error = difference(schema, function);
+  kernels()[name] = error.empty() ? function.kernel : nullptr;
   if (!error.empty()) return keep_error(name, error);
-  kernels()[name] = function.kernel;
   m.def(schema.c_str());
 }
 
@@ -124,6 +124,7 @@ void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel) {
   const auto defined = kernels().find(name);
   if (defined == kernels().end())
     return keep_error(name, "expected a schema in DEF before its kernel, but got none");
+  if (defined->second == nullptr) return;
   if (defined->second != kernel)
     return keep_error(name,
                       "expected a kernel of the function that DEF compared its schema with, but "
