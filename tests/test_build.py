@@ -556,6 +556,16 @@ def test_make_leaves_a_venv_that_it_cannot_use(checkout, fault):
     assert sorted((checkout / ".venv").rglob("*")) == before
 
 
+def test_a_venv_behind_a_closed_folder_is_not_taken_for_none(monkeypatch):
+    def closed(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    sentence = r"^error: this user may not run \S+/\.venv/bin/python; name an "
+    with pytest.raises(SystemExit, match=sentence), monkeypatch.context() as patch:
+        patch.setattr(check_environment.os, "stat", closed)  # root, as whom tests may run, may look into any folder
+        check_environment.check_own_venv()
+
+
 @pytest.mark.parametrize("goals, glibc", [("wheel", ""), ("release", "2.28"), ("wheel release", "2.28")])
 def test_make_release_builds_the_wheel_for_its_glibc(checkout, goals, glibc):
     python = script(checkout / "python", 'mkdir -p dist && echo "$* with GLIBC=$GLIBC"\n')

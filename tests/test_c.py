@@ -326,6 +326,7 @@ def test_settings_that_are_none_are_ignored_with_a_sentence(tmp_path: Path) -> N
 
     highest = [*LEVELS][-1]
     assert said("", "") == (f"{highest} 0", "") and said("baseline", "99") == ("baseline 1", "")
+    assert {said(level, "")[1] for level in ("baseline", "v3", "v4")} == {""}
     output, warning = said("v9", "1M")
     assert output == f"{highest} 0" and warning.splitlines() == [
         "extension_cpp: expected EXTENSION_CPP_CPU_LEVEL to be baseline, v3 or v4, but got 'v9', which is ignored",

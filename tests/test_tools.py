@@ -57,7 +57,7 @@ def test_a_change_is_one_beyond_the_spread_of_both(low: float, median: float, hi
     assert compare.Change({}, "ours", after, before).beyond is beyond
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("columns", [44, 80, 200])
 def test_changes_are_printed_in_full(columns: int, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     published = results.read(results.PUBLISHED / "h100.json")
     row = next(row for row in published["rows"] if row["op"] == "add_layer_norm" and row["pass"] == "backward")
@@ -70,7 +70,8 @@ def test_changes_are_printed_in_full(columns: int, capsys, monkeypatch: pytest.M
     assert max(map(len, lines)) <= columns
     what, *figures = ([line.split("\u2502")[i].strip() for line in lines] for i in range(1, 5))
     shape = f"{row['rows']} x {row['cols']}"
-    assert " ".join(what) == f"add_layer_norm backward, {row['dtype']}, {shape}: compile, call_seconds"
+    words = f"add_layer_norm backward, {row['dtype']}, {shape}: compile, call_seconds"
+    assert "".join(what).replace(" ", "") == words.replace(" ", "")  # 44 columns break a long name
     assert [cells[0] for cells in figures] == ["1.234e+04", "1.852e+04", "+50.0 %"]
 
 
