@@ -48,6 +48,19 @@ def _load() -> None:
             raise ImportError(said)
 
 
+def _build_info() -> str:
+    """As info.read_build has it, whose module takes some milliseconds to import."""
+    function = ctypes.CDLL(str(LIBRARY)).extension_cpp_build_info
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def _tag(build_info: str) -> str:
+    """What a wheel with this library has behind its version (setup.py)."""
+    cuda = build_info.split()[0].removeprefix("cuda=")  # "13.0" or "none"
+    return "+cpu" if cuda == "none" else f"+cu{cuda.replace('.', '')}"
+
+
 def _is_command() -> bool:
     """Whether Python imports this package in order to run `python -m extension_cpp`.
 
@@ -64,7 +77,7 @@ load_error: ImportError | None = None
 try:
     _load()
     # The operators must exist before these modules register fakes and gradients for them.
-    from . import after_import, info, nn, reference
+    from . import after_import, nn, reference
     from . import layers as layers
     from . import nested as nested
     from .ops import (
@@ -95,7 +108,7 @@ try:
         token_log_probs,
     )
 
-    __version__ += info.tag(info.parse_build(info.ask_library("build_info")))
+    __version__ += _tag(_build_info())
     # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
     after_import.after_import("torch.distributed.tensor", _register_shardings)
 except (ImportError, AttributeError, RuntimeError) as error:

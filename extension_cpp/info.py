@@ -60,11 +60,6 @@ def parse_build(text: str) -> Build:
     return Build(cuda, architectures, tuple(fields["cpu"].split(",")), fields["debug"] == "1")
 
 
-def tag(build: Build) -> str:
-    """What a wheel with this library has behind its version (setup.py)."""
-    return f"+cu{build.cuda.replace('.', '')}" if build.cuda else "+cpu"
-
-
 def version(text: str) -> Version:
     """The leading numbers of a version: "580.65.06" gives (580, 65, 6), "2.11.0+cu130" gives (2, 11, 0)."""
     match = re.match(r"\d+(\.\d+)*", text)
