@@ -61,7 +61,8 @@ class Attention(nn.Module):
 
 class Block(nn.Module):
     """A mixer of tokens, then a gated perceptron. Takes and returns a branch and the residual stream, each of shape
-    (B, T, width)."""
+    (B, T, width). Under autocast the stream is float32 and a branch bfloat16; nn.convert joins an addition of two
+    tensors of one dtype and the norm after it."""
 
     def __init__(self, width: int, mixer: nn.Module, norm: Callable[[int], nn.Module], bias: bool) -> None:
         super().__init__()
@@ -69,9 +70,9 @@ class Block(nn.Module):
         self.gate_up, self.down = nn.Linear(width, 6 * width, bias), nn.Linear(3 * width, width, bias)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + x
+        residual = residual + x.to(residual.dtype)
         x = self.mix(self.norm1(residual))
-        residual = residual + x
+        residual = residual + x.to(residual.dtype)
         x = self.norm2(residual)
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up), residual
@@ -108,7 +109,7 @@ class LanguageModel(nn.Module):
         residual = torch.zeros_like(x)
         for block in self.blocks:
             x, residual = block(x, residual)
-        residual = residual + x
+        residual = residual + x.to(residual.dtype)
         x = self.norm(residual)
         if following is None:
             return self.head(x)

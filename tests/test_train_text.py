@@ -189,6 +189,24 @@ def test_both_ops_train_alike(small: None, monkeypatch: pytest.MonkeyPatch, requ
     assert losses[0, -1] < losses[0, 0] - 0.1
 
 
+def test_which_operators_each_ops_calls(small: None) -> None:
+    """Ours: the norms after each addition, the rotary embedding, the gates and the linear loss. torch: none."""
+    text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
+    settings = train_text.Settings("cpu", 1, text.digest, **SIZES)
+    called = {}
+    for ops in train_text.OPS:
+        training = train_text.Training(ops, text, settings, compiled=False)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, training.autocast():
+            training.model(*train_text.batch(text.training, settings, 0))
+        counts = {row.key.removeprefix("extension_cpp::"): row.count for row in profiler.key_averages()}
+        names = ("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy", "layer_norm", "cross_entropy")
+        called[ops] = {name: counts.get(name, 0) for name in names}
+    layers = settings.layers
+    ours = {"add_layer_norm": 2 * layers + 1, "rotary_embedding": layers, "swiglu": layers, "linear_cross_entropy": 1}
+    assert called["ours"] == ours | {"layer_norm": 0, "cross_entropy": 0}
+    assert not any(called["torch"].values())
+
+
 def refused(capsys: pytest.CaptureFixture, *options: object) -> str:
     assert train_text.main(["--device", "cpu", "--no-compile", "--steps", "1", *map(str, options)]) == 1
     error = capsys.readouterr().err
