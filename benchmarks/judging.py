@@ -69,7 +69,7 @@ class Judge:
 
     def renew(self) -> None:
         for now, later in self.grads or zip(tensors(self.sample), tensors(self.other), strict=True):
-            now.data.copy_(0.75 * later.data)  # a factor, since means of many numbers are nearly equal
+            now.data.copy_(0.5 * later.data)  # a factor, since means of many numbers are nearly equal
         poison = [torch.full_like(self.sample.args[0], float("nan")) for _ in range(4)]
         del poison  # memory that is allocated next is full of NaN, and not right by luck
 

@@ -120,7 +120,7 @@ def check_free(name: str, kind: str) -> None:
     if name in dir(builtins):
         raise CannotMake(f"the name '{name}' is taken: it is a builtin of Python")
     for source in sorted((package / "csrc").rglob("*.cpp")):
-        found = set(re.findall(r'def(?:_with_no_grad)?\((?:\s*m,)?\s*"(\w+)', source.read_text()))
+        found = set(re.findall(r'\b(?:m\.def|DEF\w*)\((?:\s*m,)?\s*"(\w+)', source.read_text()))
         taken = (found | {f"{op}_no_grad" for op in found}) & {name, f"{name}_backward"}
         if taken:
             raise CannotMake(f"the name '{name}' is taken: {source.relative_to(TREE)} has the op {min(taken)}")

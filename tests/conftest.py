@@ -95,6 +95,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)  # a test's own torch.cuda is gone by then
 def pytest_runtest_teardown() -> None:
     """Workers share a GPU: what a large test leaves in this one's cache goes back."""
     torch = sys.modules.get("torch")

@@ -44,7 +44,9 @@ def test_every_op_is_judged(spec, device) -> None:
         for name, result in {"ours": right, "eager": of_eager, **results}.items():
             judge.outputs[name] = judge.outputs.get(name, judge.outputs.get("ours"))
             judge.judge(name, result)
-        assert list(judge.wrong) == list(results)
+        # PyTorch's gradient of logcumsumexp in bfloat16 on a GPU is off by up to 40 % of a row's.
+        is_wrong = (spec.name, device, backward) == ("logcumsumexp", "cuda", True)
+        assert list(judge.wrong) == ["eager"] * is_wrong + list(results)
         nearly = right[0].detach().clone()  # one element of the last line is four roundings off
         last = nearly if judge.is_sum(nearly) else nearly.select(judge.dim, -1)
         factors = torch.ones_like(last.flatten())

@@ -127,7 +127,9 @@ def test_no_domain_shrinks(name: str) -> None:
     for kind, x in inputs().items():
         want = outcome(stock, x)
         try:
-            check_outcome(outcome(module, x), want, is_random=name == "Dropout")
+            # PyTorch's dropout of everything leaves its sparse result as the memory was (2.11).
+            is_random = name == "Dropout" or (name, kind) == ("Dropout of all", "COO")
+            check_outcome(outcome(module, x), want, is_random)
         except AssertionError as error:
             raise AssertionError(f"{kind}: {error}") from error
         computed += not isinstance(want, Exception)

@@ -214,7 +214,8 @@ def test_a_schema_that_does_not_fit_its_function_is_named(tmp_path: Path) -> Non
     assert compiled.returncode == 0, compiled.stderr
     loaded = python("-c", LOAD, made)
     said = SENTENCES.replace("\\\n", "").strip().splitlines()
-    assert loaded.stdout.splitlines() == [f"extension_cpp::{sentence}" for sentence in said], loaded.stderr
+    expected = [f"extension_cpp::{sentence}" for sentence in said]
+    assert loaded.stdout.splitlines() == expected, loaded.stderr
     assert loaded.stderr.splitlines()[-1] == str(
         sorted(f"wrong::{name}" for name in ("all", "all_no_grad", "nothing", "split", "two"))
     )
@@ -225,8 +226,9 @@ def test_import_raises_what_the_library_says_of_its_schemas(tmp_path: Path) -> N
     copy = tmp_path / "extension_cpp"
     copy.mkdir()
     (copy / "__init__.py").write_text((package / "__init__.py").read_text())
-    source = tmp_path / "library.c"
-    source.write_text('const char *extension_cpp_schema_errors(void) { return "extension_cpp::f: expected s"; }')
+    source = Path(f"{tmp_path}/said.c")
+    function = "const char *extension_cpp_schema_errors(void)"
+    source.write_text(f'{function} {{ return "extension_cpp::f: expected s"; }}')
     run(*build_library.compiler("CC", "cc", "gcc"), "-shared", "-fPIC", source, "-o", copy / build_library.LIBRARY)
     imported = python("-c", "import extension_cpp", cwd=tmp_path)
     assert imported.returncode == 1

@@ -492,9 +492,10 @@ def test_commands_of_an_installed_wheel(tree, tmp_path):
     metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
     assert {"Author: The extension_cpp authors", "Classifier: Typing :: Typed"} <= set(metadata.splitlines())
     import_all = (
-        "import importlib, pkgutil, extension_cpp as e\n"
-        "names = [m.name for m in pkgutil.walk_packages(e.__path__, 'extension_cpp.') if '.tree' not in m.name]\n"
-        "print(*[importlib.import_module(name).__name__ for name in names if '__main__' not in name])"
+        "import importlib, pkgutil, re, extension_cpp as e\n"
+        "names = [m.name for m in pkgutil.walk_packages(e.__path__, 'extension_cpp.')]\n"
+        "names = [name for name in names if not re.search('[.](tree|__main__|lib)', name)]\n"
+        "print(*[importlib.import_module(name).__name__ for name in names])"
     )
     modules = [run_python("-c", import_all, cwd=where).stdout.split() for where in (installed, ROOT)]
     assert modules[0] == modules[1] and "extension_cpp.convert.norms" in modules[0]

@@ -17,10 +17,10 @@ import extension_cpp
 from extension_cpp.nn import MinGRU
 from tests.battery import profiled
 from tests.checks import last_level_cache, maker, random_grad, run
+from tests.loops import PART, result_and_gradients
 from tests.opspec import DTYPES, OpSpec, all_specs
 from tests.test_c import level_here
 
-PART = 1 << 14  # SCAN_PART of csrc/scan/scan.h
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -315,13 +315,6 @@ def scans_of_slices(
         a = sliced(sizes).clamp(-1, 1).expand(shape)
         scans.append((functools.partial(ops["linear_recurrence"], dim=dim, reverse=reverse), [a, x, h0, g]))
     return scans
-
-
-def result_and_gradients(scan: Callable[..., Tensor], operands: list[Tensor]) -> list[Tensor]:
-    *given, g = operands
-    leaves = [x.detach().requires_grad_() for x in given]
-    y = scan(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, g)]
 
 
 SHAPES = [*(((3, 40, 4, 6), dim) for dim in range(4)), ((2, PART + 9, 2, 2), 1), ((2, 3, PART + 33), 2)]

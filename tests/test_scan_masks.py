@@ -10,7 +10,7 @@ from torch import Tensor
 import extension_cpp
 from tests.battery import every_dtype
 from tests.checks import maker
-from tests.test_scan import PART, result_and_gradients
+from tests.loops import PART, result_and_gradients
 
 LOW = -6e4  # finite in every dtype, and its exponential is 0 beside that of a number near 0
 BORDERS = {0, 1, 2, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, PART - 1, PART, PART + 1}

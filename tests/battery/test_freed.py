@@ -46,7 +46,8 @@ def compare(message: str, sentence: str, alive: list[Tensor], before: list[Tenso
 
 
 def sentence_of(op: str, name: str) -> str:
-    return rf"extension_cpp::{op}: expected {name} to have memory for its \d+ elements, but got a storage of 0 bytes"
+    expected = rf"expected {name} to have memory for its \d+ elements, but got a storage of 0 bytes"
+    return f"extension_cpp::{op}: {expected}"
 
 
 @every_op

@@ -9,7 +9,8 @@ from tests.opspec import OpSpec
 
 
 def names() -> list[str]:
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
+    every = torch._C._dispatch_get_all_op_names()
+    names = [name for name in every if name.startswith("extension_cpp::")]
     assert names
     return names
 

@@ -15,12 +15,13 @@ LIBRARY = Path(__file__).with_name("libextension_cpp.so")
 
 try:
     torch.ops.load_library(LIBRARY)
-    _library = ctypes.CDLL(str(LIBRARY))
-    for _name in ("extension_cpp_schema_errors", "extension_cpp_build_info"):
-        getattr(_library, _name).restype = ctypes.c_char_p
-    if _said := _library.extension_cpp_schema_errors().decode():
+    _schema_errors = ctypes.CDLL(str(LIBRARY)).extension_cpp_schema_errors
+    _schema_errors.restype = ctypes.c_char_p
+    if _said := _schema_errors().decode():
         raise ImportError(_said)
-    _cuda = _library.extension_cpp_build_info().decode().split()[0].removeprefix("cuda=")  # "13.0" or "none"
+    _build_info = ctypes.CDLL(str(LIBRARY)).extension_cpp_build_info
+    _build_info.restype = ctypes.c_char_p
+    _cuda = _build_info().decode().split()[0].removeprefix("cuda=")  # "13.0" or "none"
     __version__ += "+cpu" if _cuda == "none" else f"+cu{_cuda.replace('.', '')}"
     # The operators must exist before these modules register fakes and gradients for them.
     from . import reference as reference
