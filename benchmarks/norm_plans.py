@@ -16,8 +16,9 @@ from rich.table import Table
 
 from benchmarks import results, run
 from benchmarks.timing import check_options, take_turns
-from extension_cpp import LIBRARY, info
+from extension_cpp import LIBRARY
 from extension_cpp.__main__ import Parser, positive
+from extension_cpp.command import info
 from tests.opspec import timed_specs
 
 ALL = 2**64 - 1

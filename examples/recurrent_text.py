@@ -32,9 +32,9 @@ from examples.train_text import RunSettings, Text, add_options, batch, make_fold
 from rich.console import Console
 
 import extension_cpp
-from extension_cpp import demo, demo_model
 from extension_cpp.__main__ import Parser
-from extension_cpp.demo_model import CannotRun, LanguageModel
+from extension_cpp.command import demo, demo_model
+from extension_cpp.command.demo_model import CannotRun, LanguageModel
 
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}

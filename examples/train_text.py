@@ -43,9 +43,9 @@ if missing := missing_for("this example"):
     sys.exit(f"error: {missing}")
 from rich.console import Console
 
-from extension_cpp import demo, demo_model
-from extension_cpp.demo_model import CLIP as CLIP
-from extension_cpp.demo_model import WEIGHT_DECAY, Attention, CannotRun, LanguageModel
+from extension_cpp.command import demo, demo_model
+from extension_cpp.command.demo_model import CLIP as CLIP
+from extension_cpp.command.demo_model import WEIGHT_DECAY, Attention, CannotRun, LanguageModel
 
 CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same steps
 WRITTEN = 400  # bytes that the model writes at the end

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import extension_cpp
 
-from . import scaffold
+from .command import scaffold
 
 DEMO_NEEDS = ("rich", "matplotlib")
 
@@ -102,7 +102,7 @@ def add_plan(command: argparse.ArgumentParser) -> None:
 
 def plan_arguments(options: argparse.Namespace) -> tuple[str, str, int, int]:
     """--plan's words, checked."""
-    from . import info
+    from .command import info
 
     op, dtype, shape = options.plan
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The package keeps what stopped it from loading, instead of raising it, when it is run as a command.
     load_error = getattr(extension_cpp, "load_error", None)
     if options.command == "info":
-        from . import info
+        from .command import info
 
         if (options.backward or options.weights) and not options.plan:
             return fail("--backward and --weights go with --plan")
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(str(load_error))
     if missing := missing_for("the demo"):
         return fail(missing)
-    from . import demo
+    from .command import demo
 
     try:
         return demo.run(options.device, options.steps)

@@ -18,7 +18,8 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error}")
 from benchmarks.published import TABLES
-from extension_cpp import autograd, info, ops
+from extension_cpp import autograd, ops
+from extension_cpp.command import info
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ops.md"

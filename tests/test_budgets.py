@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from extension_cpp import info
+from extension_cpp.command import info
 from scripts import kernel_resources as resources
 
 LOG = """\

@@ -15,8 +15,8 @@ import torch
 
 import extension_cpp
 from extension_cpp import __main__ as command
-from extension_cpp import demo, demo_table, info
-from extension_cpp.info import Build, Gpu, Machine
+from extension_cpp.command import demo, demo_table, info
+from extension_cpp.command.info import Build, Gpu, Machine
 from tests.forked import python
 
 PACKAGE = Path(extension_cpp.__file__).parent
@@ -37,7 +37,8 @@ import sys
 import torch
 torch.compile = functools.partial(torch.compile, backend="eager")
 sys.path.insert(0, sys.argv[1])
-from extension_cpp import __main__, demo, demo_table
+from extension_cpp import __main__
+from extension_cpp.command import demo, demo_table
 demo.LAYERS = 1
 demo_table.ROWS_TIMED, demo_table.SECONDS_A_ROW = {"cpu": 64}, 0
 sys.exit(__main__.main(["demo", "--device", "cpu", "--steps", "50"]))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from extension_cpp import info
+from extension_cpp.command import info
 from scripts import hub
 
 for _module in ("kernels", "kernel_abi_check"):

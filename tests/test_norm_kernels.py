@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp import info, reference
+from extension_cpp import reference
+from extension_cpp.command import info
 from tests.checks import NORM_WIDTHS, ODD_WIDTHS, as_tuple, check, maker, norm_arguments, random_grad, run
 from tests.opspec import DTYPES, OpSpec, all_specs
 

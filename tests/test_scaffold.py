@@ -22,8 +22,8 @@ import pytest
 
 import build_library
 from extension_cpp import __main__ as command
-from extension_cpp import scaffold
-from extension_cpp.info import read_build
+from extension_cpp.command import scaffold
+from extension_cpp.command.info import read_build
 from tests.forked import python
 from tests.test_c import library_objects
 
@@ -127,7 +127,7 @@ TAKEN = [
     ("mish_double", "has the op mish_double_backward"),
     ("mish_no_grad", "has the op mish_no_grad"),
     ("common", "extension_cpp/csrc/common exists"),
-    ("scaffold", "extension_cpp/scaffold.py exists"),
+    ("modules", "extension_cpp/modules.py exists"),
     ("tests", "tests exists"),
     ("register_fake", "extension_cpp/ops.py has register_fake"),
     ("load_error", "extension_cpp/__init__.py has load_error"),

@@ -12,7 +12,7 @@ import torch
 
 import build_library
 import extension_cpp
-from extension_cpp import info
+from extension_cpp.command import info
 from tests.forked import python
 from tests.test_docs import ROOT
 

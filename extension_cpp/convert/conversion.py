@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import info
 from .. import modules as nn
+from ..command import info
 from . import activations, forwards, model_loss, norms
 from .choice import Choice
 from .formulas import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from . import linear_cross_entropy
+from .. import linear_cross_entropy
 
 BETAS, CLIP, WARMUP, WEIGHT_DECAY = (0.9, 0.95), 1.0, 20, 0.1
 

@@ -160,7 +160,7 @@ def cuda_problem(build: Build, machine: Machine) -> str | None:
 
 
 def library() -> Path:
-    return Path(__file__).with_name("libextension_cpp.so")
+    return Path(__file__).parents[1] / "libextension_cpp.so"
 
 
 def ask_library(question: str) -> str:
@@ -243,8 +243,8 @@ def schemas() -> list[str]:
     prints 1e-05 with 17 digits."""
     import torch
 
-    from ._namespace import NAMESPACE
-    from .autograd import NO_GRAD, own_ops
+    from .._namespace import NAMESPACE
+    from ..autograd import NO_GRAD, own_ops
 
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
@@ -315,7 +315,8 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
 
 def _package_version() -> str:
     try:
-        return getattr(sys.modules[__package__], "__version__", None) or importlib.metadata.version("extension_cpp")
+        package = sys.modules[__package__.rpartition(".")[0]]
+        return getattr(package, "__version__", None) or importlib.metadata.version("extension_cpp")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import extension_cpp
 
-from . import reference
+from .. import reference
 
 COLUMNS = 1024
 ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}
