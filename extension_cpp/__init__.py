@@ -69,8 +69,8 @@ def _is_command() -> bool:
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "extension_cpp"
 
 
-def _register_shardings() -> None:
-    from . import sharding as sharding
+def _attach_distributed() -> None:
+    from . import distributed as distributed
 
 
 load_error: ImportError | None = None
@@ -110,7 +110,7 @@ try:
 
     __version__ += _tag(_build_info())
     # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
-    after_import.after_import("torch.distributed.tensor", _register_shardings)
+    after_import.after_import("torch.distributed.tensor", _attach_distributed)
 except (ImportError, AttributeError, RuntimeError) as error:
     # torch raises the last two if the operator of a fake or a gradient does not exist.
     load_error = (

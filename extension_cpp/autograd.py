@@ -52,10 +52,8 @@ _AFTER_AUTOGRAD = keys_below(DispatchKey.AutogradOther)
 # PyTorch refuses a second registration.
 registrations: dict[str, Library] = vars(torch.ops).setdefault("registrations of extension_cpp", {})
 
-# The class DTensor, and the modules with the rules for it. The first of these sets all three when it is imported.
-DTENSOR: tuple[Any, ...] = ()
-sharding: Any = None
-sharded_loss: Any = None
+# The package `distributed`, which attaches itself here when torch.distributed.tensor is imported.
+distributed: Any = None
 
 Gradients = dict[str, Tensor | None]  # from the name of an argument to its gradient
 
@@ -207,6 +205,11 @@ def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple
             library.impl(name.split("::")[1], kernel, f"Autocast{device_type.upper()}")
 
 
+def is_sharded(x: object) -> bool:
+    """Whether x is a DTensor."""
+    return distributed is not None and isinstance(x, distributed.DTensor)
+
+
 def has_tangent(*args: Any) -> bool:
     """Whether one of these has a tangent of forward-mode differentiation."""
     return forward_ad._current_level >= 0 and any(
@@ -310,7 +313,7 @@ def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> 
 
     def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if getattr(ctx, "mesh", None) is not None:  # for results that are not used autograd makes zeros, not DTensors
-            grads = sharding.on_mesh(grads, ctx.mesh)
+            grads = distributed.on_mesh(grads, ctx.mesh)
         gradients = backward(ctx, *grads)
         if type(gradients) is not dict or not gradients.keys() <= known:
             raise TypeError(
@@ -348,8 +351,8 @@ def _autograd_kernel(
         else:
             output = op.redispatch(keys, *inputs, **keywords)
         ctx.needs_input_grad = ctx.needs_input_grad[:-1]
-        if DTENSOR:
-            ctx.mesh = next((x.device_mesh for x in inputs if isinstance(x, DTENSOR)), None)
+        if distributed is not None:
+            ctx.mesh = next((x.device_mesh for x in inputs if is_sharded(x)), None)
         if setup_context is not None:
             given = {"keyword_only_inputs": keyword_defaults | keywords} if keyword_only else {}
             setup_context(ctx=ctx, inputs=inputs, output=output, **given)

@@ -182,7 +182,7 @@ def cross_entropy(
 ) -> Tensor:
     """The operator, for DTensors the function of sharded_loss.py."""
     number = reduction_number("cross_entropy", reduction)
-    function = autograd.sharded_loss if isinstance(logits, autograd.DTENSOR) else _ops
+    function = autograd.distributed.sharded_loss if autograd.is_sharded(logits) else _ops
     return function.cross_entropy(logits, target, weight, ignore_index, number, *options)
 
 
@@ -206,7 +206,7 @@ def linear_cross_entropy(
     for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
         checks.check_tensor("linear_cross_entropy", name, tensor)
     needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    function = autograd.sharded_loss if isinstance(x, autograd.DTENSOR) else _ops
+    function = autograd.distributed.sharded_loss if autograd.is_sharded(x) else _ops
     return function.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, number, *options, *needs)
 
 

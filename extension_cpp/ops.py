@@ -156,7 +156,7 @@ def _seed(x: Tensor, p: float) -> Tensor:
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     else:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    return autograd.sharding.agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
+    return autograd.distributed.agreed(seed, x) if autograd.is_sharded(x) else seed
 
 
 # ---- muladd ----

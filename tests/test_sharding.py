@@ -234,7 +234,7 @@ def check_every_op_has_a_rule(mesh: Any) -> None:
     """Backward operators and no-grad overloads have a rule, too. An op from a template may have none."""
     from torch.distributed.tensor import DTensor
 
-    from extension_cpp import sharding
+    from extension_cpp.distributed import sharding
 
     known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     new = tuple(spec.name for spec in all_specs() if spec.name not in sharding.RULES)
@@ -468,7 +468,7 @@ def check_targets_that_no_process_has(mesh: Any) -> None:
     """On CUDA and compiled, where targets are not checked, their rows are NaN, as with one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from extension_cpp import sharded_loss
+    from extension_cpp.distributed import sharded_loss
 
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)]).requires_grad_()
     target = distribute_tensor(torch.tensor([0, 8, -1, 5]), mesh, [Replicate()])
@@ -907,7 +907,7 @@ def check_rows_and_classes(mesh: Any) -> None:
 
 
 def checks(processes: int) -> dict[str, Callable[[Any], None]]:
-    from extension_cpp import sharding
+    from extension_cpp.distributed import sharding
 
     # An op from a template has no rule until its author writes one. Until then DTensors are refused.
     specs = {spec.name: spec for spec in all_specs() if spec.name in sharding.RULES}
@@ -1003,7 +1003,7 @@ def test_four_processes(name: str, device: str) -> None:
 IMPORTS = """
 import sys
 import extension_cpp
-assert "torch.distributed.tensor" not in sys.modules and "extension_cpp.sharding" not in sys.modules
+assert "torch.distributed.tensor" not in sys.modules and "extension_cpp.distributed" not in sys.modules
 import importlib.util
 importlib.util.find_spec("torch.distributed.tensor")  # a question is no import
 finders = len(sys.meta_path)
@@ -1012,11 +1012,11 @@ for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
 import extension_cpp
 assert len(sys.meta_path) == finders
 import torch.distributed.tensor as first
-assert extension_cpp.autograd.DTENSOR == (first.DTensor,) and "extension_cpp.sharding" in sys.modules
+assert extension_cpp.autograd.distributed.DTensor is first.DTensor and "extension_cpp.distributed" in sys.modules
 for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
     del sys.modules[name]
 import extension_cpp
-assert extension_cpp.autograd.DTENSOR == (first.DTensor,)
+assert extension_cpp.autograd.distributed.DTensor is first.DTensor
 print("works")
 """
 

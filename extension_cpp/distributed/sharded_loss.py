@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from . import autograd, linear_loss, ops
-from .autograd import own_ops
-from .losses import check_loss, check_targets, refuse_weight_gradient, unevaluated_lse
+from .. import linear_loss, ops
+from ..autograd import own_ops
+from ..losses import check_loss, check_targets, refuse_weight_gradient, unevaluated_lse
+from .sharding import on_mesh, whole
 
 IGNORED = -1  # a target that is no class of any process
 
@@ -86,7 +87,7 @@ def _loss_type(like: DTensor, float_loss: bool) -> torch.dtype:
 
 def _mean(loss: Any, weights: Any, dtype: torch.dtype) -> Tensor:
     """The sum of the losses over the sum of the targets' weights."""
-    return (autograd.sharding.whole(loss) / autograd.sharding.whole(weights.sum())).to(dtype)
+    return (whole(loss) / whole(weights.sum())).to(dtype)
 
 
 # ---- classes in several processes ----
@@ -219,7 +220,7 @@ def _on_mesh_of_rows(logits: DTensor, class_dim: int, target: Tensor, weight: Te
     mesh = logits.device_mesh
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, row_placements(logits, class_dim), run_check=False)
-    (weight,) = autograd.sharding.on_mesh([weight], mesh)
+    (weight,) = on_mesh([weight], mesh)
     return target, weight
 
 
@@ -253,7 +254,7 @@ def _over_classes(
     if not torch.compiler.is_compiling():  # it cannot trace the checks
         check_loss(op, logits, target, class_dim, weight, label_smoothing, z_loss, softcap)
         check_targets(op, target.to_local(), classes.count, ignore_index)
-    local_weight = None if weight is None else autograd.sharding.whole(weight).to_local()
+    local_weight = None if weight is None else whole(weight).to_local()
     options = ignore_index, label_smoothing, z_loss, softcap
     losses: Any = RowLosses.apply(logits, target, local_weight, class_dim, classes, *options)
     loss_type = _loss_type(logits, float_loss)

@@ -6,7 +6,6 @@ chooses the sharding that costs least to reach from the arguments' placements, a
 replicated is always allowed. Tensors are gathered if a rule does not allow their placement.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import autograd, checks, linear_loss, sharded_loss
-from ._namespace import NAMESPACE
-from .autograd import NO_GRAD, own_ops
+from .. import checks, linear_loss
+from .._namespace import NAMESPACE
+from ..autograd import NO_GRAD, own_ops
 
 # An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
 Call = dict[str, Any]
@@ -309,7 +308,6 @@ def overloads() -> dict[str, Any]:
 for _name, _op in overloads().items():
     if (_rule := RULES.get(_name.removesuffix(NO_GRAD))) is not None:
         register(_op, _rule)
-autograd.DTENSOR, autograd.sharding, autograd.sharded_loss = (DTensor,), sys.modules[__name__], sharded_loss
 
 
 # ---- what functions and autograd do on DTensors beside calling the operator; sharded_loss.py has the losses ----
@@ -329,13 +327,8 @@ def on_mesh(grads: Sequence[Tensor | None], mesh: Any) -> tuple[Tensor | None, .
     )
 
 
-def agreed(seed: Tensor, x: DTensor) -> DTensor:
+def agreed(seed: Tensor, x: DTensor) -> Tensor:
     """One seed for all processes of x's mesh: the largest that they drew. Processes that were seeded alike keep
     theirs."""
     mesh = x.device_mesh
     return whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))
-
-
-def _loss_type(like: DTensor, float_loss: bool) -> torch.dtype:
-    is_float = float_loss or torch.is_autocast_enabled(like.device.type)
-    return torch.promote_types(like.dtype, torch.float32) if is_float else like.dtype
