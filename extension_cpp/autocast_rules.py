@@ -8,22 +8,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
-
-
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
-def branches(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """x and residual in one dtype: under autocast a branch is half and the residual stream float32.
-
-    It is no rule: the norms call it outside autocast, too, where it changes nothing. torch.fx replaces it in this
-    module alone, so call it as an attribute of the module.
-    """
-    device = x.device.type
-    # PyTorch knows no autocast for the device type meta, and raises.
-    if x.dtype != residual.dtype and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        return x.to(dtype), residual.to(dtype)
-    return x, residual
 
 
 def linear_recurrence(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from . import checks
+from . import checks, entries
 from .autograd import NO_GRAD, library_for, operators, own_ops
 
 BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "bias_gelu"]
-BY_ROWS += ["dropout", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"]
+BY_ROWS += [op for op, mark in entries.NESTED.items() if mark is entries.BY_ROWS]
 
 SCANS = ("cumsum", "logcumsumexp", "linear_recurrence")
 

@@ -1,31 +1,15 @@
 """What several operators share: options, fakes, and the checks of csrc/<op>/<op>.cpp in the same order and words."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import checks
+from .functional.common import check_dim, is_int
 
 # ---- muladd, activations, gates, reduce_sum, softmax and scans ----
-
-
-def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> Callable[..., Tensor]:
-    """The fake of an operator whose first arguments are the tensors `names`. The others and the result are like the
-    last one. along_dim: the next argument is one of its dimensions. A wrong dtype is refused with this hint."""
-
-    def fake(*args: Any) -> Tensor:
-        *others, like = args[: len(names)]
-        checks.check_dtype(op, names[-1], like, hint)
-        for name, other in zip(names, others, strict=False):
-            checks.check_like(op, name, other, names[-1], like)
-        if along_dim:
-            check_dim(op, like, args[len(names)])
-        return torch.empty_like(like)
-
-    return fake
 
 
 def check_muladd_out(op: str, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -58,23 +42,10 @@ def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
     checks.check_like(op, "up", up, "gate", gate)
 
 
-def _is_int(dim: Any) -> bool:
-    """Anything with __index__ is taken, except a bool (Python's, NumPy's or a tensor), which PyTorch refuses, too."""
-    is_bool = isinstance(dim, bool) or str(getattr(dim, "dtype", "")).endswith("bool")
-    return hasattr(dim, "__index__") and not is_bool
-
-
-def as_dim(op: str, dim: Any) -> int:
-    """The dimension. The operator itself would take True for 1."""
-    if type(dim) is not int and not _is_int(dim):
-        checks.fail(op, f"expected dim to be an int, but got {dim!r}")
-    return dim
-
-
 def as_dims(dim: Any) -> tuple[int, ...] | None:
     """The dimensions as ints."""
     dims = dim if isinstance(dim, Sequence) or dim is None else (dim,)
-    if not all(map(_is_int, dims or ())):
+    if not all(map(is_int, dims or ())):
         checks.fail("reduce_sum", f"expected dim to be an int, a sequence of ints or None, but got {dim!r}")
     return dims if dims is None else tuple(operator.index(d) for d in dims)
 
@@ -90,11 +61,6 @@ def check_dims(x: Tensor, dim: Sequence[int] | None) -> None:
         checks.check("reduce_sum", -dims <= d < dims, f"expected dim in [{-dims}, {dims - 1}], but got {d}")
         checks.check("reduce_sum", d % dims not in seen, f"expected each dim once, but got {d % dims} twice")
         seen.add(d % dims)
-
-
-def check_dim(op: str, x: Tensor, dim: int) -> None:
-    dims = max(x.dim(), 1)  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
-    checks.check(op, -dims <= dim < dims, f"expected dim in [{-dims}, {dims - 1}], but got {dim}")
 
 
 def check_recurrence(op: str, a: Tensor, name: str, b: Tensor, h0: Tensor | None, dim: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops, autocast_rules, autograd, checks, linear_loss, losses, plain, second_order
+from . import _ops, autocast_rules, checks, linear_loss, losses, plain, second_order
 from .autograd import (
     Gradients,
     own_ops,
@@ -32,22 +32,63 @@ from .autograd import (
     register_fake,
     register_not_differentiable,
 )
+from .entries import BY_ROWS, FLOAT32_ON_CUDA, register
+from .functional import dropout as drop
+from .functional.common import as_dim, check_dim, fake_like
+from .functional.dropout import dropout
+from .functional.norms import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    LAYER_NORM_DROPOUT,
+    RMS_NORM,
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_dropout,
+    rms_norm,
+)
 from .mutation import register_mutation
-from .norms import Norm
 from .op_checks import (
-    as_dim,
     as_dims,
     check_bias,
-    check_dim,
     check_dims,
     check_gate,
     check_muladd_out,
     check_recurrence,
     check_rotary,
-    fake_like,
     is_tanh,
     reduced_dims,
 )
+
+__all__ = [  # noqa: RUF022  # in the order of docs/ops.md
+    "muladd",
+    "scale_bias_relu",
+    "relu",
+    "mish",
+    "silu",
+    "gelu",
+    "bias_gelu",
+    "swiglu",
+    "geglu",
+    "reduce_sum",
+    "dropout",
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm_dropout",
+    "softmax",
+    "log_softmax",
+    "cumsum",
+    "logcumsumexp",
+    "linear_recurrence",
+    "cross_entropy",
+    "token_log_probs",
+    "linear_cross_entropy",
+    "rotary_embedding",
+]
+
 
 # ---- what the ops share ----
 
@@ -134,29 +175,6 @@ def _register_gate(op: str) -> None:
         return {"gate": grad_gate, "up": grad_up}
 
     _register_op(op, fake, backward_fake, backward)
-
-
-def _register_norm(norm: Norm) -> None:
-    op = norm.op
-    register_fake(op)(norm.fake)
-    register_fake(f"{op}_backward")(norm.backward_fake)
-    register_autograd(op, norm.backward, setup_context=norm.setup_context, plain=getattr(plain, op))
-    register_autograd(
-        f"{op}_backward",
-        getattr(second_order, op),
-        setup_context=norm.backward_setup_context,
-        plain=getattr(plain, f"{op}_backward"),
-    )
-
-
-@torch.fx.wrap  # torch.fx records this call as it is: while it traces, x has no device for torch.randint
-def _seed(x: Tensor, p: float) -> Tensor:
-    """The seed of dropout's mask for x: one number on x's device, so that no random number passes through the host."""
-    if p == 1:  # every element is dropped, whatever the seed is
-        seed = torch.zeros(1, dtype=torch.int64, device=x.device)
-    else:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    return autograd.sharding.agreed(seed, x) if isinstance(x, autograd.DTENSOR) else seed
 
 
 # ---- muladd ----
@@ -508,270 +526,6 @@ def _reduce_sum_backward(ctx: Any, grad_out: Tensor) -> Gradients:
 
 
 register_autograd("reduce_sum", _reduce_sum_backward, setup_context=_reduce_sum_setup_context, plain=plain.reduce_sum)
-
-
-# ---- dropout ----
-
-
-def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
-
-    Args:
-        input: ``x``, any shape.
-        p: the probability, from 0 to 1, rounded to a multiple of 2^-32.
-        training: False: returns ``x``.
-
-    Returns:
-        A contiguous tensor of ``x``'s shape; ``x`` itself if ``p`` is 0 or not ``training``. A dropped element is 0,
-        even if ``x`` is NaN or infinite there.
-
-    Raises:
-        RuntimeError: ``p`` is not between 0 and 1, or the dtype is not floating point.
-
-    Differentiable, to any order. The mask is not stored. Backward computes it again, from a seed and the elements'
-    indices in ``x``. It is the same on CPU and CUDA, and for every dtype, layout and number of threads. PyTorch's
-    generator on ``x``'s device draws the seed, so torch.manual_seed decides it, checkpointing gets the same mask again,
-    and a CUDA graph draws a new seed at every replay. Under torch.compile Inductor draws the seed; it is eager's seed
-    if torch._inductor.config.fallback_random is set. Elements 2k and 2k + 1 share a random word: the probability that
-    both are dropped is within 2^-16 of p^2. Sources: Srivastava et al. 2014, JMLR 15; Philox 4x32-7 of Salmon et al.
-    2011.
-    """
-    checks.check_probability("dropout", p)
-    checks.check_tensor("dropout", "x", input)
-    if p == 0 or not training:
-        return input
-    return _ops.dropout(input, p, _seed(input, p))
-
-
-@register_fake("dropout")
-def _(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    checks.check_dtype("dropout", "x", x)
-    checks.check_probability("dropout", p)
-    checks.check_seed("dropout", seed, x)
-    return x.new_empty(x.shape)
-
-
-def _dropout_setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -> None:
-    _, ctx.p, seed = inputs
-    ctx.save_for_backward(seed)
-
-
-def _dropout_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    (seed,) = ctx.saved_tensors
-    return {"x": _ops.dropout(grad_out, ctx.p, seed)}
-
-
-register_autograd("dropout", _dropout_backward, setup_context=_dropout_setup_context, plain=plain.dropout)
-
-
-# ---- layer_norm ----
-
-
-def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Layer normalization over the last dimensions: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
-
-    Args:
-        input: ``x``, shape (..., *normalized_shape). Rows of unit stride (a slice, a packed QKV) are read without a
-            copy.
-        normalized_shape: the last dimensions of ``x``, over which mean and (biased) variance are taken.
-        weight: shape normalized_shape, on ``x``'s device, of ``x``'s dtype or, if ``x`` is half, float32; None: ones.
-        bias: shape, device and dtype as for ``weight``; None: zeros.
-        eps: added to the variance.
-
-    Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
-
-    Raises:
-        RuntimeError: normalized_shape is empty or not the end of ``x``'s shape; ``weight`` or ``bias`` has another
-            shape, dtype or device; or ``x`` is not floating point.
-
-    Differentiable in ``x``, ``weight`` and ``bias``, to any order. Backward saves ``x`` and, for each row, a mean and a
-    reciprocal standard deviation in float32 (float64: float64). The variance is summed around a number near the mean,
-    in enough passes that no digits cancel. The weight gradients are summed over the rows in a fixed order.
-    Batch-invariant: a row of the result has the same bits for any number of rows, provided that it starts at the same
-    offset from a multiple of 16 bytes. All rows do so if their size is a multiple of 16 bytes. Under autocast on CUDA
-    half inputs are cast to float32 and the result is float32, as in PyTorch; on the CPU nothing is cast. Source: Ba,
-    Kiros and Hinton 2016, arXiv:1607.06450.
-    """
-    return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
-
-
-LAYER_NORM = Norm("layer_norm")
-_register_norm(LAYER_NORM)
-# Only for CUDA: if both device types have one, torch.compile uses the second registration for both.
-register_autocast("layer_norm", "cuda", torch.float32)
-
-
-# ---- rms_norm ----
-
-
-def rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Root mean square normalization over the last dimensions: ``x / sqrt(mean(x^2) + eps) * weight``.
-
-    Args:
-        input, normalized_shape, weight: as for layer_norm.
-        eps: added to the mean square; None: the machine epsilon of float32 (for float64 of float64), as for
-            torch.nn.functional.rms_norm.
-
-    Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
-
-    Raises:
-        RuntimeError: normalized_shape is empty or not the end of ``x``'s shape; ``weight`` has another shape, dtype or
-            device; or ``x`` is not floating point.
-
-    Differentiable in ``x`` and ``weight``, to any order. Backward saves ``x`` and, for each row, a reciprocal root mean
-    square in float32 (float64: float64). The weight gradient is summed over the rows in a fixed order. Batch-invariant,
-    as layer_norm is. Under autocast it does what PyTorch's rms_norm does: from torch 2.12 on, half inputs are cast to
-    float32 on CUDA and the result is float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
-    """
-    return _ops.rms_norm(input, normalized_shape, weight, eps)
-
-
-_register_norm(Norm("rms_norm"))
-if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):
-    register_autocast("rms_norm", "cuda", torch.float32)
-
-
-# ---- add_layer_norm ----
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    p: float = 0.0,
-    training: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Dropout, residual addition and layer normalization at once: ``s = residual + dropout(x, p)``, ``layer_norm(s)``.
-
-    Args:
-        x: shape (..., *normalized_shape). Rows of unit stride are read without a copy.
-        residual: shape, dtype and device of ``x``.
-        normalized_shape, weight, bias, eps: as for layer_norm.
-        p: the probability that an element of ``x`` is dropped, from 0 to 1.
-        training: False: nothing is dropped.
-
-    Returns:
-        ``layer_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. ``s`` is rounded once to its dtype,
-        and the rounded ``s`` is normalized. Under autocast ``x`` and ``residual`` may differ in dtype; both are then
-        cast to the dtype of ``residual + x``.
-
-    Raises:
-        RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
-            argument is not what layer_norm takes.
-
-    Differentiable in ``x``, ``residual``, ``weight`` and ``bias`` through both results, to any order. The mask is
-    dropout's mask for the same seed, and is not stored: backward saves ``s``, two numbers for each row, and the seed.
-    Without dropout one tensor is the gradient of both ``x`` and ``residual``. Both results are batch-invariant, as for
-    layer_norm, except that the mask depends on the elements' positions in ``x``.
-    """
-    x, residual, p, seed = _branches("add_layer_norm", x, residual, p, training)
-    return _ops.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, p, seed)
-
-
-def _branches(
-    op: str, x: Tensor, residual: Tensor, p: float, training: bool
-) -> tuple[Tensor, Tensor, float, Tensor | None]:
-    """x and residual in one dtype, the p that applies, and the seed if p is not 0."""
-    checks.check_probability(op, p)
-    for name, tensor in (("x", x), ("residual", residual)):
-        checks.check_tensor(op, name, tensor)
-    p = p if training else 0.0
-    x, residual = autocast_rules.branches(x, residual)
-    return x, residual, p, _seed(x, p) if p else None
-
-
-_register_norm(Norm("add_layer_norm"))
-
-
-# ---- add_rms_norm ----
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    p: float = 0.0,
-    training: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Dropout, residual addition and root mean square normalization at once: ``s = residual + dropout(x, p)``,
-    ``rms_norm(s)``.
-
-    Args:
-        x, residual, p, training: as for add_layer_norm.
-        normalized_shape, weight, eps: as for rms_norm.
-
-    Returns:
-        ``rms_norm(s)`` and ``s``, contiguous tensors of ``x``'s shape and dtype. Rounding and autocast are as for
-        add_layer_norm.
-
-    Raises:
-        RuntimeError: ``residual`` differs from ``x`` in shape, dtype or device, ``p`` is not between 0 and 1, or an
-            argument is not what rms_norm takes.
-
-    Differentiable in ``x``, ``residual`` and ``weight`` through both results, to any order. Backward saves ``s``, one
-    number for each row, and the seed. The mask, gradients without dropout and batch invariance are as for
-    add_layer_norm.
-    """
-    x, residual, p, seed = _branches("add_rms_norm", x, residual, p, training)
-    return _ops.add_rms_norm(x, residual, normalized_shape, weight, eps, p, seed)
-
-
-_register_norm(Norm("add_rms_norm"))
-
-
-# ---- layer_norm_dropout ----
-
-
-def layer_norm_dropout(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    p: float = 0.5,
-    training: bool = True,
-) -> Tensor:
-    """Layer normalization and dropout at once: ``dropout(layer_norm(x), p)``.
-
-    Args:
-        x, normalized_shape, weight, bias, eps: as for layer_norm.
-        p: the probability that an element of the result is dropped, from 0 to 1.
-        training: False: nothing is dropped.
-
-    Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
-
-    Raises:
-        RuntimeError: ``p`` is not between 0 and 1, or an argument is not what layer_norm takes.
-
-    Differentiable in ``x``, ``weight`` and ``bias``, to any order. The mask is dropout's mask for the same seed, and
-    is not stored: backward saves ``x``, two numbers for each row, and the seed. Autocast is as for layer_norm.
-    Batch-invariant, as layer_norm is, except that the mask depends on the elements' positions in ``x``.
-    """
-    checks.check_probability("layer_norm_dropout", p)
-    checks.check_tensor("layer_norm_dropout", "x", x)
-    if p == 0 or not training:
-        return layer_norm(x, normalized_shape, weight, bias, eps)
-    return _ops.layer_norm_dropout(x, normalized_shape, weight, bias, eps, p, _seed(x, p))
-
-
-_register_norm(Norm("layer_norm_dropout"))
-register_autocast("layer_norm_dropout", "cuda", torch.float32)
 
 
 # ---- softmax and log_softmax ----
@@ -1231,3 +985,41 @@ _register_op(
     second_order.rotary_embedding_setup_context,
 )
 register_autocast_rule("rotary_embedding", autocast_rules.rotary_embedding)
+
+
+# ---- the table ----
+
+# torch.rms_norm, which ours follows, casts from torch 2.12 on.
+_CASTS = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+# fmt: off
+register("dropout", fake=drop.dropout_fake, setup_context=drop.dropout_setup_context, backward=drop.dropout_backward,
+         plain=drop.dropout_plain, nested=BY_ROWS)
+
+register("layer_norm", fake=LAYER_NORM.fake, setup_context=LAYER_NORM.setup_context, backward=LAYER_NORM.backward,
+         plain=LAYER_NORM.plain, autocast=FLOAT32_ON_CUDA, nested=BY_ROWS)
+register("layer_norm_backward", fake=LAYER_NORM.backward_fake, setup_context=LAYER_NORM.backward_setup_context,
+         backward=LAYER_NORM.second, plain=LAYER_NORM.backward_plain)
+
+register("rms_norm", fake=RMS_NORM.fake, setup_context=RMS_NORM.setup_context, backward=RMS_NORM.backward,
+         plain=RMS_NORM.plain, autocast=FLOAT32_ON_CUDA if _CASTS else None, nested=BY_ROWS)
+register("rms_norm_backward", fake=RMS_NORM.backward_fake, setup_context=RMS_NORM.backward_setup_context,
+         backward=RMS_NORM.second, plain=RMS_NORM.backward_plain)
+
+register("add_layer_norm", fake=ADD_LAYER_NORM.fake, setup_context=ADD_LAYER_NORM.setup_context,
+         backward=ADD_LAYER_NORM.backward, plain=ADD_LAYER_NORM.plain, nested=BY_ROWS)
+register("add_layer_norm_backward", fake=ADD_LAYER_NORM.backward_fake,
+         setup_context=ADD_LAYER_NORM.backward_setup_context, backward=ADD_LAYER_NORM.second,
+         plain=ADD_LAYER_NORM.backward_plain)
+
+register("add_rms_norm", fake=ADD_RMS_NORM.fake, setup_context=ADD_RMS_NORM.setup_context,
+         backward=ADD_RMS_NORM.backward, plain=ADD_RMS_NORM.plain, nested=BY_ROWS)
+register("add_rms_norm_backward", fake=ADD_RMS_NORM.backward_fake, setup_context=ADD_RMS_NORM.backward_setup_context,
+         backward=ADD_RMS_NORM.second, plain=ADD_RMS_NORM.backward_plain)
+
+register("layer_norm_dropout", fake=LAYER_NORM_DROPOUT.fake, setup_context=LAYER_NORM_DROPOUT.setup_context,
+         backward=LAYER_NORM_DROPOUT.backward, plain=LAYER_NORM_DROPOUT.plain, autocast=FLOAT32_ON_CUDA, nested=BY_ROWS)
+register("layer_norm_dropout_backward", fake=LAYER_NORM_DROPOUT.backward_fake,
+         setup_context=LAYER_NORM_DROPOUT.backward_setup_context, backward=LAYER_NORM_DROPOUT.second,
+         plain=LAYER_NORM_DROPOUT.backward_plain)
+# fmt: on

@@ -6,16 +6,14 @@ kernel's only by rounding.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .autograd import own_ops
+from .functional.common import wide
 from .losses import unevaluated_lse
-
-Results = Callable[..., tuple[Tensor, ...]]
 
 
 def muladd(a: Tensor, b: Tensor, c: float) -> Tensor:
@@ -107,164 +105,6 @@ def geglu_backward(grad_out: Tensor, gate: Tensor, up: Tensor, tanh: bool) -> tu
 
 def reduce_sum(x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     return torch.sum(x, tuple(dim or ()), keepdim)
-
-
-def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    factors = own_ops.dropout_no_grad(torch.ones_like(x.detach()), p, seed)
-    return torch.where(factors == 0, 0, x * factors)
-
-
-def _maybe_dropout(x: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    return x if seed is None or p == 0 else dropout(x, p, seed)
-
-
-# ---- the norms: over the last dimensions, in float32 (float64: float64) ----
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -> tuple[Tensor, Tensor]:
-    """xhat and rstd as functions of x, for layer_norm if `centered`, else for rms_norm.
-
-    The result rstd has the value of the argument rstd, which forward computed. The difference to x's variance, which
-    is eps, is a constant.
-    """
-    d = x - x.mean(dims, keepdim=True) if centered else x
-    variance = d.square().mean(dims, keepdim=True)
-    rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
-    return d * rstd, rstd
-
-
-def project(z: Tensor, xhat: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
-    """z - mean(z) - xhat * mean(xhat * z). If z is the gradient of xhat, rstd times this is the gradient of x."""
-    return z - (z.mean(dims, keepdim=True) if centered else 0) - xhat * (xhat * z).mean(dims, keepdim=True)
-
-
-def _dims(normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(range(-len(normalized_shape), 0))
-
-
-def _norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dims, z = _dims(normalized_shape), wide(x)
-    mean = z.mean(dims, keepdim=True)
-    d = z - mean if centered else z
-    rstd = (d.square().mean(dims, keepdim=True) + (torch.finfo(z.dtype).eps if eps is None else eps)).rsqrt()
-    y = d * rstd
-    y = y if weight is None else y * wide(weight)
-    y = y if bias is None else y + wide(bias)
-    return y.to(x.dtype), mean.detach(), rstd.detach()
-
-
-def layer_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _norm(x, normalized_shape, weight, bias, eps, True)
-
-
-def rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> tuple[Tensor, Tensor]:
-    y, _, rstd = _norm(x, normalized_shape, weight, None, eps, False)
-    return y, rstd
-
-
-def _norm_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    rstd: Tensor,
-    weight: Tensor | None,
-    like: Tensor,
-    centered: bool,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    """The gradients of x, weight and bias; empty where not needed. Those of the parameters have the dtype of `like`."""
-    dims, g = _dims(normalized_shape), wide(grad_out)
-    xhat, rstd = normalize(wide(x), dims, rstd, centered)
-    gw = g if weight is None else g * wide(weight)
-    needs_x, *needs_weights = needs
-    gradients = [(rstd * project(gw, xhat, dims, centered)).to(x.dtype) if needs_x else x.new_empty(0)]
-    for term, needed in zip((g * xhat, g), needs_weights, strict=False):
-        total = term.sum_to_size(tuple(normalized_shape)).to(like.dtype)
-        gradients.append(total if needed else like.new_empty(0))
-    return gradients
-
-
-def layer_norm_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *needs: bool,
-) -> tuple[Tensor, ...]:
-    like = next((w for w in (weight, bias) if w is not None), x)
-    return tuple(_norm_backward(grad_out, x, normalized_shape, rstd, weight, like, True, needs))
-
-
-def rms_norm_backward(
-    grad_out: Tensor, x: Tensor, normalized_shape: Sequence[int], rstd: Tensor, weight: Tensor | None, *needs: bool
-) -> tuple[Tensor, ...]:
-    like = x if weight is None else weight
-    return tuple(_norm_backward(grad_out, x, normalized_shape, rstd, weight, like, False, needs))
-
-
-def _add_norm(norm: Results) -> Results:
-    """The operator norm(residual + dropout(x)). Its arguments are those of the norm, with residual, p and seed."""
-
-    def add_norm(x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *of_norm, p, seed = args
-        s = residual + _maybe_dropout(x, p, seed)
-        y, *statistics = norm(s, *of_norm)
-        return y, s, *statistics
-
-    return add_norm
-
-
-def _add_norm_backward(norm_backward: Results, saved: int) -> Results:
-    """The backward operator of an add_norm. `saved` is the number of arguments of norm_backward between x and needs."""
-
-    def add_norm_backward(grad_out: Tensor, grad_sum: Tensor | None, s: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        p, seed, needs_x, needs_residual, *needs = args[saved:]
-        needs_sum = needs_x or needs_residual
-        grad_s, *weights = norm_backward(grad_out, s, *args[:saved], needs_sum, *needs)
-        if grad_sum is not None and needs_sum:
-            grad_s = grad_s + grad_sum
-        # Without dropout the gradient of x is empty, because the gradient of residual serves both.
-        grad_x = _maybe_dropout(grad_s, p, seed) if needs_x and p > 0 else grad_s.new_empty(0)
-        return grad_x, grad_s, *weights
-
-    return add_norm_backward
-
-
-add_layer_norm, add_layer_norm_backward = _add_norm(layer_norm), _add_norm_backward(layer_norm_backward, 5)
-add_rms_norm, add_rms_norm_backward = _add_norm(rms_norm), _add_norm_backward(rms_norm_backward, 3)
-
-
-def layer_norm_dropout(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *of_norm, p, seed = args
-    y, *statistics = layer_norm(x, *of_norm)
-    return _maybe_dropout(y, p, seed), *statistics
-
-
-def layer_norm_dropout_backward(grad_out: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    saved, (p, seed, *needs) = args[:5], args[5:]
-    return layer_norm_backward(_maybe_dropout(grad_out, p, seed), x, *saved, *needs)
 
 
 # ---- scans: in float32 (float64: float64) ----

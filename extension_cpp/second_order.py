@@ -5,7 +5,7 @@ returns the gradients of the backward operator's arguments by their names. Where
 derivative themselves, or plain tensor operations, autograd goes on from there to any order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -32,11 +32,6 @@ def not_implemented(op: str, derivative: str) -> Callable[..., NoReturn]:
         raise RuntimeError(f"extension_cpp::{op}: the {derivative} derivative is not implemented")
 
     return backward
-
-
-def _computed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """None in place of the gradients of results that the backward operator did not compute."""
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 # ---- pointwise ops and activations ----
@@ -142,116 +137,6 @@ def _of_gate(gate_op: str, activation: str) -> Callable[..., Gradients]:
 
 
 swiglu, geglu = _of_gate("swiglu", "silu"), _of_gate("geglu", "gelu")
-
-
-# ---- norms ----
-
-
-def _of_norm(
-    normalized_shape: Sequence[int],
-    grad_out: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    *,
-    grads: Sequence[Tensor | None],
-    centered: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of grad_out, x and weight through a norm's backward operator, which is layer_norm's if `centered`,
-    else rms_norm's.
-
-    They are the derivatives of <grad_grad_x, grad_x> + <grad_grad_weight, grad_weight> + <grad_grad_bias, grad_bias>.
-    `grads` are grad_grad_x, grad_grad_weight and, for layer_norm, grad_grad_bias, None for what was not computed.
-
-    With P of plain.project, grad_x is rstd * P(grad_out * weight), and P is symmetric. All of it is plain tensor
-    operations on x, which autograd differentiates further.
-    """
-    grad_grad_x, grad_grad_weight, *grad_grad_bias = grads
-    dims, dtype = tuple(range(-len(normalized_shape), 0)), rstd.dtype
-    g, v = grad_out.to(dtype), None if grad_grad_x is None else grad_grad_x.to(dtype)
-    w = None if weight is None else weight.to(dtype)
-    xhat, rstd = plain.normalize(x.to(dtype), dims, rstd, centered)
-
-    def mean(z: Tensor) -> Tensor:
-        return z.mean(dims, keepdim=True)
-
-    def project(z: Tensor) -> Tensor:
-        return plain.project(z, xhat, dims, centered)
-
-    grad_grad_out, grad_x, grad_weight = torch.zeros_like(xhat), torch.zeros_like(xhat), None
-    if v is not None:
-        gw = g if w is None else g * w
-        h = rstd * project(v)
-        grad_grad_out = h if w is None else h * w
-        grad_weight = None if w is None else (g * h).sum_to_size(w.shape)
-        along = mean(v * gw) - (mean(v) * mean(gw) if centered else 0) - mean(xhat * v) * mean(xhat * gw)
-        grad_x = -rstd.square() * (xhat * along + mean(xhat * gw) * project(v) + mean(xhat * v) * project(gw))
-    if grad_grad_weight is not None:
-        u = grad_grad_weight.to(dtype)
-        grad_grad_out = grad_grad_out + u * xhat
-        grad_x = grad_x + rstd * project(u * g)
-    for term in grad_grad_bias:
-        if term is not None:
-            grad_grad_out = grad_grad_out + term.to(dtype)
-    return (
-        grad_grad_out.to(grad_out.dtype),
-        grad_x.to(x.dtype),
-        None if grad_weight is None or weight is None else grad_weight.to(weight.dtype),
-    )
-
-
-def _of_norm_and_dropout(ctx: Any, grads: Sequence[Tensor], centered: bool) -> Gradients:
-    """The gradients of the backward operator of a norm that adds no residual: dropout(norm(x)), without dropout if p
-    is 0."""
-    grad_out, x, rstd, weight, seed = ctx.saved_tensors
-
-    def drop(z: Tensor) -> Tensor:
-        return _ops.dropout(z, ctx.p, seed) if ctx.p > 0 else z
-
-    grad_grad_out, grad_x, grad_weight = _of_norm(
-        ctx.normalized_shape, drop(grad_out), x, rstd, weight, grads=_computed(grads, ctx.needs), centered=centered
-    )
-    return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
-
-
-def _of_add_norm(ctx: Any, grads: Sequence[Tensor], centered: bool) -> Gradients:
-    """The gradients of the backward operator of add_layer_norm, if `centered`, or add_rms_norm.
-
-    With s = sum, it gives grad_residual = norm_backward(grad_out) + grad_sum and grad_x = dropout(grad_residual).
-    Dropout is symmetric, so grad_grad_x and grad_grad_residual both reach the one sum grad_residual. Without dropout
-    grad_x is empty, and the gradient of x came in for residual.
-    """
-    grad_out, s, rstd, weight, seed = ctx.saved_tensors
-    needs_x, needs_residual, *needs_weights = ctx.needs
-    grad_grad_x, grad_grad_residual, *grad_grad_weights = grads
-    total = grad_grad_residual if needs_x or needs_residual else None
-    if total is not None and needs_x and ctx.p > 0:
-        total = total + _ops.dropout(grad_grad_x, ctx.p, seed)
-    computed = [total, *_computed(grad_grad_weights, needs_weights)]
-    grad_grad_out, grad_s, grad_weight = _of_norm(
-        ctx.normalized_shape, grad_out, s, rstd, weight, grads=computed, centered=centered
-    )
-    return {"grad_out": grad_grad_out, "grad_sum": total, "sum": grad_s, "weight": grad_weight}
-
-
-def layer_norm(ctx: Any, *grads: Tensor) -> Gradients:
-    return _of_norm_and_dropout(ctx, grads, centered=True)
-
-
-def layer_norm_dropout(ctx: Any, *grads: Tensor) -> Gradients:
-    return _of_norm_and_dropout(ctx, grads, centered=True)
-
-
-def rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
-    return _of_norm_and_dropout(ctx, grads, centered=False)
-
-
-def add_layer_norm(ctx: Any, *grads: Tensor) -> Gradients:
-    return _of_add_norm(ctx, grads, centered=True)
-
-
-def add_rms_norm(ctx: Any, *grads: Tensor) -> Gradients:
-    return _of_add_norm(ctx, grads, centered=False)
 
 
 # ---- scans ----

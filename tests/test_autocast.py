@@ -102,4 +102,4 @@ def test_every_rule_is_tested() -> None:
         for name, value in vars(autocast_rules).items()
         if getattr(value, "__module__", "") == autocast_rules.__name__
     }
-    assert rules == {*NAMES, "branches"}  # test_fused_norm.py has the branches
+    assert rules == {*NAMES}
