@@ -22,23 +22,6 @@ def linear_recurrence(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...
     return *(x if x is None else x.to(dtype) for x in tensors), dim, reverse
 
 
-def cross_entropy(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A float32 loss. The logits are not cast: as float32 they would be twice as many bytes to read."""
-    return *args[:-1], True
-
-
-def linear_cross_entropy(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """x, linear_weight and linear_bias in autocast's dtype, except float64, and a float32 loss."""
-    x, linear_weight, target, linear_bias, *others = args
-    dtype = torch.get_autocast_dtype(device_type)
-    x, linear_weight, linear_bias = (
-        t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
-        for t in (x, linear_weight, linear_bias)
-    )
-    others[6] = True  # float_loss
-    return x, linear_weight, target, linear_bias, *others
-
-
 def rotary_embedding(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """q and k in the wider of their dtypes; cos and sin in that dtype or, beside a half type, in float32.
 

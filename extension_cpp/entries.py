@@ -1,14 +1,18 @@
 """`register`, which makes an entry of the table in ops.py: all that Python registers for one operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from . import checks
 from .autograd import (
+    NO_GRAD,
     Gradients,
+    library_for,
     own_ops,
+    qualified,
     register_autocast,
     register_autocast_rule,
     register_autograd,
@@ -46,10 +50,13 @@ def register(
     plain: Callable[..., Any] | None = None,
     autocast: Callable[..., tuple[Any, ...]] | Mark | None = None,
     nested: Mark | None = None,
+    kernel: Callable[..., Any] | None = None,
+    no_grad_kernel: Callable[..., Any] | None = None,
 ) -> None:
     """Registers an operator's fake, derivative and autocast rule, and notes what nested.py makes of it.
 
-    Without a setup_context the operator saves its inputs. autograd.py says what the functions take and return.
+    Without a setup_context the operator saves its inputs. autograd.py says what the functions take and return. An
+    operator without kernels in C has `kernel`, and its no-grad overload, if it returns less, `no_grad_kernel`.
     """
     register_fake(op)(fake)
     if backward is WRITES:
@@ -67,6 +74,9 @@ def register(
         AUTOCAST_RULES[op] = autocast
     if nested is not None:
         NESTED[op] = nested
+    if kernel is not None:
+        _register_kernel(op, kernel)
+        _register_kernel(op + NO_GRAD, no_grad_kernel or kernel)
 
 
 def _save_inputs(op: str) -> Callable[..., None]:
@@ -88,3 +98,27 @@ def _not_implemented(op: str, order: str) -> Callable[..., NoReturn]:
         raise RuntimeError(f"extension_cpp::{name}: the {order} derivative is not implemented")
 
     return backward
+
+
+def _register_kernel(name: str, kernel: Callable[..., Any]) -> None:
+    """Registers a kernel in Python on CPU and CUDA."""
+    schema = getattr(own_ops, name).default._schema
+    defaults = tuple(argument.default_value for argument in schema.arguments)
+
+    def checked(*args: Any) -> Any:
+        args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments with default values
+        _check_memory(schema, args)
+        with torch.no_grad():  # for a no-grad overload that is called by itself
+            return kernel(*args)
+
+    op = qualified(name)
+    for key in ("CPU", "CUDA"):
+        library_for(f"{key} {op}", op).impl(name, checked, key)
+
+
+def _check_memory(schema: Any, args: Sequence[Any]) -> None:
+    """check_memory of csrc/common/op.h. PyTorch's products of a tensor whose storage was freed may end the process."""
+    for argument, x in zip(schema.arguments, args, strict=True):
+        if isinstance(x, Tensor) and x.numel() > 0 and x.untyped_storage().nbytes() == 0:
+            got = f"memory for its {x.numel()} elements, but got a storage of 0 bytes"
+            checks.fail(schema.name.split("::")[1].removesuffix(NO_GRAD), f"expected {argument.name} to have {got}")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops, autocast_rules, checks, linear_loss, losses, plain, second_order
+from . import _ops, autocast_rules, checks, plain, second_order
 from .autograd import (
     Gradients,
     own_ops,
@@ -30,12 +30,14 @@ from .autograd import (
     register_autocast_rule,
     register_autograd,
     register_fake,
-    register_not_differentiable,
 )
-from .entries import BY_ROWS, FLOAT32_ON_CUDA, register
+from .entries import BY_ROWS, FLOAT32_ON_CUDA, NO_SECOND, NOT_DIFFERENTIABLE, WRITES, register
 from .functional import dropout as drop
+from .functional import linear_loss, losses
 from .functional.common import as_dim, check_dim, fake_like
 from .functional.dropout import dropout
+from .functional.linear_loss import linear_cross_entropy
+from .functional.losses import cross_entropy, token_log_probs
 from .functional.norms import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
@@ -763,165 +765,6 @@ _register_op(
 register_autocast_rule("linear_recurrence", autocast_rules.linear_recurrence)
 
 
-# ---- cross_entropy ----
-
-
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    *,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-) -> Tensor:
-    """Cross-entropy between logits and class indices.
-
-    With z = logits or, with softcap, ``softcap * tanh(logits / softcap)``, with C classes, s = label_smoothing and a
-    row's target t::
-
-        lse  = log(sum_c exp(z_c))
-        loss = weight_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / C * sum_c weight_c * (lse - z_c)
-
-    Args:
-        input: ``logits``, shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy.
-        target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are refused.
-        weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class; None: ones.
-        ignore_index: rows with this target add nothing to the loss. Their gradient is 0, also where the row has NaN
-            (torch's is NaN there).
-        reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
-        label_smoothing: between 0 and 1.
-        z_loss: the factor of lse^2, which keeps the logits' normalizer near 1.
-        softcap: the bound of the absolute values of the logits; None: no bound.
-
-    Returns:
-        The loss, of shape () or, with "none", of ``target``'s shape; of ``logits``' dtype, under autocast float32. The
-        mean over no row is NaN, as in PyTorch.
-
-    Raises:
-        RuntimeError: an argument has another shape, dtype or device; an option is out of range; ``weight`` requires
-            grad; or, on the CPU, a target is not a class. On CUDA this check would have to wait for the device: such a
-            row's loss and gradient are NaN.
-
-    Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
-    reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
-    Batch-invariant at equal alignment, in (N, C, d1, ...) over N. Sources: torch.nn.functional.cross_entropy; z_loss:
-    Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
-    """
-    options = label_smoothing, z_loss, softcap
-    return losses.cross_entropy(input, target, weight, ignore_index, reduction, *options, False)
-
-
-_register_op(
-    "cross_entropy",
-    losses.cross_entropy_fake,
-    losses.cross_entropy_backward_fake,
-    losses.cross_entropy_backward,
-    losses.cross_entropy_setup_context,
-)
-register_autocast_rule("cross_entropy", autocast_rules.cross_entropy)
-
-
-# ---- token_log_probs ----
-
-
-def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The log-probability of each row's target, and the entropy of each row's distribution.
-
-    With ``log_p = log_softmax(logits / temperature)`` these are ``log_p[target]`` and ``-sum(exp(log_p) * log_p)``. A
-    class of probability 0 adds 0. Reinforcement learning on language models computes both for every token.
-
-    Args:
-        logits: shape (..., C). Rows of unit stride are read without a copy.
-        target: int64, shape (...): the class of each row.
-        temperature: a positive number.
-
-    Returns:
-        The log-probabilities and the entropies, both of ``target``'s shape and float32 (float64 for float64 logits),
-        because a ratio of two probabilities needs these digits.
-
-    Raises:
-        RuntimeError: an argument has another shape, dtype or device; ``temperature`` is not positive; or, on the CPU, a
-            target is not a class. On CUDA such a row's results and gradient are NaN, as for cross_entropy.
-
-    Differentiable in ``logits`` through both results, once. Forward reads the logits once; backward reads them once and
-    writes their gradient once. Deterministic, and batch-invariant at equal alignment. Source: torch.log_softmax.
-    """
-    return _ops.token_log_probs(logits, target, temperature)
-
-
-_register_op(
-    "token_log_probs",
-    losses.token_log_probs_fake,
-    losses.token_log_probs_backward_fake,
-    losses.token_log_probs_backward,
-    losses.token_log_probs_setup_context,
-)
-
-
-# ---- linear_cross_entropy ----
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    *,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-) -> Tensor:
-    """cross_entropy of ``x @ linear_weight.T + linear_bias``, with at most 1 GiB of these logits in memory.
-
-    Args:
-        x: shape (..., features).
-        linear_weight: shape (C, features), dtype and device of ``x``.
-        target: int64, shape (...): the class of each row.
-        linear_bias: shape (C,), dtype and device of ``x``; None: zeros.
-        weight, reduction, ignore_index, label_smoothing, z_loss, softcap: as for cross_entropy.
-
-    Returns:
-        The loss, of shape () or, with "none", of ``target``'s shape; of ``x``'s dtype, under autocast float32.
-
-    Raises:
-        RuntimeError: as for cross_entropy. On CUDA a target that is not a class makes NaN of the row's loss and
-            gradient, and of the gradients of ``linear_weight`` and ``linear_bias``.
-
-    Differentiable in ``x``, ``linear_weight`` and ``linear_bias``, once. The rows are processed in chunks of at most 1
-    GiB of logits. If gradients are recorded, forward computes them as well and backward only scales them; with "none"
-    and in float16 backward computes the logits again, beside their gradient. The gradient of the logits is rounded to
-    ``x``'s dtype, as in eager PyTorch. Each chunk after the first rounds the sum for ``linear_weight`` once more. With
-    n chunks of a half type and independent rows the rounding error of this gradient is about sqrt(1 + (n - 1) / 2)
-    times eager's at most; where the sums of chunks cancel, it is larger. If a row of logits is not a multiple of 16
-    bytes, a padded copy of ``linear_weight`` is in memory, too. Deterministic; on the CPU the matrix products may
-    depend on the number of threads. Under autocast they have autocast's dtype. Source:
-    torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
-    """
-    options = ignore_index, label_smoothing, z_loss, softcap
-    return losses.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, *options, False)
-
-
-_register_op(
-    "linear_cross_entropy",
-    losses.linear_cross_entropy_fake,
-    losses.linear_cross_entropy_backward_fake,
-    losses.linear_cross_entropy_backward,
-    losses.linear_cross_entropy_setup_context,
-)
-linear_loss.register(losses.check_linear_values, losses.check_linear_backward)
-register_fake("cross_entropy_chunk")(losses.cross_entropy_chunk_fake)
-register_mutation("cross_entropy_chunk")
-register_fake("cross_entropy_scale")(losses.cross_entropy_scale_fake)
-register_not_differentiable("cross_entropy_scale")
-register_autocast_rule("linear_cross_entropy", autocast_rules.linear_cross_entropy)
-
-
 # ---- rotary_embedding ----
 
 
@@ -1022,4 +865,23 @@ register("layer_norm_dropout", fake=LAYER_NORM_DROPOUT.fake, setup_context=LAYER
 register("layer_norm_dropout_backward", fake=LAYER_NORM_DROPOUT.backward_fake,
          setup_context=LAYER_NORM_DROPOUT.backward_setup_context, backward=LAYER_NORM_DROPOUT.second,
          plain=LAYER_NORM_DROPOUT.backward_plain)
+
+register("cross_entropy", fake=losses.cross_entropy_fake, setup_context=losses.cross_entropy_setup_context,
+         backward=losses.cross_entropy_backward, plain=losses.cross_entropy_plain,
+         autocast=losses.cross_entropy_autocast)
+register("cross_entropy_backward", fake=losses.cross_entropy_backward_fake, backward=NO_SECOND)
+register("cross_entropy_chunk", fake=losses.cross_entropy_chunk_fake, backward=WRITES)
+register("cross_entropy_scale", fake=losses.cross_entropy_scale_fake, backward=NOT_DIFFERENTIABLE)
+
+register("token_log_probs", fake=losses.token_log_probs_fake, setup_context=losses.token_log_probs_setup_context,
+         backward=losses.token_log_probs_backward, plain=losses.token_log_probs_plain)
+register("token_log_probs_backward", fake=losses.token_log_probs_backward_fake, backward=NO_SECOND)
+
+register("linear_cross_entropy", fake=linear_loss.linear_cross_entropy_fake,
+         setup_context=linear_loss.linear_cross_entropy_setup_context,
+         backward=linear_loss.linear_cross_entropy_backward, plain=linear_loss.linear_cross_entropy_plain,
+         autocast=linear_loss.linear_cross_entropy_autocast, kernel=linear_loss.forward_kernel,
+         no_grad_kernel=linear_loss.no_grad_kernel)
+register("linear_cross_entropy_backward", fake=linear_loss.linear_cross_entropy_backward_fake, backward=NO_SECOND,
+         kernel=linear_loss.backward_kernel)
 # fmt: on

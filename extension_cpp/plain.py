@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .autograd import own_ops
 from .functional.common import wide
-from .losses import unevaluated_lse
 
 
 def muladd(a: Tensor, b: Tensor, c: float) -> Tensor:
@@ -184,88 +182,6 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 def log_softmax_backward(grad_out: Tensor, y: Tensor, dim: int) -> Tensor:
     g = wide(grad_out)
     return (g - wide(y).exp() * g.sum(dim, keepdim=True)).to(y.dtype)
-
-
-def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """NaN, and 1 elsewhere. As a factor it makes the tangent NaN, too, which masked_fill would make 0."""
-    return torch.where(mask, torch.nan, 1).to(dtype)
-
-
-def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log_softmax, the log-sum-exp, and what the operators save of it."""
-    most = z.detach().amax(-1)
-    d = z - most[..., None]
-    log_sum = torch.logsumexp(d, -1)
-    saved = unevaluated_lse(most.double(), log_sum.detach().double(), z.dtype)
-    return d - log_sum[..., None], most + log_sum, saved
-
-
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(-1, index[..., None])[..., 0]
-
-
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    float_loss: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    z = wide(logits.movedim(min(1, logits.dim() - 1), -1))
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    w = z.new_ones(z.shape[-1]) if weight is None else wide(weight)
-    is_ignored, index = target == ignore_index, target.clamp(0, z.shape[-1] - 1)
-    is_outside = (index != target) & ~is_ignored  # on CUDA, where the loss is NaN
-    of_target = torch.where(is_ignored | is_outside, 0, w[index])
-    log_p, lse, saved = _log_softmax(z)
-    losses = of_target * (z_loss * lse * lse - (1 - label_smoothing) * _at(log_p, index))
-    if label_smoothing > 0:
-        losses = losses - label_smoothing / z.shape[-1] * (w * log_p).sum(-1)
-    losses = torch.where(is_ignored, 0, losses) * _nan_where(is_outside, z.dtype)
-    total = of_target.sum().reshape(1)
-    dtype = losses.dtype if float_loss else logits.dtype
-    if reduction == 0:
-        return losses.to(dtype), saved, total.new_empty(0)
-    loss = losses.sum() / total[0] if reduction == 1 else losses.sum()
-    return loss.to(dtype), saved, total.detach()
-
-
-def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    z = wide(logits) / temperature
-    log_p, _, saved = _log_softmax(z)
-    entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
-    index = target.clamp(0, z.shape[-1] - 1)
-    factor = _nan_where(index != target, z.dtype)  # on CUDA, where the results are NaN
-    return _at(log_p, index) * factor, entropy * factor, saved
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    float_loss: bool,
-    *needs: bool,
-) -> tuple[Tensor, ...]:
-    logits = torch.nn.functional.linear(x, linear_weight, linear_bias)
-    flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    loss = cross_entropy(*flat, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, float_loss)[0]
-    # The gradients that forward returns as results are constants here.
-    constants = [t if t is None else t.detach() for t in (x, linear_weight, target, linear_bias, weight)]
-    options = reduction, ignore_index, label_smoothing, z_loss, softcap, float_loss
-    with torch.no_grad():
-        _, *made = own_ops.linear_cross_entropy(*constants, *options, *needs)
-    return loss.reshape([] if reduction else target.shape), *made
 
 
 # ---- rotary_embedding: in float32 (float64: float64) ----
