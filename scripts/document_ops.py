@@ -122,7 +122,7 @@ def page() -> str:
     common = markdown((ops.__doc__ or "").split("\n\n", 2)[2].strip())
     parts = [
         "# Operators",
-        "Written by `make docs` from the docstrings in `extension_cpp/ops.py` and the registered schemas; edit those.",
+        "Written by `make docs` from the docstrings in `extension_cpp/functional/` and the schemas; edit those.",
         common,
         table(),
         *(section(name, function, schemas[name]).rstrip() for name, function in known.items()),

@@ -1,4 +1,4 @@
-"""Autocast with one tensor in another dtype than the others, for every op that has a rule (autocast_rules.py)."""
+"""Autocast with one tensor in another dtype than the others, for every op that has a rule (autocast= in ops.py)."""
 
 import functools
 import itertools
@@ -97,4 +97,4 @@ def test_one_tensor_in_another_dtype(spec: OpSpec, device: str) -> None:
 
 
 def test_every_rule_is_tested() -> None:
-    assert {*entries.AUTOCAST_RULES, "linear_recurrence", "rotary_embedding"} == {*NAMES}
+    assert entries.AUTOCAST_RULES.keys() == {*NAMES}

@@ -444,3 +444,6 @@ def _computed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | N
 
 LAYER_NORM, RMS_NORM, LAYER_NORM_DROPOUT = Norm("layer_norm"), Norm("rms_norm"), Norm("layer_norm_dropout")
 ADD_LAYER_NORM, ADD_RMS_NORM = Norm("add_layer_norm"), Norm("add_rms_norm")
+
+# As torch.rms_norm, which casts from torch 2.12 on.
+CASTS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
