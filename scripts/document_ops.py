@@ -26,10 +26,8 @@ STUB = ROOT / "extension_cpp" / "_ops.pyi"
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """The public operators, in the order of __all__ in ops.py; behind them those that `new` has just written."""
-    new = [getattr(ops, name) for name in {*extension_cpp.__all__} - {*ops.__all__} if hasattr(ops, name)]
-    names = (f.__name__ for f in sorted(new, key=lambda f: f.__code__.co_firstlineno))
-    return {name: getattr(ops, name) for name in (*ops.__all__, *names)}
+    """The public operators, in the order of __all__ in ops.py."""
+    return {name: getattr(ops, name) for name in ops.__all__}
 
 
 def modules() -> dict[str, type[torch.nn.Module]]:
