@@ -36,8 +36,7 @@ CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
 ALIGNMENT = 16  # bytes; if a row's logits are not a multiple of it, cuBLAS uses kernels with a sixth of the speed
 
-# The options of cross_entropy: ignore_index, label_smoothing, z_loss, softcap.
-Options = tuple[int, float, float, float | None]
+Options = Sequence[Any]  # of cross_entropy: ignore_index, label_smoothing, z_loss, softcap
 
 
 def linear_cross_entropy(
@@ -122,18 +121,9 @@ def _may_need_grad(x: Tensor | None) -> bool:
 
 
 def check_linear(
-    op: str,
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
+    op: str, x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
 ) -> None:
+    weight, reduction, _, *others = options
     checks.check_dtype(op, "x", x)
     checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
     checks.check_same(op, "linear_weight", linear_weight, "x", x)
@@ -147,7 +137,7 @@ def check_linear(
     check_reduction(op, reduction)
     # Logits of the right shape that take no memory: one element, expanded.
     logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
-    check_loss(op, logits, target, -1, weight, label_smoothing, z_loss, softcap)
+    check_loss(op, logits, target, -1, weight, *others)
 
 
 def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
@@ -350,35 +340,18 @@ def backward(
     return gradients.results(x)
 
 
-def _options(options: Sequence[Any]) -> Options:
-    ignore_index, label_smoothing, z_loss, softcap = options
-    return ignore_index, label_smoothing, z_loss, softcap
-
-
 def forward_kernel(*args: Any) -> tuple[Tensor, ...]:
     check_linear_values(*args)
-    (
-        x,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        reduction,
-        *options,
-        float_loss,
-        needs_x,
-        needs_weight,
-        needs_bias,
-    ) = args
-    needs = (needs_x, needs_weight, needs_bias) if makes_gradients(x.dtype, reduction) else (False, False, False)
-    return forward(x, linear_weight, target, linear_bias, weight, reduction, _options(options), float_loss, needs)
+    x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, _, _, _ = args
+    needs = args[11:] if makes_gradients(x.dtype, reduction) else (False, False, False)
+    return forward(x, linear_weight, target, linear_bias, weight, reduction, options, float_loss, needs)
 
 
 def no_grad_kernel(*args: Any) -> Tensor:
     check_linear_values(*args)
     x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, _, _, _ = args
     none = (False, False, False)
-    return forward(x, linear_weight, target, linear_bias, weight, reduction, _options(options), float_loss, none)[0]
+    return forward(x, linear_weight, target, linear_bias, weight, reduction, options, float_loss, none)[0]
 
 
 def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -387,8 +360,7 @@ def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
     if makes_gradients(x.dtype, reduction):
         factor = grad_out.to(torch.promote_types(x.dtype, torch.float32))
         return tuple(own_ops.cross_entropy_scale(grad, factor) for grad in made)
-    options, needs = _options(args[9:13]), args[13:]
-    return backward(grad_out, x, linear_weight, target, linear_bias, weight, reduction, options, needs)
+    return backward(grad_out, x, linear_weight, target, linear_bias, weight, reduction, args[9:13], args[13:])
 
 
 # ---- fakes, derivative, plain form and autocast ----
@@ -435,27 +407,16 @@ def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -
 
 
 def linear_cross_entropy_plain(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    float_loss: bool,
-    *needs: bool,
+    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *args: Any
 ) -> tuple[Tensor, ...]:
+    weight, reduction, ignore_index, *options = args[:7]
     logits = torch.nn.functional.linear(x, linear_weight, linear_bias)
     flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    loss = cross_entropy_plain(*flat, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, float_loss)[0]
+    loss = cross_entropy_plain(*flat, weight, ignore_index, reduction, *options)[0]
     # The gradients that forward returns as results are constants here.
     constants = [t if t is None else t.detach() for t in (x, linear_weight, target, linear_bias, weight)]
-    options = reduction, ignore_index, label_smoothing, z_loss, softcap, float_loss
     with torch.no_grad():
-        _, *made = own_ops.linear_cross_entropy(*constants, *options, *needs)
+        _, *made = own_ops.linear_cross_entropy(*constants, *args[1:])
     return loss.reshape([] if reduction else target.shape), *made
 
 

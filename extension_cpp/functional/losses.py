@@ -151,19 +151,10 @@ def check_loss(
         checks.check(op, limits.tiny <= softcap <= limits.max, expected)
 
 
-def check_cross_entropy(
-    op: str,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> None:
+def check_cross_entropy(op: str, logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> None:
+    _, reduction, *others = options
     check_reduction(op, reduction)
-    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, z_loss, softcap)
+    check_loss(op, logits, target, class_dim(logits), weight, *others)
 
 
 def class_dim(logits: Tensor) -> int:
@@ -348,7 +339,7 @@ def cross_entropy_plain(
     softcap: float | None,
     float_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    z = wide(logits.movedim(min(1, logits.dim() - 1), -1))
+    z = wide(logits.movedim(class_dim(logits), -1))
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     w = z.new_ones(z.shape[-1]) if weight is None else wide(weight)
     is_ignored, index = target == ignore_index, target.clamp(0, z.shape[-1] - 1)
