@@ -16,6 +16,15 @@ from tests.opspec import OpSpec, all_specs
 every_op = pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get(x.name) is BY_ROWS], ids=str)
 
 
+def test_which_ops_run_on_rows() -> None:
+    """As the page of the operators says. The other tests here take the entries of ops.py as they are."""
+    by_rows = {"muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "bias_gelu", "swiglu", "geglu", "dropout"}
+    by_rows |= {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"}
+    scans = {"cumsum", "logcumsumexp", "linear_recurrence"}
+    expected = dict.fromkeys(by_rows, BY_ROWS) | dict.fromkeys(scans, PADDED)
+    assert expected == NESTED
+
+
 def offsets(device: str) -> Tensor:
     """The offsets of four rows with 3, 0, 4 and 1 elements."""
     return torch.tensor([0, 3, 3, 7, 8], device=device)
