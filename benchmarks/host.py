@@ -22,7 +22,8 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 import extension_cpp
 from benchmarks import results
 from benchmarks.timing import check_options, options_of, take_turns
-from extension_cpp import autograd, ops, second_order
+from extension_cpp import autograd
+from extension_cpp.functional.norms import LAYER_NORM
 
 ROWS, COLS, EPS = 8, 512, 1e-5
 CALLS = 50  # per batch: most end before the system gives the core to another process, and they fit into a GPU's queue
@@ -64,10 +65,10 @@ def by_position(op: str, backward: Callable[..., autograd.Gradients]) -> Callabl
 @contextlib.contextmanager
 def registered_plainly() -> Iterator[None]:
     """layer_norm and its backward under PyTorch's own register_autograd instead of ours."""
-    norm = ops.LAYER_NORM
+    norm = LAYER_NORM
     ours: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "extension_cpp::layer_norm": (norm.backward, norm.setup_context),
-        "extension_cpp::layer_norm_backward": (second_order.layer_norm, norm.backward_setup_context),
+        "extension_cpp::layer_norm_backward": (norm.second, norm.backward_setup_context),
     }
     # Its backward calls the one operator that is registered here, and not its no-grad overload.
     plain = copy.copy(norm)
@@ -83,7 +84,7 @@ def registered_plainly() -> Iterator[None]:
         del library
         for name, (function, setup_context) in ours.items():
             if name not in autograd.registrations:
-                in_steps = getattr(ops.plain, name.split("::")[1])
+                in_steps = norm.plain if function == norm.backward else norm.backward_plain
                 autograd.register_autograd(name, function, setup_context=setup_context, plain=in_steps)
 
 

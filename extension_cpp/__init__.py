@@ -73,6 +73,7 @@ def _attach_distributed() -> None:
     from . import distributed as distributed
 
 
+__all__ = ["nn", "reference"]
 load_error: ImportError | None = None
 try:
     _load()
@@ -80,34 +81,10 @@ try:
     from . import after_import, nn, reference
     from . import layers as layers
     from . import nested as nested
-    from .ops import (
-        add_layer_norm,
-        add_rms_norm,
-        bias_gelu,
-        cross_entropy,
-        cumsum,
-        dropout,
-        geglu,
-        gelu,
-        layer_norm,
-        layer_norm_dropout,
-        linear_cross_entropy,
-        linear_recurrence,
-        log_softmax,
-        logcumsumexp,
-        mish,
-        muladd,
-        reduce_sum,
-        relu,
-        rms_norm,
-        rotary_embedding,
-        scale_bias_relu,
-        silu,
-        softmax,
-        swiglu,
-        token_log_probs,
-    )
+    from . import ops as ops
+    from .ops import *  # noqa: F403
 
+    __all__ += ops.__all__
     __version__ += _tag(_build_info())
     # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
     after_import.after_import("torch.distributed.tensor", _attach_distributed)
@@ -121,33 +98,3 @@ except (ImportError, AttributeError, RuntimeError) as error:
     # The command prints the error as one sentence, and its info says more.
     if not _is_command():
         raise load_error from error.__cause__
-
-__all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "bias_gelu",
-    "cross_entropy",
-    "cumsum",
-    "dropout",
-    "geglu",
-    "gelu",
-    "layer_norm",
-    "layer_norm_dropout",
-    "linear_cross_entropy",
-    "linear_recurrence",
-    "log_softmax",
-    "logcumsumexp",
-    "mish",
-    "muladd",
-    "nn",
-    "reduce_sum",
-    "reference",
-    "relu",
-    "rms_norm",
-    "rotary_embedding",
-    "scale_bias_relu",
-    "silu",
-    "softmax",
-    "swiglu",
-    "token_log_probs",
-]

@@ -73,7 +73,7 @@ def parser() -> Parser:
         "remove",
         help="take an op out of this source tree again",
         description="Deletes all that `new` wrote: the op's kernels, spec and test, and its parts of ops.py, "
-        "reference.py, __init__.py, README and docs/ops.md; and what was compiled of it. Refuses an op that other code "
+        "reference.py, README and docs/ops.md; and what was compiled of it. Refuses an op that other code "
         "uses. Needs nothing compiled.",
     )
     remove.add_argument("name", metavar="NAME", help="the op")

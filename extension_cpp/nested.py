@@ -1,6 +1,7 @@
 """Jagged nested tensors: an operator that works on rows or elements runs once, on the rows of all tensors together.
 
-Importing this module registers a rule for every operator. Operators that are not in BY_ROWS refuse nested tensors.
+Importing this module registers a rule for every operator. Operators whose entry in ops.py is not marked BY_ROWS refuse
+nested tensors.
 """
 
 from collections.abc import Callable
@@ -12,27 +13,23 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from . import checks
 from .autograd import NO_GRAD, library_for, operators, own_ops
-
-BY_ROWS = ["muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "bias_gelu"]
-BY_ROWS += ["dropout", "layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"]
-
-SCANS = ("cumsum", "logcumsumexp", "linear_recurrence")
+from .entries import BY_ROWS, NESTED, PADDED, Mark
 
 
 def register_nested(op: Any) -> None:
     """Runs an operator on the values of jagged nested tensors that have the same offsets."""
     overload = op._schema.name.split("::")[1]
     name = overload.removesuffix(NO_GRAD)
-    forward = name.removesuffix("_backward").removesuffix("_double")
-    rule = _by_rows(name) if forward in BY_ROWS else _refuse(name)
+    mark = NESTED.get(name.removesuffix("_backward").removesuffix("_double"))
+    rule = _by_rows(name) if mark is BY_ROWS else _refuse(name, mark)
     library = library_for(f"Nested {op}", op._schema.name)
     torch.library.register_torch_dispatch(op, NestedTensor, rule, lib=library)
 
 
-def _refuse(name: str) -> Callable[..., Any]:
+def _refuse(name: str, mark: Mark | None) -> Callable[..., Any]:
     def rule(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # values() does not say where a sequence ends.
-        hint = "pad it (to_padded_tensor)" if name.startswith(SCANS) else "call it on the tensor's values()"
+        hint = "pad it (to_padded_tensor)" if mark is PADDED else "call it on the tensor's values()"
         checks.fail(name, f"expected no nested tensor; {hint}")
 
     return rule

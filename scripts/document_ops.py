@@ -27,9 +27,8 @@ STUB = ROOT / "extension_cpp" / "_ops.pyi"
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """The public operators, in the order of ops.py."""
-    found = [getattr(extension_cpp, name) for name in extension_cpp.__all__ if hasattr(ops, name)]
-    return {f.__name__: f for f in sorted(found, key=lambda f: f.__code__.co_firstlineno)}
+    """The public operators, in the order of __all__ in ops.py."""
+    return {name: getattr(ops, name) for name in ops.__all__}
 
 
 def modules() -> dict[str, type[torch.nn.Module]]:
@@ -122,7 +121,7 @@ def page() -> str:
     common = markdown((ops.__doc__ or "").split("\n\n", 2)[2].strip())
     parts = [
         "# Operators",
-        "Written by `make docs` from the docstrings in `extension_cpp/ops.py` and the registered schemas; edit those.",
+        "Written by `make docs` from the docstrings in `extension_cpp/functional/` and the schemas; edit those.",
         common,
         table(),
         *(section(name, function, schemas[name]).rstrip() for name, function in known.items()),

@@ -13,9 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "extension_cpp"
-PYTHON_FILES = ["ops", "second_order", "autograd", "checks", "op_checks", "plain", "nested"]
-PYTHON_FILES += ["norms", "losses", "autocast_rules"]
-PYTHON_FILES += ["modules", "layers", "linear_loss", "convert/*"]
+PYTHON_FILES = ["ops", "entries", "functional/*", "autograd", "checks", "nested", "modules", "layers", "convert/*"]
 RULES = {".py": "python.rules", ".cpp": "cpp.rules c_like.rules", ".c": "c.rules c_like.rules"}
 
 # Groups of tests, the likeliest to fail first. A group takes at most 1 to 2 minutes, which a stopped run loses.
@@ -47,6 +45,7 @@ OF_FILES = {
     "modules": (files("nn", "norm", "fused_norm", "dropout"), files("convert")),
     "layers": (files("layers", "nn"), files("convert")),
     "norms": ((*battery(*FIRST), "-k", "norm"), files("norm", "fused_norm"), (*battery(*LAST), "-k", "norm")),
+    "norm_formulas": ((*battery("autograd"), "-k", "norm"), files("norm", "fused_norm")),
     "norm_plan": (("tests/test_c.py::test_norm_plan", "tests/test_commands.py::test_plan"),),
 }
 # The test files of a folder of csrc, if they are not just test_FOLDER.py.

@@ -292,7 +292,7 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "check_environment.py"):
             shutil.copy(ROOT / name, tree)
         shutil.copy(ROOT / "extension_cpp" / "__init__.py", tree / "extension_cpp")
-        for folder in ("command", "convert", "distributed"):
+        for folder in ("command", "convert", "distributed", "functional"):
             shutil.copytree(ROOT / "extension_cpp" / folder, tree / "extension_cpp" / folder)
         for file in tree.glob("*.py"):
             file.chmod(0o644 + 0o020 * number)

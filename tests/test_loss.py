@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp import linear_loss, plain
+from extension_cpp.functional import linear_loss, losses
 from tests.battery import profiled
 
 ROWS, CLASSES, FEATURES = 5, 7, 3
@@ -200,7 +200,7 @@ def test_the_gradient_of_an_ignored_row_of_nan_is_zero(device: str) -> None:
 
 @pytest.mark.parametrize("ignore_index", [255, -100, 1])
 def test_ignored_rows_in_every_derivative(ignore_index: int, device: str) -> None:
-    """ignore_index may lie outside of the classes. Forward mode has a formula of its own (plain.py)."""
+    """ignore_index may lie outside of the classes. Forward mode has a formula of its own (cross_entropy_plain)."""
     target = torch.tensor([0, ignore_index, 4, ignore_index, 2], device=device)
     logits = torch.randn(5, CLASSES, dtype=torch.float64, device=device)
     tangent = torch.randn_like(logits)
@@ -417,10 +417,10 @@ def test_forward_mode_of_a_target_that_is_no_class() -> None:
     logits, target = torch.randn(3, 5), torch.tensor([1, 7, -100])
 
     def cross_entropy(x: Tensor) -> Tensor:
-        return plain.cross_entropy(x, target, None, -100, 0, 0.0, 0.0, None, False)[0]
+        return losses.cross_entropy_plain(x, target, None, -100, 0, 0.0, 0.0, None, False)[0]
 
     def log_probs_and_entropy(x: Tensor) -> tuple[Tensor, Tensor]:
-        return plain.token_log_probs(x, target.clamp(min=0))[:2]
+        return losses.token_log_probs_plain(x, target.clamp(min=0))[:2]
 
     ones = torch.ones_like(logits)
     for value in torch.func.jvp(cross_entropy, (logits,), (ones,)):

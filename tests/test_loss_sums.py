@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import extension_cpp
-from extension_cpp import linear_loss
+from extension_cpp.functional import linear_loss
 from tests.battery import every_dtype
 from tests.battery.test_streaming import digest_of, streamed
 from tests.checks import maker

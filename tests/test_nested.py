@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp import nested
+from extension_cpp.entries import BY_ROWS, NESTED, PADDED
 from extension_cpp.nn import convert
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, all_specs
 
-every_op = pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec.name in nested.BY_ROWS], ids=str)
+every_op = pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get(x.name) is BY_ROWS], ids=str)
+
+
+def test_which_ops_run_on_rows() -> None:
+    """As the page of the operators says. The other tests here take the entries of ops.py as they are."""
+    by_rows = {"muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "bias_gelu", "swiglu", "geglu", "dropout"}
+    by_rows |= {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"}
+    scans = {"cumsum", "logcumsumexp", "linear_recurrence"}
+    expected = dict.fromkeys(by_rows, BY_ROWS) | dict.fromkeys(scans, PADDED)
+    assert expected == NESTED
 
 
 def offsets(device: str) -> Tensor:
@@ -94,10 +103,10 @@ def test_refused(sentence: str) -> None:
         assert str(error.value) == f"extension_cpp::{sentence}"
 
 
-@pytest.mark.parametrize("spec", [spec for spec in all_specs() if spec.name not in nested.BY_ROWS], ids=str)
+@pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get(x.name) is not BY_ROWS], ids=str)
 def test_others_refuse(spec: OpSpec, device: str) -> None:
     for sample in spec.sample_inputs(maker(device, torch.float32), (8, 6)):
         x = torch.nested.nested_tensor_from_jagged(sample.args[0].detach(), offsets(device))
-        hint = "pad it" if spec.name in nested.SCANS else "call it on the tensor's values"
+        hint = "pad it" if NESTED.get(spec.name) is PADDED else "call it on the tensor's values"
         with pytest.raises(RuntimeError, match=f"extension_cpp::{spec.name}: expected no nested tensor; {hint}"):
             spec.function(x, *sample.args[1:], **sample.kwargs)

@@ -160,24 +160,12 @@ def op_files(kind: str, name: str) -> dict[str, str]:
     return {place: PLACEHOLDER.sub(name, path.read_text()) for place, path in places.items()}
 
 
-def in_order(names: list[str]) -> list[str]:
-    """The key by which ruff sorts imports and __all__: it compares numbers by value."""
-    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
-
-
 def with_public_name(text: str, name: str) -> str:
-    """__init__.py with one more function imported from ops and named in __all__."""
-    line = re.search(r"^( *)from \.ops import (\([^)]*\)|.*)$", text, re.MULTILINE)
-    listed = re.search(r"^__all__ = \[\n(.*?)^\]$", text, re.MULTILINE | re.DOTALL)
-    if line is None or listed is None:
-        raise CannotMake("extension_cpp/__init__.py has no 'from .ops import' or no __all__")
-    indent, names = line[1], in_order([*re.findall(r"\w+", line[2]), name])
-    joined = f"{indent}from .ops import {', '.join(names)}"
-    if line[2].startswith("(") or len(joined) > 120:
-        rows = "".join(f"{indent}    {one},\n" for one in names)
-        joined = f"{indent}from .ops import (\n{rows}{indent})"
-    public = "".join(f'    "{one}",\n' for one in in_order([*re.findall(r"\w+", listed[1]), name]))
-    return text[: line.start()] + joined + text[line.end() : listed.start(1)] + public + text[listed.end(1) :]
+    """ops.py with one more function named in __all__."""
+    listed = re.search(r"^__all__ = \[.*\n(?: .*\n)*", text, re.MULTILINE)
+    if listed is None:
+        raise CannotMake("extension_cpp/ops.py has no __all__")
+    return f'{text[: listed.end()]}    "{name}",\n{text[listed.end() :]}'
 
 
 def documents(kind: str) -> tuple[str, str]:
@@ -211,7 +199,7 @@ def plan_op(name: str, kind: str) -> Plan:
         plan.changed[package / f"{file}.py"] = (package / f"{file}.py").read_text() + f"\n\n{section}"
     stub = section_of(template / "stub_template.pyi", "def ", name)
     plan.changed[package / "_ops.pyi"] = (package / "_ops.pyi").read_text() + stub
-    plan.changed[package / "__init__.py"] = with_public_name((package / "__init__.py").read_text(), name)
+    plan.changed[package / "ops.py"] = with_public_name(plan.changed[package / "ops.py"], name)
     row, section = (PLACEHOLDER.sub(name, text) for text in documents(kind))
     page = TREE / "docs" / "ops.md"
     plan.changed[page] = with_row(with_section(page.read_text(), section), row)
@@ -230,7 +218,7 @@ def plan_removal(name: str) -> Plan:
     """The reverse of plan_op: takes out only what `new` writes, and nothing that other code uses."""
     check_identifier("op", name)
     package = TREE / "extension_cpp"
-    folder, init, page = package / "csrc" / name, package / "__init__.py", TREE / "docs" / "ops.md"
+    folder, page = package / "csrc" / name, TREE / "docs" / "ops.md"
     if not (folder / f"{name}.cpp").exists():
         example = " (an example is a folder: delete it)" if (TREE / "examples" / name).exists() else ""
         raise CannotMake(f"there is no op '{name}': no {folder.relative_to(TREE)}/{name}.cpp{example}")
@@ -241,13 +229,13 @@ def plan_removal(name: str) -> Plan:
             raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     for path, pattern, what in (
         (package / "ops.py", rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
+        (package / "ops.py", rf'^    "{name}",\n', f"{name} in __all__"),
         (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
         (package / "_ops.pyi", rf"(?:^def {name}(?:_double)?(?:_backward)?\(.*?: \.\.\.\n)+", f"the types of {name}"),
         (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
         (page, rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
     ):
         plan.changed[path] = cut(path, plan.changed.get(path, path.read_text()), pattern, what)
-    plan.changed[init] = without_public_name(init.read_text(), name)
     check_unused(name, plan)
     return plan
 
@@ -257,21 +245,11 @@ def compiled(name: str) -> list[Path]:
     return [*TREE.glob(f"build/*/{name}"), *TREE.glob(f"build/*/*/{name}")]
 
 
-def without_public_name(text: str, name: str) -> str:
-    """__init__.py without a function in its import from ops and in __all__."""
-    text, count = re.subn(rf'^ +"?{name}"?,\n', "", text, flags=re.MULTILINE)  # one name per line
-    if count == 1:
-        text, more = re.subn(rf"^( *from \.ops import .*?)(?:, {name}\b|\b{name}, )", r"\1", text, flags=re.M)
-        count += more
-    if count != 2:
-        raise CannotMake(f"expected extension_cpp/__init__.py to import {name} and to name it in __all__")
-    return text
-
-
 def check_unused(name: str, plan: Plan) -> None:
     """Refuses to take out an op that other code calls. A test that calls it fails by itself."""
-    uses = rf'\b(?:ops|extension_cpp|reference|_ops|plain)\.{name}(?:_\w+)?\b|#include "{name}/'
-    word = re.compile(rf'{uses}|_of_\w+\([^)]*"{name}"')  # the last one: in second_order.py
+    word = re.compile(
+        rf'\b(?:ops|extension_cpp|reference|_ops)\.{name}(?:_\w+)?\b|#include "{name}/|Gate\([^)]*"{name}"'
+    )
     sources = [path for part in ("extension_cpp", "benchmarks", "examples") for path in (TREE / part).rglob("*")]
     for path in sorted(sources):
         if path in plan.removed or path.suffix not in (".py", *C_SUFFIXES) or "build" in path.parts:

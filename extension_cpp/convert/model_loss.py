@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import losses
+from ..functional import linear_loss, losses
 from .formulas import generated_class
 
 
@@ -190,7 +190,7 @@ class LinearLossModel:
         targets = _targets(labels, shift_labels, ignore_index, x.device)
         rows = x.reshape(-1, x.shape[-1])
         options = ignore_index, _reduction(num_items_in_batch), self.plan.softcap
-        loss = losses.float_linear_cross_entropy(rows, head.weight, targets, head.bias, *options)
+        loss = linear_loss.float_linear_cross_entropy(rows, head.weight, targets, head.bias, *options)
         return _scaled(loss, num_items_in_batch)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,5 +1,4 @@
-"""What the three losses share, as norms.py has it for the norms: the checks of csrc/loss/loss.cpp in the same order and
-words, the calls, the fakes, and the derivative. linear_loss.py has the kernels of linear_cross_entropy.
+"""cross_entropy and token_log_probs, and what linear_loss.py shares with them.
 
 A loss returns, beside its results, statistics that only backward reads. They have no gradient.
 """
@@ -11,8 +10,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops, autograd, checks, linear_loss
-from .autograd import Gradients, is_recorded
+from .. import _ops, autograd, checks
+from ..autograd import Gradients
+from .common import wide
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Cross-entropy between logits and class indices.
+
+    With z = logits or, with softcap, ``softcap * tanh(logits / softcap)``, with C classes, s = label_smoothing and a
+    row's target t::
+
+        lse  = log(sum_c exp(z_c))
+        loss = weight_t * ((1 - s) * (lse - z_t) + z_loss * lse^2) + s / C * sum_c weight_c * (lse - z_c)
+
+    Args:
+        input: ``logits``, shape (C,), (N, C) or (N, C, d1, ...). Rows of unit stride are read without a copy.
+        target: int64, shape (), (N,) or (N, d1, ...): the class of each row. Class probabilities are refused.
+        weight: shape (C,), of ``logits``' dtype or, if that is half, float32: a weight for each class; None: ones.
+        ignore_index: rows with this target add nothing to the loss. Their gradient is 0, also where the row has NaN
+            (torch's is NaN there).
+        reduction: "mean", the sum of the losses over the sum of the targets' weights; "sum"; or "none".
+        label_smoothing: between 0 and 1.
+        z_loss: the factor of lse^2, which keeps the logits' normalizer near 1.
+        softcap: the bound of the absolute values of the logits; None: no bound.
+
+    Returns:
+        The loss, of shape () or, with "none", of ``target``'s shape; of ``logits``' dtype, under autocast float32. The
+        mean over no row is NaN, as in PyTorch.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype or device; an option is out of range; ``weight`` requires
+            grad; or, on the CPU, a target is not a class. On CUDA this check would have to wait for the device: such a
+            row's loss and gradient are NaN.
+
+    Differentiable in ``logits``, once. Forward reads the logits once and keeps a log-sum-exp for each row; backward
+    reads and writes them once. A row is summed in float32 (float64: float64), the rows in float64, in a fixed order.
+    Batch-invariant at equal alignment, in (N, C, d1, ...) over N. Sources: torch.nn.functional.cross_entropy; z_loss:
+    Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
+    """
+    options = label_smoothing, z_loss, softcap
+    return _cross_entropy(input, target, weight, ignore_index, reduction, *options, False)
+
+
+def _cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, *options: Any
+) -> Tensor:
+    """The operator, for DTensors the function of sharded_loss.py."""
+    number = reduction_number("cross_entropy", reduction)
+    function = autograd.distributed.sharded_loss if autograd.is_sharded(logits) else _ops
+    return function.cross_entropy(logits, target, weight, ignore_index, number, *options)
+
+
+def float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
+    return _cross_entropy(logits, target, None, ignore_index, reduction, 0.0, 0.0, None, True)
+
+
+def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The log-probability of each row's target, and the entropy of each row's distribution.
+
+    With ``log_p = log_softmax(logits / temperature)`` these are ``log_p[target]`` and ``-sum(exp(log_p) * log_p)``. A
+    class of probability 0 adds 0. Reinforcement learning on language models computes both for every token.
+
+    Args:
+        logits: shape (..., C). Rows of unit stride are read without a copy.
+        target: int64, shape (...): the class of each row.
+        temperature: a positive number.
+
+    Returns:
+        The log-probabilities and the entropies, both of ``target``'s shape and float32 (float64 for float64 logits),
+        because a ratio of two probabilities needs these digits.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype or device; ``temperature`` is not positive; or, on the CPU, a
+            target is not a class. On CUDA such a row's results and gradient are NaN, as for cross_entropy.
+
+    Differentiable in ``logits`` through both results, once. Forward reads the logits once; backward reads them once and
+    writes their gradient once. Deterministic, and batch-invariant at equal alignment. Source: torch.log_softmax.
+    """
+    return _ops.token_log_probs(logits, target, temperature)
+
 
 # ---- checks ----
 
@@ -63,19 +151,10 @@ def check_loss(
         checks.check(op, limits.tiny <= softcap <= limits.max, expected)
 
 
-def check_cross_entropy(
-    op: str,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> None:
+def check_cross_entropy(op: str, logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> None:
+    _, reduction, *others = options
     check_reduction(op, reduction)
-    check_loss(op, logits, target, class_dim(logits), weight, label_smoothing, z_loss, softcap)
+    check_loss(op, logits, target, class_dim(logits), weight, *others)
 
 
 def class_dim(logits: Tensor) -> int:
@@ -85,12 +164,6 @@ def class_dim(logits: Tensor) -> int:
 def loss_type(logits: Tensor) -> torch.dtype:
     """The dtype in which the losses are computed, and of the statistics."""
     return torch.promote_types(logits.dtype, torch.float32)
-
-
-def unevaluated_lse(most: Tensor, log_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    """most + log_sum, both float64, as the operators save it: two numbers for each row (csrc/loss/loss.h)."""
-    lse = (most + log_sum).to(dtype)
-    return torch.stack([lse, (log_sum - (lse - most)).to(dtype)], -1)
 
 
 def refuse_weight_gradient(op: str, needs: bool) -> None:
@@ -116,120 +189,10 @@ def check_tokens(op: str, logits: Tensor, target: Tensor, temperature: float) ->
     checks.check(op, temperature > 0, f"expected temperature to be positive, but got {temperature:g}")
 
 
-def check_linear(
-    op: str,
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> None:
-    checks.check_dtype(op, "x", x)
-    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
-    checks.check_same(op, "linear_weight", linear_weight, "x", x)
-    shape = list(linear_weight.shape)
-    expected = f"expected linear_weight of shape [classes, {x.shape[-1]}], the last dimension of x, but got {shape}"
-    checks.check_sizes(op, shape, [shape[0] if shape else 0, x.shape[-1]], expected)
-    if linear_bias is not None:
-        checks.check_same(op, "linear_bias", linear_bias, "x", x)
-        expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
-        checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
-    check_reduction(op, reduction)
-    # Logits of the right shape that take no memory: one element, expanded.
-    logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
-    check_loss(op, logits, target, -1, weight, label_smoothing, z_loss, softcap)
-
-
-def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Their values, on the CPU alone: elsewhere this would wait for the device."""
-    if target.device.type == "cpu":
-        wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
-        expected = f"expected target in [0, {classes - 1}] or ignore_index"
-        checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
-
-
-def check_linear_values(*args: Any) -> None:
-    """The checks of the kernels: those of the fake and, on the CPU, that each target is a class."""
-    op, (_, linear_weight, target, _, _, _, ignore_index, *_) = "linear_cross_entropy", args
-    check_linear(op, *args[:10])
-    check_targets(op, target, linear_weight.shape[0], ignore_index)
-
-
-def check_linear_backward(grad_out: Tensor, *args: Any) -> None:
-    given, made, options, needs = args[:5], args[5:8], args[8:13], args[13:]
-    x, linear_weight, target, *_ = given
-    reduction, *_ = options
-    op = "linear_cross_entropy_backward"
-    check_linear(op, *given, *options)
-    check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
-    shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
-    names = ("grad_x", "grad_weight", "grad_bias")
-    is_made = linear_loss.makes_gradients(x.dtype, reduction)
-    for name, grad, shape, need in zip(names, made, shapes, needs, strict=True):
-        check_statistic(op, name, grad, shape if need and is_made else [0], x.dtype, x)
-
-
-# ---- calls ----
-
-
-def cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, *options: Any
-) -> Tensor:
-    """The operator, for DTensors the function of sharded_loss.py."""
-    number = reduction_number("cross_entropy", reduction)
-    function = autograd.distributed.sharded_loss if autograd.is_sharded(logits) else _ops
-    return function.cross_entropy(logits, target, weight, ignore_index, number, *options)
-
-
-def float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
-    return cross_entropy(logits, target, None, ignore_index, reduction, 0.0, 0.0, None, True)
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: str,
-    *options: Any,
-) -> Tensor:
-    """The operator, for DTensors the function of sharded_loss.py."""
-    number = reduction_number("linear_cross_entropy", reduction)
-    given = {"x": x, "linear_weight": linear_weight, "target": target}
-    for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
-        checks.check_tensor("linear_cross_entropy", name, tensor)
-    needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    function = autograd.distributed.sharded_loss if autograd.is_sharded(x) else _ops
-    return function.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, number, *options, *needs)
-
-
-def float_linear_cross_entropy(
-    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
-) -> Tensor:
-    """linear_cross_entropy whose loss is float32 for half inputs, too: nn.convert gives it to language models."""
-    ignore_index, reduction, softcap = options
-    others = None, reduction, ignore_index, 0.0, 0.0, softcap, True
-    return linear_cross_entropy(x, linear_weight, target, linear_bias, *others)
-
-
-def _may_need_grad(x: Tensor | None) -> bool:
-    """Whether forward must compute the gradient of this argument. A recorded graph may be trained later, and inside
-    torch.func's transforms requires_grad says nothing; there the answer is yes."""
-    is_unknown = is_recorded() or torch._C._are_functorch_transforms_active()
-    return x is not None and (is_unknown or x.requires_grad)
-
-
 # ---- fakes and derivatives ----
 
 
-def _save(ctx: Any, tensors: Sequence[Tensor | None], statistics: Sequence[Tensor]) -> None:
+def save(ctx: Any, tensors: Sequence[Tensor | None], statistics: Sequence[Tensor]) -> None:
     ctx.save_for_backward(*tensors)
     ctx.mark_non_differentiable(*statistics)
     ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the statistics
@@ -262,7 +225,7 @@ def cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple
     logits, target, weight, *ctx.options, _ = inputs
     refuse_weight_gradient("cross_entropy", ctx.needs_input_grad[2])
     _, lse, total = output
-    _save(ctx, [logits, target, weight, lse, total], [lse, total])
+    save(ctx, [logits, target, weight, lse, total], [lse, total])
 
 
 def cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
@@ -323,7 +286,7 @@ def token_log_probs_backward_fake(
 def token_log_probs_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, target, ctx.temperature = inputs
     _, entropy, lse = output
-    _save(ctx, [logits, target, lse, entropy.detach()], [lse])
+    save(ctx, [logits, target, lse, entropy.detach()], [lse])
 
 
 def token_log_probs_backward(
@@ -338,31 +301,72 @@ def token_log_probs_backward(
     return {"logits": _ops.token_log_probs_backward(of_log_probs, of_entropy, *saved)}
 
 
-def linear_cross_entropy_fake(
-    x: Tensor, linear_weight: Tensor, target: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options, float_loss, needs = args[:7], args[7], args[8:]
-    _, _, reduction, *_ = options
-    check_linear("linear_cross_entropy", x, linear_weight, target, *options)
-    loss = x.new_empty([] if reduction else target.shape, dtype=loss_type(x) if float_loss else x.dtype)
-    is_made = linear_loss.makes_gradients(x.dtype, reduction)
-    return loss, *linear_loss.empty_gradients(x, linear_weight, needs if is_made else (False, False, False))
+# ---- plain forms and autocast ----
 
 
-def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    check_linear_backward(grad_out, *args)
-    return linear_loss.empty_gradients(args[0], args[1], args[13:])
+def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN, and 1 elsewhere. As a factor it makes the tangent NaN, too, which masked_fill would make 0."""
+    return torch.where(mask, torch.nan, 1).to(dtype)
 
 
-def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
-    ctx.options, ctx.needs = inputs[5:10], inputs[11:]  # inputs[10] is float_loss
-    _save(ctx, [*inputs[:5], *output[1:]], output[1:])
+def unevaluated_lse(most: Tensor, log_sum: Tensor, dtype: torch.dtype) -> Tensor:
+    """most + log_sum, both float64, as the operators save it: two numbers for each row (csrc/loss/loss.h)."""
+    lse = (most + log_sum).to(dtype)
+    return torch.stack([lse, (log_sum - (lse - most)).to(dtype)], -1)
 
 
-def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Gradients:
-    if grad_out is None:
-        return {}
-    grads = _ops.linear_cross_entropy_backward(grad_out, *ctx.saved_tensors, *ctx.options, *ctx.needs)
-    names = ("x", "linear_weight", "linear_bias")
-    return {name: grad for name, grad, need in zip(names, grads, ctx.needs, strict=True) if need}
+def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log_softmax, the log-sum-exp, and what the operators save of it."""
+    most = z.detach().amax(-1)
+    d = z - most[..., None]
+    log_sum = torch.logsumexp(d, -1)
+    saved = unevaluated_lse(most.double(), log_sum.detach().double(), z.dtype)
+    return d - log_sum[..., None], most + log_sum, saved
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(-1, index[..., None])[..., 0]
+
+
+def cross_entropy_plain(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    float_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    z = wide(logits.movedim(class_dim(logits), -1))
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    w = z.new_ones(z.shape[-1]) if weight is None else wide(weight)
+    is_ignored, index = target == ignore_index, target.clamp(0, z.shape[-1] - 1)
+    is_outside = (index != target) & ~is_ignored  # on CUDA, where the loss is NaN
+    of_target = torch.where(is_ignored | is_outside, 0, w[index])
+    log_p, lse, saved = _log_softmax(z)
+    losses = of_target * (z_loss * lse * lse - (1 - label_smoothing) * _at(log_p, index))
+    if label_smoothing > 0:
+        losses = losses - label_smoothing / z.shape[-1] * (w * log_p).sum(-1)
+    losses = torch.where(is_ignored, 0, losses) * _nan_where(is_outside, z.dtype)
+    total = of_target.sum().reshape(1)
+    dtype = losses.dtype if float_loss else logits.dtype
+    if reduction == 0:
+        return losses.to(dtype), saved, total.new_empty(0)
+    loss = losses.sum() / total[0] if reduction == 1 else losses.sum()
+    return loss.to(dtype), saved, total.detach()
+
+
+def token_log_probs_plain(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    z = wide(logits) / temperature
+    log_p, _, saved = _log_softmax(z)
+    entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
+    index = target.clamp(0, z.shape[-1] - 1)
+    factor = _nan_where(index != target, z.dtype)  # on CUDA, where the results are NaN
+    return _at(log_p, index) * factor, entropy * factor, saved
+
+
+def cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A float32 loss. The logits are not cast: as float32 they would be twice as many bytes to read."""
+    return *args[:-1], True

@@ -1,0 +1,124 @@
+"""`register`, which makes an entry of the table in ops.py: all that Python registers for one operator."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .autograd import (
+    NO_GRAD,
+    Gradients,
+    library_for,
+    own_ops,
+    qualified,
+    register_autocast,
+    register_autocast_rule,
+    register_autograd,
+    register_fake,
+    register_not_differentiable,
+)
+from .mutation import register_mutation
+
+
+class Mark(str):
+    """A value of an entry that is no function."""
+
+
+# In place of a backward: the derivative of this order is not implemented, and a call of it raises.
+NO_SECOND, NO_THIRD = Mark("second"), Mark("third")
+# In place of a backward: the operator has no derivative, because it writes into an argument or helps another operator.
+WRITES, NOT_DIFFERENTIABLE = Mark("writes"), Mark("not differentiable")
+# In place of an autocast rule. Only for CUDA: if both device types have one, torch.compile uses the second registration
+# for both.
+FLOAT32_ON_CUDA = Mark("float32")
+# What nested.py does with the operator and its backward operators: it runs once, on the rows of all tensors together;
+# or it refuses jagged tensors, and says that they must be padded. Without a mark it refuses them, too.
+BY_ROWS, PADDED = Mark("by rows"), Mark("padded")
+
+NESTED: dict[str, Mark] = {}  # the mark of each operator that has one
+AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # of each operator that has one
+
+
+def register(
+    op: str,
+    *,
+    fake: Callable[..., Any],
+    backward: Callable[..., Gradients] | Mark,
+    setup_context: Callable[..., None] | None = None,
+    plain: Callable[..., Any] | None = None,
+    autocast: Callable[..., tuple[Any, ...]] | Mark | None = None,
+    nested: Mark | None = None,
+    kernel: Callable[..., Any] | None = None,
+    no_grad_kernel: Callable[..., Any] | None = None,
+) -> None:
+    """Registers an operator's fake, derivative and autocast rule, and notes what nested.py makes of it.
+
+    Without a setup_context the operator saves its inputs. autograd.py says what the functions take and return. An
+    operator without kernels in C has `kernel`, and its no-grad overload, if it returns less, `no_grad_kernel`.
+    """
+    register_fake(op)(fake)
+    if backward is WRITES:
+        register_mutation(op)
+    elif backward is NOT_DIFFERENTIABLE:
+        register_not_differentiable(op)
+    elif isinstance(backward, Mark):
+        register_autograd(op, _not_implemented(op, backward))
+    else:
+        register_autograd(op, backward, setup_context=setup_context or _save_inputs(op), plain=plain)
+    if autocast is FLOAT32_ON_CUDA:
+        register_autocast(op, "cuda", torch.float32)
+    elif callable(autocast):
+        register_autocast_rule(op, autocast)
+        AUTOCAST_RULES[op] = autocast
+    if nested is not None:
+        NESTED[op] = nested
+    if kernel is not None:
+        _register_kernel(op, kernel)
+        _register_kernel(op + NO_GRAD, no_grad_kernel or kernel)
+
+
+def _save_inputs(op: str) -> Callable[..., None]:
+    """A setup_context that saves the tensors, the first arguments of an operator. The others become ctx.options."""
+    schema = getattr(own_ops, op).default._schema
+    count = sum(str(argument.type) == "Tensor" for argument in schema.arguments)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:count])
+        ctx.options = inputs[count:]
+
+    return setup_context
+
+
+def _not_implemented(op: str, order: str) -> Callable[..., NoReturn]:
+    name = op.removesuffix("_backward").removesuffix("_double")
+
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(f"extension_cpp::{name}: the {order} derivative is not implemented")
+
+    return backward
+
+
+def _register_kernel(name: str, kernel: Callable[..., Any]) -> None:
+    """Registers a kernel in Python on CPU and CUDA."""
+    schema = getattr(own_ops, name).default._schema
+    defaults = tuple(argument.default_value for argument in schema.arguments)
+
+    def checked(*args: Any) -> Any:
+        args = (*args, *defaults[len(args) :])  # the dispatcher leaves out trailing arguments with default values
+        _check_memory(schema, args)
+        with torch.no_grad():  # for a no-grad overload that is called by itself
+            return kernel(*args)
+
+    op = qualified(name)
+    for key in ("CPU", "CUDA"):
+        library_for(f"{key} {op}", op).impl(name, checked, key)
+
+
+def _check_memory(schema: Any, args: Sequence[Any]) -> None:
+    """check_memory of csrc/common/op.h. PyTorch's products of a tensor whose storage was freed may end the process."""
+    for argument, x in zip(schema.arguments, args, strict=True):
+        if isinstance(x, Tensor) and x.numel() > 0 and x.untyped_storage().nbytes() == 0:
+            got = f"memory for its {x.numel()} elements, but got a storage of 0 bytes"
+            checks.fail(schema.name.split("::")[1].removesuffix(NO_GRAD), f"expected {argument.name} to have {got}")

@@ -1,0 +1,48 @@
+"""What several families share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+
+
+def is_int(dim: Any) -> bool:
+    """Anything with __index__ is taken, except a bool (Python's, NumPy's or a tensor), which PyTorch refuses, too."""
+    is_bool = isinstance(dim, bool) or str(getattr(dim, "dtype", "")).endswith("bool")
+    return hasattr(dim, "__index__") and not is_bool
+
+
+def as_dim(op: str, dim: Any) -> int:
+    """The dimension. The operator itself would take True for 1."""
+    if type(dim) is not int and not is_int(dim):
+        checks.fail(op, f"expected dim to be an int, but got {dim!r}")
+    return dim
+
+
+def check_dim(op: str, x: Tensor, dim: int) -> None:
+    dims = max(x.dim(), 1)  # a 0-d tensor has the dimensions 0 and -1, as in PyTorch
+    checks.check(op, -dims <= dim < dims, f"expected dim in [{-dims}, {dims - 1}], but got {dim}")
+
+
+def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> Callable[..., Tensor]:
+    """The fake of an operator whose first arguments are the tensors `names`. The others and the result are like the
+    last one. along_dim: the next argument is one of its dimensions. A wrong dtype is refused with this hint."""
+
+    def fake(*args: Any) -> Tensor:
+        *others, like = args[: len(names)]
+        checks.check_dtype(op, names[-1], like, hint)
+        for name, other in zip(names, others, strict=False):
+            checks.check_like(op, name, other, names[-1], like)
+        if along_dim:
+            check_dim(op, like, args[len(names)])
+        return torch.empty_like(like)
+
+    return fake
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype in which the ops compute."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
