@@ -83,6 +83,7 @@ TOGETHER: dict[str, list[str]] = {
         "loss/loss_cuda.cu",
         "loss/loss_scale_cuda.cu",
         "norm/norm_cuda.cu",
+        "rows/device.cu",
         "softmax/softmax_cuda.cu",
     ],
     "shims_1.cpp": [

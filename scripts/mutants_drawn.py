@@ -47,7 +47,7 @@ OF_FILES = {
     "modules": (files("nn", "norm", "fused_norm", "dropout"), files("convert")),
     "layers": (files("layers", "nn"), files("convert")),
     "norms": ((*battery(*FIRST), "-k", "norm"), files("norm", "fused_norm"), (*battery(*LAST), "-k", "norm")),
-    "norm_plan": (("tests/test_c.py::test_norm_plan", "tests/test_commands.py::test_plan"),),
+    "plan": (("tests/test_c.py::test_plan", "tests/test_commands.py::test_plan"),),
 }
 # The test files of a folder of csrc, if they are not just test_FOLDER.py.
 OF_FOLDERS = {

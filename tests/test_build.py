@@ -396,6 +396,16 @@ def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others,
         assert f"{rule}.gch" in steps(folder)
 
 
+def test_an_op_includes_no_other_op():
+    """What several ops share is in common/, rows/ or activation/, which know none of them."""
+    shared = {"common", "rows", "activation"}
+    allowed = {"common": set(), "rows": {"common"}, "activation": {"common"}}
+    for path in sorted(build_library.CSRC.rglob("*.*")):
+        folder = path.relative_to(build_library.CSRC).parts[0]
+        others = set(re.findall(r'#include "(\w+)/', path.read_text())) - {folder}
+        assert others <= allowed.get(folder, shared), f"{path} includes {', '.join(sorted(others))}"
+
+
 def test_gpu_code_has_no_namespace_without_a_name():
     """nvcc names what is in one after the file's date."""
     for path in build_library.CSRC.rglob("*.cu*"):

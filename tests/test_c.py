@@ -347,11 +347,11 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
     assert {level(f"avx512{part}") for part in ("f", "bw", "vl", "dq")} == {"v3"}
 
 
-def test_norm_plan(tmp_path: Path) -> None:
+def test_plan(tmp_path: Path) -> None:
     """The table of plans of the GPU's norms: every row is reached, and forward does not depend on the rows."""
-    program = tmp_path / "norm_plan"
+    program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]
-    subprocess.run([*compiler, "-std=c++17", "-O1", *include, "-o", program, SOURCES / "norm_plan.cpp"], check=True)
+    subprocess.run([*compiler, "-std=c++17", "-O1", *include, "-o", program, SOURCES / "plan.cpp"], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -1,6 +1,6 @@
 /* cross_entropy and token_log_probs on the CPU.
  * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once,
- * for the maximum and the sum (common/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it
+ * for the maximum and the sum (rows/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it
  * again from the caches. Backward needs one pass, because lse is known.
  * inner > 1: an item is a tile of LOSS_TILE inner elements, and lanes are inner elements.
  *
@@ -9,7 +9,7 @@
 #include "loss/loss.h"
 
 #include "common/cpu_level.h"
-#include "common/cpu_sum_exp.h"
+#include "rows/cpu_sum_exp.h"
 
 _Static_assert(LOSS_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
 

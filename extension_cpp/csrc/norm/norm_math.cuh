@@ -7,9 +7,11 @@
 #define EXTENSION_CPP_NORM_MATH_CUH
 
 #include "common/cuda_dropout.cuh"
-#include "common/cuda_row.cuh"
+#include "rows/fragment.cuh"
 
 namespace norms {
+
+using namespace rows;
 
 // The statistics of a row: xhat = (x - mean) * rstd + offset. `offset` corrects the rounding of
 // `mean` and is not stored.

@@ -1,4 +1,4 @@
-/* What common/cpu_sum_exp_kernel.h needs once, before it is compiled per element type. */
+/* What rows/cpu_sum_exp_kernel.h needs once, before it is compiled per element type. */
 #ifndef EXTENSION_CPP_CPU_SUM_EXP_H
 #define EXTENSION_CPP_CPU_SUM_EXP_H
 
