@@ -81,7 +81,7 @@ class Mutant:
 def sources(parts: Sequence[str]) -> list[Path]:
     """The files to mutate; with parts, only those whose path contains one of them."""
     csrc = [path for path in sorted((ROOT / PACKAGE / "csrc").rglob("*")) if path.suffix in (".c", ".h", ".cpp")]
-    csrc = [path for path in csrc if "cuda" not in path.name]
+    csrc = [path for path in csrc if "cuda" not in path.name and path.parent.name != "cuda"]
     found = [*(path for name in PYTHON_FILES for path in sorted((ROOT / PACKAGE).glob(f"{name}.py"))), *csrc]
     return [path for path in found if not parts or any(part in str(path.relative_to(ROOT)) for part in parts)]
 
@@ -163,7 +163,7 @@ def ops_of(mutant: Mutant) -> list[str]:
     """The ops that a change can affect; empty if it may be any op."""
     path = ROOT / mutant.file
     if path.suffix != ".py":
-        return ops_of_folders()[path.parent.name] if path.parent.name != "csrc" else []
+        return ops_of_folders().get(path.parent.name, [])
     if path.stem == "linear_loss":
         return ["linear_cross_entropy", "token_log_probs"]
     text = path.read_text()

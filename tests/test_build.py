@@ -385,7 +385,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
 
 @pytest.mark.parametrize(
     ("rule", "header", "others"),
-    [("shims.h", "op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu_block.h", "/usr/")],
+    [("shims.h", "shim/op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu/block.h", "/usr/")],
 )
 def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
     """Of torch and the system, too: a compiler takes an old one without a word."""
@@ -422,13 +422,13 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
-    target = "together_2.cu.o"  # it has common/cuda_error.cu
+    target = "together_2.cu.o"  # it has common/cuda/error.cu
     compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
     built = run(*compile_target)
     assert built.returncode == 0, built.stdout
     assert target not in steps(folder)
     first = (folder / target).read_bytes()
-    with touched(tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h"):
+    with touched(tree / "extension_cpp" / "csrc" / "common" / "cuda" / "error.h"):
         assert target in steps(folder)
         if int(build_library.cuda_version(build_library.find_nvcc()).split(".")[0]) >= 13:
             assert run(*compile_target).returncode == 0

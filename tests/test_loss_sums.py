@@ -12,7 +12,7 @@ from tests.battery.test_streaming import digest_of, streamed
 from tests.checks import maker
 from tests.opspec import DTYPES, Sample
 
-CLASSES, BLOCK, LINE = 4097, 32, 64  # cpu_block.h has the block of 32 columns; a line has 64 bytes
+CLASSES, BLOCK, LINE = 4097, 32, 64  # common/cpu/block.h has the block of 32 columns; a line has 64 bytes
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])

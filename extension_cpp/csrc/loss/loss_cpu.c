@@ -8,7 +8,7 @@
  * entropy share one function that is called block by block; all else has a loop of its own. */
 #include "loss/loss.h"
 
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 #include "rows/cpu_sum_exp.h"
 
 _Static_assert(LOSS_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
@@ -86,7 +86,7 @@ static gradient_t log_prob_gradient(const loss_rows *rows, int64_t target, doubl
 }
 
 #define KERNEL_BODY "loss/loss_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void loss_forward_cpu_range(int64_t begin, int64_t end, const loss_forward_args *args) {
   DISPATCH_DTYPE(args->rows.dtype, loss_forward, args, begin, end)

@@ -1,5 +1,5 @@
 /* The losses of rows, and their gradients. loss_cpu.c compiles this file once per element type:
- * common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
+ * for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
 #include "rows/cpu_sum_exp_kernel.h"
 
 /* Numbers that a call computes once, before its first row. */

@@ -2,7 +2,7 @@
 #ifndef EXTENSION_CPP_NORM_LAUNCH_CUH
 #define EXTENSION_CPP_NORM_LAUNCH_CUH
 
-#include "common/cuda_dropout.cuh"
+#include "common/cuda/dropout.cuh"
 #include "norm/norm.h"
 #include "norm/norm_math.cuh"
 #include "rows/launch.cuh"

@@ -6,7 +6,7 @@
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 
-#include "common/cuda_dropout.cuh"
+#include "common/cuda/dropout.cuh"
 #include "rows/fragment.cuh"
 
 namespace norms {

@@ -12,10 +12,10 @@
 #ifndef EXTENSION_CPP_ROWS_FRAGMENT_CUH
 #define EXTENSION_CPP_ROWS_FRAGMENT_CUH
 
-#include "common/cuda_async.cuh"
-#include "common/cuda_cache.cuh"
-#include "common/cuda_reduce.cuh"
-#include "common/cuda_vector.cuh"
+#include "common/cuda/async.cuh"
+#include "common/cuda/cache.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/vector.cuh"
 
 namespace rows {
 

@@ -33,7 +33,7 @@ inline const char *name_of(Kernel kernel) {
   return NAMES[static_cast<int>(kernel)];
 }
 
-// L2 eviction hints (common/cuda_cache.cuh).
+// L2 eviction hints (common/cuda/cache.cuh).
 enum class Hint { NONE, FIRST, LAST };
 
 // The operation that is fused with the norm. RESIDUAL: forward's prologue is x = residual +

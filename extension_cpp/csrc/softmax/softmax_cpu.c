@@ -8,7 +8,7 @@
  * lane has its own maximum and sum over the columns. */
 #include "softmax/softmax.h"
 
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 #include "rows/cpu_sum_exp.h"
 
 _Static_assert(SOFTMAX_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
@@ -19,7 +19,7 @@ ALWAYS_INLINE int streams(int64_t bytes, const void *out, const void *in, const 
 }
 
 #define KERNEL_BODY "softmax/softmax_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void softmax_forward_cpu_range(int64_t begin, int64_t end,
                                       const softmax_forward_args *args) {

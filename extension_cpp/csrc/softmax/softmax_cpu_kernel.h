@@ -1,4 +1,4 @@
-/* Compiled once per element type by softmax_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+/* Compiled once per element type by softmax_cpu.c (for_each_dtype.h defines T, ACC, NAME,
  * LOAD and STORE). */
 #include "rows/cpu_sum_exp_kernel.h"
 
