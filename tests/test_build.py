@@ -406,6 +406,13 @@ def test_an_op_includes_no_other_op():
         assert others <= allowed.get(folder, shared), f"{path} includes {', '.join(sorted(others))}"
 
 
+@pytest.mark.parametrize("op", ["scan", "loss"])
+def test_a_large_folder_has_a_map_of_its_files(op):
+    folder = build_library.CSRC / op
+    listed = re.search(r"/\* The folder, from PyTorch down:.*?\*/", (folder / f"{op}.h").read_text(), re.DOTALL)
+    assert listed and set(re.findall(r"\b\w+\.(?:cpp|cuh|cu|c|h)\b", listed[0])) == {p.name for p in folder.iterdir()}
+
+
 def test_gpu_code_has_no_namespace_without_a_name():
     """nvcc names what is in one after the file's date."""
     for path in build_library.CSRC.rglob("*.cu*"):
