@@ -38,9 +38,9 @@ LIBRARY = "libextension_cpp.so"
 NAMESPACE = "extension_cpp"  # torch.ops.NAMESPACE.*; the package has the name in _namespace.py
 TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
 
-# Level names are those of the x86-64 psABI; common/cpu_level.h says how one is picked at run time.
+# Level names are those of the x86-64 psABI; common/cpu/level.h says how one is picked at run time.
 X86_LEVELS = {
-    # For processors of before 2013: a build in less time is worth more than their speed (common/cpu_block.h).
+    # For processors of before 2013: a build in less time is worth more than their speed (common/cpu/block.h).
     "baseline": ["-DCPU_SMALL"],
     "v3": ["-mavx2", "-mfma", "-mf16c"],
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
@@ -69,8 +69,8 @@ NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIO
 TOGETHER: dict[str, list[str]] = {
     "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
     "together_2.cu": [
-        "common/cuda_column_sums.cu",
-        "common/cuda_error.cu",
+        "common/cuda/column_sums.cu",
+        "common/cuda/error.cu",
         "dropout/dropout_cuda.cu",
         "mish/mish_cuda.cu",
         "muladd/muladd_cuda.cu",
@@ -83,13 +83,14 @@ TOGETHER: dict[str, list[str]] = {
         "loss/loss_cuda.cu",
         "loss/loss_scale_cuda.cu",
         "norm/norm_cuda.cu",
+        "rows/device.cu",
         "softmax/softmax_cuda.cu",
     ],
     "shims_1.cpp": [
         "activation/activation.cpp",
         "bias_gelu/bias_gelu.cpp",
-        "common/op.cpp",
-        "common/registration.cpp",
+        "common/shim/op.cpp",
+        "common/shim/registration.cpp",
         "dropout/dropout.cpp",
         "gate/gate.cpp",
         "mish/mish.cpp",
@@ -117,8 +118,8 @@ GUARD_FLAGS = ["-fstack-protector-strong"]
 HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
 # What every shim and every kernel begins with. Each is compiled once, before the others: PyTorch's headers take most of
 # a shim's time, and those of the instructions half a second of each kernel's.
-SHIMS_HEADER = '#include "common/op.h"\n'
-KERNELS_HEADER = '#include "common/cpu_block.h"\n'
+SHIMS_HEADER = '#include "common/shim/op.h"\n'
+KERNELS_HEADER = '#include "common/cpu/block.h"\n'
 # The functions that Python calls, and nothing of the C++ library's templates, which do not follow -fvisibility.
 EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
 # The newest versions of gcc's C++ library in manylinux_2_N, and N, as in auditwheel's policy.
@@ -411,7 +412,7 @@ def write_objects(
     if cuda:
         for source in together(".cu"):
             add("nvcc", source, [])
-    for source in sorted(CSRC.glob("common/*.c")):
+    for source in sorted(CSRC.glob("common/cpu/*.c")):
         add("c", source, [], "baseline/")
     for level, flags in levels.items():
         flags = [*flags, f"-DCPU_LEVEL_{level.upper()}"]

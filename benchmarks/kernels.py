@@ -22,14 +22,16 @@ def folder(op: str, sources: dict[str, str]) -> str:
 
 
 def digest_of(sources: dict[str, str], ops: Iterable[str], device: str) -> str:
-    """The digest of the folders of these ops. `sources` are the texts of csrc's files by path. Comments and white space
-    do not count, nor do files for the other kind of device."""
-    other = "_cpu" if device == "cuda" else ".cu"
+    """The digest of the folders of these ops, and of rows/ if they include it. `sources` are the texts of csrc's files
+    by path. Comments and white space do not count, nor do includes and files for the other kind of device."""
+    other = "cpu" if device == "cuda" else ".cu"
     folders = {folder(op, sources) for op in ops}
+    if any('#include "rows/' in text for path, text in sources.items() if path.split("/")[0] in folders):
+        folders.add("rows")
     found = hashlib.sha256()
     for path, text in sorted(sources.items()):
         if path.split("/")[0] in folders and other not in path:
-            bare = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+            bare = re.sub(r"//[^\n]*|/\*.*?\*/|#include[^\n]*", "", text, flags=re.DOTALL)
             found.update(f"{path} {''.join(bare.split())}\n".encode())
     return found.hexdigest()[:12]
 

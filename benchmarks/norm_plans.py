@@ -1,4 +1,4 @@
-"""Times the shapes of the norms' GPU kernels, which are the rows of the table in csrc/norm/norm_plan.h.
+"""Times the shapes of the norms' GPU kernels, which are the rows of the table in csrc/rows/plan.h.
 
 At each width all rows of the table that allow it take turns with each other and with a copy of memory. The figures go
 into a CSV file with one line per shape. A row of the table earns its place if some width is 5 % slower without it.

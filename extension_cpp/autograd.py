@@ -4,7 +4,7 @@ An Autograd kernel in Python runs at every call of an operator, with gradients o
 operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a no-grad overload:
 the operator <name>_no_grad, which has the same arguments, kernels and fake, and no Autograd kernel. It may leave out
 the last results, if only backward reads them; it then has a C++ function of its own (def_with_no_grad in
-csrc/common/op.h).
+csrc/common/shim/op.h).
 
 The no-grad overload is called instead of the operator under no_grad, and in a backward pass that is not differentiated
 itself. It is not called while a graph records the call, because a graph captured under no_grad may be trained later.
@@ -57,7 +57,7 @@ distributed: Any = None
 
 Gradients = dict[str, Tensor | None]  # from the name of an argument to its gradient
 
-NO_GRAD = "_no_grad"  # the suffix of a no-grad overload's name, as in csrc/common/op.cpp
+NO_GRAD = "_no_grad"  # the suffix of a no-grad overload's name, as in csrc/common/shim/op.cpp
 
 
 def operators(namespace: str = NAMESPACE) -> SimpleNamespace:

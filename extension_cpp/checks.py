@@ -1,4 +1,4 @@
-"""The checks of csrc/common/op.h for fakes: the same conditions, order and sentences, on tensors without data.
+"""The checks of csrc/common/shim/op.h for fakes: the same conditions, order and sentences, on tensors without data.
 
 If a fake accepted what the kernel refuses, torch.export would succeed and the exported program would fail when it runs.
 Conditions go through torch._check, which also takes symbolic sizes.

@@ -117,7 +117,7 @@ def _register_kernel(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def _check_memory(schema: Any, args: Sequence[Any]) -> None:
-    """check_memory of csrc/common/op.h. PyTorch's products of a tensor whose storage was freed may end the process."""
+    """check_memory of common/shim/op.h. PyTorch's products of a tensor whose storage was freed may end the process."""
     for argument, x in zip(schema.arguments, args, strict=True):
         if isinstance(x, Tensor) and x.numel() > 0 and x.untyped_storage().nbytes() == 0:
             got = f"memory for its {x.numel()} elements, but got a storage of 0 bytes"

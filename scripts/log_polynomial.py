@@ -1,4 +1,4 @@
-"""Prints the coefficients of log_float in csrc/common/cpu_math.h, from degree 3 up, and the largest error.
+"""Prints the coefficients of log_float in csrc/common/cpu/math.h, from degree 3 up, and the largest error.
 
 log(x) = e ln 2 + log(1 + r), sqrt(1/2) <= 1 + r < sqrt(2); log(1 + r) = r - r^2 / 2 + r^3 P(r). P is fitted by least
 squares whose weights grow where the error is large (Lawson), which converges to the smallest maximum.

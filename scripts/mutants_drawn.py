@@ -46,7 +46,7 @@ OF_FILES = {
     "layers": (files("layers", "nn"), files("convert")),
     "norms": ((*battery(*FIRST), "-k", "norm"), files("norm", "fused_norm"), (*battery(*LAST), "-k", "norm")),
     "norm_formulas": ((*battery("autograd"), "-k", "norm"), files("norm", "fused_norm")),
-    "norm_plan": (("tests/test_c.py::test_norm_plan", "tests/test_commands.py::test_plan"),),
+    "plan": (("tests/test_c.py::test_plan", "tests/test_commands.py::test_plan"),),
 }
 # The test files of a folder of csrc, if they are not just test_FOLDER.py.
 OF_FOLDERS = {
@@ -80,7 +80,7 @@ class Mutant:
 def sources(parts: Sequence[str]) -> list[Path]:
     """The files to mutate; with parts, only those whose path contains one of them."""
     csrc = [path for path in sorted((ROOT / PACKAGE / "csrc").rglob("*")) if path.suffix in (".c", ".h", ".cpp")]
-    csrc = [path for path in csrc if "cuda" not in path.name]
+    csrc = [path for path in csrc if "cuda" not in path.name and path.parent.name != "cuda"]
     found = [*(path for name in PYTHON_FILES for path in sorted((ROOT / PACKAGE).glob(f"{name}.py"))), *csrc]
     return [path for path in found if not parts or any(part in str(path.relative_to(ROOT)) for part in parts)]
 
@@ -162,7 +162,7 @@ def ops_of(mutant: Mutant) -> list[str]:
     """The ops that a change can affect; empty if it may be any op."""
     path = ROOT / mutant.file
     if path.suffix != ".py":
-        return ops_of_folders()[path.parent.name] if path.parent.name != "csrc" else []
+        return ops_of_folders().get(path.parent.name, [])
     if path.stem == "linear_loss":
         return ["linear_cross_entropy", "token_log_probs"]
     text = path.read_text()

@@ -128,7 +128,7 @@ def rows_for(device: str, rows: int, cols: int) -> int:
 
 
 def last_level_cache() -> int:
-    """The size in bytes from which the CPU streams results: what csrc/common/cpu_level.c finds, else its default."""
+    """The size in bytes from which the CPU streams results: what csrc/common/cpu/level.c finds, else its default."""
     size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
     return int(size.read_text().strip().removesuffix("K")) << 10 if size.exists() else 32 << 20
 

@@ -491,12 +491,17 @@ def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
     sources = kernels.sources()
     for file, text, change in (
         ("relu/relu_cpu.c", "// more words\n", False),
+        ("relu/relu_cpu.c", '#include "more.h"\n', False),
         ("relu/relu_cuda.cu", "int more;", False),
         ("mish/mish_cpu.c", "int more;", False),
         ("relu/relu_cpu.c", "int more;", True),
     ):
         changed = sources | {file: sources[file] + text}
         assert (kernels.digest_of(changed, ["relu"], "cpu") != row["kernel"]) == change
+    softmax = kernels.digest_of(sources, ["softmax"], "cuda")
+    for file, change in (("rows/plan.h", True), ("rows/cpu_sum_exp.h", False), ("norm/norm_plan.h", False)):
+        changed = sources | {file: sources.get(file, "") + "int more;"}
+        assert (kernels.digest_of(changed, ["softmax"], "cuda") != softmax) == change
 
 
 @pytest.mark.parametrize("dtype", c_loop.NAMES)

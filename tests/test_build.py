@@ -209,7 +209,8 @@ def small_tree(tmp_path_factory) -> Path:
 def touched(path: Path) -> Iterator[None]:
     """For now a file is newer than every object, however coarse the clock."""
     before = path.stat().st_mtime_ns
-    later = max(file.stat().st_mtime_ns for file in path.parents[3].rglob("*") if file.is_file()) + 10**9
+    root = next(folder for folder in path.parents if (folder / "build").is_dir())
+    later = max(file.stat().st_mtime_ns for file in root.rglob("*") if file.is_file()) + 10**9
     os.utime(path, ns=(later, later))
     yield
     os.utime(path, ns=(before, before))
@@ -386,7 +387,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
 
 @pytest.mark.parametrize(
     ("rule", "header", "others"),
-    [("shims.h", "op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu_block.h", "/usr/")],
+    [("shims.h", "shim/op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu/block.h", "/usr/")],
 )
 def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
     """Of torch and the system, too: a compiler takes an old one without a word."""
@@ -395,6 +396,23 @@ def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others,
     assert f"common/{header}" in listed and others in listed
     with touched(small_tree / "extension_cpp" / "csrc" / "common" / header):
         assert f"{rule}.gch" in steps(folder)
+
+
+def test_an_op_includes_no_other_op():
+    """What several ops share is in common/, rows/ or activation/, which know none of them."""
+    shared = {"common", "rows", "activation"}
+    allowed = {"common": set(), "rows": {"common"}, "activation": {"common"}}
+    for path in sorted(build_library.CSRC.rglob("*.*")):
+        folder = path.relative_to(build_library.CSRC).parts[0]
+        others = set(re.findall(r'#include "(\w+)/', path.read_text())) - {folder}
+        assert others <= allowed.get(folder, shared), f"{path} includes {', '.join(sorted(others))}"
+
+
+@pytest.mark.parametrize("op", ["scan", "loss"])
+def test_a_large_folder_has_a_map_of_its_files(op):
+    folder = build_library.CSRC / op
+    listed = re.search(r"/\* The folder, from PyTorch down:.*?\*/", (folder / f"{op}.h").read_text(), re.DOTALL)
+    assert listed and set(re.findall(r"\b\w+\.(?:cpp|cuh|cu|c|h)\b", listed[0])) == {p.name for p in folder.iterdir()}
 
 
 def test_gpu_code_has_no_namespace_without_a_name():
@@ -413,13 +431,13 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
-    target = "together_2.cu.o"  # it has common/cuda_error.cu
+    target = "together_2.cu.o"  # it has common/cuda/error.cu
     compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
     built = run(*compile_target)
     assert built.returncode == 0, built.stdout
     assert target not in steps(folder)
     first = (folder / target).read_bytes()
-    with touched(tree / "extension_cpp" / "csrc" / "common" / "cuda_error.h"):
+    with touched(tree / "extension_cpp" / "csrc" / "common" / "cuda" / "error.h"):
         assert target in steps(folder)
         if int(build_library.cuda_version(build_library.find_nvcc()).split(".")[0]) >= 13:
             assert run(*compile_target).returncode == 0

@@ -4,7 +4,7 @@ Sanitizers look at the kernels of the instruction set that runs here. In the slo
 compiling takes minutes, and at the code of the tests, which is compiled once without them.
 
 The program is linked like the library, the plain one of the library's own objects: every kernel that a test calls once
-per instruction set, and common/cpu_level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only its cpu_should_stream is
+per instruction set, and common/cpu/level.c, which picks one by EXTENSION_CPP_CPU_LEVEL. Only its cpu_should_stream is
 put aside for one that the tests set.
 """
 
@@ -165,8 +165,8 @@ def compile_program(build: str, folder: Path, levels: Collection[str], everythin
         add(own, source, source.stem, ["-O2"])
     poison = [] if build == "plain" else ["-DSANITIZED"]
     add(own, SOURCES / "check.c", f"check_for_{build}", ["-O2", *poison])
-    add(build, build_library.CSRC / "common/cpu_math.c", "cpu_math", [])
-    add(build, build_library.CSRC / "common/cpu_level.c", "cpu_level", ["-Dcpu_should_stream=real_cpu_should_stream"])
+    add(build, build_library.CSRC / "common/cpu/math.c", "cpu_math", [])
+    add(build, build_library.CSRC / "common/cpu/level.c", "cpu_level", ["-Dcpu_should_stream=real_cpu_should_stream"])
 
     program = folder / "tests"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -301,7 +301,7 @@ CPUID_H = """
 """
 PRINT_LEVEL = """
 #include <stdio.h>
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 int main(void) { return printf("%s %d", cpu_level_name(cpu_level()), cpu_should_stream(100)) < 0; }
 """
 
@@ -310,7 +310,7 @@ def level_program(tmp_path: Path) -> Path:
     """Prints the level that is chosen, and whether a result of 100 bytes is streamed."""
     (tmp_path / "cpuid.h").write_text(CPUID_H)
     (tmp_path / "main.c").write_text(PRINT_LEVEL)
-    sources, program = [tmp_path / "main.c", build_library.CSRC / "common" / "cpu_level.c"], tmp_path / "level"
+    sources, program = [tmp_path / "main.c", build_library.CSRC / "common" / "cpu" / "level.c"], tmp_path / "level"
     compiler = build_library.compiler("CC", "cc", "gcc")
     subprocess.run([*compiler, f"-I{tmp_path}", f"-I{build_library.CSRC}", "-o", program, *sources], check=True)
     return program
@@ -347,11 +347,11 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
     assert {level(f"avx512{part}") for part in ("f", "bw", "vl", "dq")} == {"v3"}
 
 
-def test_norm_plan(tmp_path: Path) -> None:
+def test_plan(tmp_path: Path) -> None:
     """The table of plans of the GPU's norms: every row is reached, and forward does not depend on the rows."""
-    program = tmp_path / "norm_plan"
+    program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]
-    subprocess.run([*compiler, "-std=c++17", "-O1", *include, "-o", program, SOURCES / "norm_plan.cpp"], check=True)
+    subprocess.run([*compiler, "-std=c++17", "-O1", *include, "-o", program, SOURCES / "plan.cpp"], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

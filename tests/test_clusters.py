@@ -12,7 +12,7 @@ CSRC = build_library.CSRC
 
 def test_strips_are_joined_behind_barriers(tmp_path: Path) -> None:
     """tests/c/strip_join.cpp runs the class that joins what the CTAs of a strip have."""
-    text = (CSRC / "softmax" / "softmax_strips.cuh").read_text()
+    text = (CSRC / "rows" / "strips.cuh").read_text()
     begin, end = text.index("// The sum over a strip's columns."), text.index("// ---- on the host ----")
     (tmp_path / "strip_join.inc").write_text(text[begin:end])
     program, source = tmp_path / "strip_join", Path(__file__).parent / "c" / "strip_join.cpp"

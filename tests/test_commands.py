@@ -226,7 +226,7 @@ def test_parse_build():
 
 
 def test_plan(capsys):
-    """What csrc/norm/norm_plan.h picks: a CTA per row forward, CTAs that loop over rows backward, a cluster if wide."""
+    """What csrc/rows/plan.h picks: a CTA per row forward, CTAs that loop over rows backward, a cluster if wide."""
 
     def plan(*words: str) -> dict[str, str]:
         assert command.main(["info", "--plan", *words]) == 0

@@ -140,7 +140,7 @@ def test_nothing_is_written_outside_of_tensors(device: str) -> None:
 
 
 WRONG = """
-#include "common/registration.cpp"
+#include "common/shim/registration.cpp"
 namespace extension_cpp {
 using Numbers = std::vector<int64_t>;
 using Optional = std::optional<Tensor>;

@@ -12,7 +12,7 @@ from tests.battery.test_streaming import digest_of, streamed
 from tests.checks import maker
 from tests.opspec import DTYPES, Sample
 
-CLASSES, BLOCK, LINE = 4097, 32, 64  # cpu_block.h has the block of 32 columns; a line has 64 bytes
+CLASSES, BLOCK, LINE = 4097, 32, 64  # common/cpu/block.h has the block of 32 columns; a line has 64 bytes
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -36,7 +36,7 @@ def test_bias_gradient_of_many_chunks(
 
 
 def border_targets(dtype: torch.dtype) -> torch.Tensor:
-    """For each row a target at a border of what is streamed of it (row_span in common/cpu_sum_exp.h): of its head up to
+    """For each row a target at a border of what is streamed of it (row_span in rows/cpu_sum_exp.h): of its head up to
     the next line, of the block behind it, of the streamed blocks, and of the last. The first row begins at a line."""
     targets, places = [], LINE // dtype.itemsize
     for row in range(8 * places):  # at each place within a line 8 rows begin

@@ -73,7 +73,7 @@ def objects_of(mutant: Mutant) -> list[str]:
     """The objects that see the change: of the op's folder, and of the instruction set that runs here."""
     others = set(build_library.X86_LEVELS) - {level_here()}
     folder = mutant.file.parent.name
-    if folder == "common":
+    if "common" in mutant.file.parts:
         shims = build_library.CSRC.glob("*/*.cpp")
         folder = next(shim.parent.name for shim in shims if f'"{mutant.op}(' in shim.read_text())
     found = []

@@ -38,7 +38,7 @@ def check_gradients(name: str, rows: int, cols: int, dtype: torch.dtype, weights
 
 
 def problems_of_every_plan() -> list[tuple[str, str, int, int]]:
-    """Problems (op, dtype, rows, columns) for each row of the table of plans (csrc/norm/norm_plan.h).
+    """Problems (op, dtype, rows, columns) for each row of the table of plans (csrc/rows/plan.h).
 
     A row of the table has one problem for each number of threads within a warp, and one for more than a warp.
     """

@@ -1,5 +1,5 @@
 """Softmax and cross_entropy over a dimension that is not the last, in sizes that decide on the GPU how many threads and
-CTAs share a strip (csrc/softmax/softmax_strips.cuh)."""
+CTAs share a strip (csrc/rows/strips.cuh)."""
 
 import pytest
 import torch

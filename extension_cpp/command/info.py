@@ -255,9 +255,9 @@ def schemas() -> list[str]:
     return sorted(re.sub(r"(?<==)\d+\.\d*(e[-+]\d+)?", lambda number: repr(float(number[0])), each) for each in found)
 
 
-# ---- plans of the norms' GPU kernels (csrc/norm/norm_plan.h) ----
+# ---- plans of the norms' GPU kernels (csrc/rows/plan.h) ----
 
-# The form of each norm (norm_plan.h), on which its plan depends. 0: plain, 1: with a residual, 2: with dropout.
+# The form of each norm (rows/plan.h), on which its plan depends. 0: plain, 1: with a residual, 2: with dropout.
 NORMS = {"layer_norm": 0, "rms_norm": 0, "add_layer_norm": 1, "add_rms_norm": 1, "layer_norm_dropout": 2}
 DTYPES = ("float64", "float32", "bfloat16", "float16")  # as csrc/common/dtype.h numbers them
 

@@ -37,7 +37,7 @@ OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyp
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
 SHARED += [f"extension_cpp/{name}" for name in ("_namespace.py", "autograd.py", "checks.py", "mutation.py", "py.typed")]
-SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*"]
+SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*.h", "extension_cpp/csrc/common/*/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
 SHARED += [
     "tests/opspec.py",

@@ -2,7 +2,7 @@
 // edited for an op.
 #include <torch/csrc/stable/library.h>
 
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 
 // STABLE_TORCH_LIBRARY does not expand its argument, unlike _FRAGMENT and _IMPL.
 #define OWN(name, m) STABLE_TORCH_LIBRARY(name, m)

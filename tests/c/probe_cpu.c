@@ -1,9 +1,9 @@
 #include "probe.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_math.h"
-#include "common/cpu_philox.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/math.h"
+#include "common/cpu/philox.h"
 
 static void exp_cpu_range(int64_t begin, int64_t end, const exp_args *args) {
   for (int64_t i = begin; i < end; i += BLOCK) {

@@ -1,4 +1,4 @@
-// StripJoin of csrc/softmax/softmax_strips.cuh on the CPU: the CTAs of a cluster are threads that
+// StripJoin of csrc/rows/strips.cuh on the CPU: the CTAs of a cluster are threads that
 // write into each other's shared memory. After each barrier of the cluster one CTA stands still for
 // a while, so that a missing barrier shows as a wrong sum. tests/test_clusters.py puts the class
 // into strip_join.inc.

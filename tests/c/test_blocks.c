@@ -1,12 +1,12 @@
-/* The block functions of cpu_block.h: loads, stores, their order, and rounding from float to
+/* The block functions of common/cpu/block.h: loads, stores, their order, and rounding from float to
  * bfloat16 and float16. */
 #include "check.h"
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 #include "probe.h"
 
 enum { LANES = 32 };
 
-/* The element of a block that lane k holds, as cpu_block.h defines it. */
+/* The element of a block that lane k holds, as common/cpu/block.h defines it. */
 static int element_of_lane(dtype_t dtype, int k) {
   if (dtype != DTYPE_BFLOAT16) return k;
   return k < LANES / 2 ? 2 * k : 2 * (k - LANES / 2) + 1;

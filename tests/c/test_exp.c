@@ -1,7 +1,7 @@
 /* exp_scaled_float over the range that its callers use, and the functions of softmax, against libm
  * in double. */
 #include "check.h"
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 #include "probe.h"
 
 typedef struct {

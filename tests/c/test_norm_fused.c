@@ -201,7 +201,7 @@ static uint64_t run_case(const fused_case *c) {
 
 /* The add ops with and without dropout, and dropout of y. The widths give every alignment of a
  * row's first element, and masks of one row made at once, of two, and of more than a state holds
- * (common/cpu_philox.h). */
+ * (common/cpu/philox.h). */
 void test_norm_fused(uint32_t step) {
   static const int64_t shapes[][2] = {{1, 1},    {3, 31},   {2, 32},   {5, 66},
                                       {9, 1023}, {4, 1024}, {3, 1026}, {2, 4100},

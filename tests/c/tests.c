@@ -2,9 +2,9 @@
  * Exits with 0 if it passes. Lines that begin with "bits" hold hashes of results, which are equal
  * at all instruction sets with FMA. */
 #include "check.h"
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 
-/* tests/test_c.py builds common/cpu_level.c with its cpu_should_stream renamed, so that small data
+/* tests/test_c.py builds common/cpu/level.c with its cpu_should_stream renamed, so that small data
  * can be streamed too. */
 int real_cpu_should_stream(int64_t bytes);
 

@@ -2,7 +2,7 @@
 // activation.h.
 #include "activation/activation.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

@@ -3,7 +3,7 @@
 #include "activation/activation_cpu.h"
 
 #define KERNEL_BODY "activation/activation_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void activation_forward_cpu_range(int64_t begin, int64_t end,
                                          const activation_forward_args *args) {

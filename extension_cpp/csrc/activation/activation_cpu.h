@@ -4,10 +4,10 @@
 
 #include "activation/activation.h"
 #include "activation/activation_constants.h"
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_long_chains.h"
-#include "common/cpu_math.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/long_chains.h"
+#include "common/cpu/math.h"
 
 /* exp(u) is 0 for this u, in float and in double. It takes the place of a lower u, for which the
  * scaled exp may not be valid. */

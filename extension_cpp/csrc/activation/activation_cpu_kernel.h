@@ -1,4 +1,4 @@
-/* Compiled once per element type by activation_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+/* Compiled once per element type by activation_cpu.c (for_each_dtype.h defines T, ACC, NAME,
  * LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 

@@ -1,5 +1,5 @@
 /* The activations and their derivatives on the CPU. Included by files that are compiled once per
- * element type (common/for_each_dtype.h defines T, ACC and NAME). Formulas: activation.h.
+ * element type (for_each_dtype.h defines T, ACC and NAME). Formulas: activation.h.
  *
  * A function returns the value and both derivatives; the compiler removes what the caller does not
  * use. The argument of exp is 0 or less, so that exp does not overflow. Both tails keep their

@@ -1,8 +1,8 @@
 // silu and gelu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda_pointwise.cuh). The arithmetic is in activation_math.cuh.
+// (common/cuda/pointwise.cuh). The arithmetic is in activation_math.cuh.
 #include "activation/activation.h"
 #include "activation/activation_math.cuh"
-#include "common/cuda_pointwise.cuh"
+#include "common/cuda/pointwise.cuh"
 
 template <activation_t KIND, typename T, typename A = acc_t<T>>
 struct ActivationForward {

@@ -10,7 +10,7 @@
 
 #include "activation/activation.h"
 #include "activation/activation_constants.h"
-#include "common/cuda_exp.cuh"
+#include "common/cuda/exp.cuh"
 
 namespace activation {
 

@@ -1,7 +1,7 @@
 // bias_gelu: schemas, checks, allocation and registration. bias_gelu.h has the kernels' contract.
 #include "bias_gelu/bias_gelu.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

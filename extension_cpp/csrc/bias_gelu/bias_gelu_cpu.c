@@ -1,13 +1,13 @@
 /* bias_gelu on the CPU. Forward is flat over the elements, so that threads share one wide row as
  * well as many narrow ones. Backward takes a tile of columns and a part of the rows at a time
- * (common/cpu_column_sums_kernel.h). The arithmetic is in activation_cpu_math.h. */
+ * (common/cpu/column_sums_kernel.h). The arithmetic is in activation_cpu_math.h. */
 #include "bias_gelu/bias_gelu.h"
 
 #include "activation/activation_cpu.h"
-#include "common/cpu_row.h"
+#include "common/cpu/row.h"
 
 #define KERNEL_BODY "bias_gelu/bias_gelu_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void bias_gelu_forward_cpu_range(int64_t begin, int64_t end,
                                         const bias_gelu_forward_args *args) {

@@ -1,4 +1,4 @@
-/* Compiled once per element type by bias_gelu_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+/* Compiled once per element type by bias_gelu_cpu.c (for_each_dtype.h defines T, ACC, NAME,
  * LOAD and STORE). */
 #include "activation/activation_cpu_math.h"
 
@@ -35,7 +35,7 @@ ALWAYS_INLINE ACC NAME(column_value)(const bias_gelu_backward_args *args, int ki
 }
 
 #define COLUMN_SUMS_ARGS bias_gelu_backward_args
-#include "common/cpu_column_sums_kernel.h"
+#include "common/cpu/column_sums_kernel.h"
 #undef COLUMN_SUMS_ARGS
 
 static void NAME(bias_gelu_backward)(const bias_gelu_backward_args *args, int64_t item) {

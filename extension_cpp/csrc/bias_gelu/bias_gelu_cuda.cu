@@ -1,10 +1,10 @@
 // bias_gelu on the GPU. Forward is flat over the elements, with the bias as the broadcast row
-// (common/cuda_pointwise.cuh). Backward is one pass with sums over the rows
-// (common/cuda_column_sums.cuh). The arithmetic is in activation_math.cuh.
+// (common/cuda/pointwise.cuh). Backward is one pass with sums over the rows
+// (common/cuda/column_sums.cuh). The arithmetic is in activation_math.cuh.
 #include "activation/activation_math.cuh"
 #include "bias_gelu/bias_gelu.h"
-#include "common/cuda_column_sums.cuh"
-#include "common/cuda_pointwise.cuh"
+#include "common/cuda/column_sums.cuh"
+#include "common/cuda/pointwise.cuh"
 
 template <activation_t KIND, typename T, typename A = acc_t<T>>
 struct BiasGeluForward {

@@ -1,7 +1,7 @@
 // dropout: schema, checks, allocation and registration. The kernel's contract is in dropout.h.
 #include "dropout/dropout.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

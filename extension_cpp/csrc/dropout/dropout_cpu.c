@@ -1,13 +1,13 @@
 /* dropout on the CPU: flat over the elements, one block at a time. The arithmetic is in
- * dropout_cpu_kernel.h; the random bits come from common/cpu_philox.h. */
+ * dropout_cpu_kernel.h; the random bits come from common/cpu/philox.h. */
 #include "dropout/dropout.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_philox.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/philox.h"
 
 #define KERNEL_BODY "dropout/dropout_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void dropout_forward_cpu_range(int64_t begin, int64_t end,
                                       const dropout_forward_args *args) {

@@ -2,8 +2,8 @@
 // of 16-byte vectors, so that one Philox call serves four or eight elements. It loads all its units
 // before it computes, so that several loads are in flight. If x is not aligned to 16 bytes, it is
 // read in the widest vectors that its address allows (y is a fresh allocation).
-#include "common/cuda_dropout.cuh"
-#include "common/cuda_vector.cuh"
+#include "common/cuda/dropout.cuh"
+#include "common/cuda/vector.cuh"
 #include "common/range.h"
 #include "dropout/dropout.h"
 

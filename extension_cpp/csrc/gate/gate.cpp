@@ -2,7 +2,7 @@
 // gate.h.
 #include "gate/gate.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

@@ -3,10 +3,10 @@
 #include "gate/gate.h"
 
 #include "activation/activation_cpu.h"
-#include "common/cpu_row.h"
+#include "common/cpu/row.h"
 
 #define KERNEL_BODY "gate/gate_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void gate_forward_cpu_range(int64_t begin, int64_t end, const gate_forward_args *args) {
   const int64_t numel = args->rows * args->cols;

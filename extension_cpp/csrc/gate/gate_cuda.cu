@@ -1,8 +1,8 @@
 // swiglu and geglu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda_pointwise.cuh). The inputs may have gaps between their rows. The arithmetic is in
+// (common/cuda/pointwise.cuh). The inputs may have gaps between their rows. The arithmetic is in
 // activation_math.cuh.
 #include "activation/activation_math.cuh"
-#include "common/cuda_pointwise.cuh"
+#include "common/cuda/pointwise.cuh"
 #include "gate/gate.h"
 
 template <activation_t KIND, typename T, typename A = acc_t<T>>

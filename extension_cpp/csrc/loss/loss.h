@@ -28,6 +28,18 @@
 #include "common/dtype.h"
 #include "common/range.h"
 
+/* The folder, from PyTorch down:
+ *   loss.cpp, token_log_probs.cpp  schemas, checks, registration
+ *   loss_shim.h, loss_shim.cpp     what the two share: checks, the layout of rows, launches
+ *   loss.h                         this contract
+ *   loss_cpu.c                     CPU entry points, compiled once per instruction set
+ *   loss_cpu_kernel.h              CPU: rows and their gradients, once per dtype
+ *   loss_cpu_tile_kernel.h         CPU: tiles of inner elements, for inner > 1
+ *   loss_cuda.cu                   GPU entry points, and forward with the gradient
+ *   loss_kernels.cuh               GPU: forward and backward without a row in registers, strips
+ *   loss_math.cuh                  GPU: the logit, the results of a row, the gradient
+ *   loss_scale_cuda.cu             GPU: the gradient times a number in GPU memory */
+
 #ifdef __cplusplus
 extern "C" {
 #endif

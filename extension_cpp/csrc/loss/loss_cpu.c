@@ -1,6 +1,6 @@
 /* cross_entropy and token_log_probs on the CPU.
  * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once,
- * for the maximum and the sum (common/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it
+ * for the maximum and the sum (rows/cpu_sum_exp_kernel.h). The gradient, if asked for, reads it
  * again from the caches. Backward needs one pass, because lse is known.
  * inner > 1: an item is a tile of LOSS_TILE inner elements, and lanes are inner elements.
  *
@@ -8,8 +8,8 @@
  * entropy share one function that is called block by block; all else has a loop of its own. */
 #include "loss/loss.h"
 
-#include "common/cpu_level.h"
-#include "common/cpu_sum_exp.h"
+#include "common/cpu/level.h"
+#include "rows/cpu_sum_exp.h"
 
 _Static_assert(LOSS_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
 
@@ -86,7 +86,7 @@ static gradient_t log_prob_gradient(const loss_rows *rows, int64_t target, doubl
 }
 
 #define KERNEL_BODY "loss/loss_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void loss_forward_cpu_range(int64_t begin, int64_t end, const loss_forward_args *args) {
   DISPATCH_DTYPE(args->rows.dtype, loss_forward, args, begin, end)

@@ -1,12 +1,12 @@
 /* The losses of rows, and their gradients. loss_cpu.c compiles this file once per element type:
- * common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
-#include "common/cpu_sum_exp_kernel.h"
+ * for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
+#include "rows/cpu_sum_exp_kernel.h"
 
 /* Numbers that a call computes once, before its first row. */
 typedef struct {
   NAME(map_t) map;
   double weights; /* the sum of the class weights */
-  int form;       /* flags of common/cpu_sum_exp.h */
+  int form;       /* flags of rows/cpu_sum_exp.h */
   int stream;
 } NAME(call_t);
 

@@ -5,7 +5,7 @@
 // loss_backward_rows    inner = 1: element by element, from the row's lse. A CTA processes a tile
 //                       of a wide row, or several narrow rows.
 // loss_gradient_rows    forward with the gradient, without softcap and smoothing: the row is in
-//                       registers (norm/norm_plan.h), so it is read once and then overwritten.
+//                       registers (rows/plan.h), so it is read once and then overwritten.
 // loss_*_strips         everything else: other dimensions and float64.
 // loss_reduce           the sum over the rows, in two steps.
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace losses {
 
 // ---- forward with the gradient ----
 
-struct GradientParams : norms::Geometry {
+struct GradientParams : Geometry {
   loss_forward_args args;
 };
 
@@ -172,15 +172,14 @@ cudaError_t backward_strips(const loss_backward_args &args, cudaStream_t stream)
                            });
 }
 
-cudaError_t gradient_rows(const loss_forward_args &args, const norms::Plan &plan,
-                          cudaStream_t stream) {
+cudaError_t gradient_rows(const loss_forward_args &args, const Plan &plan, cudaStream_t stream) {
   return with_row_type(args.rows.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const GradientParams p{norms::geometry_of(plan, args.rows.outer, args.rows.cols), args};
-    return norms::with_row_shape(plan, [&](auto vectors, auto aligned) {
+    const GradientParams p{geometry_of(plan, args.rows.outer, args.rows.cols), args};
+    return with_row_shape(plan, [&](auto vectors, auto aligned) {
       constexpr auto kernel =
           loss_gradient_rows<T, decltype(vectors)::value, decltype(aligned)::value>;
-      return norms::launch(kernel, p, plan, stream);
+      return launch(kernel, p, plan, stream);
     });
   });
 }
@@ -192,7 +191,7 @@ extern "C" int loss_forward_cuda(const loss_forward_args *args, void *stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   const loss_rows &rows = args->rows;
   const bool has_rows = rows.inner == 1 && rows.dtype != DTYPE_FLOAT64;
-  norms::Plan plan{};
+  Plan plan{};
   if (args->grad_logits != nullptr) {
     const bool is_plain = rows.softcap == 0 && rows.label_smoothing == 0;
     const bool is_congruent = has_rows && is_plain && rows.outer_stride == rows.cols &&
@@ -200,7 +199,7 @@ extern "C" int loss_forward_cuda(const loss_forward_args *args, void *stream) {
     const cudaError_t error =
         plan_rows(plan, rows.dtype, rows.outer, rows.cols, false, is_congruent);
     if (error != cudaSuccess) return error;
-    if (plan.kernel == norms::Kernel::ROW) return gradient_rows(*args, plan, on);
+    if (plan.kernel == Kernel::ROW) return gradient_rows(*args, plan, on);
   }
   const cudaError_t error = has_rows ? forward_rows(*args, on) : forward_strips(*args, on);
   if (error != cudaSuccess || args->grad_logits == nullptr) return error;

@@ -4,11 +4,12 @@
 #define EXTENSION_CPP_LOSS_MATH_CUH
 
 #include "loss/loss.h"
-#include "softmax/softmax_strips.cuh"
+#include "rows/exp_sum.cuh"
+#include "rows/strips.cuh"
 
 namespace losses {
 
-using namespace softmaxes;
+using namespace rows;
 
 // PLAIN: cross_entropy without softcap and smoothing. ENTROPY: token_log_probs. GENERAL: the rest.
 enum Mode { PLAIN, GENERAL, ENTROPY };

@@ -1,6 +1,6 @@
-// loss_scale on the GPU: flat over the elements (common/cuda_pointwise.cuh). PyTorch's product with
+// loss_scale on the GPU: flat over the elements (common/cuda/pointwise.cuh). PyTorch's product with
 // a number in GPU memory is not vectorised, and half as fast.
-#include "common/cuda_pointwise.cuh"
+#include "common/cuda/pointwise.cuh"
 #include "loss/loss.h"
 
 namespace loss_scale_kernels {

@@ -6,7 +6,7 @@
 #include <string>
 #include <tuple>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 #include "loss/loss.h"
 
 namespace extension_cpp {

@@ -1,7 +1,7 @@
 // mish: schemas, checks, allocation and registration. The kernels' contract is in mish.h.
 #include "mish/mish.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

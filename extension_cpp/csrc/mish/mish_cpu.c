@@ -2,10 +2,10 @@
  * mish_cpu_kernel.h. */
 #include "mish/mish.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_long_chains.h"
-#include "common/cpu_math.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/long_chains.h"
+#include "common/cpu/math.h"
 
 /* Below MISH_ZERO a selection replaces exp(x) by 0. In float, x exp(x) rounds to 0 below -110, and
  * the scaled exp is not valid below -131. In double, exp(x) is 0 below -746. */
@@ -13,7 +13,7 @@
 #define MISH_LINEAR(x) _Generic((x), float : 20.0f, double : 24.0)
 
 #define KERNEL_BODY "mish/mish_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void mish_forward_cpu_range(int64_t begin, int64_t end, const mish_forward_args *args) {
   DISPATCH_DTYPE(args->dtype, mish_forward, args, chunk_begin(begin, args->numel),

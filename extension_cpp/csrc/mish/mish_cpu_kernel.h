@@ -1,7 +1,7 @@
-/* Compiled once per element type by mish_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD
+/* Compiled once per element type by mish_cpu.c (for_each_dtype.h defines T, ACC, NAME, LOAD
  * and STORE).
  *
- * `scaled` is exp(x) times a power of two (EXP_SCALED in cpu_math.h). It keeps its digits where
+ * `scaled` is exp(x) times a power of two (EXP_SCALED in cpu/math.h). It keeps its digits where
  * exp(x) itself underflows, and the last multiplication removes the power. So x exp(x) is accurate
  * wherever float can hold the result. */
 

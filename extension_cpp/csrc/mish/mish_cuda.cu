@@ -1,8 +1,8 @@
 // mish on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda_pointwise.cuh). The formulas are in mish.h. exp2 and the division are the hardware's
+// (common/cuda/pointwise.cuh). The formulas are in mish.h. exp2 and the division are the hardware's
 // approximations (2 ulp each); float64 uses exp and /.
-#include "common/cuda_exp.cuh"
-#include "common/cuda_pointwise.cuh"
+#include "common/cuda/exp.cuh"
+#include "common/cuda/pointwise.cuh"
 #include "mish/mish.h"
 
 __device__ inline float linear_from(float) { return 20.0f; }

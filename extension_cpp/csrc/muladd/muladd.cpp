@@ -1,7 +1,7 @@
 // muladd: schemas, checks, allocation and registration. The kernels' contract is in muladd.h.
 #include "muladd/muladd.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

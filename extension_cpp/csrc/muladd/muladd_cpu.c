@@ -2,12 +2,12 @@
  * muladd_cpu_kernel.h. */
 #include "muladd/muladd.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_math.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/math.h"
 
 #define KERNEL_BODY "muladd/muladd_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void muladd_forward_cpu_range(int64_t begin, int64_t end, const muladd_forward_args *args) {
   DISPATCH_DTYPE(args->dtype, muladd_forward, args, chunk_begin(begin, args->numel),

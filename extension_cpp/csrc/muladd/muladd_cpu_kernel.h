@@ -1,4 +1,4 @@
-/* Compiled once per element type by muladd_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+/* Compiled once per element type by muladd_cpu.c (for_each_dtype.h defines T, ACC, NAME,
  * LOAD and STORE). */
 
 ALWAYS_INLINE void NAME(muladd_forward_block)(const muladd_forward_args *args, int64_t i, int n,

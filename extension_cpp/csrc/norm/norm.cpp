@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

@@ -6,11 +6,11 @@
  * norm_cpu_kernel.h has forward, norm_cpu_backward_kernel.h backward. */
 #include "norm/norm.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_math.h"
-#include "common/cpu_philox.h"
-#include "common/cpu_row.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/math.h"
+#include "common/cpu/philox.h"
+#include "common/cpu/row.h"
 
 _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks");
 
@@ -40,7 +40,7 @@ ALWAYS_INLINE void prefetch_output(void *p, int64_t bytes) {
 enum { GRAD_BIAS = 1, GRAD_WEIGHT = 2, GRAD_X = 4, CENTERED = 8 };
 
 #define KERNEL_BODY "norm/norm_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void norm_widen_cpu_range(int64_t begin, int64_t end, const norm_widen_args *args) {
   DISPATCH_DTYPE(args->dtype, norm_widen, args, begin, end)

@@ -1,5 +1,5 @@
 /* Forward of layer_norm and rms_norm, and what backward shares with it. norm_cpu.c compiles this
- * file once per element type: common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
+ * file once per element type: for_each_dtype.h defines T, ACC, NAME, LOAD and STORE. */
 
 /* ---- wide arrays: weight, bias and the sums over rows (norm.h) ----
  *

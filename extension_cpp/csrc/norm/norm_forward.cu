@@ -1,4 +1,4 @@
-// Forward of the norms on the GPU: one kernel for every form and width, whose shape norm_plan.h
+// Forward of the norms on the GPU: one kernel for every form and width, whose shape rows/plan.h
 // picks. Part of a warp, a CTA or a cluster of CTAs holds a row in registers, so the row is read
 // once. Its statistics are sums over these threads. The kernel is not persistent: a CTA processes
 // its rows and exits. An SM runs several CTAs, so that some load while others wait for their sums.

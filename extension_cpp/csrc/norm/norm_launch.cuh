@@ -1,24 +1,17 @@
-// The parameters of the norms' GPU kernels, the forms of a norm, and launches with a plan.
+// The parameters of the norms' GPU kernels, and the choice of a kernel's template arguments.
 #ifndef EXTENSION_CPP_NORM_LAUNCH_CUH
 #define EXTENSION_CPP_NORM_LAUNCH_CUH
 
-#include "common/cuda_dropout.cuh"
-#include "common/cuda_row.cuh"
+#include "common/cuda/dropout.cuh"
 #include "norm/norm.h"
 #include "norm/norm_math.cuh"
-#include "norm/norm_plan.h"
+#include "rows/launch.cuh"
 
 namespace norms {
 
-// ---- in kernels ----
+using namespace rows;
 
-// What a kernel with a plan gets besides its arguments.
-struct Geometry : Plan {
-  int64_t rows;
-  int cols;
-  float per_col;  // 1 / cols
-  uint64_t hint;  // of loads (cuda_cache.cuh)
-};
+// ---- in kernels ----
 
 // The kernels' parameters: the arguments, and their rows. T is the type that args.dtype names.
 template <typename T>
@@ -74,28 +67,6 @@ cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,
 cudaError_t backward(const norm_backward_args &args, Form form, const Plan &plan,
                      cudaStream_t stream);
 
-// The properties of the current device.
-cudaError_t current_device(Device &device);
-
-inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
-  constexpr CacheHint HINTS[] = {NO_HINT, EVICT_FIRST, EVICT_LAST};
-  const uint64_t hint = HINTS[static_cast<int>(plan.priority)];
-  return {plan, rows, static_cast<int>(cols), 1 / static_cast<float>(cols), hint};
-}
-
-// Calls f(vectors, aligned) with the values of a forward plan as constants: there are kernels for
-// these alone.
-template <typename F>
-cudaError_t with_row_shape(const Plan &plan, F &&f) {
-  if (!plan.is_aligned) return f(std::integral_constant<int, 4>{}, std::false_type{});
-  switch (plan.vectors) {
-    case 3: return f(std::integral_constant<int, 3>{}, std::true_type{});
-    case 4: return f(std::integral_constant<int, 4>{}, std::true_type{});
-    case 8: return f(std::integral_constant<int, 8>{}, std::true_type{});
-    default: return cudaErrorInvalidValue;
-  }
-}
-
 // Calls f(parameters, zero of the rows' type, norm, form) with a Norm (norm_math.cuh) and a form as
 // a constant. Only layer_norm is fused with dropout of y.
 template <template <typename T> class Params, typename Args, typename F>
@@ -111,51 +82,6 @@ cudaError_t with_params(const Args &args, bool is_layer_norm, Form form, const P
     if (form == Form::DROPOUT_OF_Y) return f(p, zero, LayerNorm<float>{}, dropout_of_y);
     return is_layer_norm ? run(LayerNorm<float>{}) : run(RmsNorm<float>{});
   });
-}
-
-// A launch with at most one attribute.
-struct LaunchConfig : cudaLaunchConfig_t {
-  cudaLaunchAttribute attribute{};
-
-  LaunchConfig(int64_t ctas, dim3 threads, cudaStream_t stream) : cudaLaunchConfig_t{} {
-    gridDim = dim3(static_cast<unsigned>(ctas));
-    blockDim = threads;
-    this->stream = stream;
-    attrs = &attribute;
-  }
-
-  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them: the same for
-  // all launches, because the limits are the kernel's, and another thread could lower them.
-  cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
-    dynamicSmemBytes = shared_bytes;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    numAttrs = 1;
-    cudaError_t error = cudaSuccess;
-    if (shared_bytes > 0) {
-      error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-    }
-    if (error != cudaSuccess || cluster <= 8) return error;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
-};
-
-// Not a template, so that the host code is compiled once instead of once per kernel.
-inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
-                          cudaStream_t stream) {
-  LaunchConfig config(plan.ctas, dim3(plan.threads, plan.rows_per_cta), stream);
-  cudaError_t error = cudaSuccess;
-  if (plan.cluster > 1) error = config.set_cluster(kernel, plan.shared_bytes, plan.cluster);
-  void *parameters[] = {const_cast<void *>(params)};
-  return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, parameters) : error;
-}
-
-// Every kernel has one parameter, a struct.
-template <typename Params>
-cudaError_t launch(void (*kernel)(Params), const Params &params, const Plan &plan,
-                   cudaStream_t stream) {
-  return launch(reinterpret_cast<const void *>(kernel), &params, plan, stream);
 }
 
 }  // namespace norms

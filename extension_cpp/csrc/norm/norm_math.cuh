@@ -6,10 +6,12 @@
 #ifndef EXTENSION_CPP_NORM_MATH_CUH
 #define EXTENSION_CPP_NORM_MATH_CUH
 
-#include "common/cuda_dropout.cuh"
-#include "common/cuda_row.cuh"
+#include "common/cuda/dropout.cuh"
+#include "rows/fragment.cuh"
 
 namespace norms {
+
+using namespace rows;
 
 // The statistics of a row: xhat = (x - mean) * rstd + offset. `offset` corrects the rounding of
 // `mean` and is not stored.

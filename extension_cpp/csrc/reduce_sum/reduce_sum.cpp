@@ -13,7 +13,7 @@
 #include <numeric>
 #include <optional>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

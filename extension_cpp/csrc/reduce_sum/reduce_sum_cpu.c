@@ -6,8 +6,8 @@
  * threads. */
 #include "reduce_sum/reduce_sum.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
 
 _Static_assert(SUM_BLOCK == (int)BLOCK, "rows as one must fill blocks");
 
@@ -39,7 +39,7 @@ NOINLINE void store_sums(const reduce_sum_args *args, int64_t i, const double *r
 }
 
 #define KERNEL_BODY "reduce_sum/reduce_sum_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void reduce_sum_cpu_range(int64_t begin, int64_t end, const reduce_sum_args *args) {
   DISPATCH_DTYPE(args->dtype, reduce_sum, args, begin, end)

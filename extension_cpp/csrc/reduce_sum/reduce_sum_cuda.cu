@@ -14,8 +14,8 @@
 // G is a multiple of a vector's elements, so they all have the same misalignment. The thread's
 // columns begin that many elements earlier. A tile then reads one vector more than its columns
 // fill; the neighbouring tile reads that vector again.
-#include "common/cuda_reduce.cuh"
-#include "common/cuda_vector.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/vector.cuh"
 #include "reduce_sum/reduce_sum.h"
 
 namespace reduce_sum_kernels {

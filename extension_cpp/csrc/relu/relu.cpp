@@ -1,7 +1,7 @@
 // relu: schemas, checks, allocation and registration. The kernels' contract is in relu.h.
 #include "relu/relu.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

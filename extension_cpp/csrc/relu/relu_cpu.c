@@ -2,11 +2,11 @@
  * relu_cpu_kernel.h. */
 #include "relu/relu.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
 
 #define KERNEL_BODY "relu/relu_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void relu_forward_cpu_range(int64_t begin, int64_t end, const relu_forward_args *args) {
   DISPATCH_DTYPE(args->dtype, relu_forward, args, chunk_begin(begin, args->numel),

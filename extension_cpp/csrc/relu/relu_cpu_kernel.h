@@ -1,4 +1,4 @@
-/* Compiled once per element type by relu_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD
+/* Compiled once per element type by relu_cpu.c (for_each_dtype.h defines T, ACC, NAME, LOAD
  * and STORE). */
 
 ALWAYS_INLINE void NAME(relu_forward_block)(const relu_forward_args *args, int64_t i, int n,

@@ -1,6 +1,6 @@
 // relu on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda_pointwise.cuh).
-#include "common/cuda_pointwise.cuh"
+// (common/cuda/pointwise.cuh).
+#include "common/cuda/pointwise.cuh"
 #include "relu/relu.h"
 
 struct ReluForward {

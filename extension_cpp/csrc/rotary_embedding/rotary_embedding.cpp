@@ -5,7 +5,7 @@
 #include <string>
 #include <tuple>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

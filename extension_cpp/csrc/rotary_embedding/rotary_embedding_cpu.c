@@ -5,9 +5,9 @@
  * widened again for each head. The arithmetic is in rotary_embedding_cpu_kernel.h. */
 #include "rotary_embedding/rotary_embedding.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_math.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/math.h"
 
 /* The indices of a row. */
 typedef struct {
@@ -47,7 +47,7 @@ ALWAYS_INLINE int64_t offset_of(rotary_strides strides, place_t place) {
 }
 
 #define KERNEL_BODY "rotary_embedding/rotary_embedding_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void rotary_embedding_cpu_range(int64_t begin, int64_t end,
                                        const rotary_embedding_args *args) {

@@ -1,4 +1,4 @@
-/* Compiled once per element type by rotary_embedding_cpu.c (common/for_each_dtype.h defines T, ACC,
+/* Compiled once per element type by rotary_embedding_cpu.c (for_each_dtype.h defines T, ACC,
  * NAME, LOAD and STORE). */
 
 /* A row, and the factors of its token. */

@@ -6,7 +6,7 @@
 // row, then `tile` tokens of a head, then the heads, then the tokens. If the heads of a token are
 // neighbours in memory, the tile is one token. Elements that are not rotated are copied by further
 // threads of the same rows, two vectors each.
-#include "common/cuda_vector.cuh"
+#include "common/cuda/vector.cuh"
 #include "common/range.h"
 #include "rotary_embedding/rotary_embedding.h"
 

@@ -2,7 +2,7 @@
 // contract.
 #include "scale_bias_relu/scale_bias_relu.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

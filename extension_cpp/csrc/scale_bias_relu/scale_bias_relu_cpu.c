@@ -4,13 +4,13 @@
  * scale_bias_relu_cpu_kernel.h. */
 #include "scale_bias_relu/scale_bias_relu.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_math.h"
-#include "common/cpu_row.h"
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/math.h"
+#include "common/cpu/row.h"
 
 #define KERNEL_BODY "scale_bias_relu/scale_bias_relu_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void scale_bias_relu_forward_cpu_range(int64_t begin, int64_t end,
                                               const scale_bias_relu_forward_args *args) {

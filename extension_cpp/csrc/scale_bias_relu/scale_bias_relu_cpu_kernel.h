@@ -1,4 +1,4 @@
-/* Compiled once per element type by scale_bias_relu_cpu.c (common/for_each_dtype.h defines T, ACC,
+/* Compiled once per element type by scale_bias_relu_cpu.c (for_each_dtype.h defines T, ACC,
  * NAME, LOAD and STORE). */
 
 /* n elements of one row, from flat index i and column c on. */
@@ -33,7 +33,7 @@ ALWAYS_INLINE ACC NAME(column_value)(const scale_bias_relu_backward_args *args, 
 }
 
 #define COLUMN_SUMS_ARGS scale_bias_relu_backward_args
-#include "common/cpu_column_sums_kernel.h"
+#include "common/cpu/column_sums_kernel.h"
 #undef COLUMN_SUMS_ARGS
 
 static void NAME(scale_bias_relu_backward)(const scale_bias_relu_backward_args *args,

@@ -1,8 +1,8 @@
 // scale_bias_relu on the GPU. Forward is flat over the elements, with the bias as the broadcast row
-// (common/cuda_pointwise.cuh). Backward is one pass with sums over the rows
-// (common/cuda_column_sums.cuh).
-#include "common/cuda_column_sums.cuh"
-#include "common/cuda_pointwise.cuh"
+// (common/cuda/pointwise.cuh). Backward is one pass with sums over the rows
+// (common/cuda/column_sums.cuh).
+#include "common/cuda/column_sums.cuh"
+#include "common/cuda/pointwise.cuh"
 #include "scale_bias_relu/scale_bias_relu.h"
 
 template <typename A>

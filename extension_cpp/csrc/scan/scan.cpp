@@ -6,7 +6,7 @@
 #include <optional>
 #include <tuple>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 #include "scan/scan_shim.h"
 
 namespace extension_cpp {

@@ -26,6 +26,23 @@
 #include "common/dtype.h"
 #include "common/range.h"
 
+/* The folder, from PyTorch down:
+ *   scan.cpp                         schemas, checks, allocation, registration
+ *   scan_shim.h, scan_shim.cpp       a tensor as (outer, length, inner) with any strides
+ *   scan.h                           this contract
+ *   scan_cpu.c                       CPU entry points, compiled once per instruction set
+ *   scan_cpu.h                       CPU: the scans of a block in registers
+ *   scan_cpu_items.h                 CPU: work items, lines and parts of lines
+ *   scan_cpu_kernel.h                CPU: cumsum, and what the next two share, once per dtype
+ *   scan_cpu_recurrence_kernel.h     CPU: linear_recurrence and its gradient
+ *   scan_cpu_logcumsumexp_kernel.h   CPU: logcumsumexp and its gradient
+ *   scan_cuda.cu                     GPU entry points
+ *   scan_plan.h                      GPU: how a scan is divided into tiles
+ *   scan_math.cuh                    GPU: the algebra (Part, State), what each op reads and writes
+ *   scan_memory.cuh                  GPU: parameters, loads and stores
+ *   scan_tile.cuh                    GPU: the join of the tiles of a line, in a fixed order
+ *   scan_rows.cuh, scan_columns.cuh  GPU: the kernels for inner = 1 and for inner > 1 */
+
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -7,13 +7,13 @@
  * scan.h says how long lines are cut. */
 #include "scan/scan.h"
 
-#include "common/cpu_level.h"
-#include "common/cpu_row.h"
+#include "common/cpu/level.h"
+#include "common/cpu/row.h"
 #include "scan/scan_cpu.h"
 #include "scan/scan_cpu_items.h"
 
 #define KERNEL_BODY "scan/scan_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 /* <op>_cpu, which writes the results, and <op>_totals_cpu, which only finds what a part adds. */
 #define SCAN_RANGE(name, args_type, kernel, only_total)                         \

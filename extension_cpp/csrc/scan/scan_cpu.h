@@ -7,8 +7,8 @@
 
 #include <math.h>
 
-#include "common/cpu_block.h"
-#include "common/cpu_math.h"
+#include "common/cpu/block.h"
+#include "common/cpu/math.h"
 #include "scan/scan.h"
 
 #if defined(__AVX512F__)

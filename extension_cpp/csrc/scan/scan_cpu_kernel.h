@@ -1,4 +1,4 @@
-/* Compiled once per element type by scan_cpu.c (common/for_each_dtype.h defines T, ACC, NAME, LOAD
+/* Compiled once per element type by scan_cpu.c (for_each_dtype.h defines T, ACC, NAME, LOAD
  * and STORE). */
 
 /* ---- blocks with any stride ----
@@ -63,7 +63,7 @@ ALWAYS_INLINE void NAME(load_columns)(ACC *v, const T *p, int64_t ahead, int64_t
   LOAD(v, n == BLOCK && inner == 1 ? p : NAME(gather)(block, p, inner, n, 0), BLOCK);
 }
 
-/* is_clean: as for store_clean of common/cpu_block.h. */
+/* is_clean: as for store_clean of common/cpu/block.h. */
 ALWAYS_INLINE void NAME(store_columns)(T *p, int64_t inner, const ACC *v, int n, int stream,
                                        int is_clean) {
   const int whole = n == BLOCK && inner == 1;

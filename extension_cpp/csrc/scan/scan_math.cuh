@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "common/cuda_vector.cuh"
+#include "common/cuda/vector.cuh"
 
 namespace scans {
 

@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "common/cuda_async.cuh"
+#include "common/cuda/async.cuh"
 #include "scan/scan_tile.cuh"
 
 namespace scans {

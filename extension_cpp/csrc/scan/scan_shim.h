@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 #include "scan/scan.h"
 
 namespace extension_cpp {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

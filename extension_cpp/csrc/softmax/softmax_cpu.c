@@ -1,6 +1,6 @@
 /* softmax and log_softmax on the CPU.
  * inner = 1: an item is a row, and lanes are its columns. Forward reads the row from memory once,
- * for the maximum, and again from the caches, for the sum (common/cpu_sum_exp_kernel.h). softmax of
+ * for the maximum, and again from the caches, for the sum (rows/cpu_sum_exp_kernel.h). softmax of
  * up to SUM_EXP_COLS columns keeps the exponentials of the sum for the result; other rows compute
  * them again. Backward sums over grad_out and y, and reads both again for the result. Prefetches of
  * the next row keep memory busy meanwhile.
@@ -8,8 +8,8 @@
  * lane has its own maximum and sum over the columns. */
 #include "softmax/softmax.h"
 
-#include "common/cpu_level.h"
-#include "common/cpu_sum_exp.h"
+#include "common/cpu/level.h"
+#include "rows/cpu_sum_exp.h"
 
 _Static_assert(SOFTMAX_TILE == (int)SUM_EXP_TILE, "a tile's sums are one item");
 
@@ -19,7 +19,7 @@ ALWAYS_INLINE int streams(int64_t bytes, const void *out, const void *in, const 
 }
 
 #define KERNEL_BODY "softmax/softmax_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void softmax_forward_cpu_range(int64_t begin, int64_t end,
                                       const softmax_forward_args *args) {

@@ -1,6 +1,6 @@
-/* Compiled once per element type by softmax_cpu.c (common/for_each_dtype.h defines T, ACC, NAME,
+/* Compiled once per element type by softmax_cpu.c (for_each_dtype.h defines T, ACC, NAME,
  * LOAD and STORE). */
-#include "common/cpu_sum_exp_kernel.h"
+#include "rows/cpu_sum_exp_kernel.h"
 
 /* ---- the formulas; for tiles, max, last, sum differ by lane ---- */
 

@@ -1,15 +1,18 @@
 // softmax and log_softmax on the GPU.
 //
 // If inner = 1, part of a warp, a CTA or a cluster of CTAs holds a row in registers, as in the
-// norms' forward and with the same plan (norm/norm_plan.h). Such a row is read once and written
+// norms' forward and with the same plan (rows/plan.h). Such a row is read once and written
 // once. Everything else is processed in strips, which are read twice.
+#include "rows/exp_sum.cuh"
+#include "rows/strips.cuh"
 #include "softmax/softmax.h"
-#include "softmax/softmax_strips.cuh"
 
 namespace softmaxes {
 
+using namespace rows;
+
 template <typename T>
-struct RowParams : norms::Geometry {
+struct RowParams : Geometry {
   const T *x;         // forward: x; backward: y
   const T *grad_out;  // backward
   T *out;             // forward: y; backward: grad_x
@@ -255,12 +258,12 @@ cudaError_t launch_rows(const RowParams<T> &p, cudaStream_t stream) {
     constexpr bool ALIGNED = decltype(aligned)::value;
     if constexpr (K < 8) {
       if (p.grad_out != nullptr) {
-        return norms::launch(softmax_backward_rows<T, K, ALIGNED>, p, p, stream);
+        return launch(softmax_backward_rows<T, K, ALIGNED>, p, p, stream);
       }
     }
-    return norms::launch(softmax_rows<T, K, ALIGNED>, p, p, stream);
+    return launch(softmax_rows<T, K, ALIGNED>, p, p, stream);
   };
-  return norms::with_row_shape(p, run);
+  return with_row_shape(p, run);
 }
 
 }  // namespace softmaxes
@@ -268,15 +271,15 @@ cudaError_t launch_rows(const RowParams<T> &p, cudaStream_t stream) {
 extern "C" int softmax_forward_cuda(const softmax_forward_args *args, void *stream) {
   using namespace softmaxes;
   const auto on = static_cast<cudaStream_t>(stream);
-  norms::Plan plan{};
+  Plan plan{};
   const bool is_congruent = args->inner == 1 && is_aligned(args->x) && is_aligned(args->y);
   const cudaError_t error =
       plan_rows(plan, args->dtype, args->outer, args->cols, false, is_congruent);
   if (error != cudaSuccess) return error;
-  if (plan.kernel == norms::Kernel::ROW) {
+  if (plan.kernel == Kernel::ROW) {
     return with_row_type(args->dtype, [&](auto zero) {
       using T = decltype(zero);
-      RowParams<T> p{norms::geometry_of(plan, args->outer, args->cols)};
+      RowParams<T> p{geometry_of(plan, args->outer, args->cols)};
       p.x = static_cast<const T *>(args->x);
       p.out = static_cast<T *>(args->y);
       p.is_log = args->is_log;
@@ -296,16 +299,16 @@ extern "C" int softmax_forward_cuda(const softmax_forward_args *args, void *stre
 extern "C" int softmax_backward_cuda(const softmax_backward_args *args, void *stream) {
   using namespace softmaxes;
   const auto on = static_cast<cudaStream_t>(stream);
-  norms::Plan plan{};
+  Plan plan{};
   const bool is_congruent = args->inner == 1 && is_aligned(args->y) && is_aligned(args->grad_out) &&
                             is_aligned(args->grad_x);
   const cudaError_t error =
       plan_rows(plan, args->dtype, args->outer, args->cols, true, is_congruent);
   if (error != cudaSuccess) return error;
-  if (plan.kernel == norms::Kernel::ROW) {
+  if (plan.kernel == Kernel::ROW) {
     return with_row_type(args->dtype, [&](auto zero) {
       using T = decltype(zero);
-      RowParams<T> p{norms::geometry_of(plan, args->outer, args->cols)};
+      RowParams<T> p{geometry_of(plan, args->outer, args->cols)};
       p.x = static_cast<const T *>(args->y);
       p.grad_out = static_cast<const T *>(args->grad_out);
       p.out = static_cast<T *>(args->grad_x);

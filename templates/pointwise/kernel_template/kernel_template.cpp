@@ -2,7 +2,7 @@
 // contract.
 #include "kernel_template/kernel_template.h"
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

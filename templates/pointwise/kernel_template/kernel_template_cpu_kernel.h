@@ -1,4 +1,4 @@
-/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC,
+/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
  * NAME, LOAD and STORE). */
 
 ALWAYS_INLINE ACC NAME(value)(ACC x) { return x * x; }

@@ -1,8 +1,8 @@
 // kernel_template on the GPU: flat over the elements, two 16-byte vectors per operand and thread
-// (common/cuda_pointwise.cuh).
+// (common/cuda/pointwise.cuh).
 #include "kernel_template/kernel_template.h"
 
-#include "common/cuda_pointwise.cuh"
+#include "common/cuda/pointwise.cuh"
 
 namespace kernel_template_kernels {
 

@@ -44,7 +44,7 @@ typedef struct {
   int64_t cols;
   int64_t part_rows;
   int64_t parts;     /* ceil(rows / part_rows) */
-  int64_t wide_cols; /* cols, rounded up to whole blocks of 32 (cpu_block.h) */
+  int64_t wide_cols; /* cols, rounded up to whole blocks of 32 (common/cpu/block.h) */
   dtype_t dtype;
 } kernel_template_backward_args;
 

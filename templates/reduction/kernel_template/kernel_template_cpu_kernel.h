@@ -1,4 +1,4 @@
-/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC,
+/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
  * NAME, LOAD and STORE). Blocks begin at multiples of BLOCK columns in every tensor. A block that
  * extends past the row's end is filled with zeros, which add nothing to a sum. */
 

@@ -2,9 +2,9 @@
  * kernel_template_cpu_kernel.h. */
 #include "kernel_template/kernel_template.h"
 
-#include "common/cpu_block.h"
-#include "common/cpu_level.h"
-#include "common/cpu_math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */
+#include "common/cpu/block.h"
+#include "common/cpu/level.h"
+#include "common/cpu/math.h" /* <math.h>, and exp, tanh and fma for loops that vectorise */
 
 typedef kernel_template_forward_args forward_args;
 typedef kernel_template_backward_args backward_args;
@@ -15,7 +15,7 @@ ALWAYS_INLINE int block_size(int64_t c, int64_t cols) {
 }
 
 #define KERNEL_BODY "kernel_template/kernel_template_cpu_kernel.h"
-#include "common/for_each_dtype.h"
+#include "common/cpu/for_each_dtype.h"
 
 static void kernel_template_forward_cpu_range(int64_t begin, int64_t end,
                                               const forward_args *args) {

@@ -1,4 +1,4 @@
-/* Compiled once per element type by kernel_template_cpu.c (common/for_each_dtype.h defines T, ACC,
+/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
  * NAME, LOAD and STORE). A block that extends past the row's end is filled with zeros, which add
  * nothing to the sum; a reduction with another neutral element must replace them. */
 

@@ -2,8 +2,8 @@
 // element by element, for reading: csrc/norm has rows at the speed of memory.
 #include "kernel_template/kernel_template.h"
 
-#include "common/cuda_reduce.cuh"
-#include "common/cuda_vector.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/vector.cuh"
 
 namespace kernel_template_kernels {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

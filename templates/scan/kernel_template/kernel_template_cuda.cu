@@ -3,7 +3,7 @@
 // for reading: csrc/scan has scans at the speed of memory, and docs/scan.md explains them.
 #include "kernel_template/kernel_template.h"
 
-#include "common/cuda_vector.cuh"
+#include "common/cuda/vector.cuh"
 
 namespace kernel_template_kernels {
 

@@ -1,13 +1,13 @@
-// norm_plan.h on the host: every row of the table is picked for some problem, a shape holds its
+// rows/plan.h on the host: every row of the table is picked for some problem, a shape holds its
 // row, a forward plan does not depend on the number of rows, no thread of backward adds more than
 // MOST_ROWS rows, all of the same alignment, and what the fast kernels cannot do gets the generic
 // one.
-#include "norm/norm_plan.h"
+#include "rows/plan.h"
 
 #include <cstdio>
 #include <set>
 
-using namespace norms;
+using namespace rows;
 
 static bool same_shape(const Plan &a, const Plan &b) {
   return a.kernel == b.kernel && a.shape == b.shape && a.vectors == b.vectors &&

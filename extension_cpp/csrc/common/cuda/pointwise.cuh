@@ -9,7 +9,7 @@
 #ifndef EXTENSION_CPP_CUDA_POINTWISE_CUH
 #define EXTENSION_CPP_CUDA_POINTWISE_CUH
 
-#include "common/cuda_vector.cuh"
+#include "common/cuda/vector.cuh"
 #include "common/range.h"
 
 namespace pointwise {

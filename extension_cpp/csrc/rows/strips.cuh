@@ -4,12 +4,14 @@
 // Inner elements that lie side by side are processed in strips. A cluster of CTAs has a strip, and
 // each CTA an equal part of the strip's columns. Threads of the same threadIdx.x have the same N
 // neighbouring inner elements, and threadIdx.y counts the columns that they read at once.
-#ifndef EXTENSION_CPP_SOFTMAX_STRIPS_CUH
-#define EXTENSION_CPP_SOFTMAX_STRIPS_CUH
+#ifndef EXTENSION_CPP_ROWS_STRIPS_CUH
+#define EXTENSION_CPP_ROWS_STRIPS_CUH
 
-#include "softmax/softmax_rows.cuh"
+#include <algorithm>
 
-namespace softmaxes {
+#include "rows/launch.cuh"
+
+namespace rows {
 
 constexpr int STRIP_THREADS = 256;
 // Per SM, which limits the registers per thread: to 80, and in backward to 128.
@@ -185,20 +187,20 @@ cudaError_t with_strip_vector(bool is_aligned, int64_t inner, F &&f) {
 template <typename T, int N, typename Args>
 cudaError_t launch_strips(void (*kernel)(StripParams<Args>), const Args &args, int64_t outer,
                           int64_t cols, int64_t inner, cudaStream_t stream) {
-  norms::Device device;
-  cudaError_t error = norms::current_device(device);
+  Device device;
+  cudaError_t error = current_device(device);
   if (error != cudaSuccess) return error;
   const bool has_clusters = device.has_sm_90_code && device.clusters[3] > 0;
   StripParams<Args> params{args, strip_shape(cols, inner, N * sizeof(T), N, has_clusters)};
   const int cluster = params.shape.cluster;
   const int64_t clusters = std::min<int64_t>(outer * params.shape.strips, INT32_MAX / cluster);
-  norms::LaunchConfig config(clusters * cluster, params.shape.threads, stream);
+  LaunchConfig config(clusters * cluster, params.shape.threads, stream);
   const auto function = reinterpret_cast<const void *>(kernel);
   if (cluster > 1) error = config.set_cluster(function, 0, cluster);
   void *parameters[] = {&params};
   return error == cudaSuccess ? cudaLaunchKernelExC(&config, function, parameters) : error;
 }
 
-}  // namespace softmaxes
+}  // namespace rows
 
 #endif

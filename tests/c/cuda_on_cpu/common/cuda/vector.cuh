@@ -1,4 +1,4 @@
-// csrc/common/cuda_vector.cuh for the CPU: see cuda_runtime.h.
+// csrc/common/cuda/vector.cuh for the CPU: see cuda_runtime.h.
 #pragma once
 
 #include <cuda_runtime.h>

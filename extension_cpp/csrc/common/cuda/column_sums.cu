@@ -1,4 +1,4 @@
-#include "common/cuda_column_sums.cuh"
+#include "common/cuda/column_sums.cuh"
 
 // The pointers are not known here: returns the most that any vector width and phase needs.
 extern "C" int64_t column_sums_partial_cuda(int64_t rows, int64_t cols) {

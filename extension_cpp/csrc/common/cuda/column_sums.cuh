@@ -14,7 +14,7 @@
 #define EXTENSION_CPP_CUDA_COLUMN_SUMS_CUH
 
 #include "common/column_sums.h"
-#include "common/cuda_vector.cuh"
+#include "common/cuda/vector.cuh"
 
 namespace column_sums {
 

@@ -2,7 +2,7 @@
 #ifndef EXTENSION_CPP_CPU_ROW_H
 #define EXTENSION_CPP_CPU_ROW_H
 
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 #include "common/range.h"
 
 /* Sums 32 lanes in a fixed tree. gcc makes scalar code of a loop that it unrolls completely. */

@@ -1,10 +1,10 @@
-/* What common/cpu_sum_exp_kernel.h needs once, before it is compiled per element type. */
+/* What rows/cpu_sum_exp_kernel.h needs once, before it is compiled per element type. */
 #ifndef EXTENSION_CPP_CPU_SUM_EXP_H
 #define EXTENSION_CPP_CPU_SUM_EXP_H
 
-#include "common/cpu_block.h"
-#include "common/cpu_math.h"
-#include "common/cpu_row.h"
+#include "common/cpu/block.h"
+#include "common/cpu/math.h"
+#include "common/cpu/row.h"
 
 enum {
   SUM_EXP_COLS = 8192,    /* columns of a row between two flushes to double */

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 
 /* One rounding where the instruction exists. The baseline rounds twice: a call of libm's fmaf would
  * be far too slow. */
@@ -65,7 +65,7 @@ ALWAYS_INLINE double exp_scaled_double(double x) { return exp(x); }
  * subnormal, and so for -infinity. NaN stays NaN. One multiplication by 2^n is enough for this
  * range: its exponent field n + 127 stands in the low bits of `shifted`, and is 0 for the least
  * x. */
-/* -88, -126, -110, 44, -15; see cpu_math.c */
+/* -88, -126, -110, 44, -15; see common/cpu/math.c */
 extern const float exp_zero_float, exp2_zero_float, logistic_zero_float, logistic_one_float;
 extern const float gelu_zero_float;
 ALWAYS_INLINE float exp_softmax_float(float x) {

@@ -8,14 +8,16 @@
 // vectors: t, t + blockDim.x, and so on. ALIGNED: every row begins at a multiple of 16 bytes and
 // consists of whole vectors. Otherwise the columns before the first and after the last whole vector
 // are edges, and each of the first threads owns one of them. Row r has the same alignment in all
-// tensors of a call. Rows r and r + alignment_period() have the same vectors (norm_plan.h).
-#ifndef EXTENSION_CPP_CUDA_ROW_CUH
-#define EXTENSION_CPP_CUDA_ROW_CUH
+// tensors of a call. Rows r and r + alignment_period() have the same vectors (rows/plan.h).
+#ifndef EXTENSION_CPP_ROWS_FRAGMENT_CUH
+#define EXTENSION_CPP_ROWS_FRAGMENT_CUH
 
-#include "common/cuda_async.cuh"
-#include "common/cuda_cache.cuh"
-#include "common/cuda_reduce.cuh"
-#include "common/cuda_vector.cuh"
+#include "common/cuda/async.cuh"
+#include "common/cuda/cache.cuh"
+#include "common/cuda/reduce.cuh"
+#include "common/cuda/vector.cuh"
+
+namespace rows {
 
 constexpr int MAX_CLUSTER = 16;  // CTAs
 
@@ -135,6 +137,16 @@ struct RowFragment {
     }
   }
 };
+
+// Stores values that RowFragment::for_each passed.
+template <typename T, int M>
+__device__ inline void store_at(T *row, int column, const float (&values)[M]) {
+  if constexpr (M == 1) {
+    row[column] = from_acc<T>(values[0]);
+  } else {
+    store<T, M>(row + column, values);
+  }
+}
 
 // Marks the lines of a CTA's slice of a row evict_normal. The threads that read the slice call it.
 template <typename T, bool ALIGNED>
@@ -372,5 +384,7 @@ class RowSum {
     }
   }
 };
+
+}  // namespace rows
 
 #endif

@@ -1,4 +1,4 @@
-#include "common/cuda_error.h"
+#include "common/cuda/error.h"
 
 #include <cuda_runtime.h>
 

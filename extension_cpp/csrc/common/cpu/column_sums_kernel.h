@@ -1,5 +1,5 @@
 /* A pass over the rows of x and grad_out that writes grad_x and sums over the rows into grad_bias.
- * Compiled once per element type (common/for_each_dtype.h defines T, ACC, NAME, LOAD and STORE) by
+ * Compiled once per element type (for_each_dtype.h defines T, ACC, NAME, LOAD and STORE) by
  * kernels that first define COLUMN_SUMS_ARGS, the struct of arguments, and
  *   ACC NAME(column_term)(args, kind, x, grad_out, bias)   what is summed
  *   ACC NAME(column_value)(args, kind, term)               what grad_x gets of it

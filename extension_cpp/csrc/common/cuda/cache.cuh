@@ -7,7 +7,7 @@
 #ifndef EXTENSION_CPP_CUDA_CACHE_CUH
 #define EXTENSION_CPP_CUDA_CACHE_CUH
 
-#include "common/cuda_vector.cuh"
+#include "common/cuda/vector.cuh"
 
 // The policy operand of a hinted load, which the host passes as a kernel parameter.
 // createpolicy.fractional gives these values on every architecture from sm_80 on.

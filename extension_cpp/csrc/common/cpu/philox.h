@@ -4,7 +4,7 @@
 #ifndef EXTENSION_CPP_CPU_PHILOX_H
 #define EXTENSION_CPP_CPU_PHILOX_H
 
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 #include "common/philox.h"
 
 /* Lanes of the Philox rounds: one word of as many counters as fit a vector. A word is in the lower

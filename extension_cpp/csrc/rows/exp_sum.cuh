@@ -1,16 +1,12 @@
-// Shared by softmax and the losses on the GPU: exponentials and their sums, and rows in registers
-// with the plan of the norms.
-#ifndef EXTENSION_CPP_SOFTMAX_ROWS_CUH
-#define EXTENSION_CPP_SOFTMAX_ROWS_CUH
+// Exponentials and their sums on the GPU: softmax and the losses.
+#ifndef EXTENSION_CPP_ROWS_EXP_SUM_CUH
+#define EXTENSION_CPP_ROWS_EXP_SUM_CUH
 
-#include <algorithm>
 #include <cmath>
 
-#include "norm/norm_launch.cuh"
+#include "rows/fragment.cuh"
 
-namespace softmaxes {
-
-// ---- exponentials ----
+namespace rows {
 
 // exp(x), with the instruction for 2^x. The relative error is at most 2^-22 + |x| * 2^-24, because
 // the product with log2(e) is rounded. Results below 2^-126 are 0.
@@ -93,24 +89,6 @@ struct ExpSum : Moment<A, ENTROPY> {
   }
 };
 
-// ---- rows in registers ----
-
-// Registers per thread of a kernel that holds a row. They limit the threads of an SM, and so its
-// bytes in flight.
-constexpr int row_registers(int vectors, bool is_aligned) {
-  return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
-}
-
-// Stores values that RowFragment::for_each passed.
-template <typename T, int M>
-__device__ inline void store_at(T *row, int column, const float (&values)[M]) {
-  if constexpr (M == 1) {
-    row[column] = from_acc<T>(values[0]);
-  } else {
-    store<T, M>(row + column, values);
-  }
-}
-
 // Joins the exponential sums of a cluster's CTAs. `most` and `sum` are the maximum and the sum of
 // this CTA, and become those of the row.
 template <typename Sum>
@@ -124,22 +102,6 @@ __device__ inline void join_cluster(const Sum &row_sum, float &most, float &sum,
   sum = sums[0];
 }
 
-// The plan of a row from the norms' table (norm/norm_plan.h). `is_congruent`: inner = 1, and rows
-// have the same alignment in all tensors.
-inline cudaError_t plan_rows(norms::Plan &plan, dtype_t dtype, int64_t rows, int64_t cols,
-                             bool reads_two, bool is_congruent) {
-  norms::Device device;
-  const cudaError_t error = norms::current_device(device);
-  norms::Problem problem{};
-  problem.form = reads_two ? norms::Form::RESIDUAL : norms::Form::PLAIN;
-  problem.dtype = dtype;
-  problem.rows = rows;
-  problem.cols = cols;
-  problem.is_congruent = is_congruent;
-  if (error == cudaSuccess) plan = norms::pick(problem, device);
-  return error;
-}
-
-}  // namespace softmaxes
+}  // namespace rows
 
 #endif

@@ -1,13 +1,14 @@
-// Selects the kernel of a norm on the GPU, and its shape: a table of shapes, and a pure function
-// that picks a row of the table. Host-only C++: the launchers include it, `python -m extension_cpp
-// info --plan` prints a plan, and tests/c/norm_plan.cpp checks that every row is reached.
-// benchmarks/norm_plans.py measures the shapes and thresholds; limits on registers are beside the
-// kernels. Softmax and the losses use the forward shapes, too (softmax/softmax_rows.cuh).
+// Selects the GPU kernel for the rows of a norm, a softmax or a loss, and its shape: a table of
+// shapes, and a pure function that picks a row of the table. Host-only C++: the launchers include
+// it, `python -m extension_cpp info --plan` prints a norm's plan, and tests/c/plan.cpp checks that
+// every row is reached. benchmarks/norm_plans.py measures the shapes and thresholds; limits on
+// registers are beside the kernels. Softmax and the losses use the forward shapes alone
+// (plan_rows() in rows/launch.cuh).
 //
 // The kernel and shape of a forward plan depend on the width, the types and the alignment of the
 // rows, never on their number, so a row's result has the same bits in every batch.
-#ifndef EXTENSION_CPP_NORM_PLAN_H
-#define EXTENSION_CPP_NORM_PLAN_H
+#ifndef EXTENSION_CPP_ROWS_PLAN_H
+#define EXTENSION_CPP_ROWS_PLAN_H
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +18,7 @@
 #include "common/dtype.h"
 #include "common/range.h"
 
-namespace norms {
+namespace rows {
 
 enum class Kernel {
   ROW,         // forward: part of a warp, a CTA or a cluster holds a row in registers
@@ -32,7 +33,7 @@ inline const char *name_of(Kernel kernel) {
   return NAMES[static_cast<int>(kernel)];
 }
 
-// L2 eviction hints (common/cuda_cache.cuh).
+// L2 eviction hints (common/cuda/cache.cuh).
 enum class Hint { NONE, FIRST, LAST };
 
 // The operation that is fused with the norm. RESIDUAL: forward's prologue is x = residual +
@@ -61,7 +62,7 @@ struct Device {
   bool has_sm_90_code;
 };
 
-// For benchmarks/norm_plans.py, which times one shape beside another (norm_plan.cpp).
+// For benchmarks/norm_plans.py, which times one shape beside another (plan.cpp).
 extern std::atomic<uint64_t> allowed_shapes;
 
 struct Plan {
@@ -349,6 +350,6 @@ inline Plan pick(const Problem &p, const Device &device) {
   return p.is_backward ? backward_plan(p, device) : forward_plan(p, device);
 }
 
-}  // namespace norms
+}  // namespace rows
 
 #endif

@@ -3,7 +3,7 @@
 #include <map>
 #include <vector>
 
-#include "common/op.h"
+#include "common/shim/op.h"
 
 namespace extension_cpp {
 

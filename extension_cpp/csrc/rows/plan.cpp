@@ -1,21 +1,21 @@
 // Plan queries, which `python -m extension_cpp info --plan` and the tests make through ctypes.
-#include "norm/norm_plan.h"
+#include "rows/plan.h"
 
 #include <cstdio>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-std::atomic<uint64_t> norms::allowed_shapes{~uint64_t{0}};
+std::atomic<uint64_t> rows::allowed_shapes{~uint64_t{0}};
 
-EXPORTED void extension_cpp_norm_allow(uint64_t shapes) { norms::allowed_shapes = shapes; }
+EXPORTED void extension_cpp_norm_allow(uint64_t shapes) { rows::allowed_shapes = shapes; }
 
-EXPORTED int extension_cpp_norm_plan_shapes() { return norms::SHAPE_COUNT; }
+EXPORTED int extension_cpp_norm_plan_shapes() { return rows::SHAPE_COUNT; }
 
 // The plan on an H100 (SXM) for contiguous tensors, all gradients and no dropout of x, as words
 // "name=value". The string is valid until the thread's next call.
-EXPORTED const char *extension_cpp_norm_plan(norms::Form form, dtype_t dtype, int is_backward,
+EXPORTED const char *extension_cpp_norm_plan(rows::Form form, dtype_t dtype, int is_backward,
                                              int64_t rows, int64_t cols) {
-  using namespace norms;
+  using namespace rows;
   static thread_local char text[256];
   const Device h100{132, 50 << 20, {132, 66, 30, 15, 7}, allowed_shapes, true};
   const Problem problem{is_backward != 0, form, dtype, rows, cols, true, true, true};

@@ -1,4 +1,4 @@
-#include "common/op.h"
+#include "common/shim/op.h"
 
 #include <algorithm>
 #include <sstream>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #ifdef WITH_CUDA
-#include "common/cuda_error.h"
+#include "common/cuda/error.h"
 // Weak: a PyTorch without CUDA does not have the symbol, and must still load the library.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
                                                                                    void **stream);

@@ -1,7 +1,7 @@
 /* Picks the instruction set and the size from which results are streamed once, when the library is
  * loaded. From then on both answers are constants. */
 #define _GNU_SOURCE
-#include "common/cpu_level.h"
+#include "common/cpu/level.h"
 
 #include <stdio.h>
 #include <stdlib.h>

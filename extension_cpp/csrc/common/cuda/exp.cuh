@@ -2,7 +2,7 @@
 #ifndef EXTENSION_CPP_CUDA_EXP_CUH
 #define EXTENSION_CPP_CUDA_EXP_CUH
 
-#include "common/cuda_vector.cuh"
+#include "common/cuda/vector.cuh"
 
 // 2^x and 1 / x as single instructions. Subnormal inputs and results are 0.
 __device__ inline float exp2_fast(float x) {

@@ -2,9 +2,9 @@
  *   T                    the type in memory (bfloat16, float16: uint16_t)
  *   ACC                  the accumulation type: float, for float64 double
  *   NAME(f)              f with the type's name appended: f_float32
- *   LOAD, STORE          the type's block functions of cpu_block.h
+ *   LOAD, STORE          the type's block functions of common/cpu/block.h
  * KERNEL_BODY is a header, so a debugger steps through its real lines. DISPATCH_DTYPE then calls
- * the function of a dtype. There are none for float64 at the level v4 (common/cpu_level.h). */
+ * the function of a dtype. There are none for float64 at the level v4 (common/cpu/level.h). */
 #define NAME_(f, type) f##_##type
 #define NAME_EXPANDED(f, type) NAME_(f, type)
 

@@ -1,0 +1,113 @@
+// Launches of kernels that hold rows in registers: the properties of the device, what a kernel gets
+// of its plan (rows/plan.h), and the launch itself.
+#ifndef EXTENSION_CPP_ROWS_LAUNCH_CUH
+#define EXTENSION_CPP_ROWS_LAUNCH_CUH
+
+#include <type_traits>
+
+#include "rows/fragment.cuh"
+#include "rows/plan.h"
+
+namespace rows {
+
+// What a kernel with a plan gets besides its arguments.
+struct Geometry : Plan {
+  int64_t rows;
+  int cols;
+  float per_col;  // 1 / cols
+  uint64_t hint;  // of loads (common/cuda/cache.cuh)
+};
+
+// Registers per thread of a kernel that holds a row. They limit the threads of an SM, and so its
+// bytes in flight.
+constexpr int row_registers(int vectors, bool is_aligned) {
+  return (is_aligned ? 64 : 80) + (vectors == 8 ? 16 : 0);
+}
+
+// The properties of the current device.
+cudaError_t current_device(Device &device);
+
+inline Geometry geometry_of(const Plan &plan, int64_t rows, int64_t cols) {
+  constexpr CacheHint HINTS[] = {NO_HINT, EVICT_FIRST, EVICT_LAST};
+  const uint64_t hint = HINTS[static_cast<int>(plan.priority)];
+  return {plan, rows, static_cast<int>(cols), 1 / static_cast<float>(cols), hint};
+}
+
+// Picks the plan of the rows of a softmax or a loss: a forward shape of the table. `reads_two`: the
+// kernel reads two tensors. `is_congruent`: inner = 1, and row r has the same alignment in all
+// tensors.
+inline cudaError_t plan_rows(Plan &plan, dtype_t dtype, int64_t rows, int64_t cols, bool reads_two,
+                             bool is_congruent) {
+  Device device;
+  const cudaError_t error = current_device(device);
+  Problem problem{};
+  problem.form = reads_two ? Form::RESIDUAL : Form::PLAIN;
+  problem.dtype = dtype;
+  problem.rows = rows;
+  problem.cols = cols;
+  problem.is_congruent = is_congruent;
+  if (error == cudaSuccess) plan = pick(problem, device);
+  return error;
+}
+
+// Calls f(vectors, aligned) with the values of a forward plan as constants: there are kernels for
+// these alone.
+template <typename F>
+cudaError_t with_row_shape(const Plan &plan, F &&f) {
+  if (!plan.is_aligned) return f(std::integral_constant<int, 4>{}, std::false_type{});
+  switch (plan.vectors) {
+    case 3: return f(std::integral_constant<int, 3>{}, std::true_type{});
+    case 4: return f(std::integral_constant<int, 4>{}, std::true_type{});
+    case 8: return f(std::integral_constant<int, 8>{}, std::true_type{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+// A launch with at most one attribute.
+struct LaunchConfig : cudaLaunchConfig_t {
+  cudaLaunchAttribute attribute{};
+
+  LaunchConfig(int64_t ctas, dim3 threads, cudaStream_t stream) : cudaLaunchConfig_t{} {
+    gridDim = dim3(static_cast<unsigned>(ctas));
+    blockDim = threads;
+    this->stream = stream;
+    attrs = &attribute;
+  }
+
+  // Sets the dynamic shared memory and the cluster, and allows `kernel` to have them: the same for
+  // all launches, because the limits are the kernel's, and another thread could lower them.
+  cudaError_t set_cluster(const void *kernel, int shared_bytes, int cluster) {
+    dynamicSmemBytes = shared_bytes;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    numAttrs = 1;
+    cudaError_t error = cudaSuccess;
+    if (shared_bytes > 0) {
+      error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    }
+    if (error != cudaSuccess || cluster <= 8) return error;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+};
+
+// Not a template, so that the host code is compiled once instead of once per kernel.
+inline cudaError_t launch(const void *kernel, const void *params, const Plan &plan,
+                          cudaStream_t stream) {
+  LaunchConfig config(plan.ctas, dim3(plan.threads, plan.rows_per_cta), stream);
+  cudaError_t error = cudaSuccess;
+  if (plan.cluster > 1) error = config.set_cluster(kernel, plan.shared_bytes, plan.cluster);
+  void *parameters[] = {const_cast<void *>(params)};
+  return error == cudaSuccess ? cudaLaunchKernelExC(&config, kernel, parameters) : error;
+}
+
+// Every kernel has one parameter, a struct.
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), const Params &params, const Plan &plan,
+                   cudaStream_t stream) {
+  return launch(reinterpret_cast<const void *>(kernel), &params, plan, stream);
+}
+
+}  // namespace rows
+
+#endif
