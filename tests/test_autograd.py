@@ -309,6 +309,12 @@ def test_integer_results_are_not_differentiable() -> None:
         assert torch.equal(gradient, expected) and torch.equal(indices, x.argmax(-1))
 
 
+def test_vmap_over_dimensions_that_are_not_the_first() -> None:
+    a, b = torch.randn(3, 5, 4), torch.randn(4, 3, 5)
+    result = torch.vmap(lambda a, b: extension_cpp.muladd(a, b, 0.5), (2, 0), 1)(a, b)
+    assert torch.equal(result, extension_cpp.muladd(a.movedim(2, 1), b.movedim(0, 1), 0.5))
+
+
 def test_vmap_over_nothing() -> None:
     """A batch of no elements has the shapes of one."""
     x = torch.empty(0, 3, 5)
