@@ -22,8 +22,8 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 import extension_cpp
 from benchmarks import results
 from benchmarks.timing import check_options, options_of, take_turns
-from extension_cpp import autograd
 from extension_cpp.functional.norms import LAYER_NORM
+from extension_cpp.registration import autograd
 
 ROWS, COLS, EPS = 8, 512, 1e-5
 CALLS = 50  # per batch: most end before the system gives the core to another process, and they fit into a GPU's queue

@@ -80,9 +80,9 @@ try:
     # The operators must exist before these modules register fakes and gradients for them.
     from . import after_import, nn, reference
     from . import layers as layers
-    from . import nested as nested
     from . import ops as ops
     from .ops import *  # noqa: F403
+    from .registration import nested as nested
 
     __all__ += ops.__all__
     __version__ += _tag(_build_info())

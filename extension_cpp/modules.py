@@ -6,7 +6,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import ops
+from .registration import checks
 
 
 def refuse_script(module: object) -> NoReturn:

@@ -1,7 +1,8 @@
 """Registers the fake implementation and the autograd formula of every operator.
 
 This is the table of the operators. The functions are in functional/, one module for each family, the kernels and the
-checks of their inputs in csrc/<op>/, reference.py has the functions in plain PyTorch. entries.py says what an entry is.
+checks of their inputs in csrc/<op>/, reference.py has the functions in plain PyTorch. registration/entries.py says what
+an entry is.
 
 Every op takes float64, float32, bfloat16 and float16 on CPU and CUDA. It computes in float32, for float64 in float64.
 NaN propagates. Inputs may have any strides, any storage offset and any number of elements. Results are deterministic:
@@ -23,11 +24,6 @@ from torch.nn import functional as F
 
 # With these aliases, what a section calls that `python -m extension_cpp new` appends is not an unused import.
 from . import _ops as _ops
-from . import checks as checks
-from .autograd import Gradients as Gradients
-from .autograd import register_autograd as register_autograd
-from .autograd import register_fake as register_fake
-from .entries import BY_ROWS, FLOAT32_ON_CUDA, NO_SECOND, NO_THIRD, NOT_DIFFERENTIABLE, PADDED, WRITES, register
 from .functional import dropout as drop
 from .functional import gates, linear_loss, losses, norms, pointwise, scans
 from .functional import reduce_sum as sums
@@ -43,6 +39,20 @@ from .functional.reduce_sum import reduce_sum
 from .functional.rotary_embedding import rotary_embedding
 from .functional.scans import cumsum, linear_recurrence, logcumsumexp
 from .functional.softmax import log_softmax, softmax
+from .registration import checks as checks
+from .registration.autograd import Gradients as Gradients
+from .registration.autograd import register_autograd as register_autograd
+from .registration.autograd import register_fake as register_fake
+from .registration.entries import (
+    BY_ROWS,
+    FLOAT32_ON_CUDA,
+    NO_SECOND,
+    NO_THIRD,
+    NOT_DIFFERENTIABLE,
+    PADDED,
+    WRITES,
+    register,
+)
 
 __all__ = [  # noqa: RUF022  # in the order of docs/ops.md
     "muladd",

@@ -18,8 +18,9 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error}")
 from benchmarks.published import TABLES
-from extension_cpp import autograd, ops
+from extension_cpp import ops
 from extension_cpp.command import info
+from extension_cpp.registration import autograd
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ops.md"

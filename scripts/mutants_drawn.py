@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "extension_cpp"
-PYTHON_FILES = ["ops", "entries", "functional/*", "autograd", "checks", "nested", "modules", "layers", "convert/*"]
+PYTHON_FILES = ["ops", "functional/*", "registration/*", "modules", "layers", "convert/*"]
 RULES = {".py": "python.rules", ".cpp": "cpp.rules c_like.rules", ".c": "c.rules c_like.rules"}
 
 # Groups of tests, the likeliest to fail first. A group takes at most 1 to 2 minutes, which a stopped run loses.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from extension_cpp import entries
+from extension_cpp.registration import entries
 from tests.battery import SPECS
 from tests.checks import as_tuple, maker, random_grad, run
 from tests.opspec import DTYPES, OpSpec, Sample

@@ -1,4 +1,4 @@
-"""extension_cpp.autograd behaves as torch.library.register_autograd, and calls no-grad overloads where no gradient is
+"""registration/autograd.py behaves as torch.library.register_autograd, and calls no-grad overloads where no gradient is
 recorded.
 
 The battery tests opcheck, torch.compile, second derivatives, no_grad, inference mode and threads for every op;
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
-from extension_cpp.autograd import _AFTER_AUTOGRAD, Gradients, operators, register_autograd
+from extension_cpp.registration.autograd import _AFTER_AUTOGRAD, Gradients, operators, register_autograd
 from tests.forked import python
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import extension_cpp
-from extension_cpp.entries import BY_ROWS, NESTED, PADDED
 from extension_cpp.nn import convert
+from extension_cpp.registration.entries import BY_ROWS, NESTED, PADDED
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, all_specs
 

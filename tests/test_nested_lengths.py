@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from extension_cpp.entries import BY_ROWS, NESTED
+from extension_cpp.registration.entries import BY_ROWS, NESTED
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, all_specs
 

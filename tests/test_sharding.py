@@ -1012,11 +1012,12 @@ for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
 import extension_cpp
 assert len(sys.meta_path) == finders
 import torch.distributed.tensor as first
-assert extension_cpp.autograd.distributed.DTensor is first.DTensor and "extension_cpp.distributed" in sys.modules
+assert extension_cpp.registration.autograd.distributed.DTensor is first.DTensor
+assert "extension_cpp.distributed" in sys.modules
 for name in [name for name in sys.modules if name.startswith("extension_cpp")]:
     del sys.modules[name]
 import extension_cpp
-assert extension_cpp.autograd.distributed.DTensor is first.DTensor
+assert extension_cpp.registration.autograd.distributed.DTensor is first.DTensor
 print("works")
 """
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import modules as nn
 from .. import ops
-from ..autograd import is_recorded
+from ..registration.autograd import is_recorded
 from .activations import TANH, activation
 from .formulas import context_of, have_one_shape, result_dtype
 from .model_loss import must_run

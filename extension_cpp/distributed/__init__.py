@@ -5,7 +5,7 @@ import sys
 
 from torch.distributed.tensor import DTensor as DTensor
 
-from .. import autograd
+from ..registration import autograd
 from . import sharded_loss as sharded_loss
 from .sharding import agreed as agreed
 from .sharding import on_mesh as on_mesh

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .. import checks
 from .._namespace import NAMESPACE
-from ..autograd import NO_GRAD, own_ops
 from ..functional import linear_loss
+from ..registration import checks
+from ..registration.autograd import NO_GRAD, own_ops
 
 # An operator's arguments by name, defaults included. A tensor is a DTensorSpec: shape, ndim, tensor_meta.dtype.
 Call = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
+from ..registration import checks
 
 
 def is_int(dim: Any) -> bool:

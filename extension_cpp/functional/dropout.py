@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops, autograd, checks
-from ..autograd import Gradients, own_ops
+from .. import _ops
+from ..registration import autograd, checks
+from ..registration.autograd import Gradients, own_ops
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

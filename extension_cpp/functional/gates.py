@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops, checks
-from ..autograd import Gradients
+from .. import _ops
+from ..registration import checks
+from ..registration.autograd import Gradients
 from .pointwise import gelu_backward_plain, gelu_plain, is_tanh, silu_backward_plain
 
 

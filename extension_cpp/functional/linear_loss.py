@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops, autograd, checks
-from ..autograd import is_recorded, own_ops
+from .. import _ops
+from ..registration import autograd, checks
+from ..registration.autograd import is_recorded, own_ops
 from .losses import (
     check_loss,
     check_loss_grad,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops, autograd, checks
-from ..autograd import Gradients
+from .. import _ops
+from ..registration import autograd, checks
+from ..registration.autograd import Gradients
 from .common import wide
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops, checks
-from ..autograd import Gradients, own_ops
+from .. import _ops
+from ..registration import checks
+from ..registration.autograd import Gradients, own_ops
 from . import dropout, norm_formulas
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops, checks
-from ..autograd import Gradients
+from .. import _ops
+from ..registration import checks
+from ..registration.autograd import Gradients
 from .common import is_int
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _ops
-from ..autograd import Gradients
+from ..registration.autograd import Gradients
 from .common import as_dim, fake_like, wide
 
 

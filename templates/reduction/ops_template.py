@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
-from .autograd import Gradients, operators, register_autograd, register_fake
+from .registration import checks
+from .registration.autograd import Gradients, operators, register_autograd, register_fake
 
 _ops = operators()
 

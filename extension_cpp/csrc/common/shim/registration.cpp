@@ -7,7 +7,7 @@
 
 namespace extension_cpp {
 
-constexpr char NO_GRAD[] = "_no_grad";  // as in autograd.py
+constexpr char NO_GRAD[] = "_no_grad";  // as in registration/autograd.py
 
 // Why operators that do not fit their functions were left out, a line for each.
 static std::string &schema_errors() {

@@ -33,8 +33,8 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as symbolic_trace
 from torch.library import Library
 
+from .._namespace import NAMESPACE
 from . import checks
-from ._namespace import NAMESPACE
 
 own_ops = getattr(torch.ops, NAMESPACE)  # the operators of this package
 
