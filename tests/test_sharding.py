@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import extension_cpp
 from extension_cpp.after_import import after_import
 from extension_cpp.nn import convert
+from extension_cpp.registration.entries import NONE, SHARDING
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
@@ -231,16 +232,25 @@ def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
 
 
 def check_every_op_has_a_rule(mesh: Any) -> None:
-    """Backward operators and no-grad overloads have a rule, too. An op from a template may have none."""
-    from torch.distributed.tensor import DTensor
+    """Backward operators and no-grad overloads have a rule, too. An operator whose entry has NONE refuses DTensors."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     from extension_cpp.distributed import sharding
 
     known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    new = tuple(spec.name for spec in all_specs() if spec.name not in sharding.RULES)
-    without = [name for name, op in sharding.overloads().items() if op not in known and not name.startswith(new)]
-    # linear_cross_entropy alone calls these, on tensors of one process.
-    assert without == ["cross_entropy_chunk", "cross_entropy_scale"]
+    assert all(op in known for op in sharding.overloads().values())
+    # An op from a template has no rule until its author writes one, and then a row of the document.
+    document = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text()
+    table = document.split("## What stays sharded")[1].split("\n* ")[0].splitlines()
+    listed = {name for line in table[4:] if line for name in line.split("|")[1].strip().split(", ")}
+    new = tuple(spec.name for spec in all_specs() if spec.name not in listed)
+    # linear_cross_entropy alone calls the last two, on tensors of one process.
+    refusing = {name for name, rule in SHARDING.items() if rule is NONE and not name.startswith(new)}
+    assert refusing == {"muladd.out", "cross_entropy_chunk", "cross_entropy_scale"}
+    x = distribute_tensor(torch.ones(4, device=DEVICE), mesh, [Replicate()])
+    factor = distribute_tensor(torch.ones((), device=DEVICE), mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match=r"cross_entropy_scale: expected no DTensor; call it on to_local\(\)"):
+        sharding.overloads()["cross_entropy_scale"](x, factor)
 
 
 def check_cache(mesh: Any) -> None:
@@ -907,10 +917,8 @@ def check_rows_and_classes(mesh: Any) -> None:
 
 
 def checks(processes: int) -> dict[str, Callable[[Any], None]]:
-    from extension_cpp.distributed import sharding
-
     # An op from a template has no rule until its author writes one. Until then DTensors are refused.
-    specs = {spec.name: spec for spec in all_specs() if spec.name in sharding.RULES}
+    specs = {spec.name: spec for spec in all_specs() if SHARDING[spec.name] is not NONE}
     if processes == 4:
         names = ("rms_norm", "cross_entropy")
         own = {"two_dimensions": check_two_dimensions, "rows_and_classes": check_rows_and_classes}

@@ -1,6 +1,6 @@
 """`register`, which makes an entry of the table in ops.py: all that Python registers for one operator."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,11 +33,22 @@ WRITES, NOT_DIFFERENTIABLE = Mark("writes"), Mark("not differentiable")
 # In place of an autocast rule. Only for CUDA: if both device types have one, torch.compile uses the second registration
 # for both.
 FLOAT32_ON_CUDA = Mark("float32")
+# In place of a rule for jagged nested tensors or for DTensors: the operator refuses them with a sentence.
+NONE = Mark("none")
 # What nested.py does with the operator and its backward operators: it runs once, on the rows of all tensors together;
-# or it refuses jagged tensors, and says that they must be padded. Without a mark it refuses them, too.
+# or it refuses jagged tensors, and says that they must be padded.
 BY_ROWS, PADDED = Mark("by rows"), Mark("padded")
 
-NESTED: dict[str, Mark] = {}  # the mark of each operator that has one
+# Rules for DTensors (functional/sharding_rules.py). The arguments are by name, defaults included; a tensor among them
+# has shape, ndim and tensor_meta.dtype. A placement is a dimension, PARTIAL, or None: replicated.
+PARTIAL = Mark("partial")
+Call = dict[str, Any]
+Placement = int | Mark | None
+Sharding = tuple[Sequence[Placement], Mapping[str, Placement]]  # of the results; of arguments by name
+Rule = Callable[[Call], Iterator[Sharding]]
+
+NESTED: dict[str, Mark] = {}  # of each operator whose mark is not NONE
+SHARDING: dict[str, Rule | Mark] = {}  # of each operator
 AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # of each operator that has one
 
 
@@ -49,11 +60,12 @@ def register(
     setup_context: Callable[..., None] | None = None,
     plain: Callable[..., Any] | None = None,
     autocast: Callable[..., tuple[Any, ...]] | Mark | None = None,
-    nested: Mark | None = None,
+    nested: Mark = NONE,
+    sharding: Rule | Mark = NONE,
     kernel: Callable[..., Any] | None = None,
     no_grad_kernel: Callable[..., Any] | None = None,
 ) -> None:
-    """Registers an operator's fake, derivative and autocast rule, and notes what nested.py makes of it.
+    """Registers an operator's fake, derivative and autocast rule, and notes its rules for nested tensors and DTensors.
 
     Without a setup_context the operator saves its inputs. autograd.py says what the functions take and return. An
     operator without kernels in C has `kernel`, and its no-grad overload, if it returns less, `no_grad_kernel`.
@@ -72,8 +84,9 @@ def register(
     elif callable(autocast):
         register_autocast_rule(op, autocast)
         AUTOCAST_RULES[op] = autocast
-    if nested is not None:
+    if nested is not NONE:
         NESTED[op] = nested
+    SHARDING[op] = sharding
     if kernel is not None:
         _register_kernel(op, kernel)
         _register_kernel(op + NO_GRAD, no_grad_kernel or kernel)
