@@ -15,14 +15,9 @@ A function that PyTorch also has names its first argument ``input``, as PyTorch 
 call it ``x``, for cross_entropy ``logits``.
 """
 
-from typing import Any as Any
-
 import torch
-from torch import Tensor as Tensor
 from torch.nn import functional as F
 
-# With these aliases, what a section calls that `python -m extension_cpp new` appends is not an unused import.
-from . import _ops as _ops
 from .functional import dropout as drop
 from .functional import gates, linear_loss, losses, norms, pointwise, scans
 from .functional import reduce_sum as sums
@@ -39,10 +34,6 @@ from .functional.reduce_sum import reduce_sum
 from .functional.rotary_embedding import rotary_embedding
 from .functional.scans import cumsum, linear_recurrence, logcumsumexp
 from .functional.softmax import log_softmax, softmax
-from .registration import checks as checks
-from .registration.autograd import Gradients as Gradients
-from .registration.autograd import register_autograd as register_autograd
-from .registration.autograd import register_fake as register_fake
 from .registration.entries import (
     BY_ROWS,
     FLOAT32_ON_CUDA,

@@ -327,7 +327,8 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
         dotted = [".".join(part for part in name if part) for name in names]
         of_names = [name if name in files else name.rpartition(".")[0] for name in dotted]
         imports[module] = {name if name in files else f"{name}.__init__" for name in of_names} & files.keys()
-    assert imports["ops"] >= {"entries", "functional.norms"} and imports["nn"] == {"convert.__init__", "modules"}
+    assert imports["ops"] >= {"registration.entries", "functional.norms"}
+    assert imports["nn"] == {"convert.__init__", "modules"}
     del imports["__init__"]
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError if there is a circle
 

@@ -129,7 +129,8 @@ TAKEN = [
     ("common", "extension_cpp/csrc/common exists"),
     ("modules", "extension_cpp/modules.py exists"),
     ("tests", "tests exists"),
-    ("register_fake", "extension_cpp/ops.py has register_fake"),
+    ("norms", "extension_cpp/functional/norms.py exists"),
+    ("drop", "extension_cpp/ops.py has drop"),
     ("load_error", "extension_cpp/__init__.py has load_error"),
     ("sum", "is a builtin of Python"),
 ]
@@ -140,6 +141,10 @@ def refused(capsys, *arguments: str) -> str:
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
     return printed.err
+
+
+def test_refused_names_of_the_op_module(untouched, capsys):
+    assert "the op's own code needs it" in refused(capsys, "new", "checks")
 
 
 @pytest.mark.parametrize("kind", scaffold.KINDS)
@@ -321,7 +326,10 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     for path, text in scaffold.laid_out(sources).items():  # `make format`
         path.write_text(text)
     ops = by_hand / "extension_cpp" / "ops.py"  # by an editor
-    ops.write_text(ops.read_text().replace('    "rotary_embedding",\n', '    "rotary_embedding",\n    "planted_op",\n'))
+    before, added = "from .functional import reduce_sum as sums\n", scaffold.imports_of("planted_op")
+    text = ops.read_text().replace('    "rotary_embedding",\n', '    "rotary_embedding",\n    "planted_op",\n')
+    text = text.replace(before, added[0] + before)
+    ops.write_text(text.replace("from .functional.pointwise ", added[1] + "from .functional.pointwise "))
     assert command.main(["new", "planted_op", "--kind", kind]) == 0
     edited = {Path("docs/ops.md"), Path("extension_cpp/_ops.pyi")}  # by `make docs`
     one, other = contents(by_hand), contents(tree)

@@ -36,8 +36,8 @@ FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
 SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
 SHARED += ["build_library.py", "check_environment.py", "setup.py"]
-SHARED += ["extension_cpp/_namespace.py", "extension_cpp/py.typed"]
-SHARED += [f"extension_cpp/registration/{name}.py" for name in ("__init__", "autograd", "checks", "mutation")]
+SHARED += ["extension_cpp/_namespace.py", "extension_cpp/_ops.py", "extension_cpp/py.typed"]
+SHARED += ["extension_cpp/functional/__init__.py", "extension_cpp/registration/*.py"]
 SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*.h", "extension_cpp/csrc/common/*/*"]
 SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
 SHARED += [
@@ -114,6 +114,7 @@ def check_free(name: str, kind: str) -> None:
         f"extension_cpp/{name}",
         f"extension_cpp/{name}.py",
         f"extension_cpp/csrc/{name}",
+        f"extension_cpp/functional/{name}.py",
         f"examples/{name}",
     ):
         if (TREE / place).exists():
@@ -125,8 +126,11 @@ def check_free(name: str, kind: str) -> None:
         taken = (found | {f"{op}_no_grad" for op in found}) & {name, f"{name}_backward"}
         if taken:
             raise CannotMake(f"the name '{name}' is taken: {source.relative_to(TREE)} has the op {min(taken)}")
-    symbols = [symbol for symbol in top_level_names(template / "ops_template.py") if PLACEHOLDER.search(symbol)]
-    section = {PLACEHOLDER.sub(name, symbol) for symbol in symbols}
+    symbols = top_level_names(template / "ops_template.py")
+    section = {PLACEHOLDER.sub(name, symbol) for symbol in symbols if PLACEHOLDER.search(symbol)}
+    own = top_level_names(template / "functional_template.py") if kind != "accessor" else set()
+    if name in own - {"kernel_template"}:
+        raise CannotMake(f"the name '{name}' is taken: the op's own code needs it")
     for path in (package / "ops.py", package / "reference.py", package / "__init__.py"):
         taken = section & top_level_names(path)
         if taken:
@@ -152,21 +156,29 @@ def section_of(path: Path, start: str, name: str) -> str:
 
 
 def op_files(kind: str, name: str) -> dict[str, str]:
-    """The files of an op, by their paths in a tree: kernels, shim, spec, test."""
+    """The files of an op, by their paths in a tree: kernels, shim, Python, spec, test."""
     template = TREE / "templates" / kind
     kernels = sorted((template / "kernel_template").iterdir())
     places = {f"extension_cpp/csrc/{name}/{PLACEHOLDER.sub(name, path.name)}": path for path in kernels}
+    places |= {f"extension_cpp/functional/{name}.py": template / "functional_template.py"}
     places |= {f"tests/specs/{name}.py": template / "spec_template.py"}
     places |= {f"tests/test_{name}.py": template / "test_template.py"}
     return {place: PLACEHOLDER.sub(name, path.read_text()) for place, path in places.items()}
 
 
-def with_public_name(text: str, name: str) -> str:
-    """ops.py with one more function named in __all__."""
+def imports_of(name: str) -> list[str]:
+    """What ops.py imports for an op."""
+    return [f"from .functional import {name} as {name}_functions\n", f"from .functional.{name} import {name}\n"]
+
+
+def with_entry(text: str, name: str, entry: str) -> str:
+    """ops.py with one more operator: its imports, its name in __all__, its entry."""
     listed = re.search(r"^__all__ = \[.*\n(?: .*\n)*", text, re.MULTILINE)
     if listed is None:
         raise CannotMake("extension_cpp/ops.py has no __all__")
-    return f'{text[: listed.end()]}    "{name}",\n{text[listed.end() :]}'
+    text = f'{text[: listed.end()]}    "{name}",\n{text[listed.end() :]}\n{entry}'
+    imports = re.findall(r"^from \.functional.*\n", text, re.MULTILINE)
+    return text.replace("".join(imports), "".join(sorted(imports + imports_of(name))))
 
 
 def documents(kind: str) -> tuple[str, str]:
@@ -195,12 +207,12 @@ def plan_op(name: str, kind: str) -> Plan:
     check_free(name, kind)
     template, package = TREE / "templates" / kind, TREE / "extension_cpp"
     plan = Plan({TREE / place: text for place, text in op_files(kind, name).items()})
-    for file, start in (("ops", "# ---- "), ("reference", "def ")):
-        section = section_of(template / f"{file}_template.py", start, name)
-        plan.changed[package / f"{file}.py"] = (package / f"{file}.py").read_text() + f"\n\n{section}"
+    entry = section_of(template / "ops_template.py", "# ---- ", name)
+    plan.changed[package / "ops.py"] = with_entry((package / "ops.py").read_text(), name, entry)
+    section = section_of(template / "reference_template.py", "def ", name)
+    plan.changed[package / "reference.py"] = (package / "reference.py").read_text() + f"\n\n{section}"
     stub = section_of(template / "stub_template.pyi", "def ", name)
     plan.changed[package / "_ops.pyi"] = (package / "_ops.pyi").read_text() + stub
-    plan.changed[package / "ops.py"] = with_public_name(plan.changed[package / "ops.py"], name)
     row, section = (PLACEHOLDER.sub(name, text) for text in documents(kind))
     page = TREE / "docs" / "ops.md"
     plan.changed[page] = with_row(with_section(page.read_text(), section), row)
@@ -223,13 +235,15 @@ def plan_removal(name: str) -> Plan:
     if not (folder / f"{name}.cpp").exists():
         example = " (an example is a folder: delete it)" if (TREE / "examples" / name).exists() else ""
         raise CannotMake(f"there is no op '{name}': no {folder.relative_to(TREE)}/{name}.cpp{example}")
-    tests = TREE / f"tests/specs/{name}.py", TREE / f"tests/test_{name}.py"
-    plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *tests) if path.is_file()])
+    python = package / f"functional/{name}.py", TREE / f"tests/specs/{name}.py", TREE / f"tests/test_{name}.py"
+    plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *python) if path.is_file()])
     for path in (*plan.removed, *compiled(name)):
         if path.resolve() != TREE.resolve() / path.relative_to(TREE):
             raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
+    check_unused(name, plan)
     for path, pattern, what in (
-        (package / "ops.py", rf"\n\n^# ---- {name} ----\n.*?(?=\n\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
+        *((package / "ops.py", f"^{re.escape(line)}", f"'{line.strip()}'") for line in imports_of(name)),
+        (package / "ops.py", rf"\n^# ---- {name} ----\n.*?(?=\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
         (package / "ops.py", rf'^    "{name}",\n', f"{name} in __all__"),
         (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
         (package / "_ops.pyi", rf"(?:^def {name}(?:_double)?(?:_backward)?\(.*?: \.\.\.\n)+", f"the types of {name}"),
@@ -237,7 +251,6 @@ def plan_removal(name: str) -> Plan:
         (page, rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
     ):
         plan.changed[path] = cut(path, plan.changed.get(path, path.read_text()), pattern, what)
-    check_unused(name, plan)
     return plan
 
 
@@ -255,7 +268,7 @@ def check_unused(name: str, plan: Plan) -> None:
     for path in sorted(sources):
         if path in plan.removed or path.suffix not in (".py", *C_SUFFIXES) or "build" in path.parts:
             continue
-        found = word.search(plan.changed.get(path) or path.read_text())
+        found = word.search(path.read_text())
         if found is not None:
             raise CannotMake(f"{path.relative_to(TREE)} uses {found[0]}; take that out first")
 
@@ -399,8 +412,8 @@ NEXT = {
     "op": """
 Next:
   make test ARGS="-k {name}"    builds it and tests it as it stands
-  Then put your arithmetic into {name}_cpu_kernel.h and {name}_cuda.cu, and your formula into {name}.h, ops.py
-  (docstring and second derivative) and reference.py; what it alone promises into its test.
+  Then put your arithmetic into {name}_cpu_kernel.h and {name}_cuda.cu, and your formula into {name}.h,
+  functional/{name}.py (docstring and derivatives) and reference.py; what it alone promises into its test.
   make docs    writes what its docstring says by then into docs/ops.md
 docs/TEMPLATE_USAGE.md says more. "python -m extension_cpp remove {name}" takes it out again.""",
     "example": """

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _ops, ops
 from .. import modules as nn
-from .. import ops
 from ..registration.autograd import is_recorded
 from .activations import TANH, activation
 from .formulas import context_of, have_one_shape, result_dtype
@@ -83,7 +83,7 @@ class GatedLinear(torch.autograd.Function):
         if needs_gate or needs_up:
             of_product = grad_out @ weight
             if ctx.function == "silu":
-                grad_gate, grad_up = ops._ops.swiglu_backward(of_product, gate, up)
+                grad_gate, grad_up = _ops.swiglu_backward(of_product, gate, up)
             else:
-                grad_gate, grad_up = ops._ops.geglu_backward(of_product, gate, up, TANH in ctx.function)
+                grad_gate, grad_up = _ops.geglu_backward(of_product, gate, up, TANH in ctx.function)
         return grad_gate, grad_up, grad_weight, grad_bias, None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .. import ops
+from .. import _ops
 from ..functional import linear_loss
 from ..functional.linear_loss import check_targets
 from ..functional.losses import check_loss, refuse_weight_gradient, unevaluated_lse
@@ -46,7 +46,7 @@ def cross_entropy(
             return _over_classes("cross_entropy", logits, class_dim, classes, target, *given)
     given = weight, ignore_index, 2 if reduction == 1 else reduction, label_smoothing, *options
     if reduction != 1:
-        return ops._ops.cross_entropy(logits, target, *given)
+        return _ops.cross_entropy(logits, target, *given)
     loss, _, total = own_ops.cross_entropy(logits, target, *given[:-1], True)
     return _mean(loss, total, _loss_type(logits, options[-1]))
 
@@ -75,8 +75,8 @@ def linear_cross_entropy(
             return _over_classes("linear_cross_entropy", *given, label_smoothing, z_loss, softcap, float_loss)
     tensors = x, linear_weight, target, linear_bias, weight
     if reduction != 1:
-        return ops._ops.linear_cross_entropy(*tensors, reduction, *options, float_loss, *needs)
-    loss = ops._ops.linear_cross_entropy(*tensors, 2, *options, True, *needs)
+        return _ops.linear_cross_entropy(*tensors, reduction, *options, float_loss, *needs)
+    loss = _ops.linear_cross_entropy(*tensors, 2, *options, True, *needs)
     with torch.no_grad():
         total = linear_loss.total_weight(target, linear_weight.shape[0], weight, ignore_index, loss)
     return _mean(loss, total, _loss_type(x, float_loss))
@@ -183,7 +183,7 @@ class RowLosses(torch.autograd.Function):
         grad = grad_out.redistribute(placements=ctx.placements).to_local().reshape(factor.shape) * factor
         # The operator spreads label_smoothing over as many classes as it gets.
         options = IGNORED, 0, label_smoothing * x.shape[dim] / count, z_loss, softcap
-        grad_x = ops._ops.cross_entropy_backward(
+        grad_x = _ops.cross_entropy_backward(
             grad.to(acc), x, label, saved, grad.new_empty(0, dtype=acc), None, *options
         )
         lse, rest = saved.double().unbind(-1)

@@ -1,110 +1,30 @@
-"""The public functions. One section for each op: function, fake, setup_context, backward, register_autograd."""
+"""Registers the fake implementation and the autograd formula of every operator.
 
-from typing import Any
+This is the table of the operators. The functions are in functional/. registration/entries.py says what an entry is.
+"""
 
-import torch
-from torch import Tensor
+from .functional import kernel_template as kernel_template_functions
+from .functional.kernel_template import kernel_template
+from .registration.entries import NO_SECOND, NONE, register
 
-from .registration import checks
-from .registration.autograd import Gradients, operators, register_autograd, register_fake
-
-_ops = operators()
-
+__all__ = [
+    "kernel_template",
+]
 
 # ---- kernel_template ----
 
-
-def kernel_template(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Scales every row to a root mean square of 1: ``x / sqrt(mean(x^2) + eps) * weight``.
-
-    Args:
-        x: shape (..., features); the mean is taken over the last dimension.
-        weight: shape (features,), dtype and device of ``x``.
-        eps: added to the mean square.
-
-    Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
-
-    Raises:
-        RuntimeError: ``x`` has no dimension, ``weight`` is not (features,) or differs from ``x`` in dtype or device, or
-            a dtype is not floating point.
-
-    Differentiable once in ``x`` and ``weight``; a second derivative raises. Backward saves ``x``, ``weight`` and a
-    reciprocal root mean square a row, in float32 (float64: float64). Source: Zhang and Sennrich 2019, arXiv:1910.07467.
-    """
-    return _ops.kernel_template(x, weight, eps)[0]
-
-
-def _check_kernel_template(op: str, x: Tensor, weight: Tensor) -> None:
-    """The kernel's checks, with the same sentences."""
-    checks.check_dtype(op, "x", x)
-    checks.check_same(op, "weight", weight, "x", x)
-    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
-    expected = f"expected weight of shape [{x.shape[-1]}], the last dimension of x"
-    checks.check_sizes(op, weight.shape, x.shape[-1:], f"{expected}, but got {list(weight.shape)}")
-
-
-@register_fake("kernel_template")
-def _(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    _check_kernel_template("kernel_template", x, weight)
-    statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
-    return x.new_empty(x.shape), x.new_empty([*x.shape[:-1], 1], dtype=statistics)
-
-
-@register_fake("kernel_template_backward")
-def _(
-    grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool
-) -> tuple[Tensor, Tensor]:
-    op = "kernel_template_backward"
-    _check_kernel_template(op, x, weight)
-    checks.check_like(op, "grad_out", grad_out, "x", x)
-    checks.check_device(op, "rstd", rstd, "x", x)
-    statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
-    as_returned = rstd.dtype == statistics and rstd.is_contiguous()
-    checks.check(op, as_returned, "expected rstd as the forward returned it")
-    checks.check_sizes(op, rstd.shape, [*x.shape[:-1], 1], "expected rstd as the forward returned it")
-    grad_weight = weight.new_empty(weight.shape if needs_grad_weight else 0)
-    return x.new_empty(x.shape if needs_grad_x else 0), grad_weight
-
-
-def _kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, weight, _ = inputs
-    _, rstd = output
-    ctx.save_for_backward(x, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)  # else backward would fill zeros for rstd
-
-
-def _kernel_template_backward(ctx: Any, grad_out: Tensor | None, _: None) -> Gradients:
-    if grad_out is None:
-        return {}
-    x, weight, rstd = ctx.saved_tensors
-    needs_x, needs_weight, _ = ctx.needs_input_grad
-    backward = _ops.kernel_template_backward
-    grad_x, grad_weight = backward(grad_out, x, weight, rstd, needs_x, needs_weight)
-    return {"x": grad_x, "weight": grad_weight}
-
-
-def _kernel_template_plain(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The same in plain tensor operations, for forward-mode differentiation."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * rstd * weight).to(x.dtype), rstd.detach()
-
-
-register_autograd(
+register(
     "kernel_template",
-    _kernel_template_backward,
-    setup_context=_kernel_template_setup_context,
-    plain=_kernel_template_plain,
+    fake=kernel_template_functions.kernel_template_fake,
+    setup_context=kernel_template_functions.kernel_template_setup_context,
+    backward=kernel_template_functions.kernel_template_backward,
+    plain=kernel_template_functions.kernel_template_plain,
+    nested=NONE,
+    sharding=NONE,
 )
-
-
-def _kernel_template_no_second_order(ctx: Any, *grads: Tensor) -> Gradients:
-    raise RuntimeError("extension_cpp::kernel_template: the second derivative is not implemented")
-
-
-register_autograd(
+register(
     "kernel_template_backward",
-    _kernel_template_no_second_order,
+    fake=kernel_template_functions.kernel_template_backward_fake,
+    backward=NO_SECOND,
+    sharding=NONE,
 )

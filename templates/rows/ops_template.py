@@ -1,99 +1,30 @@
-"""The public functions. One section for each op: function, fake, setup_context, backward, register_autograd."""
+"""Registers the fake implementation and the autograd formula of every operator.
 
-from typing import Any
+This is the table of the operators. The functions are in functional/. registration/entries.py says what an entry is.
+"""
 
-import torch
-from torch import Tensor
+from .functional import kernel_template as kernel_template_functions
+from .functional.kernel_template import kernel_template
+from .registration.entries import NONE, register
 
-from .registration import checks
-from .registration.autograd import Gradients, operators, register_autograd, register_fake
-
-_ops = operators()
-
+__all__ = [
+    "kernel_template",
+]
 
 # ---- kernel_template ----
 
-
-def kernel_template(x: Tensor) -> Tensor:
-    """The mean square of every row: ``mean(x^2)`` over the last dimension.
-
-    Args:
-        x: shape (..., features).
-
-    Returns:
-        A contiguous tensor of shape (...), of ``x``'s dtype; NaN where there are no features.
-
-    Raises:
-        RuntimeError: ``x`` has no dimension, or its dtype is not floating point.
-
-    Differentiable, to any order. Saves ``x``. Batch-invariant: a row's result does not depend on the other rows.
-    """
-    return _ops.kernel_template(x)
-
-
-def _check_kernel_template(op: str, x: Tensor) -> None:
-    """The kernel's checks, with the same sentences."""
-    checks.check_dtype(op, "x", x)
-    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
-
-
-@register_fake("kernel_template")
-def _(x: Tensor) -> Tensor:
-    _check_kernel_template("kernel_template", x)
-    return x.new_empty(x.shape[:-1])
-
-
-@register_fake("kernel_template_backward")
-def _(grad_out: Tensor, x: Tensor) -> Tensor:
-    op = "kernel_template_backward"
-    _check_kernel_template(op, x)
-    checks.check_same(op, "grad_out", grad_out, "x", x)
-    expected = f"expected grad_out of shape {list(x.shape[:-1])}, x without its last dimension"
-    checks.check_sizes(op, grad_out.shape, x.shape[:-1], f"{expected}, but got {list(grad_out.shape)}")
-    return x.new_empty(x.shape)
-
-
-def _kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    (x,) = ctx.saved_tensors
-    return {"x": _ops.kernel_template_backward(grad_out, x)}
-
-
-def _kernel_template_plain(x: Tensor) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1).to(x.dtype)
-
-
-def _kernel_template_backward_plain(grad_out: Tensor, x: Tensor) -> Tensor:
-    return (2 * grad_out).unsqueeze(-1) * x / x.shape[-1]
-
-
-register_autograd(
+register(
     "kernel_template",
-    _kernel_template_backward,
-    setup_context=_kernel_template_setup_context,
-    plain=_kernel_template_plain,
+    fake=kernel_template_functions.kernel_template_fake,
+    backward=kernel_template_functions.kernel_template_backward,
+    plain=kernel_template_functions.kernel_template_plain,
+    nested=NONE,
+    sharding=NONE,
 )
-
-
-def _kernel_template_backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    # grad_x = grad_out * 2 x / cols: linear in both. Written in plain tensor operations, so that autograd can
-    # differentiate it again, to any order.
-    grad_out, x = ctx.saved_tensors
-    grad_grad_out = (grad_grad_x * x).sum(-1) * 2 / x.shape[-1] if x.shape[-1] else torch.zeros_like(grad_out)
-    return {"grad_out": grad_grad_out, "x": _kernel_template_backward_plain(grad_out, grad_grad_x)}
-
-
-register_autograd(
+register(
     "kernel_template_backward",
-    _kernel_template_double_backward,
-    setup_context=_kernel_template_backward_setup_context,
-    plain=_kernel_template_backward_plain,
+    fake=kernel_template_functions.kernel_template_backward_fake,
+    backward=kernel_template_functions.kernel_template_second,
+    plain=kernel_template_functions.kernel_template_backward_plain,
+    sharding=NONE,
 )

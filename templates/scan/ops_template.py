@@ -1,97 +1,32 @@
-"""The public functions. One section for each op: function, fake, setup_context, backward, register_autograd."""
+"""Registers the fake implementation and the autograd formula of every operator.
 
-from typing import Any
+This is the table of the operators. The functions are in functional/. registration/entries.py says what an entry is.
+"""
 
-import torch
-from torch import Tensor
+from .functional import kernel_template as kernel_template_functions
+from .functional.kernel_template import kernel_template
+from .registration.entries import NONE, register
 
-from .registration import checks
-from .registration.autograd import Gradients, operators, register_autograd, register_fake
-
-_ops = operators()
-
+__all__ = [
+    "kernel_template",
+]
 
 # ---- kernel_template ----
 
-
-def kernel_template(x: Tensor, decay: float) -> Tensor:
-    """The running sum of every row, with decay: ``y_k = decay * y_(k-1) + x_k`` over the last dimension.
-
-    Args:
-        x: shape (..., steps).
-        decay: what is left of the sum after a step, between 0 and 1; 1 gives the cumulative sum.
-
-    Returns:
-        A contiguous tensor of ``x``'s shape and dtype.
-
-    Raises:
-        RuntimeError: ``x`` has no dimension, its dtype is not floating point, or ``decay`` is not between 0 and 1.
-
-    Differentiable in ``x``, to any order. The gradient is the same sum from the last step to the first. It saves
-    no tensor. NaN and infinities spread to later steps only. Batch-invariant: a row's result does not depend on the
-    other rows.
-    """
-    return _ops.kernel_template(x, decay)
-
-
-def _check_kernel_template(op: str, name: str, x: Tensor, decay: float) -> None:
-    """The kernel's checks, with the same sentences."""
-    checks.check_dtype(op, name, x)
-    checks.check(op, x.dim() > 0, f"expected {name} to have at least one dimension, but got shape []")
-    if not 0 <= decay <= 1:
-        checks.fail(op, f"expected decay to be between 0 and 1, but got {decay:g}")
-
-
-@register_fake("kernel_template")
-def _(x: Tensor, decay: float) -> Tensor:
-    _check_kernel_template("kernel_template", "x", x, decay)
-    return x.new_empty(x.shape)
-
-
-@register_fake("kernel_template_backward")
-def _(grad_out: Tensor, decay: float) -> Tensor:
-    _check_kernel_template("kernel_template_backward", "grad_out", grad_out, decay)
-    return grad_out.new_empty(grad_out.shape)
-
-
-def _kernel_template_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.decay = inputs
-
-
-def _kernel_template_backward(ctx: Any, grad_out: Tensor) -> Gradients:
-    return {"x": _ops.kernel_template_backward(grad_out, ctx.decay)}
-
-
-def _kernel_template_plain(x: Tensor, decay: float) -> Tensor:
-    """The same in plain tensor operations, for forward-mode differentiation: each turn of the loop doubles the number
-    of steps in an element's sum."""
-    y, offset = x.to(torch.promote_types(x.dtype, torch.float32), copy=True), 1
-    while offset < x.shape[-1]:
-        y = y + decay**offset * torch.nn.functional.pad(y[..., :-offset], (offset, 0))
-        offset *= 2
-    return y.to(x.dtype)
-
-
-def _kernel_template_backward_plain(grad_out: Tensor, decay: float) -> Tensor:
-    return _kernel_template_plain(grad_out.flip(-1), decay).flip(-1)
-
-
-register_autograd(
+register(
     "kernel_template",
-    _kernel_template_backward,
-    setup_context=_kernel_template_setup_context,
-    plain=_kernel_template_plain,
+    fake=kernel_template_functions.kernel_template_fake,
+    setup_context=kernel_template_functions.kernel_template_setup_context,
+    backward=kernel_template_functions.kernel_template_backward,
+    plain=kernel_template_functions.kernel_template_plain,
+    nested=NONE,
+    sharding=NONE,
 )
-
-
-def _kernel_template_double_backward(ctx: Any, grad_grad_x: Tensor) -> Gradients:
-    # grad_x is linear in grad_out, and its transpose is the forward scan.
-    return {"grad_out": _ops.kernel_template(grad_grad_x, ctx.decay)}
-
-
-register_autograd(
+register(
     "kernel_template_backward",
-    _kernel_template_double_backward,
-    setup_context=_kernel_template_setup_context,
-    plain=_kernel_template_backward_plain,
+    fake=kernel_template_functions.kernel_template_backward_fake,
+    setup_context=kernel_template_functions.kernel_template_setup_context,
+    backward=kernel_template_functions.kernel_template_second,
+    plain=kernel_template_functions.kernel_template_backward_plain,
+    sharding=NONE,
 )

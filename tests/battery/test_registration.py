@@ -1,7 +1,11 @@
 """What an operator of this package must have registered, whether a spec reaches it or not."""
 
+import ast
+from pathlib import Path
+
 import torch
 
+from extension_cpp import ops
 from extension_cpp.registration.autograd import overload_of
 from tests.battery import both_overloads, calls_of_every_order, every_op
 from tests.checks import as_tuple, maker
@@ -22,6 +26,20 @@ def lacking(names: list[str], key: str) -> list[str]:
 def test_every_operator_says_what_autograd_does() -> None:
     """Else its results seem to require grad: register_autograd, register_not_differentiable or register_mutation."""
     assert lacking(names(), "Autograd") == []
+
+
+def test_entries_of_public_ops_say_what_nested_tensors_and_dtensors_get() -> None:
+    """An op that refuses them has NONE in its entry, which a reader of the table sees."""
+    calls = [node for node in ast.walk(ast.parse(Path(ops.__file__).read_text())) if isinstance(node, ast.Call)]
+    entries = {
+        call.args[0].value: {keyword.arg for keyword in call.keywords}
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "register" and isinstance(call.args[0], ast.Constant)
+    }
+    assert {*ops.__all__} <= entries.keys()
+    assert [
+        name for name in ops.__all__ if not {"fake", "backward", "plain", "nested", "sharding"} <= entries[name]
+    ] == []
 
 
 def test_every_operator_that_writes_counts_versions() -> None:

@@ -113,7 +113,7 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="add_layer_norm",
     options=Options({**layer_norm.SPEC.options.values, "p": (0.3,)}, with_options),
-    function=extension_cpp.ops._ops.add_layer_norm,
+    function=extension_cpp._ops.add_layer_norm,
     reference=lambda *args: extension_cpp.reference.add_layer_norm(*args[:7], seed=args[7]),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,

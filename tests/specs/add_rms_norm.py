@@ -69,7 +69,7 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="add_rms_norm",
     options=Options({**rms_norm.SPEC.options.values, "p": (0.3,)}, with_options),
-    function=extension_cpp.ops._ops.add_rms_norm,
+    function=extension_cpp._ops.add_rms_norm,
     reference=lambda *args: extension_cpp.reference.add_rms_norm(*args[:6], seed=args[6]),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,

@@ -65,7 +65,7 @@ def bench_sample(make, shape):
 
 SPEC = OpSpec(
     name="dropout",
-    function=lambda x, p, seed: extension_cpp.ops._ops.dropout(x, p, seed),
+    function=lambda x, p, seed: extension_cpp._ops.dropout(x, p, seed),
     reference=lambda x, p, seed: extension_cpp.reference.dropout(x, p, seed=seed),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,

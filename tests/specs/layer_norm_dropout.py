@@ -64,7 +64,7 @@ def with_options(make, shape, chosen):
 SPEC = OpSpec(
     name="layer_norm_dropout",
     options=Options({**layer_norm.SPEC.options.values, "p": (0.3,)}, with_options),
-    function=extension_cpp.ops._ops.layer_norm_dropout,
+    function=extension_cpp._ops.layer_norm_dropout,
     reference=lambda *args: extension_cpp.reference.layer_norm_dropout(*args[:6], seed=args[6]),
     sample_inputs=sample_inputs,
     error_inputs=error_inputs,
