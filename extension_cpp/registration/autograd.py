@@ -329,19 +329,16 @@ def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> 
     return in_order
 
 
-def _autograd_kernel(
-    op: Any,
-    backward: Callable[..., Gradients],
-    setup_context: Callable[..., Any] | None,
-    plain: Callable[..., Any] | None,
-) -> Callable[..., Any]:
-    by_position = [argument for argument in op._schema.arguments if not argument.kwarg_only]
+def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Callable[..., Any] | None) -> Any:
+    """The autograd.Function of an operator.
+
+    Its apply takes no keywords, and its backward must return a gradient for each argument. So keys and keywords come as
+    one last argument, a pair, whose gradient is always None.
+    """
+    names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
-    defaults = tuple(argument.default_value for argument in by_position)
     keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
 
-    # Function.apply takes no keywords, and backward must return a gradient for each argument. So keys and keywords come
-    # as one last argument, a pair, whose gradient is always None.
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
         if torch._C._are_functorch_transforms_active():
@@ -359,13 +356,20 @@ def _autograd_kernel(
         return output
 
     # The class is made by type(), because PyTorch takes the name of grad_fn from the class's name at that moment.
-    functions = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(_in_order(op, backward, [argument.name for argument in by_position])),
-    }
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(_in_order(op, backward, names))}
     # Its base is not autograd.Function, which refuses torch.func's transforms. Their dispatch has already unwrapped the
-    # tensors to the level of one transform, and there this kernel records like those of PyTorch's own operators.
-    node: Any = type(op._schema.name.split("::")[1], (torch.autograd.function._SingleLevelFunction,), functions)
+    # tensors to the level of one transform, and there the function records like those of PyTorch's own operators.
+    return type(op._schema.name.split("::")[1], (torch.autograd.function._SingleLevelFunction,), functions)
+
+
+def _autograd_kernel(
+    op: Any,
+    backward: Callable[..., Gradients],
+    setup_context: Callable[..., Any] | None,
+    plain: Callable[..., Any] | None,
+) -> Callable[..., Any]:
+    node = _function_of(op, backward, setup_context)
+    defaults = tuple(argument.default_value for argument in op._schema.arguments if not argument.kwarg_only)
 
     def apply(*args: Any) -> Any:
         if not torch._C._are_functorch_transforms_active():
