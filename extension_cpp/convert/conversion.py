@@ -140,7 +140,7 @@ def convert(
                 losses.append((name, module, plan))
             if reason is not None:
                 result.left[name] = f"{_class_name(module)}: {reason}"
-        if isinstance(module, _ours()) or not _may_be_known(module):
+        if isinstance(module, OURS) or not _may_be_known(module):
             continue
         kind = _obstacle(module) or _class_for(module, recognised)
         if isinstance(kind, type):
@@ -172,7 +172,7 @@ def _rewritten(
     """The modules whose forward is rewritten: name, module, new class, and the functions that it calls."""
     changes = []
     for name, module in modules:
-        if module in classes or not module._modules or isinstance(module, (*_ours(), model_loss.LinearLossModel)):
+        if module in classes or not module._modules or isinstance(module, (*OURS, model_loss.LinearLossModel)):
             continue
         if model_loss.is_model(module) or _obstacle(module) is not None:
             continue
@@ -213,7 +213,7 @@ def revert(model: torch.nn.Module) -> Converted:
             vars(module).pop("received", None)  # an attribute of output layers, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif isinstance(module, (*_generated(), model_loss.LinearLossModel, model_loss.Head)):
+        elif isinstance(module, (*GENERATED, model_loss.LinearLossModel, model_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
         if model_loss.restore(module):
             result.changed[name] = _class_name(module)
@@ -221,26 +221,28 @@ def revert(model: torch.nn.Module) -> Converted:
     return result
 
 
-def _replacements() -> dict[type, type]:
-    """The classes of torch.nn that have one of the same name in extension_cpp.nn."""
-    names = ("LayerNorm", "RMSNorm", "SiLU", "GELU", "Dropout", "Softmax", "LogSoftmax", "CrossEntropyLoss")
-    return {getattr(torch.nn, name): getattr(nn, name) for name in names}
+# The modules of extension_cpp.nn that replace those of torch.nn with the same name, and the functions that they call.
+FUNCTIONS: dict[type, str] = {
+    nn.LayerNorm: "layer_norm",
+    nn.RMSNorm: "rms_norm",
+    **{known.module: known.function for known in activations.KNOWN.values()},
+    nn.Dropout: "dropout",
+    nn.Softmax: "softmax",
+    nn.LogSoftmax: "log_softmax",
+    nn.CrossEntropyLoss: "cross_entropy",
+}
+REPLACEMENTS: dict[type, type] = {getattr(torch.nn, kind.__name__): kind for kind in FUNCTIONS}
 
-
-def _generated() -> tuple[type, type]:
-    """The base classes of the classes that convert makes for modules without a class in extension_cpp.nn."""
-    return FormulaModule, forwards.RewrittenModule
-
-
-def _ours() -> tuple[type, ...]:
-    return (*_replacements().values(), nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, *_generated())
+# The base classes of the classes that convert makes for modules without a class in extension_cpp.nn.
+GENERATED = FormulaModule, forwards.RewrittenModule
+OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, *GENERATED
 
 
 def _original(converted: type) -> type | None:
     """The class that a converted module had."""
     if is_formula_class(converted) or forwards.is_rewritten_class(converted):
         return converted.original  # type: ignore[attr-defined]  # of the classes that convert makes
-    for original, ours in _replacements().items():
+    for original, ours in REPLACEMENTS.items():
         if converted is ours:
             return original
     return model_loss.original_class(converted)
@@ -315,12 +317,10 @@ def _has_cuda() -> bool:
 
 def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) -> type | str:
     """The class that runs the module on our ops, or why there is none."""
-    if type(module) in (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GELU):
-        return _replacements()[type(module)]
-    if type(module) is torch.nn.SiLU and not module.inplace:
-        return nn.SiLU
     if isinstance(module, KINDS):
         return _class_by_kind(module)
+    if type(module) in REPLACEMENTS and not getattr(module, "inplace", False):
+        return REPLACEMENTS[type(module)]
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
     if formula is None:
@@ -353,7 +353,7 @@ def _class_by_kind(module: torch.nn.Module) -> type | str:
         return "it works in place, which the op could only copy"
     if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
         return "its dim is None, so PyTorch chooses it by the input's number of dimensions"
-    return _replacements()[type(module)]
+    return REPLACEMENTS[type(module)]
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
@@ -367,7 +367,4 @@ def _plain_state(module: torch.nn.Module) -> Any:
 
 
 def _function(converted: Any) -> str:
-    if is_formula_class(converted):
-        return str(converted.formula)
-    functions = "layer_norm", "rms_norm", "silu", "gelu", "dropout", "softmax", "log_softmax", "cross_entropy"
-    return dict(zip(_replacements().values(), functions, strict=True))[converted]
+    return str(converted.formula) if is_formula_class(converted) else FUNCTIONS[converted]

@@ -15,9 +15,9 @@ from torch import Tensor
 from .. import modules as nn
 from .. import ops
 from . import rotary_forms, sources
-from .activations import TANH, Activation
+from .activations import KNOWN, Activation, name_of_product
 from .formulas import CONTEXTS, FormulaModule, Remembered, generated_class, is_formula_class
-from .gated import GATED, GatedLinear, can_make_again, gated
+from .gated import GatedLinear, can_make_again, gated
 from .model_loss import must_run
 from .norms import Norm, add_norm
 from .rewriter import FUNCTIONAL_DROPOUT, Site
@@ -38,7 +38,9 @@ class RewrittenModule:
         function, results = _activation(act)
         if function and isinstance(gate, Tensor) and isinstance(up, Tensor) and nn.takes(gate, up):
             return gated(gate, up, function, results)
-        return (_functional(act) if isinstance(act, str) else act)(gate) * up
+        if isinstance(act, str):
+            act = functools.partial(getattr(torch.nn.functional, KNOWN[act].function), **KNOWN[act].options)
+        return act(gate) * up
 
     def _extension_cpp_gated_linear(self, linear: Any, act: Any, gate: Any, up: Any) -> Any:
         """``linear(act(gate) * up)``."""
@@ -103,19 +105,12 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
         return act, AS_INPUT
     if must_run(act) is not None:
         return "", ()
-    if type(act) is nn.GELU:
-        return f"gelu{TANH}" if act.approximate == "tanh" else "gelu", AS_INPUT
-    if type(act) is nn.SiLU:
-        return "silu", AS_INPUT
+    for name, known in KNOWN.items():
+        if type(act) is known.module and all(getattr(act, each) == value for each, value in known.options.items()):
+            return name, AS_INPUT
     if isinstance(act, FormulaModule) and is_formula_class(type(act)):
         return act.formula.function, act.formula.results  # type: ignore[attr-defined]  # an Activation
     return "", ()
-
-
-def _functional(function: str) -> Callable[[Any], Any]:
-    if function == "silu":
-        return torch.nn.functional.silu
-    return functools.partial(torch.nn.functional.gelu, approximate="tanh" if TANH in function else "none")
 
 
 def is_rewritten_class(kind: type) -> bool:
@@ -212,12 +207,10 @@ def _function_at(site: Site, kind: type | None) -> str | None:
             return "add_layer_norm" if kind is nn.LayerNorm else "add_rms_norm"
         return f"add_{formula}" if isinstance(formula, Norm) else None
     if site.options:  # torch.nn.functional's
-        return GATED[site.name]
-    if kind is nn.SiLU:
-        return "swiglu"
-    if kind is nn.GELU:
-        return "geglu"
-    return GATED[formula.function] if isinstance(formula, Activation) else None
+        return name_of_product(site.name)
+    if isinstance(formula, Activation):
+        return name_of_product(formula.function)
+    return next((known.gated for known in KNOWN.values() if known.module is kind), None)
 
 
 def function_of(kind: Any, site: Site) -> Any:

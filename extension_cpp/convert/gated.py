@@ -8,12 +8,9 @@ from torch import Tensor
 from .. import modules as nn
 from .. import ops
 from ..autograd import is_recorded
-from .activations import TANH, activation
+from .activations import KNOWN, activation
 from .formulas import context_of, have_one_shape, result_dtype
 from .model_loss import must_run
-
-# From the name of an activation to the name that the product with it has in Converted.changed.
-GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}
 
 _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # before anyone can patch them
 
@@ -32,7 +29,8 @@ def _is_one_kernel(gate: Tensor, up: Tensor, results: tuple[str, ...]) -> bool:
 
 
 def _product(gate: Tensor, up: Tensor, function: str) -> Tensor:
-    return ops.swiglu(gate, up) if function == "silu" else ops.geglu(gate, up, "tanh" if TANH in function else "none")
+    known = KNOWN[function]
+    return getattr(ops, known.gated)(gate, up, **known.options)
 
 
 def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) -> bool:
@@ -81,9 +79,7 @@ class GatedLinear(torch.autograd.Function):
         if needs_bias:
             grad_bias = rows.sum(0)
         if needs_gate or needs_up:
-            of_product = grad_out @ weight
-            if ctx.function == "silu":
-                grad_gate, grad_up = ops._ops.swiglu_backward(of_product, gate, up)
-            else:
-                grad_gate, grad_up = ops._ops.geglu_backward(of_product, gate, up, TANH in ctx.function)
+            known = KNOWN[ctx.function]
+            product_backward = getattr(ops._ops, f"{known.gated}_backward")
+            grad_gate, grad_up = product_backward(grad_out @ weight, gate, up, *known.backward_options)
         return grad_gate, grad_up, grad_weight, grad_bias, None
