@@ -1,6 +1,5 @@
 """The table of the activations that nn.convert knows, and the part of it that recognises them by running probes."""
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -75,16 +74,10 @@ def is_asked_for(module: torch.nn.Module) -> bool:
     return is_torchs or (may_be_activation(module) and any(known.function in name for known in KNOWN.values()))
 
 
-def recognise(module: torch.nn.Module) -> Activation | str:
+def recognise(module: torch.nn.Module, input: str) -> Activation | str:
     """The activation that a module computes, found by running it on probes; or the reason why it is not one of them."""
     if getattr(module, "inplace", False):
         return "it works in place, which the op could only copy"
-    try:
-        taken = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return "its forward has no signature"
-    if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
     for function in KNOWN:
         if not _agrees(module, function, torch.float64):
             continue
@@ -94,7 +87,7 @@ def recognise(module: torch.nn.Module) -> Activation | str:
         if not _gradients_agree(module, function):
             return f"it computes {function}, but its gradients are others"
         results = with_results(module, function, 64)
-        return results if isinstance(results, str) else Activation(function, taken[0].name, results)
+        return results if isinstance(results, str) else Activation(function, input, results)
     return f"it computes none of {', '.join(KNOWN)}"
 
 

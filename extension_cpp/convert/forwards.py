@@ -7,7 +7,7 @@ another module in its place, other dtypes or shapes), it does what the original 
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .. import modules as nn
 from .. import ops
 from . import rotary_forms, sources
 from .activations import KNOWN, Activation, name_of_product
-from .formulas import CONTEXTS, FormulaModule, Remembered, generated_class, is_formula_class
+from .formulas import CONTEXTS, GeneratedModule, Remembered, generated_class, is_formula_class
 from .gated import GatedLinear, can_make_again, gated
 from .model_loss import must_run
 from .norms import Norm, add_norm
@@ -26,11 +26,10 @@ from .rotary_forms import Rotary
 AS_INPUT = ("x",) * len(CONTEXTS)
 
 
-class RewrittenModule:
-    """A base class put in front of a module's class, whose forward calls these methods."""
+class RewrittenModule(GeneratedModule):
+    """Has a rewritten forward, which calls these methods."""
 
     sites: ClassVar[frozenset[Site]]
-    original: ClassVar[type]
     rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # of each recognised function, and what it computes
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
@@ -60,14 +59,14 @@ class RewrittenModule:
             else:
                 x = dropout(x)
         options = _norm(norm)
-        is_taken = isinstance(x, Tensor) and isinstance(residual, Tensor) and nn.takes(x, residual)
-        if options is None or not is_taken:
-            if p and training:
-                x = ops.dropout(x, p, True) if nn.takes(x) else torch.nn.functional.dropout(x, p, True)
-            total = residual + x
-            return norm(total), total
-        arguments = [*options, p, training]
-        return add_norm(x, residual, *arguments)
+        if options is not None and isinstance(x, Tensor) and isinstance(residual, Tensor) and nn.takes(x, residual):
+            joined = add_norm(x, residual, p, training, *options)
+            if joined is not None:
+                return joined
+        if p and training:
+            x = ops.dropout(x, p, True) if nn.takes(x) else torch.nn.functional.dropout(x, p, True)
+        total = residual + x
+        return norm(total), total
 
     def _extension_cpp_rotary(self, function: Any, *args: Any, **options: Any) -> Any:
         """``function(*args, **options)``, where args are q, k, cos and sin, or x, cos and sin."""
@@ -75,15 +74,6 @@ class RewrittenModule:
             if function is known and len(args) == site.arguments and options == dict(site.options):
                 return rotary_forms.rotate(function, rotary, *args, **options)
         return function(*args, **options)
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        nn.refuse_script(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies the module without its generated class, which loading makes again."""
-        if not is_rewritten_class(type(self)):  # a subclass that something else made, with its own way to pickle
-            return super().__reduce_ex__(protocol)
-        return _blank, (self.original, self.sites), *super().__reduce_ex__(protocol)[2:]
 
 
 def _norm(norm: Any) -> tuple[Any, ...] | None:
@@ -94,9 +84,7 @@ def _norm(norm: Any) -> tuple[Any, ...] | None:
         return norm.normalized_shape, norm.weight, norm.bias, True, 0, norm.eps, AS_INPUT
     if type(norm) is nn.RMSNorm:
         return norm.normalized_shape, norm.weight, None, False, 0, norm.eps, AS_INPUT
-    if isinstance(norm, FormulaModule) and is_formula_class(type(norm)):
-        return norm.formula.options(norm)  # type: ignore[attr-defined]  # a Norm
-    return None
+    return norm.formula.options(norm) if is_formula_class(type(norm)) else None
 
 
 def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
@@ -108,14 +96,7 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
     for name, known in KNOWN.items():
         if type(act) is known.module and all(getattr(act, each) == value for each, value in known.options.items()):
             return name, AS_INPUT
-    if isinstance(act, FormulaModule) and is_formula_class(type(act)):
-        return act.formula.function, act.formula.results  # type: ignore[attr-defined]  # an Activation
-    return "", ()
-
-
-def is_rewritten_class(kind: type) -> bool:
-    """Whether rewritten_class made this class. A subclass that something else put on top does not count."""
-    return issubclass(kind, RewrittenModule) and kind.__bases__[0] is RewrittenModule
+    return (act.formula.function, act.formula.results) if is_formula_class(type(act)) else ("", ())
 
 
 @Remembered
@@ -129,7 +110,7 @@ def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
     found = [(site, function_of(original, site)) for site in sites if site.kind == "rotary"]
     known = [(site, function, rotary_of(function, site.options, site.arguments)) for site, function in found]
     rotaries = tuple((site, function, rotary) for site, function, rotary in known if isinstance(rotary, Rotary))
-    more = {"sites": sites, "forward": forward, "rotaries": rotaries}
+    more = {"sites": sites, "forward": forward, "rotaries": rotaries, "blank": (_blank, original, sites)}
     try:
         return generated_class(RewrittenModule, original, names | more)
     except Exception as error:  # of its metaclass or its __init_subclass__

@@ -9,7 +9,7 @@ from .. import modules as nn
 from .. import ops
 from ..autograd import is_recorded
 from .activations import KNOWN, activation
-from .formulas import context_of, have_one_shape, result_dtype
+from .formulas import can_be_joined, context_of
 from .model_loss import must_run
 
 _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # before anyone can patch them
@@ -18,14 +18,9 @@ _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     """``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
-    if _is_one_kernel(gate, up, results):
+    if can_be_joined(gate, up, results):
         return _product(gate, up, function)
     return activation(gate, function, results) * up
-
-
-def _is_one_kernel(gate: Tensor, up: Tensor, results: tuple[str, ...]) -> bool:
-    same = gate.dtype is up.dtype and gate.device == up.device and have_one_shape(gate, up)
-    return same and result_dtype(results, gate) is gate.dtype
 
 
 def _product(gate: Tensor, up: Tensor, function: str) -> Tensor:
@@ -52,7 +47,7 @@ def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) ->
         return False
     if gate.is_nested or not nn.takes(gate, up):
         return False
-    return context_of(gate.device.type) == 0 and _is_one_kernel(gate, up, results)
+    return context_of(gate.device.type) == 0 and can_be_joined(gate, up, results)
 
 
 class GatedLinear(torch.autograd.Function):
