@@ -7,131 +7,98 @@ nor state: `kernels` demands that. docs/hub.md says how a model gets them, and u
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import modules, ops
 
 
-class RMSNorm(nn.Module):
+class _Layer(nn.Module):
+    """What `kernels` asks of a layer, and what the layers read of the modules that they replace."""
+
+    can_torch_compile = True
+    has_backward = True
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    variance_epsilon: float
+    normalized_shape: tuple[int, ...]
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+
+class RMSNorm(_Layer):
     """LlamaRMSNorm, rounded where it rounds: the norm to the input's dtype, then its product with the weight.
 
     Normalizes with rms_norm and multiplies with PyTorch. Only the statistic of a row may differ from the class's: it is
     rounded to float32 once, where the class rounds its sum, its mean and its root. FusedRMSNorm is quicker.
     """
 
-    can_torch_compile = True
-    has_backward = True
-    weight: Tensor
-    variance_epsilon: float
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         normalized = ops.rms_norm(hidden_states, self.weight.shape, None, self.variance_epsilon)
         return self.weight * normalized.to(hidden_states.dtype)  # under autocast to CUDA it is float32
 
 
-class FusedRMSNorm(nn.Module):
+class FusedRMSNorm(_Layer):
     """LlamaRMSNorm in one kernel, which multiplies with the weight in float32 and rounds the product once."""
-
-    can_torch_compile = True
-    has_backward = True
-    weight: Tensor
-    variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return _rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-class GemmaRMSNorm(nn.Module):
+class GemmaRMSNorm(_Layer):
     """GemmaRMSNorm, Gemma2RMSNorm and Gemma3RMSNorm: the norm times 1 + weight, in float32 and rounded once."""
-
-    can_torch_compile = True
-    has_backward = True
-    weight: Tensor
-    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
         return _rms_norm(x, 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)), self.eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if weight.dtype != x.dtype:
-        weight = weight.to(torch.promote_types(x.dtype, torch.float32))
-    return ops.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
+    return modules.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Layer):
     """torch.nn.LayerNorm."""
-
-    can_torch_compile = True
-    has_backward = True
-    normalized_shape: tuple[int, ...]
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class SiLU(nn.Module):
+class SiLU(_Layer):
     """SiLUActivation and torch.nn.SiLU (of any inplace: the result is a new tensor)."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.silu(input)
 
 
-class GeLU(nn.Module):
+class GeLU(_Layer):
     """GELUActivation: the exact GELU."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.gelu(input)
 
 
-class GeluTanh(nn.Module):
+class GeluTanh(_Layer):
     """GELUTanh and NewGELUActivation: GELU in the approximation by tanh."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.gelu(input, "tanh")
 
 
-class SwiGLUMLP(nn.Module):
+class SwiGLUMLP(_Layer):
     """The MLP of Llama, Qwen, Mistral and others whose activation is SiLU."""
-
-    can_torch_compile = True
-    has_backward = True
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class GeGLUMLP(nn.Module):
+class GeGLUMLP(_Layer):
     """The MLP of Gemma and others whose activation is GELU in the approximation by tanh."""
-
-    can_torch_compile = True
-    has_backward = True
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.geglu(self.gate_proj(x), self.up_proj(x), "tanh"))
 
 
-class RotaryPosEmb(nn.Module):
+class RotaryPosEmb(_Layer):
     """apply_rotary_pos_emb of Llama, Qwen, Gemma and others: q and k of shape (batch, heads, tokens, columns)."""
-
-    can_torch_compile = True
-    has_backward = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim == 1:

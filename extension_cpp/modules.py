@@ -1,7 +1,7 @@
 """The modules of extension_cpp.nn: modules over the ops, with the names and habits of torch.nn."""
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -9,13 +9,25 @@ from torch import Tensor
 from . import ops
 from .registration import checks
 
-
-def refuse_script(module: object) -> NoReturn:
-    raise RuntimeError(
-        f"extension_cpp.nn: torch.jit.script cannot compile {type(module).__name__}, whose forward is Python code that "
-        "chooses between operators; use torch.export or torch.jit.trace, or, for a converted model, "
-        "extension_cpp.nn.revert first"
-    )
+__all__ = [
+    "GELU",
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "CrossEntropyLoss",
+    "Dropout",
+    "GeGLU",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "LogSoftmax",
+    "MinGRU",
+    "Mish",
+    "RMSNorm",
+    "ReLU",
+    "ScaleBiasReLU",
+    "SiLU",
+    "Softmax",
+    "SwiGLU",
+]
 
 
 def takes(*tensors: object) -> bool:
@@ -31,14 +43,18 @@ def takes(*tensors: object) -> bool:
     return True
 
 
-class _NotScriptable:
+class NotScriptable:
     """Makes torch.jit.script raise a readable error, and not one about Python code that its compiler does not know."""
 
     def __prepare_scriptable__(self) -> NoReturn:
-        refuse_script(self)
+        raise RuntimeError(
+            f"extension_cpp.nn: torch.jit.script cannot compile {type(self).__name__}, whose forward is Python code "
+            "that chooses between operators; use torch.export or torch.jit.trace, or, for a converted model, "
+            "extension_cpp.nn.revert first"
+        )
 
 
-class ScaleBiasReLU(_NotScriptable, torch.nn.Module):
+class ScaleBiasReLU(NotScriptable, torch.nn.Module):
     """``relu(x * scale + bias)`` with a learned bias over the last dimension.
 
     Args:
@@ -75,7 +91,7 @@ class ScaleBiasReLU(_NotScriptable, torch.nn.Module):
         return f"features={self.features}, scale={self.scale}"
 
 
-class ReLU(_NotScriptable, torch.nn.ReLU):
+class ReLU(NotScriptable, torch.nn.ReLU):
     """torch.nn.ReLU over extension_cpp.relu: ``max(x, 0)`` element by element; any shape.
 
     With ``inplace=True`` the input is overwritten and returned, as by torch.nn.ReLU. This takes one copy more and saves
@@ -87,7 +103,7 @@ class ReLU(_NotScriptable, torch.nn.ReLU):
         return input.copy_(y) if self.inplace else y
 
 
-class Mish(_NotScriptable, torch.nn.Mish):
+class Mish(NotScriptable, torch.nn.Mish):
     """torch.nn.Mish over extension_cpp.mish: ``x * tanh(softplus(x))`` element by element; any shape.
 
     With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Mish. This takes two copies more and
@@ -100,7 +116,7 @@ class Mish(_NotScriptable, torch.nn.Mish):
         return ops.mish(input)
 
 
-class SiLU(_NotScriptable, torch.nn.SiLU):
+class SiLU(NotScriptable, torch.nn.SiLU):
     """torch.nn.SiLU over extension_cpp.silu: ``x * sigmoid(x)`` element by element; any shape.
 
     With ``inplace=True`` the input is overwritten and returned, as by torch.nn.SiLU. This takes two copies more and
@@ -115,14 +131,14 @@ class SiLU(_NotScriptable, torch.nn.SiLU):
         return ops.silu(input)
 
 
-class GELU(_NotScriptable, torch.nn.GELU):
+class GELU(NotScriptable, torch.nn.GELU):
     """torch.nn.GELU, ``approximate`` included, over extension_cpp.gelu; any shape."""
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.gelu(input, self.approximate) if takes(input) else super().forward(input)
 
 
-class SwiGLU(_NotScriptable, torch.nn.Module):
+class SwiGLU(NotScriptable, torch.nn.Module):
     """``silu(gate) * up`` for the halves of one tensor along its last dimension. The gate is the first half, as in
     Llama's packed gate_up_proj (in torch.nn.GLU it is the second).
 
@@ -135,7 +151,7 @@ class SwiGLU(_NotScriptable, torch.nn.Module):
         return ops.swiglu(*input.chunk(2, -1))
 
 
-class GeGLU(_NotScriptable, torch.nn.Module):
+class GeGLU(NotScriptable, torch.nn.Module):
     """``gelu(gate, approximate) * up`` for the halves of one tensor along its last dimension, the gate first.
 
     The halves are read without a copy.
@@ -158,7 +174,7 @@ class GeGLU(_NotScriptable, torch.nn.Module):
         return f"approximate={self.approximate!r}"
 
 
-class Dropout(_NotScriptable, torch.nn.Dropout):
+class Dropout(NotScriptable, torch.nn.Dropout):
     """torch.nn.Dropout over extension_cpp.dropout.
 
     With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Dropout. This takes one copy more and
@@ -172,7 +188,7 @@ class Dropout(_NotScriptable, torch.nn.Dropout):
         return input.copy_(y) if self.inplace and y is not input else y
 
 
-class LayerNorm(_NotScriptable, torch.nn.LayerNorm):
+class LayerNorm(NotScriptable, torch.nn.LayerNorm):
     """torch.nn.LayerNorm, arguments, parameters and state_dict included, over extension_cpp.layer_norm.
 
     The parameters may be float32 where the input is half; the result has the input's dtype.
@@ -184,7 +200,7 @@ class LayerNorm(_NotScriptable, torch.nn.LayerNorm):
         return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(_NotScriptable, torch.nn.RMSNorm):
+class RMSNorm(NotScriptable, torch.nn.RMSNorm):
     """torch.nn.RMSNorm, arguments, parameters and state_dict included, over extension_cpp.rms_norm.
 
     The weight may be of any floating dtype, as torch.nn.RMSNorm's; the result has the input's dtype.
@@ -193,24 +209,18 @@ class RMSNorm(_NotScriptable, torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not takes(x, self.weight):
             return super().forward(x)
-        return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
-def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    """The op, with a weight of any dtype."""
     if weight is not None and weight.dtype != x.dtype:
-        weight = weight.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        weight = weight.to(torch.promote_types(x.dtype, torch.float32))
     return ops.rms_norm(x, normalized_shape, weight, eps)
 
 
-def _probability(p: float) -> float:
-    """p, or the error that torch.nn.Dropout raises for it."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    return p
-
-
-class AddLayerNorm(_NotScriptable, torch.nn.LayerNorm):
+class AddLayerNorm(NotScriptable, torch.nn.LayerNorm):
     """``s = residual + dropout(x, p)``; returns ``(layer_norm(s), s)``, over extension_cpp.add_layer_norm.
 
     torch.nn.LayerNorm's arguments, parameters and state_dict, and:
@@ -232,7 +242,7 @@ class AddLayerNorm(_NotScriptable, torch.nn.LayerNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = _probability(p)
+        self.p = torch.nn.Dropout(p).p  # refuses what is no probability
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_layer_norm(
@@ -243,7 +253,7 @@ class AddLayerNorm(_NotScriptable, torch.nn.LayerNorm):
         return f"{super().extra_repr()}, p={self.p}"
 
 
-class AddRMSNorm(_NotScriptable, torch.nn.RMSNorm):
+class AddRMSNorm(NotScriptable, torch.nn.RMSNorm):
     """``s = residual + dropout(x, p)``; returns ``(rms_norm(s), s)``, over extension_cpp.add_rms_norm.
 
     torch.nn.RMSNorm's arguments, parameters and state_dict, and:
@@ -264,7 +274,7 @@ class AddRMSNorm(_NotScriptable, torch.nn.RMSNorm):
         p: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]  # torch's stub
-        self.p = _probability(p)
+        self.p = torch.nn.Dropout(p).p  # refuses what is no probability
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # two inputs
         return ops.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.p, self.training)
@@ -273,7 +283,7 @@ class AddRMSNorm(_NotScriptable, torch.nn.RMSNorm):
         return f"{super().extra_repr()}, p={self.p}"
 
 
-class Softmax(_NotScriptable, torch.nn.Softmax):
+class Softmax(NotScriptable, torch.nn.Softmax):
     """torch.nn.Softmax over extension_cpp.softmax, along the last dimension by default.
 
     The op refuses nested tensors; for them the module calls torch.softmax.
@@ -285,10 +295,10 @@ class Softmax(_NotScriptable, torch.nn.Softmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _softmax(input, self.dim)
+        return _along_dim("softmax", input, self.dim)
 
 
-class LogSoftmax(_NotScriptable, torch.nn.LogSoftmax):
+class LogSoftmax(NotScriptable, torch.nn.LogSoftmax):
     """torch.nn.LogSoftmax over extension_cpp.log_softmax, along the last dimension by default.
 
     The op refuses nested tensors; for them the module calls torch.log_softmax.
@@ -300,17 +310,12 @@ class LogSoftmax(_NotScriptable, torch.nn.LogSoftmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _log_softmax(input, self.dim)
+        return _along_dim("log_softmax", input, self.dim)
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, no tensor is nested
-def _softmax(x: Tensor, dim: int) -> Tensor:
-    return ops.softmax(x, dim) if takes(x) and not x.is_nested else torch.softmax(x, dim)
-
-
-@torch.fx.wrap
-def _log_softmax(x: Tensor, dim: int) -> Tensor:
-    return ops.log_softmax(x, dim) if takes(x) and not x.is_nested else torch.log_softmax(x, dim)
+def _along_dim(function: str, x: Tensor, dim: int) -> Tensor:
+    return getattr(ops if takes(x) and not x.is_nested else torch, function)(x, dim)
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no shapes
@@ -319,7 +324,7 @@ def _check_steps(input: Tensor, features: int) -> None:
         checks.fail("MinGRU", f"expected input of shape (..., T, {features}), but got {list(input.shape)}")
 
 
-class MinGRU(_NotScriptable, torch.nn.Module):
+class MinGRU(NotScriptable, torch.nn.Module):
     """A gated recurrent layer without a loop over the steps, over extension_cpp.linear_recurrence.
 
     ``h[t] = (1 - z[t]) * h[t - 1] + z[t] * c[t]``, where the gate ``z = sigmoid(gate)`` and the candidates ``c`` are
@@ -368,7 +373,7 @@ class MinGRU(_NotScriptable, torch.nn.Module):
         return f"{self.input_size}, {self.hidden_size}, reverse={self.reverse}"
 
 
-class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
+class CrossEntropyLoss(NotScriptable, torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss, state_dict included, over extension_cpp.cross_entropy.
 
     The op refuses class probabilities as target; for them the module computes the loss as torch.nn.CrossEntropyLoss
@@ -398,8 +403,8 @@ class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
         self.softcap = softcap
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        options = self.weight, self.ignore_index, self.reduction, self.label_smoothing
-        return _cross_entropy(input, target, *options, z_loss=self.z_loss, softcap=self.softcap)
+        options = {name: getattr(self, name) for name in ("weight", "ignore_index", "reduction", "label_smoothing")}
+        return _cross_entropy(input, target, options, self.z_loss, self.softcap)
 
     def extra_repr(self) -> str:
         return f"z_loss={self.z_loss}, softcap={self.softcap}" if self.extends_torch() else ""
@@ -411,27 +416,17 @@ class CrossEntropyLoss(_NotScriptable, torch.nn.CrossEntropyLoss):
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def _cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
+    input: Tensor, target: Tensor, options: dict[str, Any], z_loss: float, softcap: float | None
 ) -> Tensor:
     # A target of another dtype has class probabilities, or torch refuses it: call torch's function.
-    is_taken = target.dtype is torch.int64 and takes(input) and 0 <= label_smoothing <= 1
+    is_taken = target.dtype is torch.int64 and takes(input) and 0 <= options["label_smoothing"] <= 1
     has_classes = input.shape[:2][-1:] != (0,)
     if not (is_taken and has_classes) and not z_loss and softcap is None:
-        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        return torch.nn.functional.cross_entropy(input, target, weight, **options)  # type: ignore[arg-type]  # of one dict
-    return ops.cross_entropy(
-        input, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss, softcap=softcap
-    )
+        return torch.nn.functional.cross_entropy(input, target, **options)
+    return ops.cross_entropy(input, target, **options, z_loss=z_loss, softcap=softcap)
 
 
-class LinearCrossEntropyLoss(_NotScriptable, torch.nn.Module):
+class LinearCrossEntropyLoss(NotScriptable, torch.nn.Module):
     """A linear layer and the cross-entropy of its logits, computed together by extension_cpp.linear_cross_entropy.
 
     It is torch.nn.LinearCrossEntropyLoss (PyTorch 2.13) for one dimension of classes. All logits are never in memory at
@@ -482,18 +477,12 @@ class LinearCrossEntropyLoss(_NotScriptable, torch.nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return ops.linear_cross_entropy(
-            input,
-            self.linear.weight,
-            target,
-            self.linear.bias,
-            self.weight,
-            self.reduction,
-            self.ignore_index,
-            self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
+            input, self.linear.weight, target, self.linear.bias, self.weight, **self._options()
         )
 
+    def _options(self) -> dict[str, Any]:
+        names = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap")
+        return {name: getattr(self, name) for name in names}
+
     def extra_repr(self) -> str:
-        options = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in options)
+        return ", ".join(f"{name}={value!r}" for name, value in self._options().items())

@@ -1,45 +1,7 @@
 """extension_cpp.nn as users know it: the modules, and convert and revert, which put them into a model and out again."""
 
+from . import modules
 from .convert import Converted, convert, revert
-from .modules import (
-    GELU,
-    AddLayerNorm,
-    AddRMSNorm,
-    CrossEntropyLoss,
-    Dropout,
-    GeGLU,
-    LayerNorm,
-    LinearCrossEntropyLoss,
-    LogSoftmax,
-    MinGRU,
-    Mish,
-    ReLU,
-    RMSNorm,
-    ScaleBiasReLU,
-    SiLU,
-    Softmax,
-    SwiGLU,
-)
+from .modules import *  # noqa: F403
 
-__all__ = [
-    "GELU",
-    "AddLayerNorm",
-    "AddRMSNorm",
-    "Converted",
-    "CrossEntropyLoss",
-    "Dropout",
-    "GeGLU",
-    "LayerNorm",
-    "LinearCrossEntropyLoss",
-    "LogSoftmax",
-    "MinGRU",
-    "Mish",
-    "RMSNorm",
-    "ReLU",
-    "ScaleBiasReLU",
-    "SiLU",
-    "Softmax",
-    "SwiGLU",
-    "convert",
-    "revert",
-]
+__all__ = ["Converted", "convert", "revert", *modules.__all__]

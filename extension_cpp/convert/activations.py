@@ -1,19 +1,44 @@
-"""The part of nn.convert that recognises activations by running them on probes."""
+"""The table of the activations that nn.convert knows, and the part of it that recognises them by running probes."""
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import modules as nn
+from .. import ops, reference
 from .formulas import DTYPES, EPS, result_dtype, run, twin_of, with_results
+
+
+class Known(NamedTuple):
+    """An activation for which there are ops."""
+
+    function: str  # its op, torch.nn.functional's function, and the formula in reference.py
+    gated: str  # the op for activation(gate) * up
+    module: type[torch.nn.Module]  # computes it, with attributes like these options
+    options: dict[str, Any]  # the keywords of these four
+    backward_options: tuple[bool, ...] = ()  # what the backward operator of `gated` takes in place of them
+
+
+# By the name that each has in Converted.changed, which is `function` for PyTorch's default options. For one more
+# activation, add a row.
+TANH = " with approximate='tanh'"
+KNOWN = {
+    "silu": Known("silu", "swiglu", nn.SiLU, {}),
+    "gelu": Known("gelu", "geglu", nn.GELU, {"approximate": "none"}, (False,)),
+    f"gelu{TANH}": Known("gelu", "geglu", nn.GELU, {"approximate": "tanh"}, (True,)),
+}
+
+
+def name_of_product(name: str) -> str:
+    """The name that the product with an activation has in Converted.changed."""
+    return name.replace(KNOWN[name].function, KNOWN[name].gated)
 
 
 class Activation(NamedTuple):
     """What a module computes, element by element."""
 
-    function: str  # a key of FUNCTIONS
+    function: str  # a key of KNOWN
     input: str  # the name of forward's argument
     results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
 
@@ -24,21 +49,17 @@ class Activation(NamedTuple):
         return self.function
 
 
-# Each function, for float64, by the name that it has in Converted.changed.
-TANH = " with approximate='tanh'"
-FUNCTIONS: dict[str, Any] = {
-    "silu": lambda x: x * torch.sigmoid(x),
-    "gelu": lambda x: x * 0.5 * torch.special.erfc(x * -(0.5**0.5)),
-    f"gelu{TANH}": lambda x: x * torch.sigmoid((8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)),
-}
-
-
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def activation(x: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     dtype = result_dtype(results, x)
     x = x.to(torch.promote_types(x.dtype, dtype))
-    y = ops.silu(x) if function == "silu" else ops.gelu(x, "tanh" if TANH in function else "none")
-    return y.to(dtype)
+    known = KNOWN[function]
+    return getattr(ops, known.function)(x, **known.options).to(dtype)
+
+
+def _exact(function: str, x: Tensor) -> Tensor:
+    known = KNOWN[function]
+    return getattr(reference, known.function)(x, **known.options)
 
 
 def may_be_activation(module: torch.nn.Module) -> bool:
@@ -49,22 +70,15 @@ def may_be_activation(module: torch.nn.Module) -> bool:
 def is_asked_for(module: torch.nn.Module) -> bool:
     """Whether a user would ask why convert did not change this module."""
     name = type(module).__name__.lower()
-    return isinstance(module, (torch.nn.SiLU, torch.nn.GELU)) or (
-        may_be_activation(module) and any(each in name for each in ("gelu", "silu"))
-    )
+    is_torchs = isinstance(module, tuple(getattr(torch.nn, known.module.__name__) for known in KNOWN.values()))
+    return is_torchs or (may_be_activation(module) and any(known.function in name for known in KNOWN.values()))
 
 
-def recognise(module: torch.nn.Module) -> Activation | str:
+def recognise(module: torch.nn.Module, input: str) -> Activation | str:
     """The activation that a module computes, found by running it on probes; or the reason why it is not one of them."""
     if getattr(module, "inplace", False):
         return "it works in place, which the op could only copy"
-    try:
-        taken = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return "its forward has no signature"
-    if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
-    for function in FUNCTIONS:
+    for function in KNOWN:
         if not _agrees(module, function, torch.float64):
             continue
         for dtype in DTYPES:
@@ -73,8 +87,8 @@ def recognise(module: torch.nn.Module) -> Activation | str:
         if not _gradients_agree(module, function):
             return f"it computes {function}, but its gradients are others"
         results = with_results(module, function, 64)
-        return results if isinstance(results, str) else Activation(function, taken[0].name, results)
-    return f"it computes none of {', '.join(FUNCTIONS)}"
+        return results if isinstance(results, str) else Activation(function, input, results)
+    return f"it computes none of {', '.join(KNOWN)}"
 
 
 # The relative error allowed in float64: some activations (FastGELUActivation) have constants of about ten digits.
@@ -91,7 +105,7 @@ def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
     """
     dense = torch.linspace(-30, 30, 2403, dtype=torch.float64)
     x = torch.cat([dense, torch.tensor([-1e4, -1e-3, 0.0, 1e-3, 1e4], dtype=torch.float64)]).to(dtype)
-    exact = FUNCTIONS[function](x.double())
+    exact = _exact(function, x.double())
     bound = max(8 * EPS[dtype], CONSTANTS) * x.double().abs() + torch.finfo(dtype).tiny
     if dtype is torch.float16:
         bound += EPS[dtype] * torch.finfo(dtype).tiny  # the rounding of subnormal products
@@ -110,7 +124,7 @@ def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
         y = run(twin_of(module, [], training=training), x * 1)
         if y is None or not y.requires_grad:
             return False
-        (wanted,) = torch.autograd.grad(FUNCTIONS[function](x).sum(), x)
+        (wanted,) = torch.autograd.grad(_exact(function, x).sum(), x)
         try:
             (got,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
         except Exception:  # from the backward of code we do not know

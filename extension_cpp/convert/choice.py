@@ -5,16 +5,16 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from .activations import KNOWN
+
 # The functions that `changed` may name, without their forms (" with approximate='tanh'").
 FUNCTIONS = (
     "layer_norm",
     "rms_norm",
     "add_layer_norm",
     "add_rms_norm",
-    "silu",
-    "gelu",
-    "swiglu",
-    "geglu",
+    *dict.fromkeys(known.function for known in KNOWN.values()),
+    *dict.fromkeys(known.gated for known in KNOWN.values()),
     "dropout",
     "softmax",
     "log_softmax",

@@ -5,6 +5,7 @@ training state, in all places and under all names in which it is registered.
 """
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterable
@@ -21,9 +22,10 @@ from .choice import Choice
 from .formulas import (
     DTYPES,
     Formula,
-    FormulaModule,
+    GeneratedModule,
     formula_class,
     is_formula_class,
+    is_generated,
     outside_modes,
     parameters_of,
 )
@@ -127,52 +129,64 @@ def convert(
     if loss not in ("logits", "linear"):
         raise ValueError(f"extension_cpp.nn.convert: expected loss to be 'logits' or 'linear', but got {loss!r}")
     choice, result = Choice(only, skip, model), Converted({}, {})
-    losses: list[tuple[str, torch.nn.Module, model_loss.Plan | None]] = []
+    modules = {name: module for name, module in model.named_modules() if choice.may_change(name)}
+    losses = _losses(modules, loss == "linear", choice, result)
+    classes = _replaced(modules, choice, result)
+    classes |= _rewritten(modules, classes, choice, result)
+    if dry_run:
+        return result
+    for module, plan in losses:
+        model_loss.apply(module, plan)
+    for module, kind in classes.items():
+        vars(module).pop("forward", None)  # the class's own forward, which would hide that of the new class
+        module.__class__ = kind
+    _forget_what_was_compiled(result)
+    return result
+
+
+def _losses(
+    modules: dict[str, torch.nn.Module], is_linear: bool, choice: Choice, result: Converted
+) -> list[tuple[torch.nn.Module, model_loss.Plan | None]]:
+    """The models whose loss is replaced, each with the plan of its linear loss or None. The result gets their names."""
+    losses = []
+    for name, module in modules.items():
+        if not model_loss.is_causal_lm(module):
+            continue
+        is_replaced, plan, reason = model_loss.decide(module, is_linear, _obstacle)
+        names = [name] if plan is None else [name, f"{name}.{plan.head}".lstrip(".")]
+        function = "cross_entropy" if plan is None else "linear_cross_entropy"
+        if is_replaced and all(choice.wants(each, function) for each in names):
+            losses.append((module, plan))
+            result.changed.update(dict.fromkeys(names, function))
+        if reason is not None:
+            result.left[name] = f"{_class_name(module)}: {reason}"
+    return losses
+
+
+def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
+    """The new classes of the modules that compute a known function as a whole. The result gets their names."""
     classes: dict[torch.nn.Module, type] = {}
     recognised: dict[Any, Formula | str] = {}
-    modules = [(name, module) for name, module in model.named_modules() if choice.may_change(name)]
-    for name, module in modules:
-        if model_loss.is_causal_lm(module):
-            is_replaced, plan, reason = model_loss.decide(module, loss == "linear", _obstacle)
-            head = "" if plan is None else f"{name}.{plan.head}".lstrip(".")
-            function = "cross_entropy" if plan is None else "linear_cross_entropy"
-            if is_replaced and choice.wants(name, function) and (plan is None or choice.wants(head, function)):
-                losses.append((name, module, plan))
-            if reason is not None:
-                result.left[name] = f"{_class_name(module)}: {reason}"
-        if isinstance(module, _ours()) or not _may_be_known(module):
+    for name, module in modules.items():
+        if isinstance(module, OURS) or not _may_be_known(module):
             continue
         kind = _obstacle(module) or _class_for(module, recognised)
         if isinstance(kind, type):
             if choice.wants(name, _function(kind)):
                 classes[module] = kind
+                result.changed[name] = _function(kind)
         elif _is_asked_for(module) and ".parametrizations." not in f".{name}":
             result.left[name] = f"{_class_name(module)}: {kind}"
-    changes = [(name, module, found, _function(found)) for name, module in modules if (found := classes.get(module))]
-    changes += _rewritten(modules, classes, choice, result)
-    for name, _, plan in losses:
-        result.changed[name] = "cross_entropy" if plan is None else "linear_cross_entropy"
-        if plan is not None:
-            result.changed[f"{name}.{plan.head}".lstrip(".")] = "linear_cross_entropy"
-    result.changed.update((name, function) for name, _, _, function in changes)
-    if dry_run:
-        return result
-    for _, module, plan in losses:
-        model_loss.apply(module, plan)
-    for _, module, found, _ in changes:
-        vars(module).pop("forward", None)  # the class's own forward, which would hide that of the new class
-        module.__class__ = found
-    _forget_what_was_compiled(result)
-    return result
+    return classes
 
 
 def _rewritten(
-    modules: list[tuple[str, torch.nn.Module]], classes: dict[torch.nn.Module, type], choice: Choice, result: Converted
-) -> list[tuple[str, torch.nn.Module, type, str]]:
-    """The modules whose forward is rewritten: name, module, new class, and the functions that it calls."""
-    changes = []
-    for name, module in modules:
-        if module in classes or not module._modules or isinstance(module, (*_ours(), model_loss.LinearLossModel)):
+    modules: dict[str, torch.nn.Module], classes: dict[torch.nn.Module, type], choice: Choice, result: Converted
+) -> dict[torch.nn.Module, type]:
+    """The new classes of the modules whose forward is rewritten. The result gets their names. classes: of the others"""
+    changes = {}
+    for name, module in modules.items():
+        if module in classes or not module._modules or isinstance(module, (*OURS, model_loss.LinearLossModel)):
             continue
         if model_loss.is_model(module) or _obstacle(module) is not None:
             continue
@@ -180,7 +194,8 @@ def _rewritten(
             module, lambda child: classes.get(child, type(child)), functools.partial(choice.wants, name)
         )
         if decision.made is not None:
-            changes.append((name, module, decision.made, decision.functions))
+            changes[module] = decision.made
+            result.changed[name] = decision.functions
         if decision.reasons:
             result.left[name] = f"{_class_name(module)}: {'; '.join(decision.reasons)}"
     return changes
@@ -213,7 +228,7 @@ def revert(model: torch.nn.Module) -> Converted:
             vars(module).pop("received", None)  # an attribute of output layers, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif isinstance(module, (*_generated(), model_loss.LinearLossModel, model_loss.Head)):
+        elif isinstance(module, (GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
         if model_loss.restore(module):
             result.changed[name] = _class_name(module)
@@ -221,26 +236,25 @@ def revert(model: torch.nn.Module) -> Converted:
     return result
 
 
-def _replacements() -> dict[type, type]:
-    """The classes of torch.nn that have one of the same name in extension_cpp.nn."""
-    names = ("LayerNorm", "RMSNorm", "SiLU", "GELU", "Dropout", "Softmax", "LogSoftmax", "CrossEntropyLoss")
-    return {getattr(torch.nn, name): getattr(nn, name) for name in names}
-
-
-def _generated() -> tuple[type, type]:
-    """The base classes of the classes that convert makes for modules without a class in extension_cpp.nn."""
-    return FormulaModule, forwards.RewrittenModule
-
-
-def _ours() -> tuple[type, ...]:
-    return (*_replacements().values(), nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, *_generated())
+# The modules of extension_cpp.nn that replace those of torch.nn with the same name, and the functions that they call.
+FUNCTIONS: dict[type, str] = {
+    nn.LayerNorm: "layer_norm",
+    nn.RMSNorm: "rms_norm",
+    **{known.module: known.function for known in activations.KNOWN.values()},
+    nn.Dropout: "dropout",
+    nn.Softmax: "softmax",
+    nn.LogSoftmax: "log_softmax",
+    nn.CrossEntropyLoss: "cross_entropy",
+}
+REPLACEMENTS: dict[type, type] = {getattr(torch.nn, kind.__name__): kind for kind in FUNCTIONS}
+OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, GeneratedModule
 
 
 def _original(converted: type) -> type | None:
     """The class that a converted module had."""
-    if is_formula_class(converted) or forwards.is_rewritten_class(converted):
+    if is_generated(converted):
         return converted.original  # type: ignore[attr-defined]  # of the classes that convert makes
-    for original, ours in _replacements().items():
+    for original, ours in REPLACEMENTS.items():
         if converted is ours:
             return original
     return model_loss.original_class(converted)
@@ -255,11 +269,9 @@ def _class_name(module: Any) -> str:
     return module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
-def _called_norm(module: torch.nn.Module) -> bool:
-    return isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)) or "norm" in _class_name(module).lower()
-
-
 SHARDING = "fully_shard, parallelize_module or distribute_module"  # what makes DTensors of parameters
+
+NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
 
 # These are recognised only by their class, and reported if they are not changed.
 KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.CrossEntropyLoss)
@@ -267,13 +279,14 @@ KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.Cross
 
 def _is_asked_for(module: torch.nn.Module) -> bool:
     """Whether a user would ask why this module was not changed."""
-    return isinstance(module, KINDS) or _called_norm(module) or activations.is_asked_for(module)
+    is_norm = isinstance(module, NORMS) or "norm" in _class_name(module).lower()
+    return isinstance(module, KINDS) or is_norm or activations.is_asked_for(module)
 
 
 def _may_be_known(module: torch.nn.Module) -> bool:
     """Whether the module may compute a known formula: it has no modules inside, or is a norm of torch.nn (whose
     parametrizations are modules)."""
-    return not module._modules or isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+    return not module._modules or isinstance(module, NORMS)
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
@@ -315,12 +328,10 @@ def _has_cuda() -> bool:
 
 def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) -> type | str:
     """The class that runs the module on our ops, or why there is none."""
-    if type(module) in (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GELU):
-        return _replacements()[type(module)]
-    if type(module) is torch.nn.SiLU and not module.inplace:
-        return nn.SiLU
     if isinstance(module, KINDS):
         return _class_by_kind(module)
+    if type(module) in REPLACEMENTS and not getattr(module, "inplace", False):
+        return REPLACEMENTS[type(module)]
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
     if formula is None:
@@ -336,11 +347,17 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) ->
 
 def _recognise(module: torch.nn.Module) -> Formula | str:
     """The formula that a module computes, or why it is not a known one."""
+    try:
+        taken = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return "its forward has no signature"
+    if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
     if activations.may_be_activation(module):
-        found = activations.recognise(module)
+        found = activations.recognise(module, taken[0].name)
         if not isinstance(found, str) or activations.is_asked_for(module):
             return found
-    return norms.recognise(module)
+    return norms.recognise(module, taken[0].name)
 
 
 def _class_by_kind(module: torch.nn.Module) -> type | str:
@@ -353,7 +370,7 @@ def _class_by_kind(module: torch.nn.Module) -> type | str:
         return "it works in place, which the op could only copy"
     if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
         return "its dim is None, so PyTorch chooses it by the input's number of dimensions"
-    return _replacements()[type(module)]
+    return REPLACEMENTS[type(module)]
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
@@ -367,7 +384,4 @@ def _plain_state(module: torch.nn.Module) -> Any:
 
 
 def _function(converted: Any) -> str:
-    if is_formula_class(converted):
-        return str(converted.formula)
-    functions = "layer_norm", "rms_norm", "silu", "gelu", "dropout", "softmax", "log_softmax", "cross_entropy"
-    return dict(zip(_replacements().values(), functions, strict=True))[converted]
+    return str(converted.formula) if is_formula_class(converted) else FUNCTIONS[converted]

@@ -4,8 +4,8 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -49,18 +49,24 @@ def context_of(device: str) -> int:
     return CONTEXTS.index(device) if device in CONTEXTS and torch.is_autocast_enabled(device) else 0
 
 
-def result_dtype(results: tuple[str, ...], x: Tensor, weight: torch.dtype | None = None) -> torch.dtype:
+def result_dtype(results: tuple[str, ...], x: Tensor, weight: Tensor | None = None) -> torch.dtype:
     """The dtype that a module's result has now."""
     device = x.device.type
-    return RESULTS[results[context_of(device)]](x.dtype, x.dtype if weight is None else weight, device)
+    return RESULTS[results[context_of(device)]](x.dtype, x.dtype if weight is None else weight.dtype, device)
 
 
-def have_one_shape(a: Tensor, b: Tensor) -> bool:
+def shape_of(x: Tensor) -> Sequence[int]:
     if not torch.jit.is_tracing():
-        return a.shape == b.shape
+        return x.shape
     with warnings.catch_warnings():  # sizes are tensors while torch.jit traces
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        return [int(size) for size in a.shape] == [int(size) for size in b.shape]
+        return [int(size) for size in x.shape]
+
+
+def can_be_joined(a: Tensor, b: Tensor, results: tuple[str, ...], weight: Tensor | None = None) -> bool:
+    """Whether one kernel takes both tensors, and has the result's dtype."""
+    same = a.dtype is b.dtype and a.device == b.device and shape_of(a) == shape_of(b)
+    return same and result_dtype(results, a, weight) is a.dtype
 
 
 class Generated(type):
@@ -86,31 +92,40 @@ def generated_class(base: type, original: type, names: dict[str, Any]) -> type:
     return metaclass(original.__name__, (base, original), names)
 
 
-class FormulaModule:
-    """A base class put in front of a module's class. It computes the formula of that class with this package's ops."""
+class GeneratedModule(nn.NotScriptable):
+    """The base class of the classes that convert puts in front of a module's class."""
 
-    formula: ClassVar[Formula]
     original: ClassVar[type]
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        nn.refuse_script(self)
+    blank: ClassVar[tuple[Any, ...]]  # a function that gives an empty instance, and its arguments
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies the module without its generated class, which loading makes again."""
-        if not is_formula_class(type(self)):  # a subclass that something else made, with its own way to pickle
+        if not is_generated(type(self)):  # a subclass that something else made, with its own way to pickle
             return super().__reduce_ex__(protocol)
-        return blank_of_formula, (self.original, self.formula), *super().__reduce_ex__(protocol)[2:]
+        function, *arguments = self.blank
+        return function, tuple(arguments), *super().__reduce_ex__(protocol)[2:]
+
+
+def is_generated(kind: type) -> bool:
+    """Whether convert made this class. A subclass that something else put on top does not count."""
+    return GeneratedModule in kind.__bases__[0].__bases__
+
+
+class FormulaModule(GeneratedModule):
+    """Computes the formula of a module's class with this package's ops."""
+
+    formula: ClassVar[Formula]
 
 
 def is_formula_class(kind: type) -> bool:
-    """Whether formula_class made this class. A subclass that something else put on top does not count."""
-    return issubclass(kind, FormulaModule) and kind.__bases__[0] is FormulaModule
+    """Whether formula_class made this class."""
+    return kind.__bases__[0] is FormulaModule
 
 
 @functools.cache
 def formula_class(original: type, formula: Formula) -> type:
     names = {"__module__": __name__, "formula": formula, "forward": _forward_of(formula.input)}
-    return generated_class(FormulaModule, original, names)
+    return generated_class(FormulaModule, original, {**names, "blank": (blank_of_formula, original, formula)})
 
 
 def _forward_of(name: str) -> Any:

@@ -7,7 +7,7 @@ another module in its place, other dtypes or shapes), it does what the original 
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from .. import modules as nn
 from .. import ops
 from . import rotary_forms, sources
-from .activations import TANH, Activation
-from .formulas import CONTEXTS, FormulaModule, Remembered, generated_class, is_formula_class
-from .gated import GATED, GatedLinear, can_make_again, gated
+from .activations import KNOWN, Activation, name_of_product
+from .formulas import CONTEXTS, GeneratedModule, Remembered, generated_class, is_formula_class
+from .gated import GatedLinear, can_make_again, gated
 from .model_loss import must_run
 from .norms import Norm, add_norm
 from .rewriter import FUNCTIONAL_DROPOUT, Site
@@ -26,11 +26,10 @@ from .rotary_forms import Rotary
 AS_INPUT = ("x",) * len(CONTEXTS)
 
 
-class RewrittenModule:
-    """A base class put in front of a module's class, whose forward calls these methods."""
+class RewrittenModule(GeneratedModule):
+    """Has a rewritten forward, which calls these methods."""
 
     sites: ClassVar[frozenset[Site]]
-    original: ClassVar[type]
     rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # of each recognised function, and what it computes
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
@@ -38,7 +37,9 @@ class RewrittenModule:
         function, results = _activation(act)
         if function and isinstance(gate, Tensor) and isinstance(up, Tensor) and nn.takes(gate, up):
             return gated(gate, up, function, results)
-        return (_functional(act) if isinstance(act, str) else act)(gate) * up
+        if isinstance(act, str):
+            act = functools.partial(getattr(torch.nn.functional, KNOWN[act].function), **KNOWN[act].options)
+        return act(gate) * up
 
     def _extension_cpp_gated_linear(self, linear: Any, act: Any, gate: Any, up: Any) -> Any:
         """``linear(act(gate) * up)``."""
@@ -58,14 +59,14 @@ class RewrittenModule:
             else:
                 x = dropout(x)
         options = _norm(norm)
-        is_taken = isinstance(x, Tensor) and isinstance(residual, Tensor) and nn.takes(x, residual)
-        if options is None or not is_taken:
-            if p and training:
-                x = ops.dropout(x, p, True) if nn.takes(x) else torch.nn.functional.dropout(x, p, True)
-            total = residual + x
-            return norm(total), total
-        arguments = [*options, p, training]
-        return add_norm(x, residual, *arguments)
+        if options is not None and isinstance(x, Tensor) and isinstance(residual, Tensor) and nn.takes(x, residual):
+            joined = add_norm(x, residual, p, training, *options)
+            if joined is not None:
+                return joined
+        if p and training:
+            x = ops.dropout(x, p, True) if nn.takes(x) else torch.nn.functional.dropout(x, p, True)
+        total = residual + x
+        return norm(total), total
 
     def _extension_cpp_rotary(self, function: Any, *args: Any, **options: Any) -> Any:
         """``function(*args, **options)``, where args are q, k, cos and sin, or x, cos and sin."""
@@ -73,15 +74,6 @@ class RewrittenModule:
             if function is known and len(args) == site.arguments and options == dict(site.options):
                 return rotary_forms.rotate(function, rotary, *args, **options)
         return function(*args, **options)
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        nn.refuse_script(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies the module without its generated class, which loading makes again."""
-        if not is_rewritten_class(type(self)):  # a subclass that something else made, with its own way to pickle
-            return super().__reduce_ex__(protocol)
-        return _blank, (self.original, self.sites), *super().__reduce_ex__(protocol)[2:]
 
 
 def _norm(norm: Any) -> tuple[Any, ...] | None:
@@ -92,9 +84,7 @@ def _norm(norm: Any) -> tuple[Any, ...] | None:
         return norm.normalized_shape, norm.weight, norm.bias, True, 0, norm.eps, AS_INPUT
     if type(norm) is nn.RMSNorm:
         return norm.normalized_shape, norm.weight, None, False, 0, norm.eps, AS_INPUT
-    if isinstance(norm, FormulaModule) and is_formula_class(type(norm)):
-        return norm.formula.options(norm)  # type: ignore[attr-defined]  # a Norm
-    return None
+    return norm.formula.options(norm) if is_formula_class(type(norm)) else None
 
 
 def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
@@ -103,24 +93,10 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
         return act, AS_INPUT
     if must_run(act) is not None:
         return "", ()
-    if type(act) is nn.GELU:
-        return f"gelu{TANH}" if act.approximate == "tanh" else "gelu", AS_INPUT
-    if type(act) is nn.SiLU:
-        return "silu", AS_INPUT
-    if isinstance(act, FormulaModule) and is_formula_class(type(act)):
-        return act.formula.function, act.formula.results  # type: ignore[attr-defined]  # an Activation
-    return "", ()
-
-
-def _functional(function: str) -> Callable[[Any], Any]:
-    if function == "silu":
-        return torch.nn.functional.silu
-    return functools.partial(torch.nn.functional.gelu, approximate="tanh" if TANH in function else "none")
-
-
-def is_rewritten_class(kind: type) -> bool:
-    """Whether rewritten_class made this class. A subclass that something else put on top does not count."""
-    return issubclass(kind, RewrittenModule) and kind.__bases__[0] is RewrittenModule
+    for name, known in KNOWN.items():
+        if type(act) is known.module and all(getattr(act, each) == value for each, value in known.options.items()):
+            return name, AS_INPUT
+    return (act.formula.function, act.formula.results) if is_formula_class(type(act)) else ("", ())
 
 
 @Remembered
@@ -134,7 +110,7 @@ def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
     found = [(site, function_of(original, site)) for site in sites if site.kind == "rotary"]
     known = [(site, function, rotary_of(function, site.options, site.arguments)) for site, function in found]
     rotaries = tuple((site, function, rotary) for site, function, rotary in known if isinstance(rotary, Rotary))
-    more = {"sites": sites, "forward": forward, "rotaries": rotaries}
+    more = {"sites": sites, "forward": forward, "rotaries": rotaries, "blank": (_blank, original, sites)}
     try:
         return generated_class(RewrittenModule, original, names | more)
     except Exception as error:  # of its metaclass or its __init_subclass__
@@ -212,12 +188,10 @@ def _function_at(site: Site, kind: type | None) -> str | None:
             return "add_layer_norm" if kind is nn.LayerNorm else "add_rms_norm"
         return f"add_{formula}" if isinstance(formula, Norm) else None
     if site.options:  # torch.nn.functional's
-        return GATED[site.name]
-    if kind is nn.SiLU:
-        return "swiglu"
-    if kind is nn.GELU:
-        return "geglu"
-    return GATED[formula.function] if isinstance(formula, Activation) else None
+        return name_of_product(site.name)
+    if isinstance(formula, Activation):
+        return name_of_product(formula.function)
+    return next((known.gated for known in KNOWN.values() if known.module is kind), None)
 
 
 def function_of(kind: Any, site: Site) -> Any:

@@ -8,12 +8,9 @@ from torch import Tensor
 from .. import _ops, ops
 from .. import modules as nn
 from ..registration.autograd import is_recorded
-from .activations import TANH, activation
-from .formulas import context_of, have_one_shape, result_dtype
+from .activations import KNOWN, activation
+from .formulas import can_be_joined, context_of
 from .model_loss import must_run
-
-# From the name of an activation to the name that the product with it has in Converted.changed.
-GATED = {"silu": "swiglu", "gelu": "geglu", f"gelu{TANH}": f"geglu{TANH}"}
 
 _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  # before anyone can patch them
 
@@ -21,18 +18,14 @@ _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
     """``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
-    if _is_one_kernel(gate, up, results):
+    if can_be_joined(gate, up, results):
         return _product(gate, up, function)
     return activation(gate, function, results) * up
 
 
-def _is_one_kernel(gate: Tensor, up: Tensor, results: tuple[str, ...]) -> bool:
-    same = gate.dtype is up.dtype and gate.device == up.device and have_one_shape(gate, up)
-    return same and result_dtype(results, gate) is gate.dtype
-
-
 def _product(gate: Tensor, up: Tensor, function: str) -> Tensor:
-    return ops.swiglu(gate, up) if function == "silu" else ops.geglu(gate, up, "tanh" if TANH in function else "none")
+    known = KNOWN[function]
+    return getattr(ops, known.gated)(gate, up, **known.options)
 
 
 def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) -> bool:
@@ -54,7 +47,7 @@ def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) ->
         return False
     if gate.is_nested or not nn.takes(gate, up):
         return False
-    return context_of(gate.device.type) == 0 and _is_one_kernel(gate, up, results)
+    return context_of(gate.device.type) == 0 and can_be_joined(gate, up, results)
 
 
 class GatedLinear(torch.autograd.Function):
@@ -81,9 +74,7 @@ class GatedLinear(torch.autograd.Function):
         if needs_bias:
             grad_bias = rows.sum(0)
         if needs_gate or needs_up:
-            of_product = grad_out @ weight
-            if ctx.function == "silu":
-                grad_gate, grad_up = _ops.swiglu_backward(of_product, gate, up)
-            else:
-                grad_gate, grad_up = _ops.geglu_backward(of_product, gate, up, TANH in ctx.function)
+            known = KNOWN[ctx.function]
+            product_backward = getattr(_ops, f"{known.gated}_backward")
+            grad_gate, grad_up = product_backward(grad_out @ weight, gate, up, *known.backward_options)
         return grad_gate, grad_up, grad_weight, grad_bias, None

@@ -1,22 +1,20 @@
 """The part of nn.convert that recognises norms over the last dimension by running them on probes."""
 
-import inspect
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import modules as nn
 from .. import ops
 from .formulas import (
     EPS,
     HALF,
+    can_be_joined,
     context_of,
-    have_one_shape,
     parameters_of,
     result_dtype,
     run,
+    shape_of,
     twin_of,
     with_results,
 )
@@ -58,23 +56,18 @@ def norm(
     eps: float,
     results: tuple[str, ...],
 ) -> Tensor:
-    dtype = result_dtype(results, x, None if weight is None else weight.dtype)
+    dtype = result_dtype(results, x, weight)
     x = x.to(torch.promote_types(x.dtype, dtype))
-    arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
-    shape = _row_shape(x if weight is None else weight)
-    if weight is not None and offset:
-        weight = offset + weight.to(arithmetic)
-    if weight is not None and weight.dtype != x.dtype:
-        weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
-    if centered:
-        return ops.layer_norm(x, shape, weight, bias, eps).to(dtype)
-    return ops.rms_norm(x, shape, weight, eps).to(dtype)
+    shape, weight, bias = _prepared(x, None, weight, bias, offset)
+    y = ops.layer_norm(x, shape, weight, bias, eps) if centered else ops.rms_norm(x, shape, weight, eps)
+    return y.to(dtype)
 
 
-@torch.fx.wrap
 def add_norm(
     x: Tensor,
     residual: Tensor,
+    p: float,
+    training: bool,
     shape: Any,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -82,63 +75,37 @@ def add_norm(
     offset: int,
     eps: float,
     results: tuple[str, ...],
-    p: float,
-    training: bool,
-) -> tuple[Tensor, Tensor]:
-    """The norm of ``s = residual + dropout(x, p)``, and ``s``.
-
-    One kernel computes both if its results have the dtypes of the two operations that it replaces. ``shape`` is the
-    normalized shape, or None for the last dimension.
-    """
+) -> tuple[Tensor, Tensor] | None:
+    """The norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. None if it does not take both tensors, or
+    its results would not have the dtypes of the two operations. ``shape``: None for the last dimension."""
     is_plain = context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
-    same = x.dtype is residual.dtype and x.device == residual.device and have_one_shape(x, residual)
-    dtype = result_dtype(results, x, None if weight is None else weight.dtype)
-    if not (is_plain and same and dtype is x.dtype):
-        s = residual + (ops.dropout(x, p, True) if p and training else x)
-        return _norm_of(s, shape, weight, bias, centered, offset, eps, results), s
-    arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
-    row = _row_shape(x if weight is None else weight) if shape is None else shape
+    if not is_plain or not can_be_joined(x, residual, results, weight):
+        return None
+    shape, weight, bias = _prepared(x, shape, weight, bias, offset)
+    if centered:
+        return ops.add_layer_norm(x, residual, shape, weight, bias, eps, p, training)
+    return ops.add_rms_norm(x, residual, shape, weight, eps, p, training)
+
+
+def _prepared(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, offset: int) -> tuple[Any, ...]:
+    """The normalized shape, offset + weight, and bias, in dtypes that the ops take beside x."""
+    if shape is None:
+        shape = shape_of(x if weight is None else weight)[-1:]
+    arithmetic = torch.promote_types(x.dtype, torch.float32)
     if weight is not None and offset:
         weight = offset + weight.to(arithmetic)
     if weight is not None and weight.dtype != x.dtype:
         weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
-    if centered:
-        return ops.add_layer_norm(x, residual, row, weight, bias, eps, p, training)
-    return ops.add_rms_norm(x, residual, row, weight, eps, p, training)
-
-
-def _norm_of(
-    s: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, centered: bool, *options: Any
-) -> Tensor:
-    if shape is None:
-        return norm(s, weight, bias, centered, *options)
-    eps = options[1]
-    if centered:
-        return ops.layer_norm(s, shape, weight, bias, eps)
-    return nn._rms_norm(s, shape, weight, eps)
-
-
-def _row_shape(x: Tensor) -> Any:
-    if not torch.jit.is_tracing():
-        return x.shape[-1:]
-    with warnings.catch_warnings():  # sizes are tensors while torch.jit traces; a norm's width is a constant
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        return [int(x.shape[-1])]
+    return shape, weight, bias
 
 
 # ---- recognising them ----
 
 
-def recognise(module: torch.nn.Module) -> Norm | str:
+def recognise(module: torch.nn.Module, input: str) -> Norm | str:
     """The formula that a module computes, found by running it on probes; or the reason why it is not one of them."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
     floats = sorted(_float_attributes(module), key=_not_called_eps)
-    try:
-        taken = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return "its forward has no signature"
-    if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
     if any(buffer is not None for buffer in module._buffers.values()):
         return "it has buffers"
     for name, value in vars(module).items():
@@ -159,7 +126,7 @@ def recognise(module: torch.nn.Module) -> Norm | str:
     ):
         if (offset and weight is None) or (bias is not None and not centered):
             continue
-        formula = Norm(centered, offset, eps, weight, bias, taken[0].name, ())
+        formula = Norm(centered, offset, eps, weight, bias, input, ())
         if any(
             all(_agrees(module, formula, width, torch.float32, dims, training=training) for dims in (2, 3, 4))
             for training in (True, False)

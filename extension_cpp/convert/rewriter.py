@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .activations import KNOWN
+
 # The methods that a rewritten forward calls. The prefix keeps them apart from those of the model's class.
 PREFIX = "_extension_cpp_"
 
@@ -75,12 +77,12 @@ class Rewriter(ast.NodeTransformer):
         function, options = self.value(node.func), _constants(node.keywords)
         if function is None or options is None:
             return None
-        known = {"silu": ((),), "gelu": ((), (("approximate", "none"),), (("approximate", "tanh"),))}
-        name = next((each for each in known if function is getattr(torch.nn.functional, each)), None)
-        if name is None or options not in known[name]:
-            return None
-        name += " with approximate='tanh'" if ("approximate", "tanh") in options else ""
-        return (ast.Constant(name), node.args[0]) if self.wants(Site("gated", name, (("function", True),))) else None
+        for name, known in KNOWN.items():
+            is_named = dict(options) == known.options or (not options and name == known.function)
+            if is_named and function is getattr(torch.nn.functional, known.function):
+                wants = self.wants(Site("gated", name, (("function", True),)))
+                return (ast.Constant(name), node.args[0]) if wants else None
+        return None
 
     def dropout(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
         """The dropout and x: of self.NAME(x) the module, of torch.nn.functional.dropout its p and training."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import ops, reference
 from ..modules import takes
 from .formulas import EPS, HALF, outside_modes
 
@@ -86,19 +86,23 @@ def _rotate(
 
 
 @outside_modes()
-def recognise(function: Callable[..., Any], options: dict[str, Any]) -> Rotary | str:
+def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary | str:
     """What a function of q, k, cos, sin computes, found by calling it on probes; or why it is not rotary_embedding."""
+
+    def function(*inputs: Tensor) -> Any:
+        return rotation(*inputs, **options)
+
     for interleaved, repeats in ((False, False), (True, False), (True, True)):
         rotary = Rotary((), interleaved, repeats, False, False)
         # In float32, because some functions compute in float32 even for float64 inputs.
-        layouts = tuple(layout for layout in LAYOUTS if _agrees(function, options, rotary, layout, torch.float32))
+        layouts = tuple(layout for layout in LAYOUTS if _agrees(function, rotary, layout, torch.float32))
         if not layouts:
             continue
 
         def agrees(*args: Any, rotary: Rotary = rotary, layouts: tuple[str, ...] = layouts) -> bool:
-            return all(_agrees(function, options, rotary, layout, *args) for layout in layouts)
+            return all(_agrees(function, rotary, layout, *args) for layout in layouts)
 
-        if not all(_gradients_agree(function, options, rotary, layout) for layout in layouts):
+        if not all(_gradients_agree(function, rotary, layout) for layout in layouts):
             return "computes rotary_embedding, but its gradients are others"
         for dtype in HALF:
             if not agrees(dtype):
@@ -125,41 +129,21 @@ def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -
     return [q.to(dtype), k.to(dtype), cos.to(tables), sin.to(tables)]
 
 
-def _exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """rotary_embedding in plain tensor operations."""
-    if q.dim() == 4:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    results = []
-    for x in (q, k):
-        rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        if interleaved:
-            turned = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
-        else:
-            first, second = rotated.chunk(2, -1)
-            turned = torch.cat((-second, first), -1)
-        results.append(torch.cat((rotated * cos + turned * sin, rest), -1))
-    return results[0], results[1]
-
-
-def _call(function: Callable[..., Any], options: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+def _call(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
     """None if it raises, or returns something else than two tensors of the shapes and dtypes of q and k."""
     try:
         with torch.random.fork_rng(devices=[]):
-            results = function(*inputs, **options)
+            results = function(*inputs)
     except Exception:  # unknown code may raise anything, and then it does not compute our formula
         return None
-    if not isinstance(results, (tuple, list)) or len(results) != 2:
+    if not isinstance(results, (tuple, list)) or not all(isinstance(y, Tensor) for y in results):
         return None
-    fits = all(
-        isinstance(y, Tensor) and y.shape == x.shape and y.dtype is x.dtype
-        for y, x in zip(results, inputs[:2], strict=True)
-    )
-    return (results[0], results[1]) if fits else None
+    forms = [[(each.shape, each.dtype) for each in tensors] for tensors in (results, inputs[:2])]
+    return (results[0], results[1]) if forms[0] == forms[1] else None
 
 
 def _agrees(
     function: Callable[..., Any],
-    options: dict[str, Any],
     rotary: Rotary,
     layout: str,
     dtype: torch.dtype,
@@ -174,28 +158,23 @@ def _agrees(
         for batch in (slice(None), slice(1)) if LAYOUTS[layout][0] == 4 else (slice(None),):
             q, k, cos, sin = _probe(layout, dtype, tables or dtype, rotated)
             inputs = [q, k, cos[batch], sin[batch]]
-            found = _call(function, options, [each.clone() for each in inputs])
+            found = _call(function, [each.clone() for each in inputs])
             if found is None:
                 return False
-            q, k, cos, sin = wide = [each.double() for each in inputs]
-            for got, exact in zip(found, _rotate(rotary, layout, q, k, cos, sin, _exact), strict=True):
-                bound = (
-                    4
-                    * EPS[dtype]
-                    * max(each.abs().max() for each in wide[:2])
-                    * max(each.abs().max() for each in wide[2:])
-                )
-                if not bool(((got.double() - exact).abs() <= bound).all()):
-                    return False
+            q, k, cos, sin = (each.double() for each in inputs)
+            exact = _rotate(rotary, layout, q, k, cos, sin, reference.rotary_embedding)
+            bound = 4 * EPS[dtype] * max(q.abs().max(), k.abs().max()) * max(cos.abs().max(), sin.abs().max())
+            if not all(bool(((got.double() - y).abs() <= bound).all()) for got, y in zip(found, exact, strict=True)):
+                return False
     return True
 
 
-def _gradients_agree(function: Callable[..., Any], options: dict[str, Any], rotary: Rotary, layout: str) -> bool:
+def _gradients_agree(function: Callable[..., Any], rotary: Rotary, layout: str) -> bool:
     """Compares the gradients of q and k. The bound is about 100 eps; a missing term would be of size 1."""
     gradients = []
     for run in (
-        lambda *inputs: _call(function, options, [*inputs]),
-        lambda q, k, cos, sin: _rotate(rotary, layout, q, k, cos, sin, _exact),
+        lambda *inputs: _call(function, [*inputs]),
+        lambda q, k, cos, sin: _rotate(rotary, layout, q, k, cos, sin, reference.rotary_embedding),
     ):
         q, k, cos, sin = _probe(layout, torch.float32, torch.float32, 8)
         q, k = q.requires_grad_(), k.requires_grad_()
