@@ -1,8 +1,8 @@
-"""The operators as Python functions: what autograd.operators makes of them. Their types may be in _ops.pyi."""
+"""The operators as Python functions: what calls.operators makes of them. Their types may be in _ops.pyi."""
 
 from typing import TYPE_CHECKING, Any
 
-from .registration.autograd import operators
+from .registration.calls import operators
 
 globals().update(vars(operators()))
 

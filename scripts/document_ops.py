@@ -20,7 +20,7 @@ except ImportError as error:
 from benchmarks.published import TABLES
 from extension_cpp import ops
 from extension_cpp.command import info
-from extension_cpp.registration import autograd
+from extension_cpp.registration import calls
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ops.md"
@@ -174,11 +174,11 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
 
 def stub() -> str:
     """extension_cpp/_ops.pyi: an operator's arguments, and the results of its no-grad overload."""
-    known = vars(autograd.operators("extension_cpp"))
+    known = vars(calls.operators("extension_cpp"))
     schemas = (schema for listed in schemas_of(list(functions())).values() for schema in listed)
     names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
     ops = torch.ops.extension_cpp
-    overloads = {name: getattr(ops, name + autograd.NO_GRAD).default for name in names if name in known}
+    overloads = {name: getattr(ops, name + calls.NO_GRAD).default for name in names if name in known}
     head = '"""The types of _ops.py. `make docs` writes them from the operators\' schemas."""\n\n'
     head += "from collections.abc import Sequence\n\nfrom torch import Tensor\n\n"
     return head + "".join(typed(name, overload._schema) for name, overload in overloads.items())

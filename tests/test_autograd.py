@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
-from extension_cpp.registration.autograd import _AFTER_AUTOGRAD, Gradients, operators, register_autograd
+from extension_cpp.registration.autograd import _AFTER_AUTOGRAD, Gradients, register_autograd
+from extension_cpp.registration.calls import operators
 from tests.forked import python
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")

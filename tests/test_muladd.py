@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import extension_cpp
-from extension_cpp.registration.autograd import overload_of
+from extension_cpp.registration.calls import overload_of
 from tests.checks import last_level_cache
 from tests.forked import python
 

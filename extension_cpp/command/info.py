@@ -244,7 +244,7 @@ def schemas() -> list[str]:
     import torch
 
     from .._namespace import NAMESPACE
-    from ..registration.autograd import NO_GRAD, own_ops
+    from ..registration.calls import NO_GRAD, own_ops
 
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _ops, ops
 from .. import modules as nn
-from ..registration.autograd import is_recorded
+from ..registration.calls import is_recorded
 from .activations import KNOWN, activation
 from .formulas import can_be_joined, context_of
 from .model_loss import must_run

@@ -22,7 +22,7 @@ from .. import _ops
 from ..functional import linear_loss
 from ..functional.linear_loss import check_targets
 from ..functional.losses import check_loss, refuse_weight_gradient, unevaluated_lse
-from ..registration.autograd import own_ops
+from ..registration.calls import own_ops
 from .sharding import on_mesh, whole
 
 IGNORED = -1  # a target that is no class of any process

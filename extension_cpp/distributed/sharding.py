@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from .._namespace import NAMESPACE
 from ..registration import checks
-from ..registration.autograd import NO_GRAD, own_ops
+from ..registration.calls import NO_GRAD, own_ops
 from ..registration.entries import NONE, SHARDING, Call, Mark, Placement, Rule, Sharding
 
 

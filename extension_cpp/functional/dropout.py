@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .. import _ops
 from ..registration import autograd, checks
-from ..registration.autograd import Gradients, own_ops
+from ..registration.autograd import Gradients
+from ..registration.calls import own_ops
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import _ops
 from ..registration import autograd, checks
-from ..registration.autograd import is_recorded, own_ops
+from ..registration.calls import is_recorded, own_ops
 from .losses import (
     check_loss,
     check_loss_grad,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import _ops
 from ..registration import checks
-from ..registration.autograd import Gradients, own_ops
+from ..registration.autograd import Gradients
+from ..registration.calls import own_ops
 from . import dropout, norm_formulas
 
 

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from . import checks
 from .autograd import (
-    NO_GRAD,
     Gradients,
     library_for,
-    own_ops,
     qualified,
     register_autocast,
     register_autocast_rule,
@@ -19,6 +17,7 @@ from .autograd import (
     register_fake,
     register_not_differentiable,
 )
+from .calls import NO_GRAD, own_ops
 from .mutation import register_mutation
 
 

@@ -8,7 +8,8 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .autograd import has_tangent, keys_below, library_for, overload_of, qualified
+from .autograd import has_tangent, keys_below, library_for, qualified
+from .calls import overload_of
 
 _AFTER_VIEWS = keys_below(DispatchKey.ADInplaceOrView)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from . import checks
-from .autograd import NO_GRAD, library_for, operators, own_ops
+from .autograd import library_for
+from .calls import NO_GRAD, operators, own_ops
 from .entries import BY_ROWS, NESTED, PADDED, Mark
 
 

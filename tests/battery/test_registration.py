@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from extension_cpp import ops
-from extension_cpp.registration.autograd import overload_of
+from extension_cpp.registration.calls import overload_of
 from tests.battery import both_overloads, calls_of_every_order, every_op
 from tests.checks import as_tuple, maker
 from tests.opspec import OpSpec
