@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import extension_cpp
+from extension_cpp import _ops
 from extension_cpp.registration.autograd import _AFTER_AUTOGRAD, Gradients, register_autograd
 from extension_cpp.registration.calls import operators
 from tests.forked import python
@@ -245,6 +246,14 @@ def test_a_dispatch_mode_sees_calls_below_autograd(tensors) -> None:
         grads = gradients(layer_norm, tensors)
     assert seen == [("extension_cpp::layer_norm", False), ("extension_cpp::layer_norm_backward", False)]
     assert_equal(grads, expected)
+
+
+def test_functions_fill_in_defaults() -> None:
+    """Under autograd, too, where they call no operator. The public functions give all arguments."""
+    x = torch.randn(3, 4, requires_grad=True)
+    y = _ops.cumsum(x, 1)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(y, _ops.cumsum(x, 1, False, False)) and grad[0].tolist() == [4, 3, 2, 1]
 
 
 # No-grad overloads.

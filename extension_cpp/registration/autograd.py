@@ -12,7 +12,7 @@ that, and differs in three ways:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.library import Library
 
 from .._namespace import NAMESPACE
-from .calls import NO_GRAD, overload_of
+from .calls import CASTING, DIRECT, NO_GRAD, overload_of
 
 
 def keys_below(key: DispatchKey) -> DispatchKeySet:
@@ -92,6 +92,7 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
     """torch.library.register_autocast for an operator and its no-grad overload."""
     op = qualified(op)
+    CASTING.add(op)
     for name in (op, op + NO_GRAD):
         library = library_for(f"Autocast {device_type} {name}", op)
         torch.library.register_autocast(name, device_type, cast_inputs, lib=library)
@@ -103,6 +104,7 @@ def register_autocast_rule(op: str, rule: Callable[[str, tuple[Any, ...]], tuple
     The arguments are by position, defaults included.
     """
     op = qualified(op)
+    CASTING.add(op)
     keys = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
     for name in (op, op + NO_GRAD):
         overload = overload_of(name)
@@ -220,14 +222,11 @@ def _check_schema(schema: Any) -> None:
 
 
 def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> Callable[..., Any]:
-    """The backward of an autograd.Function: it returns the gradients in the order of the arguments `names`, and None
-    for the pair of keys and keywords after them."""
+    """backward with the gradients in the order of the arguments `names`, as an autograd.Function wants them."""
     known = frozenset(names)
     orders: dict[tuple[bool, ...], list[Any]] = {}  # names, or None where no gradient is needed; by needs_input_grad
 
-    def in_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if getattr(ctx, "mesh", None) is not None:  # for results that are not used autograd makes zeros, not DTensors
-            grads = distributed.on_mesh(grads, ctx.mesh)
+    def in_order(ctx: Any, *grads: Any) -> Iterable[Any]:
         gradients = backward(ctx, *grads)
         if type(gradients) is not dict or not gradients.keys() <= known:
             raise TypeError(
@@ -238,7 +237,7 @@ def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> 
         if order is None:
             pairs = zip(names, ctx.needs_input_grad, strict=True)
             order = orders[ctx.needs_input_grad] = [name if is_needed else None for name, is_needed in pairs]
-        return *map(gradients.get, order), None
+        return map(gradients.get, order)
 
     return in_order
 
@@ -269,11 +268,49 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
             setup_context(ctx=ctx, inputs=inputs, output=output, **given)
         return output
 
+    in_order = _in_order(op, backward, names)
+
+    def backward_of_function(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if getattr(ctx, "mesh", None) is not None:  # for results that are not used autograd makes zeros, not DTensors
+            grads = distributed.on_mesh(grads, ctx.mesh)
+        return *in_order(ctx, *grads), None
+
+    return _new_function(op, forward, backward_of_function)
+
+
+def _new_function(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     # The class is made by type(), because PyTorch takes the name of grad_fn from the class's name at that moment.
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(_in_order(op, backward, names))}
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     # Its base is not autograd.Function, which refuses torch.func's transforms. Their dispatch has already unwrapped the
     # tensors to the level of one transform, and there the function records like those of PyTorch's own operators.
     return type(op._schema.name.split("::")[1], (torch.autograd.function._SingleLevelFunction,), functions)
+
+
+def _direct_function(op: Any, backward: Callable[..., Gradients], setup_context: Callable[..., Any] | None) -> Any:
+    """The autograd.Function that calls.py applies without the dispatcher.
+
+    It returns what the no-grad overload returns. The results beyond are saved alone, and backward gets None for their
+    gradients.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    count, results = len(overload_of(op._schema.name + NO_GRAD)._schema.returns), len(op._schema.returns)
+    in_order = _in_order(op, backward, names)
+    beyond = (None,) * (results - count)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        guard = torch._C._AutoDispatchBelowAutograd()
+        try:
+            output = op(*args)
+        finally:
+            del guard
+        if setup_context is not None:
+            setup_context(ctx=ctx, inputs=args, output=output)
+        return output if not beyond else output[0] if count == 1 else output[:count]
+
+    def backward_of_function(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return tuple(in_order(ctx, *grads, *beyond))
+
+    return _new_function(op, forward, backward_of_function)
 
 
 def _autograd_kernel(
@@ -283,6 +320,8 @@ def _autograd_kernel(
     plain: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     node = _function_of(op, backward, setup_context)
+    if op._schema.name + NO_GRAD in torch._C._dispatch_get_all_op_names():
+        DIRECT[op._schema.name] = _direct_function(op, backward, setup_context)
     defaults = tuple(argument.default_value for argument in op._schema.arguments if not argument.kwarg_only)
 
     def apply(*args: Any) -> Any:

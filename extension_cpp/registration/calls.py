@@ -1,4 +1,4 @@
-"""The operators as functions, which pick an operator or its no-grad overload at each call.
+"""The operators as functions that cost little: an operator, its no-grad overload, or its autograd.Function directly.
 
 An Autograd kernel in Python runs at every call of an operator, with gradients or without, and again for the backward
 operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a no-grad overload:
@@ -8,16 +8,22 @@ csrc/common/shim/op.h).
 
 The no-grad overload is called instead of the operator under no_grad, and in a backward pass that is not differentiated
 itself. It is not called while a graph records the call, because a graph captured under no_grad may be trained later.
+
+Where gradients are recorded and nothing else wants to see the call, the function applies the operator's
+autograd.Function itself. The dispatcher would call Python for it, with boxed arguments, and Python the dispatcher.
 """
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import DispatchKey, DispatchKeySet, Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as symbolic_trace
+from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
 from . import checks
@@ -48,11 +54,6 @@ def overload_of(op: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
-def _is_differentiable() -> bool:
-    """Whether a call needs the operator, which has a derivative, and not its no-grad overload."""
-    return torch.is_grad_enabled() or is_recorded()
-
-
 def is_recorded() -> bool:
     """Whether a graph may record this call (torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace),
     or forward-mode differentiation is on.
@@ -68,29 +69,72 @@ def is_recorded() -> bool:
     return torch._C._is_tracing() or symbolic_trace.is_fx_symbolic_tracing()
 
 
+def _thread_without_modes() -> tuple[int, int]:
+    """The keys that a thread's calls include and exclude while nothing is switched on. Autocast is excluded."""
+    found: list[int] = []
+    sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    thread = threading.Thread(target=lambda: found.extend(keys().raw_repr() for keys in sets))
+    thread.start()
+    thread.join()
+    return found[0], found[1]
+
+
+_INCLUDED, _excluded = _thread_without_modes()
+_EXCLUDED = frozenset((_excluded,))
+_AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)]
+# What a thread excludes while autocast is off for both, one or none of the device types.
+_EXCLUDED_WITH_AUTOCAST = frozenset(_excluded & ~cpu & ~cuda for cpu in (0, _AUTOCAST[0]) for cuda in (0, _AUTOCAST[1]))
+_NUMBERS = frozenset((int, float, bool, type(None), list, tuple, torch.Size))
+
+# The autograd.Function of each operator that a call may apply without the dispatcher (autograd.py).
+DIRECT: dict[str, Any] = {}
+CASTING: set[str] = set()  # the operators that have an autocast rule
+
+
+def _requires_grad(name: str, args: tuple[Any, ...]) -> bool | None:
+    """Whether a call has gradients; None if something beside autograd may want to see it."""
+    if not torch.is_grad_enabled():
+        return None if is_recorded() else False
+    if torch.compiler.is_compiling():  # first, because torch.compile cannot trace what follows
+        return None
+    excluded = _EXCLUDED if name in CASTING else _EXCLUDED_WITH_AUTOCAST
+    if (
+        torch._C._len_torch_function_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch._C._dispatch_tls_local_include_set().raw_repr() != _INCLUDED  # a dispatch mode, torch.func, jit.trace
+        or torch._C._dispatch_tls_local_exclude_set().raw_repr() not in excluded  # autocast, inference mode
+    ):
+        return None
+    requires_grad = False
+    for x in args:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            requires_grad = requires_grad or x.requires_grad
+        elif kind not in _NUMBERS:
+            return None
+    return requires_grad
+
+
 def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
+    name = op._schema.name
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
     count = len(no_grad._schema.returns)
+    all_results = count == len(op._schema.returns)
 
     def call(*args: Any) -> Any:
         try:
-            return (op if _is_differentiable() else no_grad)(*args)
+            requires_grad = _requires_grad(name, args)
+            if requires_grad is False:
+                return no_grad(*args)
+            if requires_grad and name in DIRECT:
+                return DIRECT[name].apply(*args, *defaults[len(args) :])
+            results = op(*args)
         except Exception:
             checks.check_tensors(op._schema, args)
             raise
+        if all_results:
+            return results
+        # By index: under torch.fx all results are one Proxy.
+        return results[0] if count == 1 else tuple([results[i] for i in range(count)])
 
-    def call_for_first(*args: Any) -> Any:
-        try:
-            return op(*args)[0] if _is_differentiable() else no_grad(*args)
-        except Exception:
-            checks.check_tensors(op._schema, args)
-            raise
-
-    def call_for_some(*args: Any) -> Any:
-        try:
-            results = (op if _is_differentiable() else no_grad)(*args)
-        except Exception:
-            checks.check_tensors(op._schema, args)
-            raise
-        return tuple([results[i] for i in range(count)])  # by index: under torch.fx all of them are one Proxy
-
-    return call if count == len(op._schema.returns) else call_for_first if count == 1 else call_for_some
+    return call

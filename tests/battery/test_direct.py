@@ -1,0 +1,364 @@
+"""Calls that apply the operator's autograd.Function without the dispatcher (registration/calls.py).
+
+A plain call does. Whatever wants to see the operator gets the call by the dispatcher. Both ways have the same results,
+gradients and graphs.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from extension_cpp.registration import calls
+from tests.battery import every_op, profiled
+from tests.checks import as_tuple, leaves, maker, random_grad
+from tests.opspec import OpSpec, Sample
+
+SHAPE = (6, 40)
+
+
+def sample_of(spec: OpSpec, device: str, dtype: torch.dtype = torch.float32) -> Sample:
+    """The sample with most tensors, the optional ones included."""
+    samples = spec.sample_inputs(maker(device, dtype), SHAPE)
+    return max(samples, key=lambda sample: sum(isinstance(x, Tensor) for x in sample.args))
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of the operators that are called directly."""
+    before, seen = dict(calls.DIRECT), list[str]()
+
+    def spy(name: str, function: Any) -> SimpleNamespace:
+        return SimpleNamespace(apply=lambda *args: [seen.append(name), function.apply(*args)][1])
+
+    calls.DIRECT.update({name: spy(name, function) for name, function in before.items()})
+    try:
+        yield seen
+    finally:
+        calls.DIRECT.update(before)
+
+
+@contextlib.contextmanager
+def by_the_dispatcher() -> Iterator[None]:
+    before = dict(calls.DIRECT)
+    calls.DIRECT.clear()
+    try:
+        yield
+    finally:
+        calls.DIRECT.update(before)
+
+
+def graph(y: Tensor) -> list[Any]:
+    """The name of the node that made y, and of those whose gradients it makes."""
+    node = y.grad_fn
+    return [] if node is None else [node.name(), *(after and after.name() for after, _ in node.next_functions)]
+
+
+def outcome(spec: OpSpec, sample: Sample) -> list[Any]:
+    """Results, graphs and gradients of one call, once differentiated and, if the op allows, twice."""
+    outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
+    different = [y for y in outputs if y.requires_grad]
+    found: list[Any] = [[y.detach().clone(), y.requires_grad, graph(y)] for y in outputs]
+    if different:
+        grads = [random_grad()(y) for y in different]
+        first = torch.autograd.grad(different, leaves(sample), grads, create_graph=spec.second_order, allow_unused=True)
+        found.append([None if g is None else g.detach() for g in first])
+        again = [g for g in first if g is not None and g.requires_grad]
+        if again:
+            found.append(
+                torch.autograd.grad(again, leaves(sample), [random_grad()(g) for g in again], allow_unused=True)
+            )
+    return found
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert one.dtype == other.dtype and one.stride() == other.stride()
+        assert torch.equal(one.nan_to_num(3.0), other.nan_to_num(3.0))
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    else:
+        assert one == other
+
+
+@every_op
+def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
+    """With leaves and parameters, views, half types, and one input alone that requires grad."""
+    for dtype in (torch.float32, torch.bfloat16):
+        sample = sample_of(spec, device, dtype)
+        parameters = [torch.nn.Parameter(x.detach()) if x is not sample.args[0] else x for x in leaves(sample)]
+        swap = {id(x): y for x, y in zip(leaves(sample), parameters, strict=True)}
+        given = replace(sample, args=tuple(swap.get(id(x), x) for x in sample.args))
+        for alone in range(len(parameters)):
+            for i, x in enumerate(leaves(given) if alone == 0 else parameters):
+                x.requires_grad_(i == alone)
+            with counted() as seen:
+                direct = outcome(spec, given)
+            assert seen[:1] == [f"{calls.NAMESPACE}::{spec.name}"]
+            with by_the_dispatcher():
+                assert_equal(direct, outcome(spec, given))
+
+
+@every_op
+def test_calls_without_gradients_run_the_no_grad_overload(spec: OpSpec, device: str) -> None:
+    """With gradients enabled, too."""
+    sample = sample_of(spec, device)
+    given = [x.detach() if isinstance(x, Tensor) else x for x in sample.args]
+    names, _ = profiled(lambda: spec.function(*given, **sample.kwargs), device)
+    name = f"{calls.NAMESPACE}::{spec.name}"
+    assert f"{name}{calls.NO_GRAD}" in names and name not in names
+
+
+class Recorder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+class DispatchRecorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def inference_with_gradients() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "torch_function mode": Recorder,
+    "dispatch mode": DispatchRecorder,
+    "forward mode": forward_ad.dual_level,
+    "default device": lambda: torch.device("cpu"),
+    "inference mode": inference_with_gradients,
+}
+
+
+@every_op
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_see_the_operator(spec: OpSpec, device: str, mode: str) -> None:
+    sample = sample_of(spec, device)
+    with counted() as seen, MODES[mode]() as direct_mode:
+        direct = as_tuple(spec.function(*sample.args, **sample.kwargs))
+    assert not seen
+    with by_the_dispatcher(), MODES[mode]() as other_mode:
+        other = as_tuple(spec.function(*sample.args, **sample.kwargs))
+    assert_equal([y.detach() for y in direct], [y.detach() for y in other])
+    assert [graph(y) for y in direct] == [graph(y) for y in other]
+    if isinstance(direct_mode, Recorder | DispatchRecorder):
+        assert any(spec.name in name for name in direct_mode.seen) and direct_mode.seen == other_mode.seen
+
+
+@every_op
+def test_autocast_sees_the_operators_that_have_a_rule(spec: OpSpec, device: str) -> None:
+    sample = sample_of(spec, device)
+    with torch.autocast(device, torch.bfloat16):
+        with counted() as seen:
+            direct = outcome(spec, sample)
+        with by_the_dispatcher():
+            assert_equal(direct, outcome(spec, sample))
+    name = f"{calls.NAMESPACE}::{spec.name}"
+    assert (name in calls.CASTING) == (name not in seen)
+
+
+class Seen(Tensor):
+    """A subclass that notes what is called with it."""
+
+    names: list[str] = []  # noqa: RUF012  # one for all
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.names.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@every_op
+@pytest.mark.parametrize("as_parameter", [False, True])
+def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bool) -> None:
+    """In each argument, the optional ones included."""
+    sample = sample_of(spec, device)
+    for i, x in enumerate(sample.args):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            continue
+        one = x.detach().as_subclass(Seen).requires_grad_(x.requires_grad)
+        one = torch.nn.Parameter(one) if as_parameter and x.requires_grad else one
+        args = (*sample.args[:i], one, *sample.args[i + 1 :])
+        Seen.names.clear()
+        with counted() as seen:
+            spec.function(*args, **sample.kwargs)
+        assert not seen and any(spec.name in name for name in Seen.names), f"argument {i}"
+
+
+@every_op
+def test_transforms_and_graphs_see_the_operator(spec: OpSpec, device: str) -> None:
+    sample = sample_of(spec, device)
+    places = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor) and x.requires_grad]
+    tensors = [sample.args[i] for i in places]
+
+    def function(*given: Tensor) -> Tensor:
+        args = list(sample.args)
+        for i, x in zip(places, given, strict=True):
+            args[i] = x
+        return as_tuple(spec.function(*args, **sample.kwargs))[0]
+
+    with counted() as seen:
+        torch.func.vjp(function, *(x.detach() for x in tensors))
+        if not spec.positional:
+            torch.vmap(function)(*(torch.stack([x.detach()] * 2).requires_grad_() for x in tensors))
+        graph_of = make_fx(function)(*tensors)
+        if not spec.positional:
+            torch.jit.trace(function, tuple(tensors), check_trace=False)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            function(*(mode.from_tensor(x.detach()).requires_grad_() for x in tensors))
+    assert not seen
+    assert any(spec.name in str(node.target) for node in graph_of.graph.nodes)
+
+
+@every_op
+def test_saved_tensors_hooks(spec: OpSpec, device: str) -> None:
+    """Around the forward they pack what it saves; set between forward and backward they see what that saves alone."""
+    sample, packed = sample_of(spec, device), list[int]()
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x.numel())
+        return x.clone()
+
+    def once() -> list[int]:
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            y = next(y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad)
+        found = sorted(packed)
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            torch.autograd.grad(y, leaves(sample), random_grad()(y), allow_unused=True)
+        return [*found, -1, *packed]
+
+    with counted() as seen:
+        direct = once()
+    assert seen
+    with by_the_dispatcher():
+        assert direct == once()
+
+
+def _in_a_thread(call: Callable[[], Any]) -> Any:
+    """The result of a call in another thread, while this one is in a dispatch mode, which is no matter of that one."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    with DispatchRecorder():
+        thread.start()
+        thread.join()
+    return found[0]
+
+
+class Inner(torch.autograd.Function):
+    """Calls the op with gradients, in a forward that runs without."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], Any], x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.found = call()
+        return x.clone()
+
+
+def _in_a_function(call: Callable[[], Any]) -> Any:
+    found = []
+    Inner.apply(lambda: found.append(call()), torch.ones(1, requires_grad=True))
+    return found[0]
+
+
+def _deterministic(call: Callable[[], Any]) -> Any:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _checkpointed(call: Callable[[], Any]) -> Any:
+    return checkpoint(call, use_reentrant=False)
+
+
+@every_op
+@pytest.mark.parametrize("around", [_in_a_thread, _in_a_function, _deterministic, _checkpointed])
+def test_what_does_not_see_the_operator(spec: OpSpec, device: str, around: Callable[..., Any]) -> None:
+    sample = sample_of(spec, device)
+    with counted() as seen:
+        direct = around(lambda: outcome(spec, sample))
+    assert seen
+    with by_the_dispatcher():
+        assert_equal(direct, around(lambda: outcome(spec, sample)))
+
+
+@every_op
+def test_profilers_name_the_operator(spec: OpSpec, device: str) -> None:
+    sample = sample_of(spec, device)
+    found = []
+    for way in (contextlib.nullcontext, by_the_dispatcher):
+        with way(), profile(record_shapes=True) as profiler:
+            spec.function(*sample.args, **sample.kwargs)
+        name = f"{calls.NAMESPACE}::{spec.name}"
+        found.append([event.input_shapes for event in profiler.events() if event.name == name])
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
+@every_op
+def test_errors_are_those_of_the_operator(spec: OpSpec, device: str) -> None:
+    """With inputs that require grad; of a second backward; and of one whose inputs or results were written."""
+
+    def message(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def messages() -> list[str]:
+        found = []
+        for error in spec.error_inputs(device):
+            for x in error.args:
+                if isinstance(x, Tensor) and x.is_floating_point() and x.is_leaf:
+                    x.requires_grad_()
+            found.append(message(lambda error=error: spec.function(*error.args, **error.kwargs)))
+        assert all(found)
+        for write in (False, True):
+            sample = sample_of(spec, device)
+            y = next(y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad)
+            if write:
+                for x in (*sample.args, y):
+                    if isinstance(x, Tensor):
+                        x.detach().zero_()
+            grad = functools.partial(torch.autograd.grad, y, leaves(sample), random_grad()(y), allow_unused=True)
+            found += [message(grad), message(grad)]
+        return found
+
+    direct = messages()
+    with by_the_dispatcher():
+        assert direct == messages()
