@@ -228,11 +228,9 @@ def show(device: str, console: Console) -> None:
         "error: the largest of results and gradients against float64, relative to the largest true value, on memory "
         f"filled with NaN beforehand. Times: medians over {rows} x {COLUMNS} elements. both: forward and backward. "
         "2.0x: ours takes half of eager's time.",
-        highlight=False,
     )
     best = max(ratios, key=lambda name: ratios[name])
     console.print(
         f"Forward and backward of {best} run {ratios[best]:.1f} times as fast here as in eager PyTorch; "
         f"{sum(ratio > 1 for ratio in ratios.values())} of {len(ratios)} operators are faster than there.",
-        highlight=False,
     )
