@@ -21,7 +21,6 @@ from . import activations, forwards, model_loss, norms
 from .choice import Choice
 from .formulas import (
     DTYPES,
-    Formula,
     GeneratedModule,
     formula_class,
     is_formula_class,
@@ -166,7 +165,7 @@ def _losses(
 def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
     """The new classes of the modules that compute a known function as a whole. The result gets their names."""
     classes: dict[torch.nn.Module, type] = {}
-    recognised: dict[Any, Formula | str] = {}
+    recognised: dict[Any, activations.Activation | norms.Norm | str] = {}
     for name, module in modules.items():
         if isinstance(module, OURS) or not _may_be_known(module):
             continue
@@ -326,7 +325,7 @@ def _has_cuda() -> bool:
     return build is not None and build.cuda is not None
 
 
-def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) -> type | str:
+def _class_for(module: torch.nn.Module, recognised: dict[Any, activations.Activation | norms.Norm | str]) -> type | str:
     """The class that runs the module on our ops, or why there is none."""
     if isinstance(module, KINDS):
         return _class_by_kind(module)
@@ -345,7 +344,7 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) ->
         return f"it computes {formula}, but its class cannot be subclassed ({error})"
 
 
-def _recognise(module: torch.nn.Module) -> Formula | str:
+def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm | str:
     """The formula that a module computes, or why it is not a known one."""
     try:
         taken = list(inspect.signature(module.forward).parameters.values())

@@ -5,7 +5,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,17 +17,6 @@ from .. import modules as nn
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
-
-
-class Formula(Protocol):
-    """What a module computes. It is a NamedTuple, because classes are cached by it."""
-
-    @property
-    def input(self) -> str: ...  # the name of forward's argument
-
-    def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor: ...
-
-    def __hash__(self) -> int: ...
 
 
 # Rules for the dtype of a module's result, as functions of x's dtype, the weight's dtype and the device type.
@@ -114,7 +103,7 @@ def is_generated(kind: type) -> bool:
 class FormulaModule(GeneratedModule):
     """Computes the formula of a module's class with this package's ops."""
 
-    formula: ClassVar[Formula]
+    formula: ClassVar[Any]  # an Activation or a Norm
 
 
 def is_formula_class(kind: type) -> bool:
@@ -123,7 +112,7 @@ def is_formula_class(kind: type) -> bool:
 
 
 @functools.cache
-def formula_class(original: type, formula: Formula) -> type:
+def formula_class(original: type, formula: Any) -> type:
     names = {"__module__": __name__, "formula": formula, "forward": _forward_of(formula.input)}
     return generated_class(FormulaModule, original, {**names, "blank": (blank_of_formula, original, formula)})
 
@@ -136,7 +125,7 @@ def _forward_of(name: str) -> Any:
     return namespace["forward"]
 
 
-def blank_of_formula(original: type, formula: Formula) -> torch.nn.Module:
+def blank_of_formula(original: type, formula: Any) -> torch.nn.Module:
     return object.__new__(formula_class(original, formula))
 
 
@@ -219,6 +208,17 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
     except Exception:  # unknown code may raise anything, and then it does not compute our formula
         return None
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
+
+
+def gradients_of(y: Tensor | None, inputs: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...] | None:
+    """The gradients of what code we do not know returned. None if it raises, or an input has no gradient."""
+    if y is None or not y.requires_grad:
+        return None
+    try:
+        found = torch.autograd.grad(y, inputs, grad_out.to(y.dtype), allow_unused=True)
+    except Exception:  # as above
+        return None
+    return None if any(each is None for each in found) else found
 
 
 def probed_dtypes(
