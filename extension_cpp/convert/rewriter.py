@@ -109,32 +109,24 @@ class Rewriter(ast.NodeTransformer):
 
     def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
         """The call that replaces norm(total). It includes a dropout just before it, whose result is ``target``."""
-        x, residual = total.left, total.right
-        drawn = self.dropout(x)
-        if drawn is None and (drawn := self.dropout(residual)) is not None:
-            x, residual = residual, x
-        if drawn is None and before and target is not None:
-            last: Any = before[-1]
-            other = residual if _is_name(x, target) else x
-            is_one = _is_name(x, target) or _is_name(residual, target)
-            if is_one and not _mentions(other, target) and _assigned(last) == target:
-                drawn = self.dropout(last.value)
-                if drawn is not None:
-                    residual = other
-                    before.pop()
-        if drawn is None:
-            return self.call("add_norm", norm, x, residual)
-        return self.call("add_norm", norm, drawn[1], residual, drawn[0])
+        for x, residual in _operands(total, ast.Add):
+            if (drawn := self.dropout(x)) is not None:
+                return self.call("add_norm", norm, drawn[1], residual, drawn[0])
+        last: Any = before[-1] if before and target is not None and _assigned(before[-1]) == target else None
+        for x, residual in _operands(total, ast.Add) if last is not None else ():
+            alone = _is_name(x, target) and not any(_is_name(each, target) for each in ast.walk(residual))
+            if alone and (drawn := self.dropout(last.value)) is not None:
+                before.pop()
+                return self.call("add_norm", norm, drawn[1], residual, drawn[0])
+        return self.call("add_norm", norm, total.left, total.right)
 
     # -- expressions --
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        if isinstance(node.op, ast.Mult):
-            for one, other in ((node.left, node.right), (node.right, node.left)):
-                found = self.activation(one)
-                if found is not None:
-                    return self.call("gated", *found, other)
+        for one, other in _operands(node, ast.Mult):
+            if (found := self.activation(one)) is not None:
+                return self.call("gated", *found, other)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
@@ -237,7 +229,7 @@ class Rewriter(ast.NodeTransformer):
     def norm_of_sum(self, statement: ast.stmt, done: list[ast.stmt]) -> None:
         """self.NORM(a + b) in a simple statement (BERT), as often as it has one."""
         for name, node in self.child_calls(statement):
-            if _is_sum(node.args[0]) and self.wants(Site("add_norm", name)):
+            if _operands(node.args[0], ast.Add) and self.wants(Site("add_norm", name)):
                 target = _assigned(statement) if getattr(statement, "value", None) is node else None
                 call = self.add_norm(node.func, node.args[0], done, target)
                 _Replaced(node, ast.Subscript(call, ast.Constant(0), ast.Load())).visit(statement)
@@ -251,17 +243,13 @@ class Rewriter(ast.NodeTransformer):
             if not isinstance(later, (ast.Assign, ast.Return)):
                 return
             for node in ast.walk(later):
-                if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
-                    continue
-                for one, other in ((node.left, node.right), (node.right, node.left)):
-                    if not _is_name(one, name):
-                        continue
-                    found = self.activation(statement.value)
-                    if found is not None:
-                        statement.value = found[1]
-                        call = self.call("gated", found[0], ast.Name(name, ast.Load()), other)
-                        _Replaced(node, call).visit(later)
-                    return
+                for one, other in _operands(node, ast.Mult):
+                    if _is_name(one, name):
+                        if (found := self.activation(statement.value)) is not None:
+                            statement.value = found[1]
+                            call = self.call("gated", found[0], one, other)
+                            _Replaced(node, call).visit(later)
+                        return
 
 
 class _Replaced(ast.NodeTransformer):
@@ -274,20 +262,23 @@ class _Replaced(ast.NodeTransformer):
 
 def _assigned(statement: ast.stmt) -> str | None:
     """NAME, if the statement is `NAME = ...`."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        (target,) = statement.targets
-        return target.id if isinstance(target, ast.Name) else None
+    match statement:
+        case ast.Assign([ast.Name(name)]):
+            return name
     return None
 
 
-def _is_sum(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+def _operands(node: ast.AST, operator: type[ast.operator]) -> tuple[tuple[ast.expr, ast.expr], ...]:
+    """The two operands of a sum (ast.Add) or product (ast.Mult), in both orders; () for another node."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
+        return (node.left, node.right), (node.right, node.left)
+    return ()
 
 
 def _total(statement: Any) -> str | None:
     """NAME, if the statement is `NAME = a + b`."""
     name = _assigned(statement)
-    return name if name is not None and _is_sum(statement.value) else None
+    return name if name is not None and _operands(statement.value, ast.Add) else None
 
 
 def _has_one_argument(node: ast.AST) -> TypeGuard[ast.Call]:
@@ -306,20 +297,12 @@ def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
     return all(call in ast.walk(each) or (each.lineno, each.col_offset) > place for each in others)
 
 
-def _mentions(node: ast.AST, name: str) -> bool:
-    return any(_is_name(each, name) for each in ast.walk(node))
-
-
 def _is_none_test(node: ast.AST, total: str) -> bool:
     """Whether it is `x is None` or `x is not None`, a test that the sum before it does not change."""
-    return (
-        isinstance(node, ast.Compare)
-        and isinstance(node.left, ast.Name)
-        and node.left.id != total
-        and isinstance(node.ops[0], (ast.Is, ast.IsNot))
-        and isinstance(node.comparators[0], ast.Constant)
-        and len(node.ops) == 1
-    )
+    match node:
+        case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant()]):
+            return name != total
+    return False
 
 
 def _constants(keywords: list[ast.keyword]) -> tuple[tuple[str, Any], ...] | None:
