@@ -189,14 +189,14 @@ def _rewritten(
             continue
         if model_loss.is_model(module) or _obstacle(module) is not None:
             continue
-        decision = forwards.decide(
+        made, functions, reasons = forwards.decide(
             module, lambda child: classes.get(child, type(child)), functools.partial(choice.wants, name)
         )
-        if decision.made is not None:
-            changes[module] = decision.made
-            result.changed[name] = decision.functions
-        if decision.reasons:
-            result.left[name] = f"{_class_name(module)}: {'; '.join(decision.reasons)}"
+        if made is not None:
+            changes[module] = made
+            result.changed[name] = functions
+        if reasons:
+            result.left[name] = f"{_class_name(module)}: {'; '.join(reasons)}"
     return changes
 
 
@@ -327,8 +327,14 @@ def _has_cuda() -> bool:
 
 def _class_for(module: torch.nn.Module, recognised: dict[Any, activations.Activation | norms.Norm | str]) -> type | str:
     """The class that runs the module on our ops, or why there is none."""
-    if isinstance(module, KINDS):
-        return _class_by_kind(module)
+    if isinstance(module, KINDS) and type(module) not in KINDS:
+        base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
+        does = "draws" if base == "Dropout" else "computes"
+        return f"a subclass of torch.nn.{base}, and what it {does} cannot be compared"
+    if isinstance(module, torch.nn.Dropout) and module.inplace:
+        return "it works in place, which the op could only copy"
+    if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
+        return "its dim is None, so PyTorch chooses it by the input's number of dimensions"
     if type(module) in REPLACEMENTS and not getattr(module, "inplace", False):
         return REPLACEMENTS[type(module)]
     state = _plain_state(module)
@@ -357,19 +363,6 @@ def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm |
         if not isinstance(found, str) or activations.is_asked_for(module):
             return found
     return norms.recognise(module, taken[0].name)
-
-
-def _class_by_kind(module: torch.nn.Module) -> type | str:
-    """_class_for, for one of KINDS."""
-    if type(module) not in KINDS:
-        base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
-        does = "draws" if base == "Dropout" else "computes"
-        return f"a subclass of torch.nn.{base}, and what it {does} cannot be compared"
-    if isinstance(module, torch.nn.Dropout) and module.inplace:
-        return "it works in place, which the op could only copy"
-    if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
-        return "its dim is None, so PyTorch chooses it by the input's number of dimensions"
-    return REPLACEMENTS[type(module)]
 
 
 def _plain_state(module: torch.nn.Module) -> Any:

@@ -7,7 +7,7 @@ another module in its place, other dtypes or shapes), it does what the original 
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .activations import KNOWN, Activation, name_of_product
 from .formulas import CONTEXTS, GeneratedModule, Remembered, generated_class, is_formula_class
 from .gated import GatedLinear, can_make_again, gated
 from .model_loss import must_run
-from .norms import Norm, add_norm
+from .norms import Norm, Options, add_norm
 from .rewriter import FUNCTIONAL_DROPOUT, Site
 from .rotary_forms import Rotary
 
@@ -60,7 +60,7 @@ class RewrittenModule(GeneratedModule):
                 x = dropout(x)
         options = _norm(norm)
         if options is not None and isinstance(x, Tensor) and isinstance(residual, Tensor) and nn.takes(x, residual):
-            joined = add_norm(x, residual, p, training, *options)
+            joined = add_norm(x, residual, p, training, options)
             if joined is not None:
                 return joined
         if p and training:
@@ -76,14 +76,13 @@ class RewrittenModule(GeneratedModule):
         return function(*args, **options)
 
 
-def _norm(norm: Any) -> tuple[Any, ...] | None:
-    """The arguments of add_norm that compute what a norm does; None if the norm must be called."""
+def _norm(norm: Any) -> Options | None:
+    """What a norm computes with; None if the norm must be called."""
     if must_run(norm) is not None:
         return None
-    if type(norm) is nn.LayerNorm:
-        return norm.normalized_shape, norm.weight, norm.bias, True, 0, norm.eps, AS_INPUT
-    if type(norm) is nn.RMSNorm:
-        return norm.normalized_shape, norm.weight, None, False, 0, norm.eps, AS_INPUT
+    if type(norm) in (nn.LayerNorm, nn.RMSNorm):
+        centered, bias = type(norm) is nn.LayerNorm, getattr(norm, "bias", None)
+        return Options(norm.normalized_shape, norm.weight, bias, centered, 0, norm.eps, AS_INPUT)
     return norm.formula.options(norm) if is_formula_class(type(norm)) else None
 
 
@@ -129,55 +128,39 @@ def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
 # ---- deciding ----
 
 
-class Decision(NamedTuple):
-    made: type | None  # the class that the module gets
-    functions: str  # what it calls then
-    reasons: tuple[str, ...]  # why something that users would ask about is not changed
-
-
 def decide(
     module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type], wants: Callable[[str], bool]
-) -> Decision:
-    """What to do with a module. class_of says which class each of its children will have, and wants which functions it
-    may call."""
+) -> tuple[type | None, str, list[str]]:
+    """The class that a module gets, or None; the functions that it calls then; and why something that users would ask
+    about is not changed. class_of says which class each of its children will have, and wants which functions it may
+    call."""
     kind: Any = type(module)
-    if kind.__module__.split(".")[0] == "torch" or "forward" in vars(module):
-        return Decision(None, "", ())
-    sites = sources.sites_of(kind.forward)
-    if isinstance(sites, str):
-        return Decision(None, "", ())
+    is_own = kind.__module__.split(".")[0] != "torch" and "forward" not in vars(module)
+    sites = sources.sites_of(kind.forward) if is_own else ""
     functions: dict[str, None] = {}
     wanted, reasons = [], []
-    for site in sites:
-        if site.kind == "rotary" and not wants("rotary_embedding"):
+    for site in () if isinstance(sites, str) else sites:
+        child = module._modules.get(site.name)
+        kind_of_child = None if child is None else class_of(child)
+        if site.kind == "dropout":
+            if (site == FUNCTIONAL_DROPOUT or kind_of_child is nn.Dropout) and wants("dropout"):
+                wanted.append(site)
+            continue
+        function = "rotary_embedding" if site.kind == "rotary" else _function_at(site, kind_of_child)
+        if function is None or not wants(function):
             continue
         if site.kind == "rotary":
             rotary = rotary_of(function_of(kind, site), site.options, site.arguments)
             if isinstance(rotary, str):
                 reasons.append(f"its {site.name} {rotary}")
                 continue
-            function: str | None = "rotary_embedding"
-        elif site.kind == "dropout":
-            is_known = site == FUNCTIONAL_DROPOUT or class_of_child(module, site, class_of) is nn.Dropout
-            if is_known and wants("dropout"):
-                wanted.append(site)
-            continue
-        else:
-            function = _function_at(site, class_of_child(module, site, class_of))
-        if function is not None and wants(function):
-            wanted.append(site)
-            functions[function] = None
-    if not functions:
-        return Decision(None, "", tuple(dict.fromkeys(reasons)))
-    made = rewritten_class(kind, frozenset(wanted))
+        wanted.append(site)
+        functions[function] = None
+    made = rewritten_class(kind, frozenset(wanted)) if functions else None
     if isinstance(made, str):
-        return Decision(None, "", (*reasons, f"it could call {', '.join(functions)}, but {made}"))
-    return Decision(made, ", ".join(functions), tuple(dict.fromkeys(reasons)))
-
-
-def class_of_child(module: torch.nn.Module, site: Site, class_of: Callable[[torch.nn.Module], type]) -> type | None:
-    child = module._modules.get(site.name)
-    return None if child is None else class_of(child)
+        reasons.append(f"it could call {', '.join(functions)}, but {made}")
+        made = None
+    return made, ", ".join(functions), list(dict.fromkeys(reasons))
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:

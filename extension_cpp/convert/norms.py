@@ -21,26 +21,36 @@ from .formulas import (
 )
 
 
+class Options(NamedTuple):
+    """What a norm computes with at a call."""
+
+    shape: Any  # the normalized shape; None: the last dimension
+    weight: Tensor | None
+    bias: Tensor | None
+    centered: bool  # True: layer_norm, False: rms_norm
+    offset: int  # added to the weight
+    eps: Any
+    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+
+
 class Norm(NamedTuple):
     """What a norm over the last dimension computes: xhat * (offset + weight) + bias."""
 
-    centered: bool  # True: layer_norm, False: rms_norm
+    centered: bool  # this and `offset` and `results` as in Options
     offset: int
     eps: str  # this and the next two are names of attributes
     weight: str | None
     bias: str | None
     input: str  # the name of forward's argument
-    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+    results: tuple[str, ...]
 
     def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
-        _, *options = self.options(module)
-        return norm(x, *options)
+        return norm(x, self.options(module))
 
-    def options(self, module: torch.nn.Module) -> tuple[Any, ...]:
-        """The arguments that add_norm takes instead of a module that computes this formula."""
+    def options(self, module: torch.nn.Module) -> Options:
         weight: Tensor | None = getattr(module, self.weight) if self.weight else None
         bias: Tensor | None = getattr(module, self.bias) if self.bias else None
-        return None, weight, bias, self.centered, self.offset, getattr(module, self.eps), self.results
+        return Options(None, weight, bias, self.centered, self.offset, getattr(module, self.eps), self.results)
 
     def __str__(self) -> str:
         function = "layer_norm" if self.centered else "rms_norm"
@@ -48,48 +58,26 @@ class Norm(NamedTuple):
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
-def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    centered: bool,
-    offset: int,
-    eps: float,
-    results: tuple[str, ...],
-) -> Tensor:
-    dtype = result_dtype(results, x, weight)
+def norm(x: Tensor, options: Options) -> Tensor:
+    dtype = result_dtype(options.results, x, options.weight)
     x = x.to(torch.promote_types(x.dtype, dtype))
-    shape, weight, bias = _prepared(x, None, weight, bias, offset)
-    y = ops.layer_norm(x, shape, weight, bias, eps) if centered else ops.rms_norm(x, shape, weight, eps)
-    return y.to(dtype)
+    op: Any = ops.layer_norm if options.centered else ops.rms_norm
+    return op(x, *_arguments(x, options)).to(dtype)
 
 
-def add_norm(
-    x: Tensor,
-    residual: Tensor,
-    p: float,
-    training: bool,
-    shape: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    centered: bool,
-    offset: int,
-    eps: float,
-    results: tuple[str, ...],
-) -> tuple[Tensor, Tensor] | None:
+def add_norm(x: Tensor, residual: Tensor, p: float, training: bool, options: Options) -> tuple[Tensor, Tensor] | None:
     """The norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. None if it does not take both tensors, or
-    its results would not have the dtypes of the two operations. ``shape``: None for the last dimension."""
+    its results would not have the dtypes of the two operations."""
     is_plain = context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
-    if not is_plain or not can_be_joined(x, residual, results, weight):
+    if not is_plain or not can_be_joined(x, residual, options.results, options.weight):
         return None
-    shape, weight, bias = _prepared(x, shape, weight, bias, offset)
-    if centered:
-        return ops.add_layer_norm(x, residual, shape, weight, bias, eps, p, training)
-    return ops.add_rms_norm(x, residual, shape, weight, eps, p, training)
+    op: Any = ops.add_layer_norm if options.centered else ops.add_rms_norm
+    return op(x, residual, *_arguments(x, options), p, training)
 
 
-def _prepared(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, offset: int) -> tuple[Any, ...]:
-    """The normalized shape, offset + weight, and bias, in dtypes that the ops take beside x."""
+def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
+    """What the op takes behind x, in dtypes that it takes beside x."""
+    shape, weight, bias, centered, offset, eps, _ = options
     if shape is None:
         shape = shape_of(x if weight is None else weight)[-1:]
     arithmetic = torch.promote_types(x.dtype, torch.float32)
@@ -97,7 +85,7 @@ def _prepared(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None,
         weight = offset + weight.to(arithmetic)
     if weight is not None and weight.dtype != x.dtype:
         weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
-    return shape, weight, bias
+    return (shape, weight, bias, eps) if centered else (shape, weight, eps)
 
 
 # ---- recognising them ----

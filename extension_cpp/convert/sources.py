@@ -17,9 +17,7 @@ from typing import Any
 from .formulas import Remembered
 from .rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
 
-FUTURES = functools.reduce(
-    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-)
+FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
 @Remembered
