@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import extension_cpp
 from extension_cpp import nn
 from extension_cpp.convert import forwards, gated, rotary_forms, sources
+from extension_cpp.convert.formulas import Unfit
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.convert_modules import WIDTH
@@ -29,6 +30,7 @@ from tests.test_convert import ReferenceDropout, autocast
 HALF = [torch.bfloat16, torch.float16]
 EPS = torch.finfo(torch.float32).eps
 TANH = "gelu with approximate='tanh'"
+SOMETHING_ELSE = "^computes something else than rotary_embedding$"
 
 
 @pytest.fixture
@@ -576,9 +578,9 @@ def test_the_layout_comes_from_the_call(calls: list[str]) -> None:
 
 
 def test_rotary_functions_that_are_left() -> None:
-    other = "computes something else than rotary_embedding"
-    assert rotary_forms.recognise(modeling("deepseek_v3").apply_rotary_pos_emb_interleave, {}) == other
-    assert rotary_forms.recognise(modeling("qwen2_vl").apply_multimodal_rotary_pos_emb, {}) == other
+    for name, function in (("deepseek_v3", "rotary_pos_emb_interleave"), ("qwen2_vl", "multimodal_rotary_pos_emb")):
+        with pytest.raises(Unfit, match=SOMETHING_ELSE):
+            rotary_forms.recognise(getattr(modeling(name), f"apply_{function}"), {})
     model = torch.nn.Sequential(convert_modules.DetachedAttention())
     reason = "DetachedAttention: its half_rotary computes rotary_embedding, but its gradients are others"
     assert convert(model) == ({}, {"0": reason})
@@ -594,11 +596,11 @@ def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
         exact = extension_cpp.reference.rotary_embedding(*(each.double() for each in (q, k, cos, sin)))
         return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)  # rounding errors are smaller for small y
 
-    found = rotary_forms.recognise(function, {})
     if share < 1:
-        assert isinstance(found, rotary_forms.Rotary)
+        assert isinstance(rotary_forms.recognise(function, {}), rotary_forms.Rotary)
     else:
-        assert found == "computes something else than rotary_embedding"
+        with pytest.raises(Unfit, match=SOMETHING_ELSE):
+            rotary_forms.recognise(function, {})
 
 
 def attention_inputs(dtype: torch.dtype = torch.float32, tables: torch.dtype = torch.float32) -> list[Tensor]:
@@ -687,9 +689,11 @@ def test_names_that_are_not_rotary() -> None:
 @pytest.mark.parametrize("name, is_one", [("gemma3n", True), ("gemma4", True), ("gptj", False), ("deepseek_v4", False)])
 def test_rotary_functions_of_one_tensor(name: str, is_one: bool) -> None:
     function = modeling(name).apply_rotary_pos_emb
-    found = forwards.rotary_of(function, (("unsqueeze_dim", 2),) if is_one else (), 3)
-    assert isinstance(found, rotary_forms.Rotary) == is_one
-    assert is_one or found == "computes something else than rotary_embedding"
+    if is_one:
+        assert isinstance(forwards.rotary_of(function, (("unsqueeze_dim", 2),), 3), rotary_forms.Rotary)
+    else:
+        with pytest.raises(Unfit, match=SOMETHING_ELSE):
+            forwards.rotary_of(function, (), 3)
 
 
 # ---- what is left ----
@@ -718,9 +722,9 @@ def test_modules_that_are_left() -> None:
 
 @pytest.fixture
 def no_sites() -> Iterator[None]:
-    sources.sites_of.found.clear()
+    sources.sites_of.cache_clear()
     yield
-    sources.sites_of.found.clear()
+    sources.sites_of.cache_clear()
 
 
 @pytest.mark.usefixtures("no_sites")
@@ -758,7 +762,11 @@ def test_pickles_say_why_they_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) 
     module = convert_modules.MLP()
     convert(module)
     saved = pickle.dumps(module)
-    monkeypatch.setattr(forwards, "rewritten_class", lambda original, sites: "its source is not there")
+
+    def refuse(original: type, sites: Any) -> type:
+        raise Unfit("its source is not there")
+
+    monkeypatch.setattr(forwards, "rewritten_class", refuse)
     with pytest.raises(RuntimeError, match="a converted MLP cannot be loaded here, since its source is not there"):
         pickle.loads(saved)
 

@@ -22,6 +22,7 @@ from .choice import Choice
 from .formulas import (
     DTYPES,
     GeneratedModule,
+    Unfit,
     formula_class,
     is_formula_class,
     is_generated,
@@ -165,17 +166,19 @@ def _losses(
 def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
     """The new classes of the modules that compute a known function as a whole. The result gets their names."""
     classes: dict[torch.nn.Module, type] = {}
-    recognised: dict[Any, activations.Activation | norms.Norm | str] = {}
+    recognised: dict[Any, activations.Activation | norms.Norm | Unfit] = {}
     for name, module in modules.items():
         if isinstance(module, OURS) or not _may_be_known(module):
             continue
-        kind = _obstacle(module) or _class_for(module, recognised)
-        if isinstance(kind, type):
-            if choice.wants(name, _function(kind)):
-                classes[module] = kind
-                result.changed[name] = _function(kind)
-        elif _is_asked_for(module) and ".parametrizations." not in f".{name}":
-            result.left[name] = f"{_class_name(module)}: {kind}"
+        try:
+            kind = _class_for(module, recognised)
+        except Unfit as reason:
+            if _is_asked_for(module) and ".parametrizations." not in f".{name}":
+                result.left[name] = f"{_class_name(module)}: {reason}"
+            continue
+        if choice.wants(name, _function(kind)):
+            classes[module] = kind
+            result.changed[name] = _function(kind)
     return classes
 
 
@@ -325,43 +328,51 @@ def _has_cuda() -> bool:
     return build is not None and build.cuda is not None
 
 
-def _class_for(module: torch.nn.Module, recognised: dict[Any, activations.Activation | norms.Norm | str]) -> type | str:
-    """The class that runs the module on our ops, or why there is none."""
+def _class_for(module: torch.nn.Module, recognised: dict[Any, activations.Activation | norms.Norm | Unfit]) -> type:
+    """The class that runs the module on our ops."""
+    if obstacle := _obstacle(module):
+        raise Unfit(obstacle)
     if isinstance(module, KINDS) and type(module) not in KINDS:
         base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
         does = "draws" if base == "Dropout" else "computes"
-        return f"a subclass of torch.nn.{base}, and what it {does} cannot be compared"
+        raise Unfit(f"a subclass of torch.nn.{base}, and what it {does} cannot be compared")
     if isinstance(module, torch.nn.Dropout) and module.inplace:
-        return "it works in place, which the op could only copy"
+        raise Unfit("it works in place, which the op could only copy")
     if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
-        return "its dim is None, so PyTorch chooses it by the input's number of dimensions"
+        raise Unfit("its dim is None, so PyTorch chooses it by the input's number of dimensions")
     if type(module) in REPLACEMENTS and not getattr(module, "inplace", False):
         return REPLACEMENTS[type(module)]
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
     if formula is None:
-        formula = recognised[state] = _recognise(module)
-    if isinstance(formula, str):
-        return formula
+        try:
+            formula = _recognise(module)
+        except Unfit as reason:
+            formula = reason
+        recognised[state] = formula
+    if isinstance(formula, Unfit):
+        raise formula
     original: type = type(module)
     try:
         return formula_class(original, formula)
     except Exception as error:  # from its metaclass or its __init_subclass__
-        return f"it computes {formula}, but its class cannot be subclassed ({error})"
+        raise Unfit(f"it computes {formula}, but its class cannot be subclassed ({error})") from error
 
 
-def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm | str:
-    """The formula that a module computes, or why it is not a known one."""
+def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
+    """The formula that a module computes."""
     try:
         taken = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return "its forward has no signature"
+    except (TypeError, ValueError) as error:
+        raise Unfit("its forward has no signature") from error
     if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
+        raise Unfit(f"its forward takes ({', '.join(map(str, taken))}), not the input alone")
     if activations.may_be_activation(module):
-        found = activations.recognise(module, taken[0].name)
-        if not isinstance(found, str) or activations.is_asked_for(module):
-            return found
+        try:
+            return activations.recognise(module, taken[0].name)
+        except Unfit:
+            if activations.is_asked_for(module):
+                raise
     return norms.recognise(module, taken[0].name)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,11 @@ from .. import modules as nn
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
+
+
+class Unfit(Exception):
+    """Says in a part of a sentence why something is left as it is. functools.cache keeps results and no exceptions:
+    another call may not meet the reason again."""
 
 
 # Rules for the dtype of a module's result, as functions of x's dtype, the weight's dtype and the device type.
@@ -167,21 +172,6 @@ def outside_modes() -> Iterator[None]:
             torch.set_deterministic_debug_mode(deterministic)
 
 
-class Remembered:
-    """functools.cache for functions that return what they found or, as a string, why there is nothing. Reasons are not
-    kept: one may come from an exception that another call does not raise."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.found = function, dict[Any, Any]()
-        functools.update_wrapper(self, function)
-
-    def __call__(self, *args: Any) -> Any:
-        result = self.found[args] if args in self.found else self.function(*args)
-        if not isinstance(result, str):
-            self.found[args] = result
-        return result
-
-
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
     """Autocast for one device type only, or with "" for none, with PyTorch's dtypes. It works on a machine without the
@@ -239,8 +229,8 @@ def probed_dtypes(
                     yield x, weight, y.dtype
 
 
-def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...] | str:
-    """The rule for the dtype of a module's result, for each of CONTEXTS; or the reason why none is known."""
+def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
+    """The rule for the dtype of a module's result, for each of CONTEXTS."""
     taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
     found = []
     for context in CONTEXTS:
@@ -254,6 +244,6 @@ def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[
         rule = next(rules, None)
         if rule is None or not results:
             where = f" under autocast on {context}" if context else ""
-            return f"it computes {formula}, with results of dtypes that follow no known rule{where}"
+            raise Unfit(f"it computes {formula}, with results of dtypes that follow no known rule{where}")
         found.append(rule)
     return tuple(found)

@@ -5,6 +5,7 @@ looks at its arguments at each call. If the kernel computes the same, it runs th
 another module in its place, other dtypes or shapes), it does what the original did.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from .. import modules as nn
 from .. import ops
 from . import rotary_forms, sources
 from .activations import KNOWN, Activation, name_of_product
-from .formulas import CONTEXTS, GeneratedModule, Remembered, generated_class, is_formula_class
+from .formulas import CONTEXTS, GeneratedModule, Unfit, generated_class, is_formula_class
 from .gated import GatedLinear, can_make_again, gated
 from .model_loss import must_run
 from .norms import Norm, Options, add_norm
@@ -98,31 +99,32 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
     return (act.formula.function, act.formula.results) if is_formula_class(type(act)) else ("", ())
 
 
-@Remembered
-def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
-    """A subclass of RewrittenModule and the original, or why there is none. transformers reads its module and
-    signature, too, so it has the original's."""
+@functools.cache
+def rewritten_class(original: type, sites: frozenset[Site]) -> type:
+    """A subclass of RewrittenModule and the original. transformers reads its module and signature, too, so it has the
+    original's."""
     forward = sources.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
-    if isinstance(forward, str):
-        return forward
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    found = [(site, function_of(original, site)) for site in sites if site.kind == "rotary"]
-    known = [(site, function, rotary_of(function, site.options, site.arguments)) for site, function in found]
-    rotaries = tuple((site, function, rotary) for site, function, rotary in known if isinstance(rotary, Rotary))
-    more = {"sites": sites, "forward": forward, "rotaries": rotaries, "blank": (_blank, original, sites)}
+    rotaries = []
+    for site in sites:
+        if site.kind == "rotary":
+            with contextlib.suppress(Unfit):
+                function = function_of(original, site)
+                rotaries.append((site, function, rotary_of(function, site.options, site.arguments)))
+    more = {"sites": sites, "forward": forward, "rotaries": tuple(rotaries), "blank": (_blank, original, sites)}
     try:
         return generated_class(RewrittenModule, original, names | more)
     except Exception as error:  # of its metaclass or its __init_subclass__
-        return f"its class cannot be subclassed ({error})"
+        raise Unfit(f"its class cannot be subclassed ({error})") from error
 
 
 def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
-    made = rewritten_class(original, sites)
-    if isinstance(made, str):
+    try:
+        return object.__new__(rewritten_class(original, sites))
+    except Unfit as reason:
         raise RuntimeError(
-            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {made}"
-        )
-    return object.__new__(made)
+            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {reason}"
+        ) from None
 
 
 # ---- deciding ----
@@ -135,11 +137,13 @@ def decide(
     about is not changed. class_of says which class each of its children will have, and wants which functions it may
     call."""
     kind: Any = type(module)
-    is_own = kind.__module__.split(".")[0] != "torch" and "forward" not in vars(module)
-    sites = sources.sites_of(kind.forward) if is_own else ""
+    sites: tuple[Site, ...] = ()
+    if kind.__module__.split(".")[0] != "torch" and "forward" not in vars(module):
+        with contextlib.suppress(Unfit):
+            sites = sources.sites_of(kind.forward)
     functions: dict[str, None] = {}
     wanted, reasons = [], []
-    for site in () if isinstance(sites, str) else sites:
+    for site in sites:
         child = module._modules.get(site.name)
         kind_of_child = None if child is None else class_of(child)
         if site.kind == "dropout":
@@ -149,18 +153,19 @@ def decide(
         function = "rotary_embedding" if site.kind == "rotary" else _function_at(site, kind_of_child)
         if function is None or not wants(function):
             continue
-        if site.kind == "rotary":
-            rotary = rotary_of(function_of(kind, site), site.options, site.arguments)
-            if isinstance(rotary, str):
-                reasons.append(f"its {site.name} {rotary}")
-                continue
-        wanted.append(site)
-        functions[function] = None
-    made = rewritten_class(kind, frozenset(wanted)) if functions else None
-    if isinstance(made, str):
-        reasons.append(f"it could call {', '.join(functions)}, but {made}")
-        made = None
-    return made, ", ".join(functions), list(dict.fromkeys(reasons))
+        try:
+            if site.kind == "rotary":
+                rotary_of(function_of(kind, site), site.options, site.arguments)
+            wanted.append(site)
+            functions[function] = None
+        except Unfit as reason:
+            reasons.append(f"its {site.name} {reason}")
+    called, made = ", ".join(functions), None
+    try:
+        made = rewritten_class(kind, frozenset(wanted)) if called else None
+    except Unfit as reason:
+        reasons.append(f"it could call {called}, but {reason}")
+    return made, called, list(dict.fromkeys(reasons))
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:
@@ -183,8 +188,8 @@ def function_of(kind: Any, site: Site) -> Any:
     return functools.reduce(lambda each, name: getattr(each, name, None), attributes, found)
 
 
-@Remembered
-def rotary_of(function: Any, options: tuple[tuple[str, Any], ...], arguments: int) -> Rotary | str:
+@functools.cache
+def rotary_of(function: Any, options: tuple[tuple[str, Any], ...], arguments: int) -> Rotary:
     if not arguments:
-        return "is called with other arguments than q, k, cos, sin or x, cos, sin"
+        raise Unfit("is called with other arguments than q, k, cos, sin or x, cos, sin")
     return rotary_forms.recognise(function if arguments == 4 else rotary_forms.in_pairs(function), dict(options))

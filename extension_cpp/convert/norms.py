@@ -9,6 +9,7 @@ from .. import ops
 from .formulas import (
     EPS,
     HALF,
+    Unfit,
     can_be_joined,
     context_of,
     gradients_of,
@@ -91,25 +92,25 @@ def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
 # ---- recognising them ----
 
 
-def recognise(module: torch.nn.Module, input: str) -> Norm | str:
-    """The formula that a module computes, found by running it on probes; or the reason why it is not one of them."""
+def recognise(module: torch.nn.Module, input: str) -> Norm:
+    """The formula that a module computes, found by running it on probes."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
     floats = sorted(_float_attributes(module), key=_not_called_eps)
     if any(buffer is not None for buffer in module._buffers.values()):
-        return "it has buffers"
+        raise Unfit("it has buffers")
     for name, value in vars(module).items():
         if any(isinstance(x, Tensor) for x in torch.utils._pytree.tree_leaves(value)) and name != "_parameters":
-            return f"its {name} is a tensor and neither a parameter nor a buffer"
+            raise Unfit(f"its {name} is a tensor and neither a parameter nor a buffer")
     if any(0 in shape for shape in shapes):
-        return "its parameters are empty, as sharding leaves them; convert the model before it is sharded"
+        raise Unfit("its parameters are empty, as sharding leaves them; convert the model before it is sharded")
     if len(names) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
-        return "it has other parameters than a weight and a bias over the last dimension"
+        raise Unfit("it has other parameters than a weight and a bias over the last dimension")
     if not floats:
-        return "none of its attributes is a number that could be eps"
+        raise Unfit("none of its attributes is a number that could be eps")
     weight, bias = (*names, None, None)[:2]
     width = next(iter(shapes))[0] if shapes else 64
     if width < 2:
-        return "its rows are too short to tell what it computes"
+        raise Unfit("its rows are too short to tell what it computes")
     for centered, offset, eps in (
         (centered, offset, eps) for eps in floats for centered in (False, True) for offset in (0, 1)
     ):
@@ -122,12 +123,9 @@ def recognise(module: torch.nn.Module, input: str) -> Norm | str:
         ):
             break
     else:
-        return "it computes neither layer_norm nor rms_norm over the last dimension"
-    difference = _difference(module, formula, width, floats)
-    if difference is not None:
-        return difference
-    results = with_results(module, formula, width)
-    return results if isinstance(results, str) else formula._replace(results=results)
+        raise Unfit("it computes neither layer_norm nor rms_norm over the last dimension")
+    _check(module, formula, width, floats)
+    return formula._replace(results=with_results(module, formula, width))
 
 
 def _float_attributes(module: torch.nn.Module) -> set[str]:
@@ -136,22 +134,21 @@ def _float_attributes(module: torch.nn.Module) -> set[str]:
     return {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
 
 
-def _difference(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> str | None:
-    """How the module differs from the formula that it computes in at least one mode, as a sentence; or None."""
+def _check(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> None:
+    """Refuses a module that differs from the formula, which it computes in at least one mode."""
     for training in (True, False):
         mode = {"training": training}
         if not _agrees(module, formula, width, torch.float32, 3, **mode):
-            return f"it computes {formula} in {'evaluation' if training else 'training'} only"
+            raise Unfit(f"it computes {formula} in {'evaluation' if training else 'training'} only")
         if not _gradients_agree(module, formula, width, **mode):
-            return f"it computes {formula}, but its gradients are others"
+            raise Unfit(f"it computes {formula}, but its gradients are others")
         for name in floats:
             other = {name: 1.5 * getattr(module, name) + (0.0 if getattr(module, name) else 0.25)}
             if not _agrees(module, formula, width, torch.float32, 3, **mode, **other):
-                return f"it computes {formula}, but what it does with its {name} is something else"
+                raise Unfit(f"it computes {formula}, but what it does with its {name} is something else")
         for dtype in HALF:
             if not _agrees(module, formula, width, dtype, 3, **mode):
-                return f"it computes {formula}, but in {dtype} it is further from it than roundings explain"
-    return None
+                raise Unfit(f"it computes {formula}, but in {dtype} it is further from it than roundings explain")
 
 
 def _not_called_eps(name: str) -> tuple[bool, str]:
