@@ -221,7 +221,7 @@ def test_parse_build():
     text = "cuda=13.0 architectures=7.5,9.0+PTX cpu=baseline,v3,v4 debug=0"
     assert info.parse_build(text) == Build("13.0", ("7.5", "9.0+PTX"), ("baseline", "v3", "v4"), False)
     assert info.parse_build("cuda=none architectures=none cpu=baseline debug=1") == Build(None, (), ("baseline",), True)
-    assert info.read_build(loaded=True) == info.read_build(loaded=False)
+    assert info.read_build() == info.search_build()
     assert extension_cpp._tag(text) == "+cu130" and extension_cpp._tag("cuda=none architectures=none") == "+cpu"
 
 

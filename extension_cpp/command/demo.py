@@ -174,8 +174,7 @@ def choose_device(asked: str | None) -> tuple[str, str]:
     if asked == "cpu":
         return "cpu", ""
     machine = info.read_machine()
-    build = info.read_build()
-    problem = info.cuda_problem(build, machine) if build else "the library does not say what it was built for"
+    problem = info.cuda_problem(info.read_build(), machine)
     if problem and asked == "cuda":
         raise CannotRun(f"--device cuda: {problem}")
     return ("cpu", problem if machine.gpus else "") if problem else ("cuda", "")

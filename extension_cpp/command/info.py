@@ -4,13 +4,12 @@ It must also work if the package does not (library missing, torch missing or too
 library, and torch is imported only where it is asked for a fact. `misfits` decides from plain values.
 """
 
+import contextlib
 import ctypes
-import importlib.metadata
 import os
 import platform
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,10 +173,13 @@ def ask_library_number(question: str) -> int:
     return int(getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")())
 
 
-def read_build(loaded: bool = True) -> Build | None:
-    """What the library says about itself. If it cannot be loaded, its file is searched. None: there is no answer."""
-    if loaded:
-        return parse_build(ask_library("build_info"))
+def read_build() -> Build:
+    """What the loaded library says about itself."""
+    return parse_build(ask_library("build_info"))
+
+
+def search_build() -> Build | None:
+    """The same, found in the file of a library that cannot be loaded. None: it is not there."""
     try:
         match = re.search(rb"cuda=\S+ architectures=\S+ cpu=\S+ debug=[01]", library().read_bytes())
     except OSError:
@@ -189,7 +191,7 @@ def read_machine() -> Machine:
     driver, gpus = _nvidia_smi()
     torch_version = torch_cuda = None
     sees = False
-    try:
+    with contextlib.suppress(ImportError):
         import torch
 
         torch_version, torch_cuda = torch.__version__, torch.version.cuda
@@ -197,8 +199,6 @@ def read_machine() -> Machine:
         if sees:
             indices = range(torch.cuda.device_count())
             gpus = tuple(Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices)
-    except ImportError:
-        pass
     return Machine(torch_version, torch_cuda, driver, _driver_cuda(), gpus, sees)
 
 
@@ -312,17 +312,11 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
     return [*lines, *(f"GPU {index}          {gpu}" for index, gpu in enumerate(gpus or ["none"]))]
 
 
-def _package_version() -> str:
-    try:
-        package = sys.modules[__package__.rpartition(".")[0]]
-        return getattr(package, "__version__", None) or importlib.metadata.version("extension_cpp")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def run(load_error: str = "", with_schemas: bool = False) -> int:
     """Prints the facts, and first whether they fit. Returns 1 if the package cannot be used; load_error says why."""
-    build, machine = read_build(loaded=not load_error), read_machine()
+    from .. import __version__  # the package may still be about to complete it when this module is imported
+
+    build, machine = search_build() if load_error else read_build(), read_machine()
     level = None if load_error else ask_library("cpu_level")
     torch_cuda = f" (CUDA {machine.torch_cuda})" if machine.torch_cuda else " (no CUDA)"
     problems = [load_error] if load_error else []
@@ -330,7 +324,7 @@ def run(load_error: str = "", with_schemas: bool = False) -> int:
     sections = {
         "Do they fit?": problems or ["Yes" + ("." if machine.gpus else "; without a GPU, the CPU operators run.")],
         "Versions": [
-            f"extension_cpp  {_package_version()}",
+            f"extension_cpp  {__version__}",
             f"Python         {platform.python_version()}",
             f"torch          {machine.torch + torch_cuda if machine.torch else 'not installed'}",
         ],
