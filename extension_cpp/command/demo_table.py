@@ -1,5 +1,6 @@
 """The demo's first part: error and time of every operator, beside eager PyTorch's."""
 
+import contextlib
 import ctypes
 import inspect
 import statistics
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
 
 import extension_cpp
 
@@ -28,16 +29,14 @@ SECONDS_A_ROW = 0.4  # of timing, after two rounds of warm-up
 # The fastest form in eager PyTorch: a function of PyTorch if there is one, else the formula in reference.py.
 EAGER = SimpleNamespace(
     **vars(reference)
-    | {name: getattr(functional, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
+    | {name: getattr(F, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
     | {
-        "bias_gelu": lambda x, bias: functional.gelu(x + bias),
-        "geglu": lambda gate, up: functional.gelu(gate) * up,
-        "swiglu": lambda gate, up: functional.silu(gate) * up,
-        "linear_cross_entropy": lambda x, linear_weight, target: functional.cross_entropy(
-            functional.linear(x, linear_weight), target
-        ),
-        "layer_norm_dropout": lambda x, normalized_shape, weight, bias, p: functional.dropout(
-            functional.layer_norm(x, normalized_shape, weight, bias), p
+        "bias_gelu": lambda x, bias: F.gelu(x + bias),
+        "geglu": lambda gate, up: F.gelu(gate) * up,
+        "swiglu": lambda gate, up: F.silu(gate) * up,
+        "linear_cross_entropy": lambda x, linear_weight, target: F.cross_entropy(F.linear(x, linear_weight), target),
+        "layer_norm_dropout": lambda x, normalized_shape, weight, bias, p: F.dropout(
+            F.layer_norm(x, normalized_shape, weight, bias), p
         ),
     }
 )
@@ -92,21 +91,19 @@ class Case:
 
 def cases() -> list[Case]:
     """The operators whose arguments have names that are known here, in the order of reference.py."""
-    found = [Case(name) for name in vars(reference) if name in extension_cpp.__all__]
+    found = (Case(name) for name in vars(reference) if name in extension_cpp.__all__)
     return [case for case in found if case.is_known]
 
 
-def keep_memory() -> bool:
+def keep_memory() -> None:
     """Makes the C library keep freed blocks instead of giving them back to the system, for the rest of the process.
 
     It returns large blocks by habit, and the next call then pays for page faults more than for its work.
     """
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX
-    return bool(mallopt(trim_threshold, -1) and mallopt(mmap_max, 0))
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 # ---- errors ----

@@ -7,7 +7,6 @@ training state, in all places and under all names in which it is registered.
 import functools
 import inspect
 import sys
-import types
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -168,7 +167,8 @@ def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Conve
     classes: dict[torch.nn.Module, type] = {}
     recognised: dict[Any, activations.Activation | norms.Norm | Unfit] = {}
     for name, module in modules.items():
-        if isinstance(module, OURS) or not _may_be_known(module):
+        # Of those that compute a known formula only torch.nn's norms have modules inside: their parametrizations.
+        if isinstance(module, OURS) or (module._modules and not isinstance(module, NORMS)):
             continue
         try:
             kind = _class_for(module, recognised)
@@ -248,7 +248,8 @@ FUNCTIONS: dict[type, str] = {
     nn.LogSoftmax: "log_softmax",
     nn.CrossEntropyLoss: "cross_entropy",
 }
-REPLACEMENTS: dict[type, type] = {getattr(torch.nn, kind.__name__): kind for kind in FUNCTIONS}
+ORIGINALS: dict[type, type] = {kind: getattr(torch.nn, kind.__name__) for kind in FUNCTIONS}
+REPLACEMENTS = {original: kind for kind, original in ORIGINALS.items()}
 OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, GeneratedModule
 
 
@@ -256,10 +257,7 @@ def _original(converted: type) -> type | None:
     """The class that a converted module had."""
     if is_generated(converted):
         return converted.original  # type: ignore[attr-defined]  # of the classes that convert makes
-    for original, ours in REPLACEMENTS.items():
-        if converted is ours:
-            return original
-    return model_loss.original_class(converted)
+    return ORIGINALS.get(converted) or model_loss.original_class(converted)
 
 
 def _forget_what_was_compiled(result: Converted) -> None:
@@ -285,19 +283,15 @@ def _is_asked_for(module: torch.nn.Module) -> bool:
     return isinstance(module, KINDS) or is_norm or activations.is_asked_for(module)
 
 
-def _may_be_known(module: torch.nn.Module) -> bool:
-    """Whether the module may compute a known formula: it has no modules inside, or is a norm of torch.nn (whose
-    parametrizations are modules)."""
-    return not module._modules or isinstance(module, NORMS)
-
-
 def _obstacle(module: torch.nn.Module) -> str | None:
     """Why this module must not be changed, whatever it computes; None if it may."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized; convert the model before the parametrization is registered"
-    if _is_replaced(module):
+    forward: Any = vars(module).get("forward")
+    is_bound = getattr(forward, "__self__", None) is module
+    if forward is not None and not (is_bound and forward.__func__ is type(module).forward):
         return "its forward was replaced on the instance"
     tensors = parameters_of(module)
     if isinstance(module, torch.nn.CrossEntropyLoss) and module.weight is not None:
@@ -315,17 +309,9 @@ def _obstacle(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _is_replaced(module: torch.nn.Module) -> bool:
-    """Whether the instance has a forward that is not its class's. `module.forward = module.forward` does not count."""
-    forward = vars(module).get("forward")
-    own = isinstance(forward, types.MethodType) and forward.__self__ is module
-    return forward is not None and not (own and forward.__func__ is type(module).forward)
-
-
 @functools.cache
 def _has_cuda() -> bool:
-    build = info.read_build()
-    return build is not None and build.cuda is not None
+    return info.read_build().cuda is not None
 
 
 def _class_for(module: torch.nn.Module, recognised: dict[Any, activations.Activation | norms.Norm | Unfit]) -> type:

@@ -145,9 +145,8 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
     """A module of the same class with other parameters and attributes. Its forward runs without hooks."""
     twin = copy.copy(module)
     vars(twin).pop("forward", None)
-    names = parameters_of(module)
-    held = {name: None for name in module._parameters}
-    twin._parameters = {**held, **dict(zip(names, map(torch.nn.Parameter, parameters), strict=True))}
+    given = dict(zip(parameters_of(module), map(torch.nn.Parameter, parameters), strict=True))
+    twin._parameters = {**dict.fromkeys(module._parameters), **given}
     vars(twin).update(attributes)
     return twin
 

@@ -7,6 +7,7 @@ another module in its place, other dtypes or shapes), it does what the original 
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -184,7 +185,7 @@ def _function_at(site: Site, kind: type | None) -> str | None:
 
 def function_of(kind: Any, site: Site) -> Any:
     first, *attributes = site.name.split(".")
-    found = sources.globals_of(kind.forward).get(first)
+    found = getattr(inspect.unwrap(kind.forward), "__globals__", {}).get(first)
     return functools.reduce(lambda each, name: getattr(each, name, None), attributes, found)
 
 

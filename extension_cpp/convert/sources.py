@@ -49,10 +49,6 @@ def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[.
     return _decorated(forward, inner, _dressed(new, inner))
 
 
-def globals_of(forward: Callable[..., Any]) -> dict[str, Any]:
-    return getattr(inspect.unwrap(forward), "__globals__", {})
-
-
 def _dressed(new: Any, old: Any) -> Any:
     """Copies to new what old has besides its code. Unlike functools.wraps it sets no __wrapped__. Returns new."""
     for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
