@@ -16,18 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import modules as nn
 from ..command import info
-from . import activations, forwards, model_loss, norms
+from . import activations, formulas, forwards, model_loss, norms
 from .choice import Choice
-from .formulas import (
-    DTYPES,
-    GeneratedModule,
-    Unfit,
-    formula_class,
-    is_formula_class,
-    is_generated,
-    outside_modes,
-    parameters_of,
-)
+from .formulas import DTYPES, Unfit, parameters_of
 
 
 class Converted(NamedTuple):
@@ -37,7 +28,7 @@ class Converted(NamedTuple):
     left: dict[str, str]  # why the module was not changed
 
 
-@outside_modes()
+@formulas.outside_modes()
 def convert(
     model: torch.nn.Module,
     loss: str = "logits",
@@ -165,7 +156,7 @@ def _losses(
 def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
     """The new classes of the modules that compute a known function as a whole. The result gets their names."""
     classes: dict[torch.nn.Module, type] = {}
-    recognised: dict[Any, activations.Activation | norms.Norm | Unfit] = {}
+    recognised: dict[Any, Any] = {}  # formulas, or why there is none
     for name, module in modules.items():
         # Of those that compute a known formula only torch.nn's norms have modules inside: their parametrizations.
         if isinstance(module, OURS) or (module._modules and not isinstance(module, NORMS)):
@@ -230,7 +221,7 @@ def revert(model: torch.nn.Module) -> Converted:
             vars(module).pop("received", None)  # an attribute of output layers, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif isinstance(module, (GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
+        elif isinstance(module, (formulas.GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
         if model_loss.restore(module):
             result.changed[name] = _class_name(module)
@@ -250,12 +241,12 @@ FUNCTIONS: dict[type, str] = {
 }
 ORIGINALS: dict[type, type] = {kind: getattr(torch.nn, kind.__name__) for kind in FUNCTIONS}
 REPLACEMENTS = {original: kind for kind, original in ORIGINALS.items()}
-OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, GeneratedModule
+OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, formulas.GeneratedModule
 
 
 def _original(converted: type) -> type | None:
     """The class that a converted module had."""
-    if is_generated(converted):
+    if formulas.is_generated(converted):
         return converted.original  # type: ignore[attr-defined]  # of the classes that convert makes
     return ORIGINALS.get(converted) or model_loss.original_class(converted)
 
@@ -279,8 +270,8 @@ KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.Cross
 
 def _is_asked_for(module: torch.nn.Module) -> bool:
     """Whether a user would ask why this module was not changed."""
-    is_norm = isinstance(module, NORMS) or "norm" in _class_name(module).lower()
-    return isinstance(module, KINDS) or is_norm or activations.is_asked_for(module)
+    is_called_norm = "norm" in _class_name(module).lower()
+    return isinstance(module, (*KINDS, *NORMS)) or is_called_norm or activations.is_asked_for(module)
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
@@ -314,7 +305,7 @@ def _has_cuda() -> bool:
     return info.read_build().cuda is not None
 
 
-def _class_for(module: torch.nn.Module, recognised: dict[Any, activations.Activation | norms.Norm | Unfit]) -> type:
+def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
     """The class that runs the module on our ops."""
     if obstacle := _obstacle(module):
         raise Unfit(obstacle)
@@ -340,7 +331,7 @@ def _class_for(module: torch.nn.Module, recognised: dict[Any, activations.Activa
         raise formula
     original: type = type(module)
     try:
-        return formula_class(original, formula)
+        return formulas.formula_class(original, formula)
     except Exception as error:  # from its metaclass or its __init_subclass__
         raise Unfit(f"it computes {formula}, but its class cannot be subclassed ({error})") from error
 
@@ -373,4 +364,4 @@ def _plain_state(module: torch.nn.Module) -> Any:
 
 
 def _function(converted: Any) -> str:
-    return str(converted.formula) if is_formula_class(converted) else FUNCTIONS[converted]
+    return str(converted.formula) if formulas.is_formula_class(converted) else FUNCTIONS[converted]

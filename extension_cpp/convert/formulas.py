@@ -155,38 +155,30 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
 def outside_modes() -> Iterator[None]:
     """A context, and decorator, in which probes compute what they would in a new process: what convert learns, and
     keeps for later calls, must not depend on the modes that its caller is in."""
-    dtype, deterministic = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         while torch._C._len_torch_function_stack():  # the default device is such a mode, too
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         for mode in (torch.inference_mode(False), torch.enable_grad(), autocast("")):
             stack.enter_context(mode)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
         torch.set_default_dtype(torch.float32)
         torch.set_deterministic_debug_mode("default")
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            torch.set_deterministic_debug_mode(deterministic)
+        yield
 
 
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
     """Autocast for one device type only, or with "" for none, with PyTorch's dtypes. It works on a machine without the
     device, too."""
-    before = {each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")}
-
-    def put(states: dict[str, tuple[bool, torch.dtype]]) -> None:
-        for each, (enabled, dtype) in states.items():
-            torch.set_autocast_enabled(each, enabled)
+    with contextlib.ExitStack() as stack:
+        for each, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+            stack.callback(torch.set_autocast_enabled, each, torch.is_autocast_enabled(each))
+            stack.callback(torch.set_autocast_dtype, each, torch.get_autocast_dtype(each))
+            torch.set_autocast_enabled(each, each == device)
             torch.set_autocast_dtype(each, dtype)
-
-    try:
-        put({"cpu": (device == "cpu", torch.bfloat16), "cuda": (device == "cuda", torch.float16)})
         yield
-    finally:
-        put(before)
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:

@@ -6,20 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .formulas import (
-    EPS,
-    HALF,
-    Unfit,
-    can_be_joined,
-    context_of,
-    gradients_of,
-    parameters_of,
-    result_dtype,
-    run,
-    shape_of,
-    twin_of,
-    with_results,
-)
+from . import formulas
+from .formulas import EPS, HALF, Unfit, parameters_of
 
 
 class Options(NamedTuple):
@@ -60,7 +48,7 @@ class Norm(NamedTuple):
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def norm(x: Tensor, options: Options) -> Tensor:
-    dtype = result_dtype(options.results, x, options.weight)
+    dtype = formulas.result_dtype(options.results, x, options.weight)
     x = x.to(torch.promote_types(x.dtype, dtype))
     op: Any = ops.layer_norm if options.centered else ops.rms_norm
     return op(x, *_arguments(x, options)).to(dtype)
@@ -69,8 +57,8 @@ def norm(x: Tensor, options: Options) -> Tensor:
 def add_norm(x: Tensor, residual: Tensor, p: float, training: bool, options: Options) -> tuple[Tensor, Tensor] | None:
     """The norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. None if it does not take both tensors, or
     its results would not have the dtypes of the two operations."""
-    is_plain = context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
-    if not is_plain or not can_be_joined(x, residual, options.results, options.weight):
+    is_plain = formulas.context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
+    if not is_plain or not formulas.can_be_joined(x, residual, options.results, options.weight):
         return None
     op: Any = ops.add_layer_norm if options.centered else ops.add_rms_norm
     return op(x, residual, *_arguments(x, options), p, training)
@@ -80,7 +68,7 @@ def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
     """What the op takes behind x, in dtypes that it takes beside x."""
     shape, weight, bias, centered, offset, eps, _ = options
     if shape is None:
-        shape = shape_of(x if weight is None else weight)[-1:]
+        shape = formulas.shape_of(x if weight is None else weight)[-1:]
     arithmetic = torch.promote_types(x.dtype, torch.float32)
     if weight is not None and offset:
         weight = offset + weight.to(arithmetic)
@@ -125,7 +113,7 @@ def recognise(module: torch.nn.Module, input: str) -> Norm:
     else:
         raise Unfit("it computes neither layer_norm nor rms_norm over the last dimension")
     _check(module, formula, width, floats)
-    return formula._replace(results=with_results(module, formula, width))
+    return formula._replace(results=formulas.with_results(module, formula, width))
 
 
 def _float_attributes(module: torch.nn.Module) -> set[str]:
@@ -185,7 +173,7 @@ def _agrees(
     eps = attributes.get(formula.eps, getattr(module, formula.eps))
     x, *parameters = _probe(formula, eps, width, dtype, dims)
     with torch.no_grad():
-        y = run(twin_of(module, parameters, **attributes), x.clone())
+        y = formulas.run(formulas.twin_of(module, parameters, **attributes), x.clone())
         if y is None:
             return False
         exact = _exact(formula, eps, x.double(), *(parameter.double() for parameter in parameters))
@@ -204,9 +192,9 @@ def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attri
     leaves = [each.double().requires_grad_() for each in (x, *parameters)]
     grad_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
-    twin, x = twin_of(module, parameters, **attributes), x.clone().requires_grad_()
-    y = run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
-    got = gradients_of(y, [x, *parameters_of(twin).values()], grad_out)
+    twin, x = formulas.twin_of(module, parameters, **attributes), x.clone().requires_grad_()
+    y = formulas.run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
+    got = formulas.gradients_of(y, [x, *parameters_of(twin).values()], grad_out)
     return got is not None and all(
         bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())
         for a, b in zip(got, wanted, strict=True)

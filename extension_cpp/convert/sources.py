@@ -42,9 +42,8 @@ def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[.
     found = _definition(forward)
     inner: Any = inspect.unwrap(forward)
     Rewriter(inner, found, sites.__contains__).rewrite()
-    code = _compile(found, inner.__code__).replace(co_name=inner.__code__.co_name)
-    if hasattr(code, "co_qualname"):  # Python 3.11
-        code = code.replace(co_qualname=inner.__code__.co_qualname)
+    names = ("co_name", "co_qualname") if hasattr(inner.__code__, "co_qualname") else ("co_name",)  # Python 3.11
+    code = _compile(found, inner.__code__).replace(**{name: getattr(inner.__code__, name) for name in names})
     new = types.FunctionType(code, inner.__globals__, inner.__name__, inner.__defaults__)
     return _decorated(forward, inner, _dressed(new, inner))
 
