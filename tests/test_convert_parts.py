@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import extension_cpp
 from extension_cpp import nn
 from extension_cpp.convert import forwards, gated, rotary_forms, sources
+from extension_cpp.convert.activations import KNOWN, Known
 from extension_cpp.convert.formulas import Unfit
 from extension_cpp.nn import convert
 from tests import convert_modules
@@ -259,6 +260,33 @@ def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
     calls.clear()
     check_same(results(module, x), results(stock, x))
     assert not calls
+
+
+class Rectified(convert_modules.MLP):
+    """Its activations are a module of an unknown class, and torch.nn.functional's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = type("Rectifier", (torch.nn.Module,), {"forward": lambda self, x: torch.relu(x)})()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) + torch.nn.functional.relu(x) * self.up(x)
+
+
+def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """relu, with a gated op and its backward that only this test has."""
+    ops, called = extension_cpp.ops, []
+    monkeypatch.setitem(KNOWN, "relu", Known("relu", "reglu", nn.ReLU, {}))
+    reglu = lambda gate, up: called.append("reglu") or ops.relu(gate) * up  # noqa: E731
+    backward = lambda grad, gate, up: (grad * up * (gate > 0), grad * ops.relu(gate))  # noqa: E731
+    monkeypatch.setattr(ops, "reglu", reglu, raising=False)
+    monkeypatch.setattr(ops._ops, "reglu_backward", backward, raising=False)
+    stock = Rectified()
+    module = copy.deepcopy(stock)
+    assert convert(module) == ({"": "reglu", "act": "relu", "drop": "dropout"}, {})
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert called == ["reglu"] * 3  # a product and, once more in backward, the one that a linear layer takes
 
 
 def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
