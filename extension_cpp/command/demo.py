@@ -38,16 +38,6 @@ LEARNING_RATE, WARMUP = 5e-3, 150
 # ---- training ----
 
 
-def convert(model: LanguageModel, console: Console) -> None:
-    """Calls nn.convert, and says what it changed for each function."""
-    changed, left = extension_cpp.nn.convert(model)
-    counted = Counter(function for functions in changed.values() for function in functions.split(", "))
-    console.print(
-        f"extension_cpp.nn.convert(model): {', '.join(f'{count} x {name}' for name, count in counted.items())}; "
-        f"{len(left)} modules left as they were.",
-    )
-
-
 def read_text() -> tuple[Tensor, Tensor]:
     """The texts of Python's own `help()`, without tables and indentation: the bytes that occur, and the text as indices
     into them."""
@@ -78,7 +68,12 @@ class Run(demo_model.Training):
 def train(text: Tensor, vocabulary: int, device: str, steps: int, console: Console) -> tuple[Run, Run]:
     """Trains both models in turns, so that both meet the same state of the machine."""
     ours, stock = (Run(name, text, vocabulary, device, steps) for name in ("converted", "as it is"))
-    convert(ours.model, console)
+    changed, left = extension_cpp.nn.convert(ours.model)
+    counted = Counter(function for functions in changed.values() for function in functions.split(", "))
+    console.print(
+        f"extension_cpp.nn.convert(model): {', '.join(f'{count} x {name}' for name, count in counted.items())}; "
+        f"{len(left)} modules left as they were."
+    )
     with demo_model.progress(console) as progress:
         task = progress.add_task("training", total=steps)
         for step in range(steps):
