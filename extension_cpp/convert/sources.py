@@ -92,10 +92,6 @@ def _definition(forward: Callable[..., Any]) -> ast.FunctionDef:
     if not isinstance(definition, ast.FunctionDef):
         raise Unfit("its forward is not a plain function")
     ast.increment_lineno(tree, first - 2)
-    definition.decorator_list, definition.returns = [], None
-    for argument in ast.walk(definition.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
     if not _are_equal(_compile(definition, inner.__code__), inner.__code__):
         raise Unfit("the source of its forward is not that of the code that runs")
     return definition
