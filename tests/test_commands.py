@@ -162,6 +162,12 @@ def test_closed_pipe():
     assert done.returncode in (1, 141) and done.stderr == ""  # 1: rich ended it, as it does of itself
 
 
+def test_facts_from_files(tmp_path):
+    (tmp_path / "facts").write_text("first: 1\nsecond: 2 3\n")
+    assert info._search(r"^second: (.+)$", str(tmp_path / "facts"))[1] == "2 3"
+    assert info._search(r"^third", str(tmp_path / "facts")) is None and info._search("", str(tmp_path / "none")) is None
+
+
 # Whether they fit
 
 

@@ -417,6 +417,7 @@ BLOCKS = {
     "DropoutInside": "add_rms_norm",
     "DropoutFunction": "add_rms_norm",
     "DropoutKept": "add_rms_norm",
+    "DropoutTwice": "add_rms_norm",
     "PostNorm": "add_rms_norm",
     "DropoutElsewhere": "add_rms_norm",
     "Branched": "add_rms_norm",
@@ -458,9 +459,33 @@ def test_residual_additions(
             got = results(module.train(training), *inputs)
             fused = [each for each in calls if each.startswith("add")]
             assert fused == [BLOCKS[name]] * (BLOCKS[name] is not None and name != "BroadcastSum")
-            alone = name in ("DropoutKept", "DropoutElsewhere") or len(inputs) == 2
+            alone = name in ("DropoutKept", "DropoutTwice", "DropoutElsewhere") or len(inputs) == 2
             assert ("dropout" in calls) == (alone or (name == "BroadcastSum" and p > 0 and training))
             check_same(got, results(Dropouts(copy.deepcopy(stock), monkeypatch).train(training), *inputs))
+
+
+class SumAndNorm(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + y
+        return self.norm(s), s
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["autocast", "no autocast"])
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_dtypes_of_sums_and_norms(kind: Any, fake_device: str, enabled: bool) -> None:
+    """On FakeTensors, which need no GPU. Under CUDA's autocast a norm is float32, and the sum before it is not."""
+    stock = SumAndNorm(kind(WIDTH, elementwise_affine=False))
+    module = copy.deepcopy(stock)
+    assert "" in convert(module).changed
+    for dtype in (torch.float64, torch.float32, *HALF):
+        with FakeTensorMode(), autocast(fake_device, enabled):
+            x = torch.empty(3, WIDTH, dtype=dtype, device=fake_device)
+            assert [each.dtype for each in module(x, x)] == [each.dtype for each in stock(x, x)], dtype
 
 
 @pytest.mark.parametrize("way", WAYS)
