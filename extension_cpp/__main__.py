@@ -23,13 +23,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
+    if not re.fullmatch(r"0*[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, but got '{text}'")
-    return number
+    return int(text)
 
 
 def parser() -> Parser:
@@ -51,6 +47,7 @@ def parser() -> Parser:
     demo.add_argument(
         "--steps", type=positive, metavar="N", help="training steps of each model (default: 300)", default=300
     )
+    demo.set_defaults(run=run_demo)
     information = commands.add_parser(
         "info",
         help="say what was built, what this machine has, and whether they fit",
@@ -60,6 +57,7 @@ def parser() -> Parser:
     )
     information.add_argument("--schemas", action="store_true", help="print the schema of every operator, too")
     add_plan(information)
+    information.set_defaults(run=run_info)
     new = commands.add_parser(
         "new",
         help="add an op to this source tree, from a template",
@@ -69,6 +67,7 @@ def parser() -> Parser:
     )
     new.add_argument("name", metavar="NAME", help="the op: lower case, free in C, C++, Python and this package")
     add_kind(new, scaffold.KINDS)
+    new.set_defaults(run=lambda options: scaffold.new(options.name, options.kind))
     remove = commands.add_parser(
         "remove",
         help="take an op out of this source tree again",
@@ -77,6 +76,7 @@ def parser() -> Parser:
         "uses. Needs nothing compiled.",
     )
     remove.add_argument("name", metavar="NAME", help="the op")
+    remove.set_defaults(run=lambda options: scaffold.remove(options.name))
     package = commands.add_parser(
         "new-package",
         help="write a package of its own, with one op from a template",
@@ -86,6 +86,7 @@ def parser() -> Parser:
     package.add_argument("folder", metavar="DIR", type=Path, help="where to: a folder that does not exist or is empty")
     package.add_argument("--name", required=True, help="the package, its C++ namespace and torch.ops.NAME")
     add_kind(package, scaffold.OP_KINDS)
+    package.set_defaults(run=lambda options: scaffold.new_package(options.folder, options.name, options.kind))
     return top
 
 
@@ -126,46 +127,40 @@ def missing_for(what: str) -> str:
     return f"{what} needs {names}, not installed here: {sys.executable} -m pip install {names}" if names else ""
 
 
-def fail(message: str) -> int:
+def fail(message: object) -> int:
     print(f"error: {message}", file=sys.stderr)
     return 1
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    if problem := extension_cpp.load_error or missing_for("the demo"):
+        return fail(problem)
+    from .command import demo
+
+    try:
+        return demo.run(options.device, options.steps)
+    except demo.CannotRun as error:
+        return fail(error)
+
+
+def run_info(options: argparse.Namespace) -> int:
+    from .command import info
+
+    if (options.backward or options.weights) and not options.plan:
+        return fail("--backward and --weights go with --plan")
+    if options.plan and not extension_cpp.load_error:
+        return info.run_plan(*plan_arguments(options), options.backward, options.weights)
+    return info.run(str(extension_cpp.load_error or ""), options.schemas)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.command is None:
         parser().error(f"expected one of the commands {', '.join(options.commands)}")
-    # The package keeps what stopped it from loading, instead of raising it, when it is run as a command.
-    load_error = getattr(extension_cpp, "load_error", None)
-    if options.command == "info":
-        from .command import info
-
-        if (options.backward or options.weights) and not options.plan:
-            return fail("--backward and --weights go with --plan")
-        if options.plan and not load_error:
-            return info.run_plan(*plan_arguments(options), options.backward, options.weights)
-        return info.run(str(load_error) if load_error else None, options.schemas)
-    if options.command in ("new", "remove", "new-package"):
-        try:
-            if options.command == "new":
-                scaffold.new(options.name, options.kind)
-            elif options.command == "remove":
-                scaffold.remove(options.name)
-            else:
-                scaffold.new_package(options.folder, options.name, options.kind)
-        except scaffold.CannotMake as error:
-            return fail(str(error))
-        return 0
-    if load_error:
-        return fail(str(load_error))
-    if missing := missing_for("the demo"):
-        return fail(missing)
-    from .command import demo
-
     try:
-        return demo.run(options.device, options.steps)
-    except demo.CannotRun as error:
-        return fail(str(error))
+        return options.run(options) or 0
+    except scaffold.CannotMake as error:
+        return fail(error)
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -41,18 +41,16 @@ class FusedRMSNorm(_Layer):
     """LlamaRMSNorm in one kernel, which multiplies with the weight in float32 and rounds the product once."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        y = modules.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        return y.to(hidden_states.dtype)  # as above
 
 
 class GemmaRMSNorm(_Layer):
     """GemmaRMSNorm, Gemma2RMSNorm and Gemma3RMSNorm: the norm times 1 + weight, in float32 and rounded once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)), self.eps)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return modules.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
+        weight = 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return modules.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)  # as above
 
 
 class LayerNorm(_Layer):

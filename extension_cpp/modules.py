@@ -94,8 +94,7 @@ class ScaleBiasReLU(NotScriptable, torch.nn.Module):
 class ReLU(NotScriptable, torch.nn.ReLU):
     """torch.nn.ReLU over extension_cpp.relu: ``max(x, 0)`` element by element; any shape.
 
-    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.ReLU. This takes one copy more and saves
-    no memory.
+    ``inplace=True`` overwrites the input and returns it, which takes one copy more and saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -106,8 +105,7 @@ class ReLU(NotScriptable, torch.nn.ReLU):
 class Mish(NotScriptable, torch.nn.Mish):
     """torch.nn.Mish over extension_cpp.mish: ``x * tanh(softplus(x))`` element by element; any shape.
 
-    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Mish. This takes two copies more and
-    saves no memory.
+    ``inplace=True`` overwrites the input and returns it, which takes two copies more and saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -119,8 +117,7 @@ class Mish(NotScriptable, torch.nn.Mish):
 class SiLU(NotScriptable, torch.nn.SiLU):
     """torch.nn.SiLU over extension_cpp.silu: ``x * sigmoid(x)`` element by element; any shape.
 
-    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.SiLU. This takes two copies more and
-    saves no memory.
+    ``inplace=True`` overwrites the input and returns it, which takes two copies more and saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -177,8 +174,7 @@ class GeGLU(NotScriptable, torch.nn.Module):
 class Dropout(NotScriptable, torch.nn.Dropout):
     """torch.nn.Dropout over extension_cpp.dropout.
 
-    With ``inplace=True`` the input is overwritten and returned, as by torch.nn.Dropout. This takes one copy more and
-    saves no memory.
+    ``inplace=True`` overwrites the input and returns it, which takes one copy more and saves no memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:

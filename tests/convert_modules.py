@@ -191,6 +191,15 @@ class DropoutKept(Block):
         return self.norm2(s) + h
 
 
+class DropoutTwice(Block):
+    """Both terms of the sum have the result of dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.mix(self.norm1(x)))
+        x = x + self.mlp(x)
+        return self.norm2(x)
+
+
 class PostNorm(Block):
     def forward(self, x: Tensor) -> Tensor:
         h = self.mix(x)

@@ -162,6 +162,12 @@ def test_closed_pipe():
     assert done.returncode in (1, 141) and done.stderr == ""  # 1: rich ended it, as it does of itself
 
 
+def test_facts_from_files(tmp_path):
+    (tmp_path / "facts").write_text("first: 1\nsecond: 2 3\n")
+    assert info._search(r"^second: (.+)$", str(tmp_path / "facts"))[1] == "2 3"
+    assert info._search(r"^third", str(tmp_path / "facts")) is None and info._search("", str(tmp_path / "none")) is None
+
+
 # Whether they fit
 
 
@@ -221,7 +227,7 @@ def test_parse_build():
     text = "cuda=13.0 architectures=7.5,9.0+PTX cpu=baseline,v3,v4 debug=0"
     assert info.parse_build(text) == Build("13.0", ("7.5", "9.0+PTX"), ("baseline", "v3", "v4"), False)
     assert info.parse_build("cuda=none architectures=none cpu=baseline debug=1") == Build(None, (), ("baseline",), True)
-    assert info.read_build(loaded=True) == info.read_build(loaded=False)
+    assert info.read_build() == info.search_build()
     assert extension_cpp._tag(text) == "+cu130" and extension_cpp._tag("cuda=none architectures=none") == "+cpu"
 
 

@@ -21,6 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import extension_cpp
 from extension_cpp import nn
 from extension_cpp.convert import forwards, gated, rotary_forms, sources
+from extension_cpp.convert.activations import KNOWN, Known
+from extension_cpp.convert.formulas import Unfit
 from extension_cpp.nn import convert
 from tests import convert_modules
 from tests.convert_modules import WIDTH
@@ -29,6 +31,7 @@ from tests.test_convert import ReferenceDropout, autocast
 HALF = [torch.bfloat16, torch.float16]
 EPS = torch.finfo(torch.float32).eps
 TANH = "gelu with approximate='tanh'"
+SOMETHING_ELSE = "^computes something else than rotary_embedding$"
 
 
 @pytest.fixture
@@ -259,6 +262,33 @@ def test_what_stands_in_for_a_child_counts(calls: list[str]) -> None:
     assert not calls
 
 
+class Rectified(convert_modules.MLP):
+    """Its activations are a module of an unknown class, and torch.nn.functional's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = type("Rectifier", (torch.nn.Module,), {"forward": lambda self, x: torch.relu(x)})()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) + torch.nn.functional.relu(x) * self.up(x)
+
+
+def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """relu, with a gated op and its backward that only this test has."""
+    ops, called = extension_cpp.ops, []
+    monkeypatch.setitem(KNOWN, "relu", Known("relu", "reglu", nn.ReLU, {}))
+    reglu = lambda gate, up: called.append("reglu") or ops.relu(gate) * up  # noqa: E731
+    backward = lambda grad, gate, up: (grad * up * (gate > 0), grad * ops.relu(gate))  # noqa: E731
+    monkeypatch.setattr(ops, "reglu", reglu, raising=False)
+    monkeypatch.setattr(ops._ops, "reglu_backward", backward, raising=False)
+    stock = Rectified()
+    module = copy.deepcopy(stock)
+    assert convert(module) == ({"": "reglu", "act": "relu", "drop": "dropout"}, {})
+    x = torch.randn(3, WIDTH)
+    check_same(results(module, x), results(stock, x))
+    assert called == ["reglu"] * 3  # a product and, once more in backward, the one that a linear layer takes
+
+
 def saved_by(module: torch.nn.Module, x: Tensor) -> set[int]:
     """The addresses of the tensors that are saved for backward."""
     addresses = set()
@@ -387,6 +417,7 @@ BLOCKS = {
     "DropoutInside": "add_rms_norm",
     "DropoutFunction": "add_rms_norm",
     "DropoutKept": "add_rms_norm",
+    "DropoutTwice": "add_rms_norm",
     "PostNorm": "add_rms_norm",
     "DropoutElsewhere": "add_rms_norm",
     "Branched": "add_rms_norm",
@@ -428,9 +459,33 @@ def test_residual_additions(
             got = results(module.train(training), *inputs)
             fused = [each for each in calls if each.startswith("add")]
             assert fused == [BLOCKS[name]] * (BLOCKS[name] is not None and name != "BroadcastSum")
-            alone = name in ("DropoutKept", "DropoutElsewhere") or len(inputs) == 2
+            alone = name in ("DropoutKept", "DropoutTwice", "DropoutElsewhere") or len(inputs) == 2
             assert ("dropout" in calls) == (alone or (name == "BroadcastSum" and p > 0 and training))
             check_same(got, results(Dropouts(copy.deepcopy(stock), monkeypatch).train(training), *inputs))
+
+
+class SumAndNorm(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        s = x + y
+        return self.norm(s), s
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["autocast", "no autocast"])
+@pytest.mark.parametrize("fake_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_dtypes_of_sums_and_norms(kind: Any, fake_device: str, enabled: bool) -> None:
+    """On FakeTensors, which need no GPU. Under CUDA's autocast a norm is float32, and the sum before it is not."""
+    stock = SumAndNorm(kind(WIDTH, elementwise_affine=False))
+    module = copy.deepcopy(stock)
+    assert "" in convert(module).changed
+    for dtype in (torch.float64, torch.float32, *HALF):
+        with FakeTensorMode(), autocast(fake_device, enabled):
+            x = torch.empty(3, WIDTH, dtype=dtype, device=fake_device)
+            assert [each.dtype for each in module(x, x)] == [each.dtype for each in stock(x, x)], dtype
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -576,9 +631,9 @@ def test_the_layout_comes_from_the_call(calls: list[str]) -> None:
 
 
 def test_rotary_functions_that_are_left() -> None:
-    other = "computes something else than rotary_embedding"
-    assert rotary_forms.recognise(modeling("deepseek_v3").apply_rotary_pos_emb_interleave, {}) == other
-    assert rotary_forms.recognise(modeling("qwen2_vl").apply_multimodal_rotary_pos_emb, {}) == other
+    for name, function in (("deepseek_v3", "rotary_pos_emb_interleave"), ("qwen2_vl", "multimodal_rotary_pos_emb")):
+        with pytest.raises(Unfit, match=SOMETHING_ELSE):
+            rotary_forms.recognise(getattr(modeling(name), f"apply_{function}"), {})
     model = torch.nn.Sequential(convert_modules.DetachedAttention())
     reason = "DetachedAttention: its half_rotary computes rotary_embedding, but its gradients are others"
     assert convert(model) == ({}, {"0": reason})
@@ -594,11 +649,11 @@ def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
         exact = extension_cpp.reference.rotary_embedding(*(each.double() for each in (q, k, cos, sin)))
         return tuple((y + error * (y.abs() < 1)).to(q.dtype) for y in exact)  # rounding errors are smaller for small y
 
-    found = rotary_forms.recognise(function, {})
     if share < 1:
-        assert isinstance(found, rotary_forms.Rotary)
+        assert isinstance(rotary_forms.recognise(function, {}), rotary_forms.Rotary)
     else:
-        assert found == "computes something else than rotary_embedding"
+        with pytest.raises(Unfit, match=SOMETHING_ELSE):
+            rotary_forms.recognise(function, {})
 
 
 def attention_inputs(dtype: torch.dtype = torch.float32, tables: torch.dtype = torch.float32) -> list[Tensor]:
@@ -687,9 +742,11 @@ def test_names_that_are_not_rotary() -> None:
 @pytest.mark.parametrize("name, is_one", [("gemma3n", True), ("gemma4", True), ("gptj", False), ("deepseek_v4", False)])
 def test_rotary_functions_of_one_tensor(name: str, is_one: bool) -> None:
     function = modeling(name).apply_rotary_pos_emb
-    found = forwards.rotary_of(function, (("unsqueeze_dim", 2),) if is_one else (), 3)
-    assert isinstance(found, rotary_forms.Rotary) == is_one
-    assert is_one or found == "computes something else than rotary_embedding"
+    if is_one:
+        assert isinstance(forwards.rotary_of(function, (("unsqueeze_dim", 2),), 3), rotary_forms.Rotary)
+    else:
+        with pytest.raises(Unfit, match=SOMETHING_ELSE):
+            forwards.rotary_of(function, (), 3)
 
 
 # ---- what is left ----
@@ -718,9 +775,9 @@ def test_modules_that_are_left() -> None:
 
 @pytest.fixture
 def no_sites() -> Iterator[None]:
-    sources.sites_of.found.clear()
+    sources.sites_of.cache_clear()
     yield
-    sources.sites_of.found.clear()
+    sources.sites_of.cache_clear()
 
 
 @pytest.mark.usefixtures("no_sites")
@@ -758,7 +815,11 @@ def test_pickles_say_why_they_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) 
     module = convert_modules.MLP()
     convert(module)
     saved = pickle.dumps(module)
-    monkeypatch.setattr(forwards, "rewritten_class", lambda original, sites: "its source is not there")
+
+    def refuse(original: type, sites: Any) -> type:
+        raise Unfit("its source is not there")
+
+    monkeypatch.setattr(forwards, "rewritten_class", refuse)
     with pytest.raises(RuntimeError, match="a converted MLP cannot be loaded here, since its source is not there"):
         pickle.loads(saved)
 

@@ -38,17 +38,6 @@ LEARNING_RATE, WARMUP = 5e-3, 150
 # ---- training ----
 
 
-def convert(model: LanguageModel, console: Console) -> None:
-    """Calls nn.convert, and says what it changed for each function."""
-    changed, left = extension_cpp.nn.convert(model)
-    counted = Counter(function for functions in changed.values() for function in functions.split(", "))
-    console.print(
-        f"extension_cpp.nn.convert(model): {', '.join(f'{count} x {name}' for name, count in counted.items())}; "
-        f"{len(left)} modules left as they were.",
-        highlight=False,
-    )
-
-
 def read_text() -> tuple[Tensor, Tensor]:
     """The texts of Python's own `help()`, without tables and indentation: the bytes that occur, and the text as indices
     into them."""
@@ -79,7 +68,12 @@ class Run(demo_model.Training):
 def train(text: Tensor, vocabulary: int, device: str, steps: int, console: Console) -> tuple[Run, Run]:
     """Trains both models in turns, so that both meet the same state of the machine."""
     ours, stock = (Run(name, text, vocabulary, device, steps) for name in ("converted", "as it is"))
-    convert(ours.model, console)
+    changed, left = extension_cpp.nn.convert(ours.model)
+    counted = Counter(function for functions in changed.values() for function in functions.split(", "))
+    console.print(
+        f"extension_cpp.nn.convert(model): {', '.join(f'{count} x {name}' for name, count in counted.items())}; "
+        f"{len(left)} modules left as they were."
+    )
     with demo_model.progress(console) as progress:
         task = progress.add_task("training", total=steps)
         for step in range(steps):
@@ -118,7 +112,6 @@ def show_losses(ours: Run, stock: Run, console: Console) -> None:
     console.print(
         f"Steps a second in eager PyTorch: {ours.steps_per_second()} {ours.name}, "
         f"{stock.steps_per_second()} {stock.name}.",
-        highlight=False,
     )
 
 
@@ -176,8 +169,7 @@ def choose_device(asked: str | None) -> tuple[str, str]:
     if asked == "cpu":
         return "cpu", ""
     machine = info.read_machine()
-    build = info.read_build()
-    problem = info.cuda_problem(build, machine) if build else "the library does not say what it was built for"
+    problem = info.cuda_problem(info.read_build(), machine)
     if problem and asked == "cuda":
         raise CannotRun(f"--device cuda: {problem}")
     return ("cpu", problem if machine.gpus else "") if problem else ("cuda", "")
@@ -210,19 +202,16 @@ def run(asked_device: str | None, steps: int) -> int:
     device, remark = choose_device(asked_device)
     # torch warns of a toolkit without a GPU, which is no error here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    console = Console()
-    console.print(
-        f"extension_cpp {extension_cpp.__version__}, torch {torch.__version__}, {describe(device)}", highlight=False
-    )
+    console = Console(highlight=False)
+    console.print(f"extension_cpp {extension_cpp.__version__}, torch {torch.__version__}, {describe(device)}")
     if remark:
-        console.print(remark, highlight=False)
+        console.print(remark)
     demo_table.show(device, console)
 
     alphabet, text = read_text()
     console.print(
         f"\nA language model of torch.nn, trained on {len(text)} bytes of Python's help texts, {steps} steps of "
         f"{BATCH} x {CONTEXT} bytes",
-        highlight=False,
     )
     ours, stock = train(text, len(alphabet), device, steps, console)
     show_losses(ours, stock, console)
@@ -233,17 +222,15 @@ def run(asked_device: str | None, steps: int) -> int:
     console.print(
         f"The losses {verdict} over the first {min(CHECKED_STEPS, steps)} steps: they differ by at most "
         f"{difference:.1e}, the limit is {TOLERANCE:g}.",
-        highlight=False,
     )
     console.rule(f"what the converted model writes after 'The ', {steps} steps old")
-    console.print(write(ours.model, alphabet, b"The ", 400), markup=False, highlight=False)
+    console.print(write(ours.model, alphabet, b"The ", 400), markup=False)
     console.rule()
     console.print(
         "It is a very small model: look at the spaces, the lengths of the words and the common ones among them, and "
         "not at the sense. --steps 2000 makes most of its words English.",
-        highlight=False,
     )
     path = output_folder() / "demo_loss.png"
     draw(ours, stock, path)
-    console.print(f"The loss curves: {path}", highlight=False, soft_wrap=True)
+    console.print(f"The loss curves: {path}", soft_wrap=True)
     return 0 if held else 1

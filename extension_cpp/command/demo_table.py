@@ -1,5 +1,6 @@
 """The demo's first part: error and time of every operator, beside eager PyTorch's."""
 
+import contextlib
 import ctypes
 import inspect
 import statistics
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
 
 import extension_cpp
 
@@ -28,16 +29,14 @@ SECONDS_A_ROW = 0.4  # of timing, after two rounds of warm-up
 # The fastest form in eager PyTorch: a function of PyTorch if there is one, else the formula in reference.py.
 EAGER = SimpleNamespace(
     **vars(reference)
-    | {name: getattr(functional, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
+    | {name: getattr(F, name) for name in ("mish", "silu", "gelu", "cross_entropy", "dropout")}
     | {
-        "bias_gelu": lambda x, bias: functional.gelu(x + bias),
-        "geglu": lambda gate, up: functional.gelu(gate) * up,
-        "swiglu": lambda gate, up: functional.silu(gate) * up,
-        "linear_cross_entropy": lambda x, linear_weight, target: functional.cross_entropy(
-            functional.linear(x, linear_weight), target
-        ),
-        "layer_norm_dropout": lambda x, normalized_shape, weight, bias, p: functional.dropout(
-            functional.layer_norm(x, normalized_shape, weight, bias), p
+        "bias_gelu": lambda x, bias: F.gelu(x + bias),
+        "geglu": lambda gate, up: F.gelu(gate) * up,
+        "swiglu": lambda gate, up: F.silu(gate) * up,
+        "linear_cross_entropy": lambda x, linear_weight, target: F.cross_entropy(F.linear(x, linear_weight), target),
+        "layer_norm_dropout": lambda x, normalized_shape, weight, bias, p: F.dropout(
+            F.layer_norm(x, normalized_shape, weight, bias), p
         ),
     }
 )
@@ -65,9 +64,6 @@ class Case:
         self.names = [each for each in parameters if each in {*SHAPES, *VALUES} - left]
         needed = {each for each, parameter in parameters.items() if parameter.default is parameter.empty}
         self.is_known = needed <= {*self.names}
-        self.is_random = "p" in self.names
-        # Fewer rows, where a matrix product takes most of the time.
-        self.row_divisor = 16 if "linear_weight" in self.names else 1
 
     def call(self, namespace: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs of the function of this name in the namespace."""
@@ -79,8 +75,10 @@ class Case:
         """The tensors of a call. Those that can have a gradient require it."""
         generator = torch.Generator(device).manual_seed(0)
         made = {}
+        if "linear_weight" in self.names:  # a matrix product takes most of the time
+            rows = max(rows // 16, 1)
         for name in (name for name in self.names if name in SHAPES):
-            shape = SHAPES[name](max(rows // self.row_divisor, 1))
+            shape = SHAPES[name](rows)
             if name == "target":
                 made[name] = torch.randint(COLUMNS, shape, generator=generator, device=device)
                 continue
@@ -92,21 +90,19 @@ class Case:
 
 def cases() -> list[Case]:
     """The operators whose arguments have names that are known here, in the order of reference.py."""
-    found = [Case(name) for name in vars(reference) if name in extension_cpp.__all__]
+    found = (Case(name) for name in vars(reference) if name in extension_cpp.__all__)
     return [case for case in found if case.is_known]
 
 
-def keep_memory() -> bool:
+def keep_memory() -> None:
     """Makes the C library keep freed blocks instead of giving them back to the system, for the rest of the process.
 
     It returns large blocks by habit, and the next call then pays for page faults more than for its work.
     """
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX
-    return bool(mallopt(trim_threshold, -1) and mallopt(mmap_max, 0))
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 # ---- errors ----
@@ -140,7 +136,7 @@ def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
     torch.manual_seed(0)
     truth = results(case, reference, exact, tuple(grad.double() for grad in grads_out))
     errors = []
-    for namespace in (extension_cpp, *([] if case.is_random else [EAGER])):
+    for namespace in (extension_cpp, *([] if "p" in case.names else [EAGER])):
         # Freed blocks are filled with NaN, so that an element that a kernel does not write shows.
         poison = [torch.full_like(x, torch.nan) for x in 3 * [*tensors.values()] if x.is_floating_point()]
         del poison
@@ -228,11 +224,9 @@ def show(device: str, console: Console) -> None:
         "error: the largest of results and gradients against float64, relative to the largest true value, on memory "
         f"filled with NaN beforehand. Times: medians over {rows} x {COLUMNS} elements. both: forward and backward. "
         "2.0x: ours takes half of eager's time.",
-        highlight=False,
     )
     best = max(ratios, key=lambda name: ratios[name])
     console.print(
         f"Forward and backward of {best} run {ratios[best]:.1f} times as fast here as in eager PyTorch; "
         f"{sum(ratio > 1 for ratio in ratios.values())} of {len(ratios)} operators are faster than there.",
-        highlight=False,
     )

@@ -4,17 +4,15 @@ It must also work if the package does not (library missing, torch missing or too
 library, and torch is imported only where it is asked for a fact. `misfits` decides from plain values.
 """
 
+import contextlib
 import ctypes
-import importlib.metadata
 import os
 import platform
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-Version = tuple[int, ...]
+from typing import Any
 
 OLDEST_GPU = (7, 5)
 # The oldest driver that runs programs of a CUDA release line.
@@ -60,7 +58,7 @@ def parse_build(text: str) -> Build:
     return Build(cuda, architectures, tuple(fields["cpu"].split(",")), fields["debug"] == "1")
 
 
-def version(text: str) -> Version:
+def version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: "580.65.06" gives (580, 65, 6), "2.11.0+cu130" gives (2, 11, 0)."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
@@ -163,22 +161,25 @@ def library() -> Path:
     return Path(__file__).parents[1] / "libextension_cpp.so"
 
 
-def ask_library(question: str) -> str:
-    """Calls one of the loaded library's functions without arguments that return a string."""
+def ask_library(question: str, *arguments: Any) -> str:
+    """Calls one of the loaded library's functions that return a string."""
     function = getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")
     function.restype = ctypes.c_char_p
-    return function().decode()
+    return function(*arguments).decode()
 
 
 def ask_library_number(question: str) -> int:
-    """The same for functions that return a number."""
+    """The same for functions without arguments that return a number."""
     return int(getattr(ctypes.CDLL(str(library())), f"extension_cpp_{question}")())
 
 
-def read_build(loaded: bool = True) -> Build | None:
-    """What the library says about itself. If it cannot be loaded, its file is searched. None: there is no answer."""
-    if loaded:
-        return parse_build(ask_library("build_info"))
+def read_build() -> Build:
+    """What the loaded library says about itself."""
+    return parse_build(ask_library("build_info"))
+
+
+def search_build() -> Build | None:
+    """The same, found in the file of a library that cannot be loaded. None: it is not there."""
     try:
         match = re.search(rb"cuda=\S+ architectures=\S+ cpu=\S+ debug=[01]", library().read_bytes())
     except OSError:
@@ -190,7 +191,7 @@ def read_machine() -> Machine:
     driver, gpus = _nvidia_smi()
     torch_version = torch_cuda = None
     sees = False
-    try:
+    with contextlib.suppress(ImportError):
         import torch
 
         torch_version, torch_cuda = torch.__version__, torch.version.cuda
@@ -198,8 +199,6 @@ def read_machine() -> Machine:
         if sees:
             indices = range(torch.cuda.device_count())
             gpus = tuple(Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices)
-    except ImportError:
-        pass
     return Machine(torch_version, torch_cuda, driver, _driver_cuda(), gpus, sees)
 
 
@@ -214,10 +213,8 @@ def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
     gpus = tuple(Gpu(name.strip(), (int(major), int(minor))) for _, major, minor, name in rows)
     if rows:
         return rows[0][0], gpus
-    try:  # a container may have the driver without nvidia-smi
-        match = re.search(r"Module +(\d[\d.]+)|x86_64 +(\d[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        match = None
+    # A container may have the driver without nvidia-smi.
+    match = _search(r"Module +(\d[\d.]+)|x86_64 +(\d[\d.]+)", "/proc/driver/nvidia/version")
     return (match[1] or match[2] if match else None), ()
 
 
@@ -231,11 +228,15 @@ def _driver_cuda() -> str | None:
 
 
 def _cpu_name() -> str:
-    try:
-        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
+    match = _search(r"^model name\s*: (.+)$", "/proc/cpuinfo")
     return match[1] if match else platform.machine()
+
+
+def _search(pattern: str, path: str) -> re.Match[str] | None:
+    try:
+        return re.search(pattern, Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
 
 
 def schemas() -> list[str]:
@@ -264,10 +265,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")  # as csrc/common/dtype.h
 
 def norm_plan(op: str, dtype: str, rows: int, cols: int, backward: bool) -> dict[str, str]:
     """How an H100 would run a norm of contiguous tensors, if all gradients are needed."""
-    function = ctypes.CDLL(str(library())).extension_cpp_norm_plan
-    function.restype = ctypes.c_char_p
-    function.argtypes = [ctypes.c_int] * 3 + [ctypes.c_int64] * 2
-    text = function(NORMS[op], DTYPES.index(dtype), backward, rows, cols).decode()
+    shape = ctypes.c_int64(rows), ctypes.c_int64(cols)
+    text = ask_library("norm_plan", NORMS[op], DTYPES.index(dtype), backward, *shape)
     return dict(word.split("=", 1) for word in text.split())
 
 
@@ -313,17 +312,11 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
     return [*lines, *(f"GPU {index}          {gpu}" for index, gpu in enumerate(gpus or ["none"]))]
 
 
-def _package_version() -> str:
-    try:
-        package = sys.modules[__package__.rpartition(".")[0]]
-        return getattr(package, "__version__", None) or importlib.metadata.version("extension_cpp")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def run(load_error: str | None = None, with_schemas: bool = False) -> int:
+def run(load_error: str = "", with_schemas: bool = False) -> int:
     """Prints the facts, and first whether they fit. Returns 1 if the package cannot be used; load_error says why."""
-    build, machine = read_build(loaded=not load_error), read_machine()
+    from .. import __version__  # the package may still be about to complete it when this module is imported
+
+    build, machine = search_build() if load_error else read_build(), read_machine()
     level = None if load_error else ask_library("cpu_level")
     torch_cuda = f" (CUDA {machine.torch_cuda})" if machine.torch_cuda else " (no CUDA)"
     problems = [load_error] if load_error else []
@@ -331,7 +324,7 @@ def run(load_error: str | None = None, with_schemas: bool = False) -> int:
     sections = {
         "Do they fit?": problems or ["Yes" + ("." if machine.gpus else "; without a GPU, the CPU operators run.")],
         "Versions": [
-            f"extension_cpp  {_package_version()}",
+            f"extension_cpp  {__version__}",
             f"Python         {platform.python_version()}",
             f"torch          {machine.torch + torch_cuda if machine.torch else 'not installed'}",
         ],

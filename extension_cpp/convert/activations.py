@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import modules as nn
 from .. import ops, reference
-from .formulas import DTYPES, EPS, result_dtype, run, twin_of, with_results
+from .formulas import DTYPES, EPS, Unfit, gradients_of, result_dtype, run, twin_of, with_results
 
 
 class Known(NamedTuple):
@@ -74,21 +74,20 @@ def is_asked_for(module: torch.nn.Module) -> bool:
     return is_torchs or (may_be_activation(module) and any(known.function in name for known in KNOWN.values()))
 
 
-def recognise(module: torch.nn.Module, input: str) -> Activation | str:
-    """The activation that a module computes, found by running it on probes; or the reason why it is not one of them."""
+def recognise(module: torch.nn.Module, input: str) -> Activation:
+    """The activation that a module computes, found by running it on probes."""
     if getattr(module, "inplace", False):
-        return "it works in place, which the op could only copy"
+        raise Unfit("it works in place, which the op could only copy")
     for function in KNOWN:
         if not _agrees(module, function, torch.float64):
             continue
         for dtype in DTYPES:
             if not _agrees(module, function, dtype):
-                return f"it computes {function}, but in {dtype} it is further from it than roundings explain"
+                raise Unfit(f"it computes {function}, but in {dtype} it is further from it than roundings explain")
         if not _gradients_agree(module, function):
-            return f"it computes {function}, but its gradients are others"
-        results = with_results(module, function, 64)
-        return results if isinstance(results, str) else Activation(function, input, results)
-    return f"it computes none of {', '.join(KNOWN)}"
+            raise Unfit(f"it computes {function}, but its gradients are others")
+        return Activation(function, input, with_results(module, function, 64))
+    raise Unfit(f"it computes none of {', '.join(KNOWN)}")
 
 
 # The relative error allowed in float64: some activations (FastGELUActivation) have constants of about ten digits.
@@ -121,14 +120,8 @@ def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
     """Compares the gradients, which shows whether a part is detached. The gradients are of size 1."""
     for training in (True, False):
         x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
-        y = run(twin_of(module, [], training=training), x * 1)
-        if y is None or not y.requires_grad:
-            return False
+        got = gradients_of(run(twin_of(module, [], training=training), x * 1), [x], torch.ones_like(x))
         (wanted,) = torch.autograd.grad(_exact(function, x).sum(), x)
-        try:
-            (got,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
-        except Exception:  # from the backward of code we do not know
-            return False
-        if got is None or not bool(((got - wanted).abs() <= 30 * CONSTANTS).all()):
+        if got is None or not bool(((got[0] - wanted).abs() <= 30 * CONSTANTS).all()):
             return False
     return True

@@ -7,7 +7,6 @@ training state, in all places and under all names in which it is registered.
 import functools
 import inspect
 import sys
-import types
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -17,18 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import modules as nn
 from ..command import info
-from . import activations, forwards, model_loss, norms
+from . import activations, formulas, forwards, model_loss, norms
 from .choice import Choice
-from .formulas import (
-    DTYPES,
-    Formula,
-    GeneratedModule,
-    formula_class,
-    is_formula_class,
-    is_generated,
-    outside_modes,
-    parameters_of,
-)
+from .formulas import DTYPES, Unfit, parameters_of
 
 
 class Converted(NamedTuple):
@@ -38,7 +28,7 @@ class Converted(NamedTuple):
     left: dict[str, str]  # why the module was not changed
 
 
-@outside_modes()
+@formulas.outside_modes()
 def convert(
     model: torch.nn.Module,
     loss: str = "logits",
@@ -166,17 +156,20 @@ def _losses(
 def _replaced(modules: dict[str, torch.nn.Module], choice: Choice, result: Converted) -> dict[torch.nn.Module, type]:
     """The new classes of the modules that compute a known function as a whole. The result gets their names."""
     classes: dict[torch.nn.Module, type] = {}
-    recognised: dict[Any, Formula | str] = {}
+    recognised: dict[Any, Any] = {}  # formulas, or why there is none
     for name, module in modules.items():
-        if isinstance(module, OURS) or not _may_be_known(module):
+        # Of those that compute a known formula only torch.nn's norms have modules inside: their parametrizations.
+        if isinstance(module, OURS) or (module._modules and not isinstance(module, NORMS)):
             continue
-        kind = _obstacle(module) or _class_for(module, recognised)
-        if isinstance(kind, type):
-            if choice.wants(name, _function(kind)):
-                classes[module] = kind
-                result.changed[name] = _function(kind)
-        elif _is_asked_for(module) and ".parametrizations." not in f".{name}":
-            result.left[name] = f"{_class_name(module)}: {kind}"
+        try:
+            kind = _class_for(module, recognised)
+        except Unfit as reason:
+            if _is_asked_for(module) and ".parametrizations." not in f".{name}":
+                result.left[name] = f"{_class_name(module)}: {reason}"
+            continue
+        if choice.wants(name, _function(kind)):
+            classes[module] = kind
+            result.changed[name] = _function(kind)
     return classes
 
 
@@ -190,14 +183,14 @@ def _rewritten(
             continue
         if model_loss.is_model(module) or _obstacle(module) is not None:
             continue
-        decision = forwards.decide(
+        made, functions, reasons = forwards.decide(
             module, lambda child: classes.get(child, type(child)), functools.partial(choice.wants, name)
         )
-        if decision.made is not None:
-            changes[module] = decision.made
-            result.changed[name] = decision.functions
-        if decision.reasons:
-            result.left[name] = f"{_class_name(module)}: {'; '.join(decision.reasons)}"
+        if made is not None:
+            changes[module] = made
+            result.changed[name] = functions
+        if reasons:
+            result.left[name] = f"{_class_name(module)}: {'; '.join(reasons)}"
     return changes
 
 
@@ -228,7 +221,7 @@ def revert(model: torch.nn.Module) -> Converted:
             vars(module).pop("received", None)  # an attribute of output layers, None between calls
             module.__class__ = original
             result.changed[name] = original.__name__
-        elif isinstance(module, (GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
+        elif isinstance(module, (formulas.GeneratedModule, model_loss.LinearLossModel, model_loss.Head)):
             result.left[name] = f"{_class_name(module)}: a class was put on top of the converted one; take it off first"
         if model_loss.restore(module):
             result.changed[name] = _class_name(module)
@@ -246,18 +239,16 @@ FUNCTIONS: dict[type, str] = {
     nn.LogSoftmax: "log_softmax",
     nn.CrossEntropyLoss: "cross_entropy",
 }
-REPLACEMENTS: dict[type, type] = {getattr(torch.nn, kind.__name__): kind for kind in FUNCTIONS}
-OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, GeneratedModule
+ORIGINALS: dict[type, type] = {kind: getattr(torch.nn, kind.__name__) for kind in FUNCTIONS}
+REPLACEMENTS = {original: kind for kind, original in ORIGINALS.items()}
+OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, formulas.GeneratedModule
 
 
 def _original(converted: type) -> type | None:
     """The class that a converted module had."""
-    if is_generated(converted):
+    if formulas.is_generated(converted):
         return converted.original  # type: ignore[attr-defined]  # of the classes that convert makes
-    for original, ours in REPLACEMENTS.items():
-        if converted is ours:
-            return original
-    return model_loss.original_class(converted)
+    return ORIGINALS.get(converted) or model_loss.original_class(converted)
 
 
 def _forget_what_was_compiled(result: Converted) -> None:
@@ -279,14 +270,8 @@ KINDS = (torch.nn.Dropout, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.Cross
 
 def _is_asked_for(module: torch.nn.Module) -> bool:
     """Whether a user would ask why this module was not changed."""
-    is_norm = isinstance(module, NORMS) or "norm" in _class_name(module).lower()
-    return isinstance(module, KINDS) or is_norm or activations.is_asked_for(module)
-
-
-def _may_be_known(module: torch.nn.Module) -> bool:
-    """Whether the module may compute a known formula: it has no modules inside, or is a norm of torch.nn (whose
-    parametrizations are modules)."""
-    return not module._modules or isinstance(module, NORMS)
+    is_called_norm = "norm" in _class_name(module).lower()
+    return isinstance(module, (*KINDS, *NORMS)) or is_called_norm or activations.is_asked_for(module)
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
@@ -295,7 +280,9 @@ def _obstacle(module: torch.nn.Module) -> str | None:
         return "it is TorchScript, which cannot call the ops' functions; convert the model and export or trace it"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized; convert the model before the parametrization is registered"
-    if _is_replaced(module):
+    forward: Any = vars(module).get("forward")
+    is_bound = getattr(forward, "__self__", None) is module
+    if forward is not None and not (is_bound and forward.__func__ is type(module).forward):
         return "its forward was replaced on the instance"
     tensors = parameters_of(module)
     if isinstance(module, torch.nn.CrossEntropyLoss) and module.weight is not None:
@@ -313,64 +300,57 @@ def _obstacle(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _is_replaced(module: torch.nn.Module) -> bool:
-    """Whether the instance has a forward that is not its class's. `module.forward = module.forward` does not count."""
-    forward = vars(module).get("forward")
-    own = isinstance(forward, types.MethodType) and forward.__self__ is module
-    return forward is not None and not (own and forward.__func__ is type(module).forward)
-
-
 @functools.cache
 def _has_cuda() -> bool:
-    build = info.read_build()
-    return build is not None and build.cuda is not None
+    return info.read_build().cuda is not None
 
 
-def _class_for(module: torch.nn.Module, recognised: dict[Any, Formula | str]) -> type | str:
-    """The class that runs the module on our ops, or why there is none."""
-    if isinstance(module, KINDS):
-        return _class_by_kind(module)
+def _class_for(module: torch.nn.Module, recognised: dict[Any, Any]) -> type:
+    """The class that runs the module on our ops."""
+    if obstacle := _obstacle(module):
+        raise Unfit(obstacle)
+    if isinstance(module, KINDS) and type(module) not in KINDS:
+        base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
+        does = "draws" if base == "Dropout" else "computes"
+        raise Unfit(f"a subclass of torch.nn.{base}, and what it {does} cannot be compared")
+    if isinstance(module, torch.nn.Dropout) and module.inplace:
+        raise Unfit("it works in place, which the op could only copy")
+    if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
+        raise Unfit("its dim is None, so PyTorch chooses it by the input's number of dimensions")
     if type(module) in REPLACEMENTS and not getattr(module, "inplace", False):
         return REPLACEMENTS[type(module)]
     state = _plain_state(module)
     formula = recognised.get(state) if state is not None else None
     if formula is None:
-        formula = recognised[state] = _recognise(module)
-    if isinstance(formula, str):
-        return formula
+        try:
+            formula = _recognise(module)
+        except Unfit as reason:
+            formula = reason
+        recognised[state] = formula
+    if isinstance(formula, Unfit):
+        raise formula
     original: type = type(module)
     try:
-        return formula_class(original, formula)
+        return formulas.formula_class(original, formula)
     except Exception as error:  # from its metaclass or its __init_subclass__
-        return f"it computes {formula}, but its class cannot be subclassed ({error})"
+        raise Unfit(f"it computes {formula}, but its class cannot be subclassed ({error})") from error
 
 
-def _recognise(module: torch.nn.Module) -> Formula | str:
-    """The formula that a module computes, or why it is not a known one."""
+def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
+    """The formula that a module computes."""
     try:
         taken = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):
-        return "its forward has no signature"
+    except (TypeError, ValueError) as error:
+        raise Unfit("its forward has no signature") from error
     if len(taken) != 1 or taken[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return f"its forward takes ({', '.join(map(str, taken))}), not the input alone"
+        raise Unfit(f"its forward takes ({', '.join(map(str, taken))}), not the input alone")
     if activations.may_be_activation(module):
-        found = activations.recognise(module, taken[0].name)
-        if not isinstance(found, str) or activations.is_asked_for(module):
-            return found
+        try:
+            return activations.recognise(module, taken[0].name)
+        except Unfit:
+            if activations.is_asked_for(module):
+                raise
     return norms.recognise(module, taken[0].name)
-
-
-def _class_by_kind(module: torch.nn.Module) -> type | str:
-    """_class_for, for one of KINDS."""
-    if type(module) not in KINDS:
-        base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
-        does = "draws" if base == "Dropout" else "computes"
-        return f"a subclass of torch.nn.{base}, and what it {does} cannot be compared"
-    if isinstance(module, torch.nn.Dropout) and module.inplace:
-        return "it works in place, which the op could only copy"
-    if isinstance(module, (torch.nn.Softmax, torch.nn.LogSoftmax)) and module.dim is None:
-        return "its dim is None, so PyTorch chooses it by the input's number of dimensions"
-    return REPLACEMENTS[type(module)]
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
@@ -384,4 +364,4 @@ def _plain_state(module: torch.nn.Module) -> Any:
 
 
 def _function(converted: Any) -> str:
-    return str(converted.formula) if is_formula_class(converted) else FUNCTIONS[converted]
+    return str(converted.formula) if formulas.is_formula_class(converted) else FUNCTIONS[converted]

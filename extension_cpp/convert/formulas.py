@@ -4,8 +4,8 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,15 +19,9 @@ DTYPES = (torch.float64, torch.float32, *HALF)
 EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
-class Formula(Protocol):
-    """What a module computes. It is a NamedTuple, because classes are cached by it."""
-
-    @property
-    def input(self) -> str: ...  # the name of forward's argument
-
-    def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor: ...
-
-    def __hash__(self) -> int: ...
+class Unfit(Exception):
+    """Says in a part of a sentence why something is left as it is. functools.cache keeps results and no exceptions:
+    another call may not meet the reason again."""
 
 
 # Rules for the dtype of a module's result, as functions of x's dtype, the weight's dtype and the device type.
@@ -114,7 +108,7 @@ def is_generated(kind: type) -> bool:
 class FormulaModule(GeneratedModule):
     """Computes the formula of a module's class with this package's ops."""
 
-    formula: ClassVar[Formula]
+    formula: ClassVar[Any]  # an Activation or a Norm
 
 
 def is_formula_class(kind: type) -> bool:
@@ -123,7 +117,7 @@ def is_formula_class(kind: type) -> bool:
 
 
 @functools.cache
-def formula_class(original: type, formula: Formula) -> type:
+def formula_class(original: type, formula: Any) -> type:
     names = {"__module__": __name__, "formula": formula, "forward": _forward_of(formula.input)}
     return generated_class(FormulaModule, original, {**names, "blank": (blank_of_formula, original, formula)})
 
@@ -136,7 +130,7 @@ def _forward_of(name: str) -> Any:
     return namespace["forward"]
 
 
-def blank_of_formula(original: type, formula: Formula) -> torch.nn.Module:
+def blank_of_formula(original: type, formula: Any) -> torch.nn.Module:
     return object.__new__(formula_class(original, formula))
 
 
@@ -151,9 +145,8 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
     """A module of the same class with other parameters and attributes. Its forward runs without hooks."""
     twin = copy.copy(module)
     vars(twin).pop("forward", None)
-    names = parameters_of(module)
-    held = {name: None for name in module._parameters}
-    twin._parameters = {**held, **dict(zip(names, map(torch.nn.Parameter, parameters), strict=True))}
+    given = dict(zip(parameters_of(module), map(torch.nn.Parameter, parameters), strict=True))
+    twin._parameters = {**dict.fromkeys(module._parameters), **given}
     vars(twin).update(attributes)
     return twin
 
@@ -162,53 +155,30 @@ def twin_of(module: torch.nn.Module, parameters: list[Tensor], **attributes: Any
 def outside_modes() -> Iterator[None]:
     """A context, and decorator, in which probes compute what they would in a new process: what convert learns, and
     keeps for later calls, must not depend on the modes that its caller is in."""
-    dtype, deterministic = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         while torch._C._len_torch_function_stack():  # the default device is such a mode, too
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         for mode in (torch.inference_mode(False), torch.enable_grad(), autocast("")):
             stack.enter_context(mode)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
         torch.set_default_dtype(torch.float32)
         torch.set_deterministic_debug_mode("default")
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            torch.set_deterministic_debug_mode(deterministic)
-
-
-class Remembered:
-    """functools.cache for functions that return what they found or, as a string, why there is nothing. Reasons are not
-    kept: one may come from an exception that another call does not raise."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.found = function, dict[Any, Any]()
-        functools.update_wrapper(self, function)
-
-    def __call__(self, *args: Any) -> Any:
-        result = self.found[args] if args in self.found else self.function(*args)
-        if not isinstance(result, str):
-            self.found[args] = result
-        return result
+        yield
 
 
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
     """Autocast for one device type only, or with "" for none, with PyTorch's dtypes. It works on a machine without the
     device, too."""
-    before = {each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")}
-
-    def put(states: dict[str, tuple[bool, torch.dtype]]) -> None:
-        for each, (enabled, dtype) in states.items():
-            torch.set_autocast_enabled(each, enabled)
+    with contextlib.ExitStack() as stack:
+        for each, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+            stack.callback(torch.set_autocast_enabled, each, torch.is_autocast_enabled(each))
+            stack.callback(torch.set_autocast_dtype, each, torch.get_autocast_dtype(each))
+            torch.set_autocast_enabled(each, each == device)
             torch.set_autocast_dtype(each, dtype)
-
-    try:
-        put({"cpu": (device == "cpu", torch.bfloat16), "cuda": (device == "cuda", torch.float16)})
         yield
-    finally:
-        put(before)
 
 
 def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
@@ -219,6 +189,17 @@ def run(twin: torch.nn.Module, x: Tensor, context: str = "") -> Tensor | None:
     except Exception:  # unknown code may raise anything, and then it does not compute our formula
         return None
     return y if isinstance(y, Tensor) and y.shape == x.shape and y.device == x.device else None
+
+
+def gradients_of(y: Tensor | None, inputs: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...] | None:
+    """The gradients of what code we do not know returned. None if it raises, or an input has no gradient."""
+    if y is None or not y.requires_grad:
+        return None
+    try:
+        found = torch.autograd.grad(y, inputs, grad_out.to(y.dtype), allow_unused=True)
+    except Exception:  # as above
+        return None
+    return None if any(each is None for each in found) else found
 
 
 def probed_dtypes(
@@ -239,8 +220,8 @@ def probed_dtypes(
                     yield x, weight, y.dtype
 
 
-def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...] | str:
-    """The rule for the dtype of a module's result, for each of CONTEXTS; or the reason why none is known."""
+def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[str, ...]:
+    """The rule for the dtype of a module's result, for each of CONTEXTS."""
     taken = {(x, weight) for x, weight, _ in probed_dtypes(module, width, "")}
     found = []
     for context in CONTEXTS:
@@ -254,6 +235,6 @@ def with_results(module: torch.nn.Module, formula: object, width: int) -> tuple[
         rule = next(rules, None)
         if rule is None or not results:
             where = f" under autocast on {context}" if context else ""
-            return f"it computes {formula}, with results of dtypes that follow no known rule{where}"
+            raise Unfit(f"it computes {formula}, with results of dtypes that follow no known rule{where}")
         found.append(rule)
     return tuple(found)

@@ -5,9 +5,11 @@ looks at its arguments at each call. If the kernel computes the same, it runs th
 another module in its place, other dtypes or shapes), it does what the original did.
 """
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +18,10 @@ from .. import modules as nn
 from .. import ops
 from . import rotary_forms, sources
 from .activations import KNOWN, Activation, name_of_product
-from .formulas import CONTEXTS, GeneratedModule, Remembered, generated_class, is_formula_class
+from .formulas import CONTEXTS, GeneratedModule, Unfit, generated_class, is_formula_class
 from .gated import GatedLinear, can_make_again, gated
 from .model_loss import must_run
-from .norms import Norm, add_norm
+from .norms import Norm, Options, add_norm
 from .rewriter import FUNCTIONAL_DROPOUT, Site
 from .rotary_forms import Rotary
 
@@ -60,7 +62,7 @@ class RewrittenModule(GeneratedModule):
                 x = dropout(x)
         options = _norm(norm)
         if options is not None and isinstance(x, Tensor) and isinstance(residual, Tensor) and nn.takes(x, residual):
-            joined = add_norm(x, residual, p, training, *options)
+            joined = add_norm(x, residual, p, training, options)
             if joined is not None:
                 return joined
         if p and training:
@@ -76,14 +78,13 @@ class RewrittenModule(GeneratedModule):
         return function(*args, **options)
 
 
-def _norm(norm: Any) -> tuple[Any, ...] | None:
-    """The arguments of add_norm that compute what a norm does; None if the norm must be called."""
+def _norm(norm: Any) -> Options | None:
+    """What a norm computes with; None if the norm must be called."""
     if must_run(norm) is not None:
         return None
-    if type(norm) is nn.LayerNorm:
-        return norm.normalized_shape, norm.weight, norm.bias, True, 0, norm.eps, AS_INPUT
-    if type(norm) is nn.RMSNorm:
-        return norm.normalized_shape, norm.weight, None, False, 0, norm.eps, AS_INPUT
+    if type(norm) in (nn.LayerNorm, nn.RMSNorm):
+        centered, bias = type(norm) is nn.LayerNorm, getattr(norm, "bias", None)
+        return Options(norm.normalized_shape, norm.weight, bias, centered, 0, norm.eps, AS_INPUT)
     return norm.formula.options(norm) if is_formula_class(type(norm)) else None
 
 
@@ -99,85 +100,73 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
     return (act.formula.function, act.formula.results) if is_formula_class(type(act)) else ("", ())
 
 
-@Remembered
-def rewritten_class(original: type, sites: frozenset[Site]) -> type | str:
-    """A subclass of RewrittenModule and the original, or why there is none. transformers reads its module and
-    signature, too, so it has the original's."""
+@functools.cache
+def rewritten_class(original: type, sites: frozenset[Site]) -> type:
+    """A subclass of RewrittenModule and the original. transformers reads its module and signature, too, so it has the
+    original's."""
     forward = sources.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
-    if isinstance(forward, str):
-        return forward
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    found = [(site, function_of(original, site)) for site in sites if site.kind == "rotary"]
-    known = [(site, function, rotary_of(function, site.options, site.arguments)) for site, function in found]
-    rotaries = tuple((site, function, rotary) for site, function, rotary in known if isinstance(rotary, Rotary))
-    more = {"sites": sites, "forward": forward, "rotaries": rotaries, "blank": (_blank, original, sites)}
+    rotaries = []
+    for site in sites:
+        if site.kind == "rotary":
+            with contextlib.suppress(Unfit):
+                function = function_of(original, site)
+                rotaries.append((site, function, rotary_of(function, site.options, site.arguments)))
+    more = {"sites": sites, "forward": forward, "rotaries": tuple(rotaries), "blank": (_blank, original, sites)}
     try:
         return generated_class(RewrittenModule, original, names | more)
     except Exception as error:  # of its metaclass or its __init_subclass__
-        return f"its class cannot be subclassed ({error})"
+        raise Unfit(f"its class cannot be subclassed ({error})") from error
 
 
 def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
-    made = rewritten_class(original, sites)
-    if isinstance(made, str):
+    try:
+        return object.__new__(rewritten_class(original, sites))
+    except Unfit as reason:
         raise RuntimeError(
-            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {made}"
-        )
-    return object.__new__(made)
+            f"extension_cpp.nn.convert: a converted {original.__name__} cannot be loaded here, since {reason}"
+        ) from None
 
 
 # ---- deciding ----
 
 
-class Decision(NamedTuple):
-    made: type | None  # the class that the module gets
-    functions: str  # what it calls then
-    reasons: tuple[str, ...]  # why something that users would ask about is not changed
-
-
 def decide(
     module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type], wants: Callable[[str], bool]
-) -> Decision:
-    """What to do with a module. class_of says which class each of its children will have, and wants which functions it
-    may call."""
+) -> tuple[type | None, str, list[str]]:
+    """The class that a module gets, or None; the functions that it calls then; and why something that users would ask
+    about is not changed. class_of says which class each of its children will have, and wants which functions it may
+    call."""
     kind: Any = type(module)
-    if kind.__module__.split(".")[0] == "torch" or "forward" in vars(module):
-        return Decision(None, "", ())
-    sites = sources.sites_of(kind.forward)
-    if isinstance(sites, str):
-        return Decision(None, "", ())
+    sites: tuple[Site, ...] = ()
+    if kind.__module__.split(".")[0] != "torch" and "forward" not in vars(module):
+        with contextlib.suppress(Unfit):
+            sites = sources.sites_of(kind.forward)
     functions: dict[str, None] = {}
     wanted, reasons = [], []
     for site in sites:
-        if site.kind == "rotary" and not wants("rotary_embedding"):
-            continue
-        if site.kind == "rotary":
-            rotary = rotary_of(function_of(kind, site), site.options, site.arguments)
-            if isinstance(rotary, str):
-                reasons.append(f"its {site.name} {rotary}")
-                continue
-            function: str | None = "rotary_embedding"
-        elif site.kind == "dropout":
-            is_known = site == FUNCTIONAL_DROPOUT or class_of_child(module, site, class_of) is nn.Dropout
-            if is_known and wants("dropout"):
+        child = module._modules.get(site.name)
+        kind_of_child = None if child is None else class_of(child)
+        if site.kind == "dropout":
+            if (site == FUNCTIONAL_DROPOUT or kind_of_child is nn.Dropout) and wants("dropout"):
                 wanted.append(site)
             continue
-        else:
-            function = _function_at(site, class_of_child(module, site, class_of))
-        if function is not None and wants(function):
+        function = "rotary_embedding" if site.kind == "rotary" else _function_at(site, kind_of_child)
+        if function is None or not wants(function):
+            continue
+        try:
+            if site.kind == "rotary":
+                rotary_of(function_of(kind, site), site.options, site.arguments)
             wanted.append(site)
             functions[function] = None
-    if not functions:
-        return Decision(None, "", tuple(dict.fromkeys(reasons)))
-    made = rewritten_class(kind, frozenset(wanted))
-    if isinstance(made, str):
-        return Decision(None, "", (*reasons, f"it could call {', '.join(functions)}, but {made}"))
-    return Decision(made, ", ".join(functions), tuple(dict.fromkeys(reasons)))
-
-
-def class_of_child(module: torch.nn.Module, site: Site, class_of: Callable[[torch.nn.Module], type]) -> type | None:
-    child = module._modules.get(site.name)
-    return None if child is None else class_of(child)
+        except Unfit as reason:
+            reasons.append(f"its {site.name} {reason}")
+    called, made = ", ".join(functions), None
+    try:
+        made = rewritten_class(kind, frozenset(wanted)) if called else None
+    except Unfit as reason:
+        reasons.append(f"it could call {called}, but {reason}")
+    return made, called, list(dict.fromkeys(reasons))
 
 
 def _function_at(site: Site, kind: type | None) -> str | None:
@@ -196,12 +185,12 @@ def _function_at(site: Site, kind: type | None) -> str | None:
 
 def function_of(kind: Any, site: Site) -> Any:
     first, *attributes = site.name.split(".")
-    found = sources.globals_of(kind.forward).get(first)
+    found = getattr(inspect.unwrap(kind.forward), "__globals__", {}).get(first)
     return functools.reduce(lambda each, name: getattr(each, name, None), attributes, found)
 
 
-@Remembered
-def rotary_of(function: Any, options: tuple[tuple[str, Any], ...], arguments: int) -> Rotary | str:
+@functools.cache
+def rotary_of(function: Any, options: tuple[tuple[str, Any], ...], arguments: int) -> Rotary:
     if not arguments:
-        return "is called with other arguments than q, k, cos, sin or x, cos, sin"
+        raise Unfit("is called with other arguments than q, k, cos, sin or x, cos, sin")
     return rotary_forms.recognise(function if arguments == 4 else rotary_forms.in_pairs(function), dict(options))

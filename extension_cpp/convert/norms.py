@@ -6,40 +6,40 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .formulas import (
-    EPS,
-    HALF,
-    can_be_joined,
-    context_of,
-    parameters_of,
-    result_dtype,
-    run,
-    shape_of,
-    twin_of,
-    with_results,
-)
+from . import formulas
+from .formulas import EPS, HALF, Unfit, parameters_of
+
+
+class Options(NamedTuple):
+    """What a norm computes with at a call."""
+
+    shape: Any  # the normalized shape; None: the last dimension
+    weight: Tensor | None
+    bias: Tensor | None
+    centered: bool  # True: layer_norm, False: rms_norm
+    offset: int  # added to the weight
+    eps: Any
+    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
 
 
 class Norm(NamedTuple):
     """What a norm over the last dimension computes: xhat * (offset + weight) + bias."""
 
-    centered: bool  # True: layer_norm, False: rms_norm
+    centered: bool  # this and `offset` and `results` as in Options
     offset: int
     eps: str  # this and the next two are names of attributes
     weight: str | None
     bias: str | None
     input: str  # the name of forward's argument
-    results: tuple[str, ...]  # keys of RESULTS, one for each of CONTEXTS
+    results: tuple[str, ...]
 
     def __call__(self, module: torch.nn.Module, x: Tensor) -> Tensor:
-        _, *options = self.options(module)
-        return norm(x, *options)
+        return norm(x, self.options(module))
 
-    def options(self, module: torch.nn.Module) -> tuple[Any, ...]:
-        """The arguments that add_norm takes instead of a module that computes this formula."""
+    def options(self, module: torch.nn.Module) -> Options:
         weight: Tensor | None = getattr(module, self.weight) if self.weight else None
         bias: Tensor | None = getattr(module, self.bias) if self.bias else None
-        return None, weight, bias, self.centered, self.offset, getattr(module, self.eps), self.results
+        return Options(None, weight, bias, self.centered, self.offset, getattr(module, self.eps), self.results)
 
     def __str__(self) -> str:
         function = "layer_norm" if self.centered else "rms_norm"
@@ -47,80 +47,58 @@ class Norm(NamedTuple):
 
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
-def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    centered: bool,
-    offset: int,
-    eps: float,
-    results: tuple[str, ...],
-) -> Tensor:
-    dtype = result_dtype(results, x, weight)
+def norm(x: Tensor, options: Options) -> Tensor:
+    dtype = formulas.result_dtype(options.results, x, options.weight)
     x = x.to(torch.promote_types(x.dtype, dtype))
-    shape, weight, bias = _prepared(x, None, weight, bias, offset)
-    y = ops.layer_norm(x, shape, weight, bias, eps) if centered else ops.rms_norm(x, shape, weight, eps)
-    return y.to(dtype)
+    op: Any = ops.layer_norm if options.centered else ops.rms_norm
+    return op(x, *_arguments(x, options)).to(dtype)
 
 
-def add_norm(
-    x: Tensor,
-    residual: Tensor,
-    p: float,
-    training: bool,
-    shape: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    centered: bool,
-    offset: int,
-    eps: float,
-    results: tuple[str, ...],
-) -> tuple[Tensor, Tensor] | None:
+def add_norm(x: Tensor, residual: Tensor, p: float, training: bool, options: Options) -> tuple[Tensor, Tensor] | None:
     """The norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. None if it does not take both tensors, or
-    its results would not have the dtypes of the two operations. ``shape``: None for the last dimension."""
-    is_plain = context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
-    if not is_plain or not can_be_joined(x, residual, results, weight):
+    its results would not have the dtypes of the two operations."""
+    is_plain = formulas.context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
+    if not is_plain or not formulas.can_be_joined(x, residual, options.results, options.weight):
         return None
-    shape, weight, bias = _prepared(x, shape, weight, bias, offset)
-    if centered:
-        return ops.add_layer_norm(x, residual, shape, weight, bias, eps, p, training)
-    return ops.add_rms_norm(x, residual, shape, weight, eps, p, training)
+    op: Any = ops.add_layer_norm if options.centered else ops.add_rms_norm
+    return op(x, residual, *_arguments(x, options), p, training)
 
 
-def _prepared(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, offset: int) -> tuple[Any, ...]:
-    """The normalized shape, offset + weight, and bias, in dtypes that the ops take beside x."""
+def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
+    """What the op takes behind x, in dtypes that it takes beside x."""
+    shape, weight, bias, centered, offset, eps, _ = options
     if shape is None:
-        shape = shape_of(x if weight is None else weight)[-1:]
+        shape = formulas.shape_of(x if weight is None else weight)[-1:]
     arithmetic = torch.promote_types(x.dtype, torch.float32)
     if weight is not None and offset:
         weight = offset + weight.to(arithmetic)
     if weight is not None and weight.dtype != x.dtype:
         weight, bias = weight.to(arithmetic), None if bias is None else bias.to(arithmetic)
-    return shape, weight, bias
+    return (shape, weight, bias, eps) if centered else (shape, weight, eps)
 
 
 # ---- recognising them ----
 
 
-def recognise(module: torch.nn.Module, input: str) -> Norm | str:
-    """The formula that a module computes, found by running it on probes; or the reason why it is not one of them."""
+def recognise(module: torch.nn.Module, input: str) -> Norm:
+    """The formula that a module computes, found by running it on probes."""
     names, shapes = list(parameters_of(module)), {tuple(p.shape) for p in parameters_of(module).values()}
     floats = sorted(_float_attributes(module), key=_not_called_eps)
     if any(buffer is not None for buffer in module._buffers.values()):
-        return "it has buffers"
+        raise Unfit("it has buffers")
     for name, value in vars(module).items():
         if any(isinstance(x, Tensor) for x in torch.utils._pytree.tree_leaves(value)) and name != "_parameters":
-            return f"its {name} is a tensor and neither a parameter nor a buffer"
+            raise Unfit(f"its {name} is a tensor and neither a parameter nor a buffer")
     if any(0 in shape for shape in shapes):
-        return "its parameters are empty, as sharding leaves them; convert the model before it is sharded"
+        raise Unfit("its parameters are empty, as sharding leaves them; convert the model before it is sharded")
     if len(names) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
-        return "it has other parameters than a weight and a bias over the last dimension"
+        raise Unfit("it has other parameters than a weight and a bias over the last dimension")
     if not floats:
-        return "none of its attributes is a number that could be eps"
+        raise Unfit("none of its attributes is a number that could be eps")
     weight, bias = (*names, None, None)[:2]
     width = next(iter(shapes))[0] if shapes else 64
     if width < 2:
-        return "its rows are too short to tell what it computes"
+        raise Unfit("its rows are too short to tell what it computes")
     for centered, offset, eps in (
         (centered, offset, eps) for eps in floats for centered in (False, True) for offset in (0, 1)
     ):
@@ -133,12 +111,9 @@ def recognise(module: torch.nn.Module, input: str) -> Norm | str:
         ):
             break
     else:
-        return "it computes neither layer_norm nor rms_norm over the last dimension"
-    difference = _difference(module, formula, width, floats)
-    if difference is not None:
-        return difference
-    results = with_results(module, formula, width)
-    return results if isinstance(results, str) else formula._replace(results=results)
+        raise Unfit("it computes neither layer_norm nor rms_norm over the last dimension")
+    _check(module, formula, width, floats)
+    return formula._replace(results=formulas.with_results(module, formula, width))
 
 
 def _float_attributes(module: torch.nn.Module) -> set[str]:
@@ -147,22 +122,21 @@ def _float_attributes(module: torch.nn.Module) -> set[str]:
     return {name for each in (module, *classes) for name, value in vars(each).items() if isinstance(value, float)}
 
 
-def _difference(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> str | None:
-    """How the module differs from the formula that it computes in at least one mode, as a sentence; or None."""
+def _check(module: torch.nn.Module, formula: Norm, width: int, floats: list[str]) -> None:
+    """Refuses a module that differs from the formula, which it computes in at least one mode."""
     for training in (True, False):
         mode = {"training": training}
         if not _agrees(module, formula, width, torch.float32, 3, **mode):
-            return f"it computes {formula} in {'evaluation' if training else 'training'} only"
+            raise Unfit(f"it computes {formula} in {'evaluation' if training else 'training'} only")
         if not _gradients_agree(module, formula, width, **mode):
-            return f"it computes {formula}, but its gradients are others"
+            raise Unfit(f"it computes {formula}, but its gradients are others")
         for name in floats:
             other = {name: 1.5 * getattr(module, name) + (0.0 if getattr(module, name) else 0.25)}
             if not _agrees(module, formula, width, torch.float32, 3, **mode, **other):
-                return f"it computes {formula}, but what it does with its {name} is something else"
+                raise Unfit(f"it computes {formula}, but what it does with its {name} is something else")
         for dtype in HALF:
             if not _agrees(module, formula, width, dtype, 3, **mode):
-                return f"it computes {formula}, but in {dtype} it is further from it than roundings explain"
-    return None
+                raise Unfit(f"it computes {formula}, but in {dtype} it is further from it than roundings explain")
 
 
 def _not_called_eps(name: str) -> tuple[bool, str]:
@@ -199,7 +173,7 @@ def _agrees(
     eps = attributes.get(formula.eps, getattr(module, formula.eps))
     x, *parameters = _probe(formula, eps, width, dtype, dims)
     with torch.no_grad():
-        y = run(twin_of(module, parameters, **attributes), x.clone())
+        y = formulas.run(formulas.twin_of(module, parameters, **attributes), x.clone())
         if y is None:
             return False
         exact = _exact(formula, eps, x.double(), *(parameter.double() for parameter in parameters))
@@ -218,16 +192,10 @@ def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attri
     leaves = [each.double().requires_grad_() for each in (x, *parameters)]
     grad_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad(_exact(formula, eps, *leaves), leaves, grad_out.double())
-    twin, x = twin_of(module, parameters, **attributes), x.clone().requires_grad_()
-    y = run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
-    if y is None or not y.requires_grad:
-        return False
-    own = [x, *parameters_of(twin).values()]
-    try:
-        got = torch.autograd.grad(y, own, grad_out.to(y.dtype), allow_unused=True)
-    except Exception:  # from the backward of code we do not know
-        return False
-    return all(
-        a is not None and bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())
+    twin, x = formulas.twin_of(module, parameters, **attributes), x.clone().requires_grad_()
+    y = formulas.run(twin, x * 1)  # forward may change its input in place, which PyTorch forbids for a leaf
+    got = formulas.gradients_of(y, [x, *parameters_of(twin).values()], grad_out)
+    return got is not None and all(
+        bool(((a.double() - b).abs().amax(-1) <= 1e-3 * b.abs().amax(-1)).all())
         for a, b in zip(got, wanted, strict=True)
     )

@@ -15,8 +15,8 @@ the original's results. Its arguments, results and other calls do not change.
 import ast
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -24,6 +24,9 @@ from .activations import KNOWN
 
 # The methods that a rewritten forward calls. The prefix keeps them apart from those of the model's class.
 PREFIX = "_extension_cpp_"
+
+
+SIMPLE = (ast.Assign, ast.Return, ast.Expr)  # statements whose expressions run once, in order
 
 
 class Site(NamedTuple):
@@ -59,6 +62,10 @@ class Rewriter(ast.NodeTransformer):
         own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.self_name
         return node.attr if own else None  # type: ignore[attr-defined]  # own: it is an ast.Attribute
 
+    def child_call(self, node: ast.AST) -> str | None:
+        """NAME, if the node is self.NAME(x)."""
+        return self.child(node.func) if _has_one_argument(node) and not node.keywords else None
+
     def value(self, node: ast.AST) -> Any:
         """The object that a global name, or an attribute of one (nn.functional.silu), refers to; else None."""
         if isinstance(node, ast.Attribute):
@@ -67,13 +74,12 @@ class Rewriter(ast.NodeTransformer):
             return None
         return self.function.__globals__.get(node.id)
 
-    def activation(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    def activation(self, node: Any) -> tuple[ast.expr, ast.expr] | None:
         """act and x of a call act(x) whose product may be replaced. act is self.NAME or the name of a function."""
-        if not isinstance(node, ast.Call) or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+        if not _has_one_argument(node):
             return None
-        name = self.child(node.func)
-        if name is not None:
-            return (node.func, node.args[0]) if not node.keywords and self.wants(Site("gated", name)) else None
+        if (child := self.child_call(node)) is not None:
+            return (node.func, node.args[0]) if self.wants(Site("gated", child)) else None
         function, options = self.value(node.func), _constants(node.keywords)
         if function is None or options is None:
             return None
@@ -84,13 +90,12 @@ class Rewriter(ast.NodeTransformer):
                 return (ast.Constant(name), node.args[0]) if wants else None
         return None
 
-    def dropout(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    def dropout(self, node: Any) -> tuple[ast.expr, ast.expr] | None:
         """The dropout and x: of self.NAME(x) the module, of torch.nn.functional.dropout its p and training."""
-        if not isinstance(node, ast.Call) or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+        if not _has_one_argument(node):
             return None
-        name = self.child(node.func)
-        if name is not None:
-            return (node.func, node.args[0]) if not node.keywords and self.wants(Site("dropout", name)) else None
+        if (child := self.child_call(node)) is not None:
+            return (node.func, node.args[0]) if self.wants(Site("dropout", child)) else None
         given = {each.arg: each.value for each in node.keywords}
         if given.keys() != {"p", "training"} or self.value(node.func) is not torch.nn.functional.dropout:
             return None
@@ -104,37 +109,29 @@ class Rewriter(ast.NodeTransformer):
 
     def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
         """The call that replaces norm(total). It includes a dropout just before it, whose result is ``target``."""
-        x, residual = total.left, total.right
-        drawn = self.dropout(x)
-        if drawn is None and (drawn := self.dropout(residual)) is not None:
-            x, residual = residual, x
-        if drawn is None and before and target is not None:
-            dropped = [isinstance(each, ast.Name) and each.id == target for each in (x, residual)]
-            last = before[-1]
-            other = residual if dropped[0] else x
-            if dropped.count(True) == 1 and not _mentions(other, target) and _assigned(last) == target:
-                drawn = self.dropout(last.value)  # type: ignore[attr-defined]  # of an assignment
-                if drawn is not None:
-                    residual = other
-                    before.pop()
-        if drawn is None:
-            return self.call("add_norm", norm, x, residual)
-        return self.call("add_norm", norm, drawn[1], residual, drawn[0])
+        for x, residual in _operands(total, ast.Add):
+            if (drawn := self.dropout(x)) is not None:
+                return self.call("add_norm", norm, drawn[1], residual, drawn[0])
+        last: Any = before[-1] if before and target is not None and _assigned(before[-1]) == target else None
+        for x, residual in _operands(total, ast.Add) if last is not None else ():
+            alone = _is_name(x, target) and not any(_is_name(each, target) for each in ast.walk(residual))
+            if alone and (drawn := self.dropout(last.value)) is not None:
+                before.pop()
+                return self.call("add_norm", norm, drawn[1], residual, drawn[0])
+        return self.call("add_norm", norm, total.left, total.right)
 
     # -- expressions --
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        if isinstance(node.op, ast.Mult):
-            for one, other in ((node.left, node.right), (node.right, node.left)):
-                found = self.activation(one)
-                if found is not None:
-                    return self.call("gated", *found, other)
+        for one, other in _operands(node, ast.Mult):
+            if (found := self.activation(one)) is not None:
+                return self.call("gated", *found, other)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        if self.child(node.func) is not None and len(node.args) == 1 and not node.keywords:
+        if self.child_call(node) is not None:
             (product,) = node.args
             if isinstance(product, ast.Call) and self.child(product.func) == f"{PREFIX}gated":
                 return self.call("gated_linear", node.func, *product.args)
@@ -160,7 +157,7 @@ class Rewriter(ast.NodeTransformer):
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         done: list[ast.stmt] = []
-        left = list(statements)
+        left: list[Any] = list(statements)
         while left:
             statement = left.pop(0)
             if self.sum_then_norm(statement, left, done) or self.sum_then_if(statement, left, done):
@@ -175,78 +172,69 @@ class Rewriter(ast.NodeTransformer):
             done.append(statement)
         return done
 
-    def norm_call(self, statement: ast.stmt, names: Sequence[str]) -> ast.Call | None:
-        """The call self.NORM(s) in a simple statement, if it may be replaced and s is one of these names."""
-        if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
-            return None
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
-                (x,) = node.args
-                name = self.child(node.func)
-                fits = name and isinstance(x, ast.Name) and x.id in names and _runs_first(node, statement)
-                if fits and self.wants(Site("add_norm", name)):  # type: ignore[arg-type]  # fits: it is a name
-                    return node
-        return None
+    def child_calls(self, statement: ast.stmt, kinds: tuple[type, ...] = SIMPLE) -> Iterator[tuple[str, Any]]:
+        """The calls self.NAME(x) in a statement of one of these kinds, each behind its NAME."""
+        for node in ast.walk(statement) if isinstance(statement, kinds) else ():
+            if (name := self.child_call(node)) is not None:
+                yield name, node
 
-    def sum_then_norm(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
-        """s = a + b; maybe residual = s; then a statement with self.NORM(s)."""
-        total = _assigned(statement)
-        if total is None or not _is_sum(statement.value):  # type: ignore[attr-defined]  # of an assignment
-            return False
+    def norm_behind(self, total: str, left: list[Any], kinds: tuple[type, ...] = SIMPLE) -> tuple[int, ast.Call | None]:
+        """The number of statements (0 or 1, `residual = s`) between a sum s and the next one of these kinds; and of
+        that one the call self.NORM(s), if it may be replaced."""
         alias = _assigned(left[0]) if left and _is_name(getattr(left[0], "value", None), total) else None
         at = 0 if alias is None else 1
-        names = [total] if alias is None else [total, alias]
-        norm = self.norm_call(left[at], names) if len(left) > at else None
+        for name, node in self.child_calls(left[at], kinds) if len(left) > at else ():
+            of_sum = _is_name(node.args[0], total, alias) and _runs_first(node, left[at])
+            if of_sum and self.wants(Site("add_norm", name)):
+                return at, node
+        return at, None
+
+    def sum_then_norm(self, statement: Any, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
+        """s = a + b; maybe residual = s; then a statement with self.NORM(s)."""
+        total = _total(statement)
+        if total is None:
+            return False
+        at, norm = self.norm_behind(total, left)
         if norm is None:
             return False
         self.temporaries += 1
         normed = f"{PREFIX}normed_{self.temporaries}"
-        call = self.add_norm(norm.func, statement.value, done, total)  # type: ignore[attr-defined]  # as above
+        call = self.add_norm(norm.func, statement.value, done, total)
         both = ast.Tuple([ast.Name(normed, ast.Store()), ast.Name(total, ast.Store())], ast.Store())
         self.visit(call)
-        done.append(_at(ast.Assign([both], call), statement))
-        if alias is not None:
-            done.append(left.pop(0))
+        done += [ast.copy_location(ast.Assign([both], call), statement), *left[:at]]
+        del left[:at]
         left[0] = _Replaced(norm, ast.Name(normed, ast.Load())).visit(left[0])
         return True
 
     def sum_then_if(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
         """s = a + b; if x is not None: ...; then as above (GPT-2). The sum and the norm move into both branches."""
-        total = _assigned(statement)
+        total = _total(statement)
         if total is None or not left or not isinstance(left[0], ast.If) or left[0].orelse:
             return False
-        if not _is_sum(statement.value) or not _is_none_test(left[0].test, total):  # type: ignore[attr-defined]
+        if not _is_none_test(left[0].test, total):
             return False
-        alias = _assigned(left[1]) if len(left) > 1 and _is_name(getattr(left[1], "value", None), total) else None
-        end = 2 if alias is None else 3
-        names = [total] if alias is None else [total, alias]
-        if len(left) < end or not isinstance(left[end - 1], ast.Assign) or not self.norm_call(left[end - 1], names):
+        at, norm = self.norm_behind(total, left[1:], (ast.Assign,))
+        if norm is None:
             return False
-        branch, tail = left[0], left[1:end]
+        branch, tail = left[0], left[1 : at + 2]
         without = [copy.deepcopy(each) for each in (statement, *tail)]
         before = [done.pop()] if done and _assigned(done[-1]) == total else []  # it may be the dropout
         branch.body = self.block([*copy.deepcopy(before), statement, *branch.body, *tail])
         branch.orelse = self.block([*before, *without])
         done.append(branch)
-        del left[:end]
+        del left[: at + 2]
         return True
 
     def norm_of_sum(self, statement: ast.stmt, done: list[ast.stmt]) -> None:
         """self.NORM(a + b) in a simple statement (BERT), as often as it has one."""
-        if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
-            return
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords and _is_sum(node.args[0]):
-                name = self.child(node.func)
-                if name is None or not self.wants(Site("add_norm", name)):
-                    continue
-                alone = getattr(statement, "value", None) is node
-                target = _assigned(statement) if alone else None
-                call = self.add_norm(node.func, node.args[0], done, target)  # type: ignore[arg-type]  # it is a sum
-                first = ast.Subscript(call, ast.Constant(0), ast.Load())
-                _Replaced(node, first).visit(statement)
+        for name, node in self.child_calls(statement):
+            if _operands(node.args[0], ast.Add) and self.wants(Site("add_norm", name)):
+                target = _assigned(statement) if getattr(statement, "value", None) is node else None
+                call = self.add_norm(node.func, node.args[0], done, target)
+                _Replaced(node, ast.Subscript(call, ast.Constant(0), ast.Load())).visit(statement)
 
-    def forward_activation(self, statement: ast.stmt, left: list[ast.stmt]) -> None:
+    def forward_activation(self, statement: Any, left: list[ast.stmt]) -> None:
         """g = act(x), whose only use is a product in one of the next statements (T5)."""
         name = _assigned(statement)
         if name is None or self.uses[ast.Store, name] != 1 or self.uses[ast.Load, name] != 1:
@@ -255,17 +243,13 @@ class Rewriter(ast.NodeTransformer):
             if not isinstance(later, (ast.Assign, ast.Return)):
                 return
             for node in ast.walk(later):
-                if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
-                    continue
-                for one, other in ((node.left, node.right), (node.right, node.left)):
-                    if not _is_name(one, name):
-                        continue
-                    found = self.activation(statement.value)  # type: ignore[attr-defined]  # of an assignment
-                    if found is not None:
-                        statement.value = found[1]  # type: ignore[attr-defined]  # as above
-                        call = self.call("gated", found[0], ast.Name(name, ast.Load()), other)
-                        _Replaced(node, call).visit(later)
-                    return
+                for one, other in _operands(node, ast.Mult):
+                    if _is_name(one, name):
+                        if (found := self.activation(statement.value)) is not None:
+                            statement.value = found[1]
+                            call = self.call("gated", found[0], one, other)
+                            _Replaced(node, call).visit(later)
+                        return
 
 
 class _Replaced(ast.NodeTransformer):
@@ -276,24 +260,34 @@ class _Replaced(ast.NodeTransformer):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-def _at(new: ast.stmt, old: ast.stmt) -> ast.stmt:
-    return ast.copy_location(new, old)
-
-
 def _assigned(statement: ast.stmt) -> str | None:
     """NAME, if the statement is `NAME = ...`."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        (target,) = statement.targets
-        return target.id if isinstance(target, ast.Name) else None
+    match statement:
+        case ast.Assign([ast.Name(name)]):
+            return name
     return None
 
 
-def _is_sum(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+def _operands(node: ast.AST, operator: type[ast.operator]) -> tuple[tuple[ast.expr, ast.expr], ...]:
+    """The two operands of a sum (ast.Add) or product (ast.Mult), in both orders; () for another node."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
+        return (node.left, node.right), (node.right, node.left)
+    return ()
 
 
-def _is_name(node: ast.AST | None, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+def _total(statement: Any) -> str | None:
+    """NAME, if the statement is `NAME = a + b`."""
+    name = _assigned(statement)
+    return name if name is not None and _operands(statement.value, ast.Add) else None
+
+
+def _has_one_argument(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it is a call with one argument, and perhaps with keywords."""
+    return isinstance(node, ast.Call) and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred)
+
+
+def _is_name(node: ast.AST | None, *names: str | None) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
 
 
 def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
@@ -303,20 +297,12 @@ def _runs_first(call: ast.Call, statement: ast.stmt) -> bool:
     return all(call in ast.walk(each) or (each.lineno, each.col_offset) > place for each in others)
 
 
-def _mentions(node: ast.AST, name: str) -> bool:
-    return any(_is_name(each, name) for each in ast.walk(node))
-
-
 def _is_none_test(node: ast.AST, total: str) -> bool:
     """Whether it is `x is None` or `x is not None`, a test that the sum before it does not change."""
-    return (
-        isinstance(node, ast.Compare)
-        and isinstance(node.left, ast.Name)
-        and node.left.id != total
-        and isinstance(node.ops[0], (ast.Is, ast.IsNot))
-        and isinstance(node.comparators[0], ast.Constant)
-        and len(node.ops) == 1
-    )
+    match node:
+        case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant()]):
+            return name != total
+    return False
 
 
 def _constants(keywords: list[ast.keyword]) -> tuple[tuple[str, Any], ...] | None:

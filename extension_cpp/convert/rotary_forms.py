@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..modules import takes
-from .formulas import EPS, HALF, outside_modes
+from .formulas import EPS, HALF, Unfit, gradients_of, outside_modes
 
 
 class Rotary(NamedTuple):
@@ -86,8 +86,8 @@ def _rotate(
 
 
 @outside_modes()
-def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary | str:
-    """What a function of q, k, cos, sin computes, found by calling it on probes; or why it is not rotary_embedding."""
+def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary:
+    """What a function of q, k, cos, sin computes, found by calling it on probes."""
 
     def function(*inputs: Tensor) -> Any:
         return rotation(*inputs, **options)
@@ -103,13 +103,13 @@ def recognise(rotation: Callable[..., Any], options: dict[str, Any]) -> Rotary |
             return all(_agrees(function, rotary, layout, *args) for layout in layouts)
 
         if not all(_gradients_agree(function, rotary, layout) for layout in layouts):
-            return "computes rotary_embedding, but its gradients are others"
+            raise Unfit("computes rotary_embedding, but its gradients are others")
         for dtype in HALF:
             if not agrees(dtype):
-                return f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain"
+                raise Unfit(f"computes rotary_embedding, but in {dtype} it is further from it than roundings explain")
         is_partial, takes_float = agrees(torch.float32, None, 4), all(agrees(dtype, torch.float32) for dtype in HALF)
         return Rotary(layouts, interleaved, repeats, is_partial, takes_float)
-    return "computes something else than rotary_embedding"
+    raise Unfit("computes something else than rotary_embedding")
 
 
 def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -> list[Tensor]:
@@ -181,9 +181,9 @@ def _gradients_agree(function: Callable[..., Any], rotary: Rotary, layout: str) 
         results = run(q * 1, k * 1, cos, sin)
         if results is None or not all(each.requires_grad for each in results):
             return False
-        total = sum((each * each.detach().cos()).sum() for each in results)
-        try:
-            gradients.append(torch.autograd.grad(total, (q, k)))  # type: ignore[arg-type]  # sum() of tensors
-        except Exception:  # from the backward of code we do not know
+        total = torch.stack([(each * each.detach().cos()).sum() for each in results]).sum()
+        found = gradients_of(total, [q, k], torch.ones(()))
+        if found is None:
             return False
+        gradients.append(found)
     return all(bool(((a - b).abs() <= 1e-5).all()) for a, b in zip(*gradients, strict=True))

@@ -14,20 +14,16 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .formulas import Remembered
+from .formulas import Unfit
 from .rewriter import FUNCTIONAL_DROPOUT, Rewriter, Site
 
-FUTURES = functools.reduce(
-    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-)
+FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
-@Remembered
-def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...] | str:
-    """All places that may be replaced in a forward, or the reason why its source cannot be rewritten."""
+@functools.cache
+def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...]:
+    """All places that may be replaced in a forward."""
     found = _definition(forward)
-    if isinstance(found, str):
-        return found
     sites: dict[Site, None] = {}
 
     def note(site: Site) -> bool:
@@ -41,22 +37,15 @@ def sites_of(forward: Callable[..., Any]) -> tuple[Site, ...] | str:
     return (*sites, *dropouts, FUNCTIONAL_DROPOUT)
 
 
-def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[..., Any] | str:
-    """The forward with these sites replaced, and with the original's decorators; or why that cannot be made."""
+def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[..., Any]:
+    """The forward with these sites replaced, and with the original's decorators."""
     found = _definition(forward)
-    if isinstance(found, str):
-        return found
     inner: Any = inspect.unwrap(forward)
     Rewriter(inner, found, sites.__contains__).rewrite()
-    code = _compile(found, inner.__code__).replace(co_name=inner.__code__.co_name)
-    if hasattr(code, "co_qualname"):  # Python 3.11
-        code = code.replace(co_qualname=inner.__code__.co_qualname)
+    names = ("co_name", "co_qualname") if hasattr(inner.__code__, "co_qualname") else ("co_name",)  # Python 3.11
+    code = _compile(found, inner.__code__).replace(**{name: getattr(inner.__code__, name) for name in names})
     new = types.FunctionType(code, inner.__globals__, inner.__name__, inner.__defaults__)
     return _decorated(forward, inner, _dressed(new, inner))
-
-
-def globals_of(forward: Callable[..., Any]) -> dict[str, Any]:
-    return getattr(inspect.unwrap(forward), "__globals__", {})
 
 
 def _dressed(new: Any, old: Any) -> Any:
@@ -73,12 +62,10 @@ def _decorated(outer: Any, inner: Any, new: Any) -> Any:
         return new
     wrapped = outer.__wrapped__
     new = _decorated(wrapped, inner, new)
-    if isinstance(new, str):
-        return new
     cells = list(getattr(outer, "__closure__", None) or ())
     held = [index for index, cell in enumerate(cells) if cell.cell_contents is wrapped]
     if not isinstance(outer, types.FunctionType) or len(held) != 1:
-        return "its forward has a decorator of an unknown form"
+        raise Unfit("its forward has a decorator of an unknown form")
     cells[held[0]] = types.CellType(new)
     made = types.FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, tuple(cells))
     made = _dressed(made, outer)
@@ -89,28 +76,24 @@ def _decorated(outer: Any, inner: Any, new: Any) -> Any:
 # ---- source and code ----
 
 
-def _definition(forward: Callable[..., Any]) -> ast.FunctionDef | str:
+def _definition(forward: Callable[..., Any]) -> ast.FunctionDef:
     """The syntax tree of a forward, if its source compiles to the code that runs."""
     inner: Any = inspect.unwrap(forward)
     if not isinstance(inner, types.FunctionType):
-        return "its forward is not a plain function"
+        raise Unfit("its forward is not a plain function")
     if inner.__code__.co_freevars:
-        return "its forward holds variables of what is around it"
+        raise Unfit("its forward holds variables of what is around it")
     try:
         lines, first = inspect.getsourcelines(inner.__code__)
         tree = ast.parse("if True:\n" + "".join(lines))
-    except (OSError, TypeError, SyntaxError):
-        return "the source of its forward is not there"
+    except (OSError, TypeError, SyntaxError) as error:
+        raise Unfit("the source of its forward is not there") from error
     definition = tree.body[0].body[0]  # type: ignore[attr-defined]  # of the `if`
     if not isinstance(definition, ast.FunctionDef):
-        return "its forward is not a plain function"
+        raise Unfit("its forward is not a plain function")
     ast.increment_lineno(tree, first - 2)
-    definition.decorator_list, definition.returns = [], None
-    for argument in ast.walk(definition.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
     if not _are_equal(_compile(definition, inner.__code__), inner.__code__):
-        return "the source of its forward is not that of the code that runs"
+        raise Unfit("the source of its forward is not that of the code that runs")
     return definition
 
 
