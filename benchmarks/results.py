@@ -40,6 +40,11 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
+    """The machine, the settings of a run, and the versions of what it compares."""
+    return machine(device) | settings | {"versions": versions() | (libraries or {})}
+
+
 def in_words(found: dict[str, Any]) -> str:
     """The machine, the settings and the commits of a file in one line."""
     about = found["machine"]

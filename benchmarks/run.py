@@ -7,11 +7,11 @@ bandwidth. It can pass 100 with streaming stores, and for ops that write less th
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks import peers, results
 from benchmarks.judging import Judge
-from benchmarks.timing import Time, captured, check_options, seconds_of, single, take_turns
-from extension_cpp.__main__ import Parser, positive
+from benchmarks.timing import BenchmarkParser, Time, captured, seconds_of, single, take_turns
+from extension_cpp.__main__ import positive
 from tests.opspec import OpSpec, Sample, as_tuple, leaves, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
@@ -79,66 +79,62 @@ class Case:
         return f"{self.spec.name} {self.step} {self.dtype} {self.rows} x {self.cols}"
 
 
-def op_at(text: str) -> tuple[str, int | None]:
+def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
     """An op, and its only width if there is one behind a colon."""
     name, _, width = text.partition(":")
-    if name not in [spec.name for spec in timed_specs()]:
+    if name not in names:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r}")
     return name, positive(width) if width else None
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m benchmarks",
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog="python -m benchmarks compare, plot and report look at the results; host times what a call costs, "
-        "norm_plans the shapes of the norms' GPU kernels, processes several GPUs, python -m benchmarks.models whole "
-        "models. Each has a --help.",
-    )
-    names, steps = [spec.name for spec in timed_specs()], ["forward", "backward"]
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtypes: Sequence[str]) -> None:
+    """The options that say which cases are timed, of these ops and dtypes."""
+    steps = ["forward", "backward"]
+    several: dict[str, Any] = {"nargs": "+"}
     parser.add_argument(
         "--op",
-        nargs="+",
-        type=op_at,
+        **several,
+        type=functools.partial(op_at, names),
         default=[(name, None) for name in names],
         metavar="OP",
         help=f"of {', '.join(names)}; OP:WIDTH at this width alone",
     )
     parser.add_argument(
         "--dtype",
-        nargs="+",
-        choices=[*DTYPES, *MIXED],
+        **several,
+        choices=dtypes,
         default=["float32", "bfloat16"],
         metavar="DTYPE",
-        help=f"of {', '.join([*DTYPES, *MIXED])}; behind the + that of a norm's weights (default: float32 bfloat16)",
+        help=f"of {', '.join(dtypes)}; behind a + that of a norm's weights (default: float32 bfloat16)",
     )
-    parser.add_argument(
-        "--width", nargs="+", type=positive, default=list(WIDTHS), help="columns (default: %(default)s)"
-    )
-    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
+    widths = list(WIDTHS)
+    parser.add_argument("--width", **several, type=positive, default=widths, help=f"columns (default: {widths})")
+    parser.add_argument("--pass", dest="passes", **several, choices=steps, default=steps)
     parser.add_argument("--mib", type=positive, help="size of one tensor in MiB (default: 512)", default=512)
+    parser.set_defaults(sizes=["large"])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
+    parser.epilog = (
+        "A --json file that is there is continued. python -m benchmarks compare, plot and report look at the results; "
+        "host times what a call costs, norm_plans the shapes of the norms' GPU kernels, processes several GPUs, "
+        "python -m benchmarks.models whole models. Each has a --help."
+    )
+    add_case_options(parser, [spec.name for spec in timed_specs()], [*DTYPES, *MIXED])
     parser.add_argument(
         "--sizes",
         nargs="+",
         choices=["large", "small", "sweep"],
-        default=["large"],
         help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096; "
         "sweep: 1 KiB, fourfold each, to the first above --mib: 1 GiB (default: large)",
     )
-    parser.add_argument("--rounds", type=positive, default=15, help="timed calls of each contender (default: 15)")
     parser.add_argument("--threads", nargs="+", type=positive, help="CPU threads, one run each (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes most of the time)")
     parser.add_argument("--plain-malloc", action="store_true", help="CPU: with the page faults of glibc's defaults")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="the results file; one that is there is continued (default: out/bench-DEVICE.json, a new one)",
-    )
     parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
-    options = parser.parse_args(arguments)
-    check_options(parser, options)
+    options = parser.parse(arguments)
     if options.threads and options.device == "cuda":
         parser.error("argument --threads: of the CPU, and the device is cuda")
     options.threads = options.threads or [torch.get_num_threads()]
@@ -345,14 +341,13 @@ def microseconds(row: results.Row, name: str) -> str:
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The machine and the settings, and the installed peers."""
     libraries = peers.versions(options.device)
-    about = results.machine(options.device) | {"threads": max(options.threads), "mib": options.mib}
-    about |= {"plain_malloc": options.plain_malloc, "rounds": options.rounds, "seed": options.seed}
-    about |= {"versions": results.versions() | libraries}
+    settings = {name: getattr(options, name) for name in ("mib", "plain_malloc", "rounds", "seed")}
+    about = results.about(options.device, libraries, threads=max(options.threads), **settings)
     return about, [name for name, version in libraries.items() if version is not None]
 
 
 def measure_all(
-    console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], path: Path, found: Any
+    console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
 ) -> tuple[list[results.Row], bool]:
     """The new rows, and whether all were measured. The file is written after each row."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
@@ -367,7 +362,7 @@ def measure_all(
                 progress.update(task, description=str(case))
                 row = measure(case, options, libraries) | run.of(case.spec.name)
                 rows[results.key(row, found["machine"])] = row
-                results.write(path, found | {"rows": list(rows.values())})
+                results.write(options.path, found | {"rows": list(rows.values())})
                 done.append(row)
                 progress.advance(task)
     except KeyboardInterrupt:
@@ -382,14 +377,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch._functorch.config.donated_buffer = False  # backward is called many times for one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
-    path = options.json or Path("out") / f"bench-{options.device}.json"
-    found = results.continued(path, about) if options.json else results.new(about)
+    path = options.path
+    found = results.new(about) if options.is_new else results.continued(path, about)
     absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
     if absent:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")
     there = {results.key(row, found["machine"]) for row in found["rows"]}
     todo = [case for case in cases(options) if options.again or results.key(case.head(), about) not in there]
-    done, complete = measure_all(console, todo, options, libraries, path, found)
+    done, complete = measure_all(console, todo, options, libraries, found)
     show(console, found, done)
     if not complete:
         console.print(f"Stopped: {len(done)} of {len(todo)} were measured; with --json {path} it goes on from there.")

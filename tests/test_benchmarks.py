@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import csv
 import json
 import re
 from dataclasses import replace
@@ -274,8 +275,9 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     printed = capsys.readouterr().out
     for word in (*host.PASSES, *host.WAYS, str(path)):
         assert word in printed
-    time = found["rows"][0]["seconds"]["median"]
-    assert f"| native | torch.nn.functional.layer_norm | {1e6 * time:.1f} |" in table(path)
+    low, time, high = (1e6 * found["rows"][0]["seconds"][figure] for figure in ("low", "median", "high"))
+    assert f"{time:.1f} ({low:.1f} to {high:.1f})" in printed
+    assert f"| native | torch.nn.functional.layer_norm | {time:.1f} |" in table(path)
     # Our registration is active before each turn of the plain one, and at the end.
     assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
     with registered_plainly():
@@ -462,7 +464,19 @@ def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
     assert "no GPU" in capsys.readouterr().err
 
 
-COMMANDS = dict(re.findall(r"(?m)^\| `([\w-]+\.json)` \| (.*) \|$", (results.PUBLISHED / "README.md").read_text()))
+def test_the_command_of_the_norms_shapes_gives_its_cases(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (words,) = re.findall(r"`python -m benchmarks norm_plans (--[^`]*)`", COMMANDS["norm-plans-h100.csv"])
+    with (results.PUBLISHED / "norm-plans-h100.csv").open() as file:
+        rows = [
+            [row[name] for name in norm_plans.COLUMNS[:5]]
+            for row in csv.DictReader(line for line in file if line[0] != "#")
+        ]
+    asked = [list(map(str, case.head().values()))[:5] for case in run.cases(norm_plans.parse(words.split()))]
+    assert [*dict.fromkeys(map(tuple, rows))] == [*map(tuple, asked)]
+
+
+COMMANDS = dict(re.findall(r"(?m)^\| `([\w-]+\.\w+)` \| (.*) \|$", (results.PUBLISHED / "README.md").read_text()))
 MEASURED = {name: re.findall(r"`python -m benchmarks (--[^`]*)`", text) for name, text in COMMANDS.items()}
 
 
