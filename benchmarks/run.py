@@ -23,6 +23,7 @@ from rich.table import Table
 
 from benchmarks import peers, results
 from benchmarks.judging import Judge
+from benchmarks.table import cell
 from benchmarks.timing import BenchmarkParser, Time, captured, seconds_of, single, take_turns
 from extension_cpp.__main__ import positive
 from tests.opspec import OpSpec, Sample, as_tuple, leaves, timed_specs
@@ -295,10 +296,10 @@ def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> No
     """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
     console.print(results.in_words(found | {"rows": rows}), highlight=False)
     large = [row for row in rows if results.sizes(row) == "large"]
+    others = [row for row in rows if results.sizes(row) != "large"]
     show_group(console, "percent of the bandwidth of a copy", large, percents=True)
-    show_group(console, "microseconds", [row for row in rows if results.sizes(row) != "large"], percents=False)
-    for key, title in results.OTHERS:
-        show_group(console, f"microseconds, {title}", results.other(rows, key), percents=False)
+    for title, some in [("", others), *((f", {what}", results.other(rows, key)) for key, what in results.OTHERS)]:
+        show_group(console, f"microseconds{title}", some, percents=False)
     for row in rows:
         for name, reason in row.get("failed", {}).items():
             case = f"{row['op']} {row['pass']} {row['dtype']} {row['rows']} x {row['cols']}"
@@ -315,26 +316,16 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
             table.add_column(head, justify="right", no_wrap=True)
         for row in rows:
             if (row["op"], row["dtype"]) == (op, dtype):
-                cells = [microseconds(row, name) for name in (["ours"] if percents else ["copy", *names])]
-                if percents:
-                    cells = [f"{row['copy_gb_s']:.0f}", *cells, *(percent(row, name) for name in names)]
+                times = {name: cell(row, name, microseconds(row, name)) for name in ("copy", *names)}
+                shares = [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
+                cells = [f"{row['copy_gb_s']:.0f}", times["ours"], *shares] if percents else times.values()
                 table.add_row(row["pass"], f"{row['rows']} x {row['cols']}", *cells)
         console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
 
 
-def missing(row: results.Row, name: str) -> str:
-    return "failed" if name in row.get("failed", {}) else ""
-
-
-def percent(row: results.Row, name: str) -> str:
-    return f"{row['percent_of_copy'][name]:.0f}" if name in row["seconds"] else missing(row, name)
-
-
 def microseconds(row: results.Row, name: str) -> str:
     """The median. The report also shows the range from 10 to 90 %, which the file has."""
-    if name not in row["seconds"]:
-        return missing(row, name)
-    median = 1e6 * row["seconds"][name]["median"]
+    median = 1e6 * row["seconds"].get(name, {"median": 0.0})["median"]
     return f"{median:.{0 if median >= 100 else 1}f}"
 
 

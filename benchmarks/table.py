@@ -210,20 +210,20 @@ def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[st
 
 def _percents(row: results.Row, names: list[str]) -> list[str]:
     cells = [row["op"], row["pass"], row["dtype"], str(row["cols"]), f"{row['copy_gb_s']:.0f}"]
-    return cells + [_cell(row, name, row["percent_of_copy"].get(name, 0.0), 0) for name in names]
+    return cells + [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
 
 
 def _microseconds(row: results.Row, names: list[str]) -> list[str]:
-    times = {name: 1e6 * seconds["median"] for name, seconds in row["seconds"].items()}
-    cells = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", f"{times['copy']:.1f}"]
-    return cells + [_cell(row, name, times.get(name, 0.0), 1) for name in names]
+    times = {name: median(seconds, scale=1e6) for name, seconds in row["seconds"].items()}
+    cells = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", times["copy"]]
+    return cells + [cell(row, name, times.get(name, "")) for name in names]
 
 
-def _cell(row: results.Row, name: str, value: float, digits: int) -> str:
+def cell(row: results.Row, name: str, figure: str) -> str:
     """The cell of a contender. It is empty if the contender was not measured."""
     if name in row.get("failed", {}):
         return "wrong" if row["failed"][name].startswith("wrong") else "raised"
-    return f"{value:.{digits}f}" if name in row["seconds"] else ""
+    return figure if name in row["seconds"] else ""
 
 
 if __name__ == "__main__":

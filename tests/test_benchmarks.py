@@ -366,7 +366,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     rows = [line for line in lines if re.match(r"(forward|backward) +\d+ x \d+ ", line)]
     assert len(rows) >= len(found["rows"]) and max(map(len, rows)) <= 80
-    assert all(re.search(r" ([\d.]+|failed)$", line) for line in rows) and "\u2026" not in "".join(lines)
+    assert all(re.search(r" ([\d.]+|wrong|raised)$", line) for line in rows) and "\u2026" not in "".join(lines)
 
 
 def test_points_lie_inside_their_axes() -> None:
