@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no installation
 
@@ -37,7 +37,7 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
-from extension_cpp.__main__ import Parser, missing_for, positive
+from extension_cpp.__main__ import Parser, fail, missing_for, positive
 
 if missing := missing_for("this example"):
     sys.exit(f"error: {missing}")
@@ -76,6 +76,7 @@ class Settings(RunSettings):
     accumulate: int  # forwards per step
 
 
+Run = TypeVar("Run", bound=RunSettings)
 SMALL = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2, "learning_rate": 2e-3}
 LARGE = {"width": 512, "layers": 8, "heads": 8, "context": 512, "batch": 32, "accumulate": 2, "learning_rate": 1e-3}
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
@@ -296,26 +297,15 @@ def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: st
     )
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python examples/train_text.py", description=__doc__.split("\n\n", 1)[1])
-    parser.add_argument("--ops", choices=OPS, default="ours", help="whose functions (default: ours)")
-    parser.add_argument(
-        "--parallel",
-        choices=("ddp", "fsdp"),
-        default="ddp",
-        help="under torchrun: each process has the whole model (ddp, the default), or a part of each tensor (fsdp)",
-    )
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
-    add_options(parser, 300, "out/train_text", "OPS.pt, the checkpoint, and loss.png, with the curves of both OPS")
-    return parser.parse_args(arguments)
-
-
-def make_folder(path: Path) -> None:
+def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[Run]) -> tuple[Text, Run, str]:
+    """The text, the settings of the run, and a remark on the device. Makes the folder for what is written."""
+    device, remark = demo.choose_device(options.device)
+    text = Text.of(read_text(options.text), sizes[device]["context"])
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotRun(f"--out {path}: {error.strerror}") from error
+        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+    return text, kind(device=device, steps=options.steps, text=text.digest, **sizes[device]), remark
 
 
 def join(device: str) -> None:
@@ -326,13 +316,11 @@ def join(device: str) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    device, remark = demo.choose_device(options.device)
     parallel = options.parallel if distributed.is_torchelastic_launched() else None
     if not options.no_compile:
         demo.check_compiler("training", "; or add --no-compile")
-    text = Text.of(read_text(options.text), SIZES[device]["context"])
-    settings = Settings(device, options.steps, text.digest, **SIZES[device])
-    make_folder(options.out)
+    text, settings, remark = prepare(options, SIZES, Settings)
+    device = settings.device
     if parallel:
         join(device)
     checkpoint = options.out / f"{options.ops}.pt"
@@ -376,13 +364,19 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    parser = Parser(prog="python examples/train_text.py", description=__doc__.split("\n\n", 1)[1])
+    parser.add_argument("--ops", choices=OPS, default="ours", help="whose functions (default: ours)")
+    under = "under torchrun: each process has the whole model (ddp, the default), or a part of each tensor (fsdp)"
+    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help=under)
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
+    add_options(parser, 300, "out/train_text", "OPS.pt, the checkpoint, and loss.png, with the curves of both OPS")
+    options = parser.parse_args(arguments)
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         run(options, Console(quiet=not is_first))
     except CannotRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return fail(str(error))
     except KeyboardInterrupt:
         if not is_first:
             return 130
