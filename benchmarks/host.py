@@ -8,7 +8,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
         times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
         plain.close()
         for way, time in times.items():
-            seconds = {figure: value / CALLS for figure, value in asdict(time).items()}
+            seconds = {figure: value / CALLS for figure, value in time.items()}
             yield {"pass": name, "way": way, "seconds": seconds}
 
 

@@ -8,7 +8,6 @@ the results of the last timed call; a way that is wrong ends the program.
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     origin = results.run(options.device).of("linear_cross_entropy")
     found: list[results.Row] = []
     for name, time in times.items():
-        row: results.Row = {"way": name} | origin | {"seconds": asdict(time)}
+        row: results.Row = {"way": name} | origin | {"seconds": time}
         if options.device == "cuda":
             row["extra_bytes"] = extra_bytes(calls[name], 0 if name == "products" else x.nbytes + weight.nbytes)
         found.append(row)

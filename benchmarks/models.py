@@ -19,7 +19,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -211,7 +211,7 @@ def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tup
     figures = judge(stock, tokens, contenders)
     times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
     for name, contender in contenders.items():
-        figures[name]["seconds"] = asdict(times[name])
+        figures[name]["seconds"] = times[name]
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             contender.step()

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results, run
+from benchmarks.judging import Judge
 from benchmarks.timing import BenchmarkParser, take_turns
 from extension_cpp import LIBRARY
 from extension_cpp.command import info
@@ -58,7 +59,7 @@ def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, obje
     sample = run.make_sample(case, device, case.rows)
     source = torch.empty(int(case.floor_bytes() / 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    call = (run.backward_call if case.backward else run.forward_call)(case.spec.function, sample)
+    call = run.call_of(case, Judge(case.spec, sample, sample), "ours", case.spec.function)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     found, picked = plans(case), int(plan_of(case)["shape"])
     calls |= {str(shape): call for shape in found}
@@ -68,9 +69,9 @@ def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, obje
         allow(ALL)
     head = {name: value for name, value in case.head().items() if name in COLUMNS}
     for shape, plan in found.items():
-        seconds = times[str(shape)].median
+        seconds = times[str(shape)]["median"]
         line = head | {"shape": shape, "is_picked": shape == picked} | {name: plan[name] for name in PLAN}
-        percent = 100 * times["copy"].median / seconds
+        percent = 100 * times["copy"]["median"] / seconds
         yield line | {"percent_of_copy": f"{percent:.1f}", "microseconds": f"{1e6 * seconds:.1f}"}
 
 

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from rich.table import Table
 from benchmarks import peers, results
 from benchmarks.judging import Judge
 from benchmarks.table import cell
-from benchmarks.timing import BenchmarkParser, Time, captured, seconds_of, single, take_turns
+from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
 from extension_cpp.__main__ import positive
-from tests.opspec import OpSpec, Sample, as_tuple, leaves, timed_specs
+from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
 SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
@@ -181,13 +181,6 @@ def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], o
     return call
 
 
-def backward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    """Differentiates one kept forward."""
-    outputs = as_tuple(function(*sample.args, **sample.kwargs))
-    inputs, grads_out = leaves(sample), [torch.randn_like(output) for output in outputs]
-    return lambda: torch.autograd.grad(outputs, inputs, grads_out, retain_graph=True)
-
-
 def make_sample(case: Case, device: str, rows: int) -> Sample:
     def make(shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(shape, dtype=case.types[len(shape) == 1], device=device, requires_grad=True)
@@ -253,12 +246,6 @@ def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -
     return judge.backward(name, function) if case.backward else forward_call(function, judge.sample)
 
 
-def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
-    """The floor divided by each time, in percent of the copy's bandwidth."""
-    bandwidth = case.copied_bytes() / times["copy"].median
-    return {name: 100 * case.floor_bytes() / time.median / bandwidth for name, time in times.items() if name != "copy"}
-
-
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
     if case.threads is not None:
         torch.set_num_threads(case.threads)
@@ -271,15 +258,15 @@ def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> re
     times = {name: time for name, time in times.items() if name not in judge.wrong}
     calls = {name: call for name, call in calls.items() if name not in judge.wrong}
     failed |= judge.wrong
-    row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}
-    row |= {"percent_of_copy": percents(case, times), "floor_bytes": case.floor_bytes()}
-    row["seconds"] = {name: asdict(time) for name, time in times.items()}
+    bandwidth, floor = case.copied_bytes() / times["copy"]["median"], case.floor_bytes()
+    percents = {name: 100 * floor / time["median"] / bandwidth for name, time in times.items() if name != "copy"}
+    row = case.head() | {"copy_gb_s": 1e-9 * bandwidth, "percent_of_copy": percents, "floor_bytes": floor}
+    row["seconds"] = times
     if failed:
         row["failed"] = failed
     if options.device == "cuda":
         row["kernel_seconds"] = kernel_seconds(calls, options.rounds)
-        times = take_turns(calls, "cuda", options.rounds, ahead=False)
-        row["call_seconds"] = {name: asdict(time) for name, time in times.items()}
+        row["call_seconds"] = take_turns(calls, "cuda", options.rounds, ahead=False)
     return row
 
 
@@ -289,7 +276,7 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
     for name, call in calls.items():
         with contextlib.suppress(RuntimeError):
             graphs[name] = captured(call)
-    return {name: asdict(time) for name, time in take_turns(graphs, "cuda", rounds).items()}
+    return take_turns(graphs, "cuda", rounds)
 
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:

@@ -5,7 +5,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,14 +13,7 @@ import torch
 from benchmarks import results
 from extension_cpp.__main__ import Parser, positive
 
-
-@dataclass(frozen=True)
-class Time:
-    """Seconds of one call."""
-
-    median: float
-    low: float  # 10th percentile
-    high: float  # 90th percentile
+Time = dict[str, float]  # seconds of one call: the median, and low and high, the 10th and the 90th percentile
 
 
 def _once_cpu(call: Callable[[], object]) -> float:
@@ -103,7 +95,7 @@ def take_turns(
     result = {}
     for name, values in seconds.items():
         deciles = statistics.quantiles(values, n=10)
-        result[name] = Time(statistics.median(values), deciles[0], deciles[-1])
+        result[name] = {"median": statistics.median(values), "low": deciles[0], "high": deciles[-1]}
     return result
 
 
@@ -114,7 +106,7 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
 def single(name: str, call: Callable[[], object], device: str, judge: Judge) -> Time:
     """The time of one call, which is judged: for a contender too slow to take turns."""
     seconds = _judged(functools.partial(seconds_of, device=device), name, call, judge)
-    return Time(seconds, seconds, seconds)
+    return dict.fromkeys(("median", "low", "high"), seconds)
 
 
 class BenchmarkParser(Parser):

@@ -34,7 +34,7 @@ def test_only_the_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now))
     times = timing.take_turns({"a": lambda: call("a", 1.0), "b": lambda: call("b", 2.0)}, "cpu", 9, ready)
-    assert times == {"a": timing.Time(1.0, 1.0, 1.0), "b": timing.Time(2.0, 2.0, 2.0)}
+    assert times == {name: {"median": t, "low": t, "high": t} for name, t in (("a", 1.0), ("b", 2.0))}
     assert calls == ["ready a", "a", "ready b", "b"] * 11
 
 

@@ -10,9 +10,7 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch import Tensor
 import extension_cpp
 from benchmarks import results
 from benchmarks.table import finish, scan_steps
-from benchmarks.timing import BenchmarkParser, Time, take_turns
+from benchmarks.timing import BenchmarkParser, seconds_of, take_turns
 from examples.scan_steps.steps import STEPS, Scans, build
 
 SHAPES = ((2**20, 32), (2**16, 2**12), (1, 2**28))
@@ -37,18 +35,11 @@ def poisoned(call: Call, x: Tensor) -> Tensor:
     return call(x)
 
 
-def synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
-
-
 def first_call(call: Call, x: Tensor) -> tuple[Tensor, float]:
     """The result and the seconds of the call."""
-    synchronize(x)
-    start = time.perf_counter()
-    y = poisoned(call, x)
-    synchronize(x)
-    return y, time.perf_counter() - start
+    results: list[Tensor] = []
+    seconds = seconds_of(lambda: results.append(poisoned(call, x)), x.device.type)
+    return results[0], seconds
 
 
 def error_in_eps(name: str, y: Tensor, x: Tensor) -> float:
@@ -87,13 +78,13 @@ def measure(calls: dict[str, Call], x: Tensor, rounds: int) -> list[dict[str, An
         del y
         if seconds > SLOW:
             check_whole_numbers(name, call, x[:, : x.shape[1] // 64].contiguous())
-            rows[name]["seconds"] = asdict(Time(seconds, seconds, seconds))
+            rows[name]["seconds"] = dict.fromkeys(("median", "low", "high"), seconds)
         else:
             check_whole_numbers(name, call, x)
             rows[name]["results_of_5"] = results_of_five(call, x)
             quick[name] = functools.partial(call, x)
     for name, spent in take_turns(quick, x.device.type, rounds).items():
-        rows[name]["seconds"] = asdict(spent)
+        rows[name]["seconds"] = spent
     shape = {"rows": x.shape[0], "n": x.shape[1]}
     return [shape | {"step": name} | row for name, row in rows.items()]
 
