@@ -58,14 +58,12 @@ SHAPES = {
     "llama-3.2-1b": Shape("LlamaForCausalLM", LLAMA, 4, 2048),
     "gpt2-medium": Shape("GPT2LMHeadModel", GPT2, 16, 1024),
 }
-SMALL_LLAMA = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL_LLAMA |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
-SMALL_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}
-SMALL = {
-    "llama-3.2-1b": Shape("LlamaForCausalLM", SMALL_LLAMA, 2, 32),
-    "gpt2-medium": Shape("GPT2LMHeadModel", SMALL_GPT2, 2, 32),
+SMALLER = {
+    "llama-3.2-1b": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
+    "gpt2-medium": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300},
 }
-
+SMALL = {name: Shape(shape.model, shape.config | SMALLER[name], 2, 32) for name, shape in SHAPES.items()}
 
 WAYS = ("stock", "converted", "linear loss", "liger")
 MODES = ("", " compiled", " compiled, no mask")

@@ -8,6 +8,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,12 @@ def passes_of(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row
     return found
 
 
-def bytes_of(row: results.Row) -> int:
-    """The size of an element of x."""
+def bytes_of_element(row: results.Row) -> int:
     return 4 if row["dtype"] == "float32" else 2
+
+
+def bytes_of_tensor(row: results.Row) -> int:
+    return row["rows"] * row["cols"] * bytes_of_element(row)
 
 
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
@@ -81,25 +85,25 @@ def bytes_in_words(count: int) -> str:
     return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], float], log: bool) -> Panel:
-    """Draws a panel of y(row, contender) over x(row). The copy is the limit."""
-
-    def panel(axes: Axes, rows: list[results.Row]) -> None:
-        rows = sorted(rows, key=x)
-        points = [(x(row), y(row, "copy")) for row in rows]
-        axes.plot(*zip(*points, strict=True), **LIMIT, label="copy")
-        for name in results.names(rows):
-            points = [(x(row), y(row, name)) for row in rows if name in row["seconds"]]
-            line(axes, name, points)
-        if log:
-            axes.set(xscale="log", yscale="log")
-            ticks = [2**power for power in range(10, 41, 4) if x(rows[0]) <= 2**power <= x(rows[-1])]
-            axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
-            axes.minorticks_off()
-        else:
-            axes.set_xticks(sorted({x(row) for row in rows}))
-
-    return panel
+def against(
+    axes: Axes,
+    rows: list[results.Row],
+    x: Callable[[results.Row], float],
+    y: Callable[[results.Row, str], float],
+    log: bool,
+) -> None:
+    """Draws y(row, contender) over x(row). The copy is the limit."""
+    rows = sorted(rows, key=x)
+    axes.plot([x(row) for row in rows], [y(row, "copy") for row in rows], **LIMIT, label="copy")
+    for name in results.names(rows):
+        line(axes, name, [(x(row), y(row, name)) for row in rows if name in row["seconds"]])
+    if log:
+        axes.set(xscale="log", yscale="log")
+        ticks = [2**power for power in range(10, 41, 4) if x(rows[0]) <= 2**power <= x(rows[-1])]
+        axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
+        axes.minorticks_off()
+    else:
+        axes.set_xticks(sorted({x(row) for row in rows}))
 
 
 def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
@@ -165,11 +169,7 @@ def flat(rows: list[results.Row], title: str) -> Figure | None:
 def size(rows: list[results.Row], title: str) -> Figure | None:
     chosen = [row for row in rows if results.sizes(row) == "sweep"]
     chosen = chosen or [row for row in rows if results.sizes(row) == "small"]
-
-    def bytes_of_tensor(row: results.Row) -> float:
-        return row["rows"] * row["cols"] * bytes_of(row)
-
-    panel = against(bytes_of_tensor, lambda row, name: 1e6 * row["seconds"][name]["median"], log=True)
+    panel = partial(against, x=bytes_of_tensor, y=lambda row, name: 1e6 * row["seconds"][name]["median"], log=True)
     return grid(chosen, panel, title, "size of one tensor", "microseconds") if chosen else None
 
 
@@ -184,7 +184,7 @@ def threads(rows: list[results.Row], title: str) -> Figure | None:
             if len(same) > 1:
                 chosen += same.values()
                 break
-    panel = against(lambda row: row["threads"], gigabytes, log=False)
+    panel = partial(against, x=lambda row: row["threads"], y=gigabytes, log=False)
     return grid(chosen, panel, title, "threads", "GB/s") if chosen else None
 
 
@@ -207,22 +207,13 @@ def operations() -> dict[tuple[str, str], tuple[float, float]]:
 def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
     """Names the rows of each x, in rising order, side by side above the axes, and joins each to its x by a line."""
     low, high = (math.log(end) for end in axes.get_xlim())
-    place = 0.0  # as a share of the width
+    at_x, place = axes.get_xaxis_transform(), 0.0  # as a share of the width
+    arrow = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0), "shrinkB": 0}
+    style: dict[str, Any] = {"rotation": 60, "rotation_mode": "anchor", "va": "center", "fontsize": 7}
     for x, group in rows.items():
         lines = [f"{row['op'].replace('_p0', ', p = 0,')} {row['pass']}" for row in group]
         place = max(place, (math.log(x) - low) / (high - low))
-        axes.annotate(
-            "\n".join(lines),
-            (x, 1),
-            (place, 1.06),
-            axes.get_xaxis_transform(),
-            axes.transAxes,
-            {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0), "shrinkB": 0},
-            rotation=60,
-            rotation_mode="anchor",
-            va="center",
-            fontsize=7,
-        )
+        axes.annotate("\n".join(lines), (x, 1), (place, 1.06), at_x, axes.transAxes, arrow, **style)
         place += 0.012 + 0.02 * len(lines)
 
 
@@ -238,7 +229,7 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
     by_intensity: dict[float, list[results.Row]] = {}
     for row in chosen:
         arithmetic, moved = counted[row["op"], row["pass"]]
-        by_intensity.setdefault(arithmetic / (moved * bytes_of(row)), []).append(row)
+        by_intensity.setdefault(arithmetic / (moved * bytes_of_element(row)), []).append(row)
     roof = max(row["copy_gb_s"] for row in chosen)
     ends = [0.8 * min(by_intensity), 1.25 * max(by_intensity)]
     axes.plot(ends, [roof * x for x in ends], **LIMIT, label="bandwidth of copy")

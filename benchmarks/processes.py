@@ -94,16 +94,6 @@ def process(
         distributed.destroy_process_group()
 
 
-def run(
-    processes: int, device: str, parallel: str | None, rounds: int, which: Sequence[str], folder: str
-) -> dict[str, Any]:
-    Path(folder, "rendezvous").unlink(missing_ok=True)
-    arguments = (processes, device, parallel, rounds, which, folder)
-    torch.multiprocessing.start_processes(process, arguments, processes, start_method="spawn")
-    found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-    return found
-
-
 def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
     """Ends the program if a loss or a gradient is wrong. `beside`: the errors of the first ones on one process."""
     for ops, figure in figures.items():
@@ -129,7 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     beside: dict[str, gradients.Error] = {}
     with tempfile.TemporaryDirectory() as folder:
         for parallel, count in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
-            figures = run(count, options.device, parallel, options.rounds, options.ops, folder)
+            Path(folder, "rendezvous").unlink(missing_ok=True)
+            given = (count, options.device, parallel, options.rounds, options.ops, folder)
+            torch.multiprocessing.start_processes(process, given, count, start_method="spawn")
+            figures = json.loads(Path(folder, "found.json").read_text())
             place = f"{parallel or 'alone'} {count}"
             check(place, figures, beside)
             rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]

@@ -173,14 +173,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                             yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
 
 
-def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    def call() -> object:
-        with torch.no_grad():
-            return function(*sample.args, **sample.kwargs)
-
-    return call
-
-
 def make_sample(case: Case, device: str, rows: int) -> Sample:
     def make(shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(shape, dtype=case.types[len(shape) == 1], device=device, requires_grad=True)
@@ -243,7 +235,15 @@ def prepare(
 
 
 def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
-    return judge.backward(name, function) if case.backward else forward_call(function, judge.sample)
+    if case.backward:
+        return judge.backward(name, function)
+    args, kwargs = judge.sample.args, judge.sample.kwargs
+
+    def call() -> object:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:

@@ -14,6 +14,7 @@ one and without torchrun.
 """
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
@@ -267,12 +268,10 @@ def draw(folder: Path, settings: Settings) -> Path:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     states = {}
     for ops in OPS:
-        try:
+        with contextlib.suppress(CannotRun):  # the other run has no checkpoint, or one that cannot be read
             state = read_checkpoint(folder / f"{ops}.pt")
-        except CannotRun:  # the other run has none, or one that cannot be read
-            continue
-        if state["settings"] == asdict(settings):
-            states[ops] = state
+            if state["settings"] == asdict(settings):
+                states[ops] = state
     losses = {f"{ops}, training": state["losses"] for ops, state in states.items()}
     title, alone = "A small GPT on text, bfloat16 autocast", "run the other --ops, too"
     colors = demo_model.draw_losses(top, bottom, losses, title, alone)
