@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judge = Judge(x, weight, target)
     times = take_turns(calls, options.device, options.rounds, judge=judge)
     judge.stop_if_wrong()
-    origin = results.run(options.device).of("linear_cross_entropy")
+    origin = results.run(options.device)("linear_cross_entropy")
     found: list[results.Row] = []
     for name, time in times.items():
         row: results.Row = {"way": name} | origin | {"seconds": time}

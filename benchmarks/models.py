@@ -232,14 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=SEED,
         optimizer="AdamW, fused",
     )
-    found = results.new(about) if options.is_new else results.continued(options.path, about, COLUMNS)
-    run = results.run(options.device, found["rows"])
+    found = results.continued(options.path, about, COLUMNS, options.is_new)
+    origin_of = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
         figures, changed = measure(shape, options.device, options.contender, options.rounds)
         head = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "converted_modules": len(changed)}
         functions = {words.split()[0] for words in changed.values()}  # without their options
-        origin = run.of(*sorted(functions | {"linear_cross_entropy"}))
+        origin = origin_of(*sorted(functions | {"linear_cross_entropy"}))
         others = [row for row in found["rows"] if row["model"] != name]
         found["rows"] = [*others, *(head | {"way": way} | origin | each for way, each in figures.items())]
         results.write(options.path, found)  # these figures remain if the next model fails

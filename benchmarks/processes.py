@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parallel", choices=kinds, nargs="+", default=kinds, help="(default: both)")
     options = parser.parse(arguments)
     about = results.about(options.device, rounds=options.rounds)
-    origin = results.run(options.device).of("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
+    origin = results.run(options.device)("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
     rows: list[results.Row] = []
     found = {"machine": about, "sizes": SIZES[options.device], "rows": rows}
     beside: dict[str, gradients.Error] = {}

@@ -330,7 +330,7 @@ def measure_all(
     """The new rows, and whether all were measured. The file is written after each row."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
     done: list[results.Row] = []
-    run = results.run(options.device, found["rows"])
+    origin = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
     try:
@@ -338,7 +338,7 @@ def measure_all(
             task = progress.add_task("benchmarks", total=len(todo))
             for case in todo:
                 progress.update(task, description=str(case))
-                row = measure(case, options, libraries) | run.of(case.spec.name)
+                row = measure(case, options, libraries) | origin(case.spec.name)
                 rows[results.key(row, found["machine"])] = row
                 results.write(options.path, found | {"rows": list(rows.values())})
                 done.append(row)
@@ -356,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
     path = options.path
-    found = results.new(about) if options.is_new else results.continued(path, about)
+    found = results.continued(path, about, anew=options.is_new)
     absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
     if absent:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")

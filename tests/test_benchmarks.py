@@ -494,12 +494,12 @@ def test_the_commands_of_a_file_give_its_rows(name) -> None:
 def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
     """Rows of a tree with changes are no published figures, and a change of an op's kernels marks its rows."""
     monkeypatch.setattr(results, "commit", lambda: "123456789abc-dirty")
-    assert results.run("cpu").of("relu")["kernel"] is None
+    assert results.run("cpu")("relu")["kernel"] is None
     with pytest.raises(SystemExit):
         command.main([*TINY, "--json", str(results.PUBLISHED / "new.json")])
     assert "this tree has changes" in capsys.readouterr().err
     monkeypatch.setattr(results, "commit", lambda: "123456789abc")
-    row = results.run("cpu", [{"run": 3}]).of("relu")
+    row = results.run("cpu", [{"run": 3}])("relu")
     assert row["run"] == 4 and not results.is_older(row, "cpu") and results.is_older(row, "cuda")
     sources = kernels.sources()
     for file, text, change in (

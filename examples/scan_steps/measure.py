@@ -104,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if library is None:
             sys.exit("error: there is no nvcc, which compiles the steps")
         scans = Scans(library)
-    found = results.new(results.about("cuda", rounds=options.rounds))
-    origin = results.run("cuda").of("cumsum")
+    found: dict[str, Any] = {"machine": results.about("cuda", rounds=options.rounds), "rows": []}
+    origin = results.run("cuda")("cumsum")
     torch.manual_seed(0)
     for shape in SHAPES:
         rows = measure(contenders(scans), torch.randn(shape, device="cuda"), options.rounds)
