@@ -326,26 +326,21 @@ def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def measure_all(
     console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
-) -> tuple[list[results.Row], bool]:
-    """The new rows, and whether all were measured. The file is written after each row."""
+) -> Iterator[results.Row]:
+    """The new rows. The file is written after each."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
-    done: list[results.Row] = []
     origin = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
-    try:
-        with Progress(console=console) as progress, stream:
-            task = progress.add_task("benchmarks", total=len(todo))
-            for case in todo:
-                progress.update(task, description=str(case))
-                row = measure(case, options, libraries) | origin(case.spec.name)
-                rows[results.key(row, found["machine"])] = row
-                results.write(options.path, found | {"rows": list(rows.values())})
-                done.append(row)
-                progress.advance(task)
-    except KeyboardInterrupt:
-        return done, False
-    return done, True
+    with Progress(console=console) as progress, stream:
+        task = progress.add_task("benchmarks", total=len(todo))
+        for case in todo:
+            progress.update(task, description=str(case))
+            row = measure(case, options, libraries) | origin(case.spec.name)
+            rows[results.key(row, found["machine"])] = row
+            results.write(options.path, found | {"rows": list(rows.values())})
+            yield row
+            progress.advance(task)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -362,9 +357,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")
     there = {results.key(row, found["machine"]) for row in found["rows"]}
     todo = [case for case in cases(options) if options.again or results.key(case.head(), about) not in there]
-    done, complete = measure_all(console, todo, options, libraries, found)
+    done: list[results.Row] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for row in measure_all(console, todo, options, libraries, found):
+            done.append(row)
     show(console, found, done)
-    if not complete:
+    if len(done) < len(todo):
         console.print(f"Stopped: {len(done)} of {len(todo)} were measured; with --json {path} it goes on from there.")
         return 130
     skipped = f" {len(there)} rows were there before." if there else ""

@@ -131,10 +131,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.recurrence = recurrence
         self.gru, self.out = extension_cpp.nn.MinGRU(width, width), nn.Linear(width, width, bias=False)
-
-    def forget_slowly(self) -> None:
-        """The biases of z: some states begin with a short memory, some with a long one."""
-        with torch.no_grad():
+        with torch.no_grad():  # the biases of z: some states begin with a short memory, some with a long one
             self.gru.projection.bias.zero_()
             z, _ = self.gru.projection.bias.chunk(2)
             z.copy_(-torch.linspace(0, math.log(LONGEST_MEMORY), self.gru.hidden_size))
@@ -153,9 +150,6 @@ def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> 
     """The language model with a minGRU in place of attention, all else by this package. It needs no positions: the
     states depend on the place in the sequence."""
     model = LanguageModel(vocabulary, settings.width, settings.layers, partial(Mixer, recurrence, settings.width))
-    for module in model.modules():
-        if isinstance(module, Mixer):
-            module.forget_slowly()
     extension_cpp.nn.convert(model)
     model.linear_loss = True
     return model.to(settings.device)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no installation
 
@@ -77,7 +77,6 @@ class Settings(RunSettings):
     accumulate: int  # forwards per step
 
 
-Run = TypeVar("Run", bound=RunSettings)
 SMALL = {"width": 128, "layers": 4, "heads": 4, "context": 128, "batch": 8, "accumulate": 2, "learning_rate": 2e-3}
 LARGE = {"width": 512, "layers": 8, "heads": 8, "context": 512, "batch": 32, "accumulate": 2, "learning_rate": 1e-3}
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
@@ -296,7 +295,7 @@ def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: st
     )
 
 
-def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[Run]) -> tuple[Text, Run, str]:
+def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[RunSettings]) -> tuple[Text, Any, str]:
     """The text, the settings of the run, and a remark on the device. Makes the folder for what is written."""
     device, remark = demo.choose_device(options.device)
     text = Text.of(read_text(options.text), sizes[device]["context"])
