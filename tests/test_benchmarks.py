@@ -119,6 +119,14 @@ def test_a_run_continues_the_file(bench, monkeypatch, capsys) -> None:
     assert "2 rows were there before" in capsys.readouterr().out
 
 
+def test_a_run_without_a_file_writes_a_new_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for op in ("relu", "mish"):
+        assert command.main(["--device", "cpu", *TINY, "--op", op, "--pass", "forward"]) == 0
+    (row,) = json.loads((tmp_path / "out" / "bench-cpu.json").read_text())["rows"]
+    assert row["op"] == "mish" and row["run"] == 1
+
+
 def test_stopping_keeps_what_was_measured(bench, monkeypatch, capsys) -> None:
     measure = run.measure
 
