@@ -91,6 +91,7 @@ def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
 def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtypes: Sequence[str]) -> None:
     """The options that say which cases are timed, of these ops and dtypes."""
     steps = ["forward", "backward"]
+    weights = "; behind the + that of a norm's weights" if {*MIXED} & {*dtypes} else ""
     several: dict[str, Any] = {"nargs": "+"}
     parser.add_argument(
         "--op",
@@ -106,7 +107,7 @@ def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtyp
         choices=dtypes,
         default=["float32", "bfloat16"],
         metavar="DTYPE",
-        help=f"of {', '.join(dtypes)}; behind a + that of a norm's weights (default: float32 bfloat16)",
+        help=f"of {', '.join(dtypes)}{weights} (default: float32 bfloat16)",
     )
     widths = list(WIDTHS)
     parser.add_argument("--width", **several, type=positive, default=widths, help=f"columns (default: {widths})")
