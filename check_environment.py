@@ -38,10 +38,14 @@ def check_python(version=sys.version_info):
         )
 
 
-def check_venv():
+def lacking(modules):
     import importlib.util
 
-    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def check_venv():
+    missing = lacking(["venv", "ensurepip"])
     if missing:
         fail(
             f"{sys.executable} cannot make a virtual environment: it lacks {' and '.join(missing)}; install its venv "
@@ -92,13 +96,9 @@ def check_compilers():
 
 
 def check_modules(modules):
-    import importlib.util
-
     import build_library
 
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if importlib.util.find_spec("torch") is None:
-        missing.insert(0, "torch>=2.10")
+    missing = ["torch>=2.10"] * bool(lacking(["torch"])) + lacking(modules)
     if missing:
         names = " ".join(PACKAGES.get(name, name) for name in missing)
         fail(

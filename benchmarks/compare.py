@@ -1,6 +1,5 @@
 """Says what got faster or slower from one results file to another, beyond the spread of both."""
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,15 +39,11 @@ def changes(before: dict, after: dict) -> Iterator[Change]:
                     yield Change(row, name if kind == "seconds" else f"{name}, {kind}", old[kind][name], time)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks compare", description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     before, after = results.read(options.before), results.read(options.after)
     console = Console(highlight=False)
     for name, value in after["machine"].items():

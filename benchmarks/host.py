@@ -4,41 +4,25 @@ Each figure is the time of a batch of calls divided by their number. It waits fo
 take turns.
 """
 
-import argparse
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import DispatchKey, DispatchKeySet, Tensor
 
 import extension_cpp
-from benchmarks import results
-from benchmarks.timing import check_options, options_of, take_turns
+from benchmarks import results, table
+from benchmarks.table import WAYS, finish
+from benchmarks.timing import BenchmarkParser, take_turns
 from extension_cpp.functional.norms import LAYER_NORM
 from extension_cpp.registration import autograd
 
 ROWS, COLS, EPS = 8, 512, 1e-5
 CALLS = 50  # per batch: most end before the system gives the core to another process, and they fit into a GPU's queue
 
-# From the outside in. "by hand" is the leanest that Python's autograd can be: it serves one op on one device.
-WAYS = {
-    "native": "torch.nn.functional.layer_norm",
-    "native operator": "torch.ops.aten.native_layer_norm.default",
-    "function": "extension_cpp.layer_norm",
-    "operator": "torch.ops.extension_cpp.layer_norm.default",
-    "register_autograd": "the operator with torch.library.register_autograd",
-    "by hand": "an autograd.Function around the kernel, without the dispatcher",
-    "kernel": "the kernel below autograd: checks, allocation, launch",
-    "shim": "the kernel on no rows: without launch",
-}
 # The mode, and the ways that are left out, because without autograd they do the same as another way.
 PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "forward, inference_mode": (torch.inference_mode, {"register_autograd", "by hand"}),
@@ -46,13 +30,6 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "forward, grad": (contextlib.nullcontext, {"kernel", "shim"}),
     "forward and backward": (contextlib.nullcontext, {"shim"}),
 }
-
-
-def microseconds(seconds: dict[str, float]) -> str:
-    """The median, and the range from 10 to 90 %."""
-    low, median, high = (1e6 * seconds[name] for name in ("low", "median", "high"))
-    digits = 0 if median >= 100 else 1
-    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def by_position(op: str, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -170,40 +147,15 @@ def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
         times = take_turns({way: functools.partial(call, CALLS) for way, call in one.items()}, "cpu", rounds, ready)
         plain.close()
         for way, time in times.items():
-            seconds = {figure: value / CALLS for figure, value in asdict(time).items()}
+            seconds = {figure: value / CALLS for figure, value in time.items()}
             yield {"pass": name, "way": way, "seconds": seconds}
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = options_of("host", __doc__, 101, "batches")
-    options = parser.parse_args(arguments)
-    check_options(parser, options)
-    return options
-
-
-def lines(rows: list[dict[str, Any]], figure: Callable[[dict[str, float]], str]) -> Iterator[list[str]]:
-    """A way, its description, and its figure in each pass, empty if it was not timed there."""
-    found = {(row["way"], row["pass"]): figure(row["seconds"]) for row in rows}
-    timed = {row["way"] for row in rows}
-    for way in WAYS:
-        if way in timed:
-            yield [way, WAYS[way], *(found.get((way, name), "") for name in PASSES)]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    options = BenchmarkParser("benchmarks host", __doc__, "out/host-DEVICE.json", 101, "batches").parse(arguments)
     torch.set_num_threads(1)  # the tensor is too small for more threads, and waiting for them would be timed
-    about = results.machine(options.device) | {"shape": f"{ROWS} x {COLS}", "calls": CALLS, "rounds": options.rounds}
-    about |= {"versions": results.versions()}
-    with console.status("layer_norm, layer by layer"):
-        origin = results.run(options.device).of("layer_norm")
-        rows = [row | origin for row in measure(options.device, options.rounds)]
-    table = Table("", "", *PASSES, title=f"microseconds a call, from 10 to 90 %: {about}")
-    for line in lines(rows, microseconds):
-        table.add_row(*line)
-    console.print(table)
-    path = options.json or Path("out") / f"host-{options.device}.json"
-    results.write(path, {"machine": about, "rows": rows})
-    console.print(f"The figures are in {path}.")
+    about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
+    origin = results.run(options.device)("layer_norm")
+    rows = [row | origin for row in measure(options.device, options.rounds)]
+    finish(options.path, {"machine": about, "rows": rows}, table.host)
     return 0

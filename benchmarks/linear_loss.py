@@ -5,22 +5,18 @@ include the inputs and the gradients of a call. The loss and every line of both 
 the results of the last timed call; a way that is wrong ends the program.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import extension_cpp
-from benchmarks import gradients, peers, results
-from benchmarks.timing import check_options, options_of, take_turns
+from benchmarks import gradients, peers, results, table
+from benchmarks.table import finish
+from benchmarks.timing import BenchmarkParser, take_turns
 
 # Rows, features and classes: the head of Llama 3.2 1B, and for the CPU a head that takes seconds.
 ROWS = 512  # rows whose float64 logits are in memory at a time
@@ -114,15 +110,8 @@ def extra_bytes(call: Callable[[], object], grad_bytes: int) -> int:
     return torch.cuda.max_memory_allocated() - before - grad_bytes
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = options_of("linear_loss", __doc__, 21, "calls")
-    options = parser.parse_args(arguments)
-    check_options(parser, options)
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    options = BenchmarkParser("benchmarks linear_loss", __doc__, "out/linear-loss-DEVICE.json", 21).parse(arguments)
     rows, features, classes = SHAPES[options.device]
     generator = torch.Generator(options.device).manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator, device=options.device)
@@ -135,25 +124,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judge = Judge(x, weight, target)
     times = take_turns(calls, options.device, options.rounds, judge=judge)
     judge.stop_if_wrong()
-    origin = results.run(options.device).of("linear_cross_entropy")
+    origin = results.run(options.device)("linear_cross_entropy")
     found: list[results.Row] = []
-    table = Table("", "ms", "10 to 90 %", "x products", "GB beyond", title=f"{rows} x {features} x {classes}, bfloat16")
     for name, time in times.items():
-        row: results.Row = {"way": name} | origin | {"seconds": asdict(time)}
-        ratio = time.median / times["products"].median
-        memory = ""
+        row: results.Row = {"way": name} | origin | {"seconds": time}
         if options.device == "cuda":
             row["extra_bytes"] = extra_bytes(calls[name], 0 if name == "products" else x.nbytes + weight.nbytes)
-            memory = f"{row['extra_bytes'] / 1e9:.2f}"
-        spread = f"{1e3 * time.low:.2f} to {1e3 * time.high:.2f}"
         found.append(row)
-        table.add_row(name, f"{1e3 * time.median:.2f}", spread, f"{ratio:.3f}", memory)
-    about = results.machine(options.device) | {"rounds": options.rounds}
-    about |= {"versions": results.versions() | {"liger": peers.versions(options.device).get("liger")}}
-    path = options.json or Path("out") / f"linear-loss-{options.device}.json"
+    liger = {"liger": peers.versions(options.device).get("liger")}
+    about = results.about(options.device, liger, rounds=options.rounds)
     shape = {"rows": rows, "features": features, "classes": classes, "dtype": "bfloat16"}
-    results.write(path, {"machine": about, "shape": shape, "rows": found})
-    Console(width=None if sys.stdout.isatty() else 130).print(table, f"The figures are in {path}.")
+    finish(options.path, {"machine": about, "shape": shape, "rows": found}, table.linear_loss)
     return 0
 
 

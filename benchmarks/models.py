@@ -9,32 +9,29 @@ A step is forward, backward and AdamW (fused), in bfloat16 with random weights a
 model's own configuration. Gradients are set to None between steps. All contenders take turns, eager and compiled ones
 side by side. They share one set of weights and optimizer state, so that they fit on one GPU. The peak memory of a step
 includes this set. Before the first step every contender's gradients are judged beside those of the stock model in
-float32 (gradients.py), all without dropout.
+float32 (gradients.py), all without dropout. A --json file that is there gets the models that it has not.
 """
 
-import argparse
 import contextlib
 import copy
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # every model is made from its configuration
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 
 import extension_cpp
-from benchmarks import gradients, results
-from benchmarks.timing import check_options, take_turns
-from extension_cpp.__main__ import Parser, positive
+from benchmarks import gradients, results, table
+from benchmarks.table import finish
+from benchmarks.timing import BenchmarkParser, take_turns
 
 SEED = 0  # for weights and tokens
 
@@ -61,14 +58,12 @@ SHAPES = {
     "llama-3.2-1b": Shape("LlamaForCausalLM", LLAMA, 4, 2048),
     "gpt2-medium": Shape("GPT2LMHeadModel", GPT2, 16, 1024),
 }
-SMALL_LLAMA = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL_LLAMA |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
-SMALL_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}
-SMALL = {
-    "llama-3.2-1b": Shape("LlamaForCausalLM", SMALL_LLAMA, 2, 32),
-    "gpt2-medium": Shape("GPT2LMHeadModel", SMALL_GPT2, 2, 32),
+SMALLER = {
+    "llama-3.2-1b": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
+    "gpt2-medium": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300},
 }
-
+SMALL = {name: Shape(shape.model, shape.config | SMALLER[name], 2, 32) for name, shape in SHAPES.items()}
 
 WAYS = ("stock", "converted", "linear loss", "liger")
 MODES = ("", " compiled", " compiled, no mask")
@@ -88,7 +83,8 @@ class Contender:
 
     def loss(self) -> torch.Tensor:
         """The loss with the present weights. Its backward leaves gradients."""
-        with replaced(sys.modules[type(self.model).__module__], self.patches):
+        module = sys.modules[type(self.model).__module__]
+        with mock.patch.multiple(module, **self.patches) if self.patches else contextlib.nullcontext():
             loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
             loss.backward()
         return loss.detach()
@@ -97,18 +93,6 @@ class Contender:
         self.loss()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-@contextlib.contextmanager
-def replaced(module: Any, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 def make(shape: Shape, device: str) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -217,9 +201,7 @@ def judge(stock: torch.nn.Module, tokens: torch.Tensor, contenders: dict[str, Co
 
 # All compiled contenders share the code of one class. Beyond the limit they would run in eager, without a word.
 @torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
-def measure(
-    shape: Shape, device: str, names: Sequence[str], rounds: int, profiles: dict[str, Path]
-) -> tuple[dict[str, Any], dict[str, str]]:
+def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
     """The figures by contender, and the functions that the converted model's modules call."""
     torch.compiler.reset()
     stock, tokens = make(shape, device)
@@ -227,92 +209,44 @@ def measure(
     figures = judge(stock, tokens, contenders)
     times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
     for name, contender in contenders.items():
-        figures[name]["seconds"] = asdict(times[name])
+        figures[name]["seconds"] = times[name]
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             contender.step()
             torch.cuda.synchronize()
             figures[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
-        if name in profiles:
-            profile(contender, device, profiles[name])
     return figures, changed
 
 
-def profile(contender: Contender, device: str, path: Path) -> None:
-    """Writes the times of the 40 kernels that take most of one step."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        contender.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    order = f"self_{device}_time_total"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=100) + "\n")
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks.models", description=__doc__.replace("\n", " "))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = BenchmarkParser("benchmarks.models", __doc__, "out/models-DEVICE.json", 20, "steps")
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES), help="(default: all)")
-    parser.add_argument("--rounds", type=positive, default=20, help="timed steps of each (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="models of a few thousand parameters, to try it out")
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="(default: all)")
-    parser.add_argument(
-        "--profile",
-        nargs="+",
-        choices=CONTENDERS,
-        default=[],
-        metavar="CONTENDER",
-        help="writes the time by kernel of one step of each to profile-MODEL-CONTENDER.txt beside the figures, as of "
-        "'converted' or 'stock compiled'",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="the results file, to which models are added that it has not (default: out/models-DEVICE.json, a new one)",
-    )
-    options = parser.parse_args(arguments)
-    check_options(parser, options)
-    return options
-
-
-def show(console: Console, rows: list[results.Row], about: dict[str, Any]) -> None:
-    table = Table("model", "", "step ms", "10 to 90 %", "peak GB", title=str(about))
-    for row in rows:
-        time = {key: f"{1e3 * value:.1f}" for key, value in row["seconds"].items()}
-        memory = f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else ""
-        table.add_row(row["model"], row["way"], time["median"], f"{time['low']} to {time['high']}", memory)
-    console.print(table)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser.parse(arguments)
     transformers.logging.set_verbosity_error()
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    about = results.machine(options.device) | {"rounds": options.rounds, "seed": SEED, "optimizer": "AdamW, fused"}
-    about |= {"versions": results.versions() | {"transformers": transformers.__version__}}
-    path = options.json or Path("out") / f"models-{options.device}.json"
-    found = results.continued(path, about, COLUMNS) if options.json else results.new(about)
-    run = results.run(options.device, found["rows"])
+    about = results.about(
+        options.device,
+        {"transformers": transformers.__version__},
+        rounds=options.rounds,
+        seed=SEED,
+        optimizer="AdamW, fused",
+    )
+    found = results.continued(options.path, about, COLUMNS, options.is_new)
+    origin_of = results.run(options.device, found["rows"])
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
-        names = {each: each.replace(", ", "-").replace(" ", "-") for each in options.profile}
-        profiles = {each: path.parent / f"profile-{name}-{words}.txt" for each, words in names.items()}
-        with console.status(name):
-            figures, changed = measure(shape, options.device, options.contender, options.rounds, profiles)
+        figures, changed = measure(shape, options.device, options.contender, options.rounds)
         head = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "converted_modules": len(changed)}
         functions = {words.split()[0] for words in changed.values()}  # without their options
-        origin = run.of(*sorted(functions | {"linear_cross_entropy"}))
+        origin = origin_of(*sorted(functions | {"linear_cross_entropy"}))
         others = [row for row in found["rows"] if row["model"] != name]
         found["rows"] = [*others, *(head | {"way": way} | origin | each for way, each in figures.items())]
-        results.write(path, found)
+        results.write(options.path, found)  # these figures remain if the next model fails
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    show(console, found["rows"], about)
-    console.print(f"The figures are in {path}.")
+    finish(options.path, found, table.models)
 
 
 if __name__ == "__main__":

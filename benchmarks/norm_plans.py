@@ -8,18 +8,16 @@ import argparse
 import csv
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results, run
-from benchmarks.timing import check_options, take_turns
+from benchmarks.judging import Judge
+from benchmarks.timing import BenchmarkParser, take_turns
 from extension_cpp import LIBRARY
-from extension_cpp.__main__ import Parser, positive
 from extension_cpp.command import info
-from tests.opspec import timed_specs
 
 ALL = 2**64 - 1
 PLAN = ("kernel", "vectors_per_thread", "threads_per_row", "rows_per_cta", "cluster", "stages")
@@ -27,37 +25,10 @@ COLUMNS = ("op", "pass", "dtype", "rows", "cols", "shape", *PLAN, "is_picked", "
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks norm_plans", description=(__doc__ or "").split("\n\n")[0])
-    steps = ["forward", "backward"]
-    parser.add_argument(
-        "--op",
-        nargs="+",
-        choices=list(info.NORMS),
-        default=list(info.NORMS),
-        metavar="OP",
-        help=f"of {', '.join(info.NORMS)}",
-    )
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=list(run.DTYPES),
-        default=["float32", "bfloat16"],
-        metavar="DTYPE",
-        help=f"of {', '.join(run.DTYPES)} (default: float32 bfloat16)",
-    )
-    parser.add_argument(
-        "--width", nargs="+", type=positive, default=list(run.WIDTHS), help="columns (default: %(default)s)"
-    )
-    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
-    parser.add_argument("--mib", type=positive, default=512, help="size of one tensor (default: 512)")
-    parser.add_argument("--rounds", type=positive, default=15, help="timed calls of each shape (default: 15)")
-    parser.add_argument(
-        "--csv", type=Path, default=Path("out/norm-plans.csv"), help="the file that is written (default: %(default)s)"
-    )
-    options = parser.parse_args(arguments)
-    options.device = "cuda"
-    check_options(parser, options)
-    return options
+    about = (__doc__ or "").split("\n\n")[0]
+    parser = BenchmarkParser("benchmarks norm_plans", about, "out/norm-plans.csv", 15, device="cuda")
+    run.add_case_options(parser, list(info.NORMS), list(run.DTYPES))
+    return parser.parse(arguments)
 
 
 def allow(shapes: int) -> None:
@@ -88,7 +59,7 @@ def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, obje
     sample = run.make_sample(case, device, case.rows)
     source = torch.empty(int(case.floor_bytes() / 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    call = (run.backward_call if case.backward else run.forward_call)(case.spec.function, sample)
+    call = run.call_of(case, Judge(case.spec, sample, sample), "ours", case.spec.function)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     found, picked = plans(case), int(plan_of(case)["shape"])
     calls |= {str(shape): call for shape in found}
@@ -98,19 +69,10 @@ def measure(case: run.Case, device: str, rounds: int) -> Iterator[dict[str, obje
         allow(ALL)
     head = {name: value for name, value in case.head().items() if name in COLUMNS}
     for shape, plan in found.items():
-        seconds = times[str(shape)].median
+        seconds = times[str(shape)]["median"]
         line = head | {"shape": shape, "is_picked": shape == picked} | {name: plan[name] for name in PLAN}
-        percent = 100 * times["copy"].median / seconds
+        percent = 100 * times["copy"]["median"] / seconds
         yield line | {"percent_of_copy": f"{percent:.1f}", "microseconds": f"{1e6 * seconds:.1f}"}
-
-
-def cases(options: argparse.Namespace) -> Iterator[run.Case]:
-    for spec in timed_specs():
-        for dtype in options.dtype if spec.name in options.op else ():
-            for cols in options.width:
-                rows = max(options.mib * 2**20 // run.DTYPES[dtype].itemsize // cols, 1)
-                for step in options.passes:
-                    yield run.Case(spec, dtype, rows, cols, step == "backward", None, "large")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,16 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch._functorch.config.donated_buffer = False  # backward is called many times for one forward
     about = f"{results.machine(options.device)}, commit {results.commit()}"
     table = Table(*COLUMNS, title=about)
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
-    with options.csv.open("w", newline="") as file:
+    options.path.parent.mkdir(parents=True, exist_ok=True)
+    with options.path.open("w", newline="") as file:
         file.write(f"# {about}\n")
         lines = csv.DictWriter(file, COLUMNS)
         lines.writeheader()
-        for case in cases(options):
+        for case in run.cases(options):
             for line in measure(case, options.device, options.rounds):
                 lines.writerow(line)
                 table.add_row(*(str(line[name]) for name in COLUMNS))
             file.flush()
     Console(width=160).print(table)
-    print(f"The figures are in {options.csv}.")
+    print(f"The figures are in {options.path}.")
     return 0

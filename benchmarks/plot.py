@@ -3,12 +3,12 @@
 A picture is made for each dtype that has rows for it. Without a FILE the documents' own pictures are drawn again.
 """
 
-import argparse
 import hashlib
 import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The documents' pictures: the file, the ops and the kind of picture.
 PUBLISHED: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "docs/norms-h100.svg": ("benchmarks/results/h100.json", ("layer_norm", "rms_norm"), "h100-widths-bfloat16"),
-    "docs/norms-cpu.svg": (
-        "benchmarks/results/cpu.json",
-        ("layer_norm", "rms_norm"),
-        "cpu-widths-bfloat16",
-    ),
+    "docs/norms-cpu.svg": ("benchmarks/results/cpu.json", ("layer_norm", "rms_norm"), "cpu-widths-bfloat16"),
     "docs/roofline-h100.svg": ("benchmarks/results/h100.json", None, "h100-roofline-bfloat16"),
 }
 Panel = Callable[[Axes, list[results.Row]], None]
@@ -51,18 +47,25 @@ def passes_of(rows: list[results.Row]) -> dict[tuple[str, str], list[results.Row
     return found
 
 
-def elements(row: results.Row) -> int:
-    return row["rows"] * row["cols"]
-
-
-def itemsize(row: results.Row) -> int:
+def bytes_of_element(row: results.Row) -> int:
     return 4 if row["dtype"] == "float32" else 2
 
 
-def line(axes: Axes, name: str, x: Sequence[Any], y: Sequence[float], joined: bool = True) -> None:
+def bytes_of_tensor(row: results.Row) -> int:
+    return row["rows"] * row["cols"] * bytes_of_element(row)
+
+
+def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], joined: bool = True) -> None:
     color, marker = LOOKS[name]
     style = "-" if joined else "none"
+    x, y = ([point[i] for point in points] for i in (0, 1))
     axes.plot(x, y, color=color, marker=marker, markersize=4, linewidth=1.3, linestyle=style, label=name)
+
+
+def one_panel(title: str, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, height), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    return figure, figure.subplots()
 
 
 def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
@@ -71,10 +74,9 @@ def widths_panel(axes: Axes, rows: list[results.Row]) -> None:
     even = sum(row["cols"] % 8 == 0 for row in rows)
     axes.axhline(100, **LIMIT, label="copy")
     for name in results.names(rows):
-        points = [(i, row["percent_of_copy"].get(name)) for i, row in enumerate(rows)]
-        for part, joined in ((points[:even], True), (points[even:], False)):
-            known = [(x, y) for x, y in part if y is not None]
-            line(axes, name, [x for x, _ in known], [y for _, y in known], joined)
+        shares = [(i, row["percent_of_copy"][name]) for i, row in enumerate(rows) if name in row["percent_of_copy"]]
+        line(axes, name, [point for point in shares if point[0] < even])
+        line(axes, name, [point for point in shares if point[0] >= even], joined=False)
     axes.set_xticks(range(len(rows)), [str(row["cols"]) for row in rows], rotation=30, fontsize=8)
 
 
@@ -83,25 +85,25 @@ def bytes_in_words(count: int) -> str:
     return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def against(x: Callable[[results.Row], float], y: Callable[[results.Row, str], float], log: bool) -> Panel:
-    """Draws a panel of y(row, contender) over x(row). The copy is the limit."""
-
-    def panel(axes: Axes, rows: list[results.Row]) -> None:
-        rows = sorted(rows, key=x)
-        points = [(x(row), y(row, "copy")) for row in rows]
-        axes.plot(*zip(*points, strict=True), **LIMIT, label="copy")
-        for name in results.names(rows):
-            points = [(x(row), y(row, name)) for row in rows if name in row["seconds"]]
-            line(axes, name, [a for a, _ in points], [b for _, b in points])
-        if log:
-            axes.set(xscale="log", yscale="log")
-            ticks = [2**power for power in range(10, 41, 4) if x(rows[0]) <= 2**power <= x(rows[-1])]
-            axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
-            axes.minorticks_off()
-        else:
-            axes.set_xticks(sorted({x(row) for row in rows}))
-
-    return panel
+def against(
+    axes: Axes,
+    rows: list[results.Row],
+    x: Callable[[results.Row], float],
+    y: Callable[[results.Row, str], float],
+    log: bool,
+) -> None:
+    """Draws y(row, contender) over x(row). The copy is the limit."""
+    rows = sorted(rows, key=x)
+    axes.plot([x(row) for row in rows], [y(row, "copy") for row in rows], **LIMIT, label="copy")
+    for name in results.names(rows):
+        line(axes, name, [(x(row), y(row, name)) for row in rows if name in row["seconds"]])
+    if log:
+        axes.set(xscale="log", yscale="log")
+        ticks = [2**power for power in range(10, 41, 4) if x(rows[0]) <= 2**power <= x(rows[-1])]
+        axes.set_xticks(ticks, [bytes_in_words(tick) for tick in ticks], fontsize=8)
+        axes.minorticks_off()
+    else:
+        axes.set_xticks(sorted({x(row) for row in rows}))
 
 
 def grid(rows: list[results.Row], panel: Panel, title: str, x_label: str, y_label: str) -> Figure:
@@ -150,8 +152,7 @@ def flat(rows: list[results.Row], title: str) -> Figure | None:
     chosen = [group[0] for group in passes_of(large).values() if len(group) == 1]
     if not chosen:
         return None
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = one_panel(title, 3.2)
     axes.axhline(100, **LIMIT, label="copy")
     names = results.names(chosen)
     for place, name in enumerate(names):
@@ -161,7 +162,6 @@ def flat(rows: list[results.Row], title: str) -> Figure | None:
     labels = [f"{row['op']}\n{row['pass']}" for row in chosen]
     axes.set_xticks(range(len(chosen)), labels, fontsize=8)
     axes.set_ylabel("percent of copy", fontsize=9)
-    figure.suptitle(title, fontsize=11)
     legend(figure)
     return figure
 
@@ -169,9 +169,7 @@ def flat(rows: list[results.Row], title: str) -> Figure | None:
 def size(rows: list[results.Row], title: str) -> Figure | None:
     chosen = [row for row in rows if results.sizes(row) == "sweep"]
     chosen = chosen or [row for row in rows if results.sizes(row) == "small"]
-    panel = against(
-        lambda row: elements(row) * itemsize(row), lambda row, name: 1e6 * row["seconds"][name]["median"], log=True
-    )
+    panel = partial(against, x=bytes_of_tensor, y=lambda row, name: 1e6 * row["seconds"][name]["median"], log=True)
     return grid(chosen, panel, title, "size of one tensor", "microseconds") if chosen else None
 
 
@@ -186,7 +184,7 @@ def threads(rows: list[results.Row], title: str) -> Figure | None:
             if len(same) > 1:
                 chosen += same.values()
                 break
-    panel = against(lambda row: row["threads"], gigabytes, log=False)
+    panel = partial(against, x=lambda row: row["threads"], y=gigabytes, log=False)
     return grid(chosen, panel, title, "threads", "GB/s") if chosen else None
 
 
@@ -206,24 +204,16 @@ def operations() -> dict[tuple[str, str], tuple[float, float]]:
     return found
 
 
-def name_above(axes: Axes, names: dict[float, list[str]]) -> None:
-    """Writes the names of each x, in rising order, side by side above the axes, and joins each to its x by a line."""
+def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
+    """Names the rows of each x, in rising order, side by side above the axes, and joins each to its x by a line."""
     low, high = (math.log(end) for end in axes.get_xlim())
-    place = 0.0  # as a share of the width
-    for x, lines in names.items():
+    at_x, place = axes.get_xaxis_transform(), 0.0  # as a share of the width
+    arrow = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0), "shrinkB": 0}
+    style: dict[str, Any] = {"rotation": 60, "rotation_mode": "anchor", "va": "center", "fontsize": 7}
+    for x, group in rows.items():
+        lines = [f"{row['op'].replace('_p0', ', p = 0,')} {row['pass']}" for row in group]
         place = max(place, (math.log(x) - low) / (high - low))
-        axes.annotate(
-            "\n".join(lines),
-            (x, 1),
-            (place, 1.06),
-            axes.get_xaxis_transform(),
-            axes.transAxes,
-            {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0), "shrinkB": 0},
-            rotation=60,
-            rotation_mode="anchor",
-            va="center",
-            fontsize=7,
-        )
+        axes.annotate("\n".join(lines), (x, 1), (place, 1.06), at_x, axes.transAxes, arrow, **style)
         place += 0.012 + 0.02 * len(lines)
 
 
@@ -235,28 +225,19 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
     chosen = [row for row in chosen if (row["op"], row["pass"]) in counted]
     if not chosen:
         return None
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = one_panel(title, 6)
     by_intensity: dict[float, list[results.Row]] = {}
     for row in chosen:
         arithmetic, moved = counted[row["op"], row["pass"]]
-        by_intensity.setdefault(arithmetic / (moved * itemsize(row)), []).append(row)
+        by_intensity.setdefault(arithmetic / (moved * bytes_of_element(row)), []).append(row)
     roof = max(row["copy_gb_s"] for row in chosen)
     ends = [0.8 * min(by_intensity), 1.25 * max(by_intensity)]
     axes.plot(ends, [roof * x for x in ends], **LIMIT, label="bandwidth of copy")
     for name in results.names(chosen):
-        points = [
-            (x, x * gigabytes(row, name))
-            for x, group in by_intensity.items()
-            for row in group
-            if name in row["seconds"]
-        ]
-        line(axes, name, [x for x, _ in points], [y for _, y in points], joined=False)
+        timed = [(x, row) for x, group in by_intensity.items() for row in group if name in row["seconds"]]
+        line(axes, name, [(x, x * gigabytes(row, name)) for x, row in timed], joined=False)
     axes.set(xscale="log", yscale="log")
-    names = {
-        x: [f"{row['op'].replace('_p0', ', p = 0,')} {row['pass']}" for row in by_intensity[x]] for x in by_intensity
-    }
-    name_above(axes, dict(sorted(names.items())))
+    name_above(axes, dict(sorted(by_intensity.items())))
     powers, decimal = [2.0**n for n in range(-8, 8)], [digit * 10.0**n for n in range(-3, 6) for digit in (1, 2, 5)]
     for axis, known in ((axes.xaxis, powers), (axes.yaxis, decimal)):
         low, high = axis.get_view_interval()
@@ -266,7 +247,6 @@ def roofline(rows: list[results.Row], title: str) -> Figure | None:
     axes.grid(alpha=0.3, which="major")
     axes.set_xlabel("arithmetic operations for each byte that the op must move", fontsize=9)
     axes.set_ylabel("billions of arithmetic operations a second", fontsize=9)
-    figure.suptitle(title, fontsize=11)
     legend(figure)
     return figure
 
@@ -313,17 +293,13 @@ def published(name: str) -> str:
     return svg(figure, description=hashlib.sha256(json.dumps(rows).encode()).hexdigest())
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks plot", description=(__doc__ or "").replace("\n", " "))
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     names = [spec.name for spec in timed_specs()]
     parser.add_argument("--op", nargs="+", choices=names, metavar="OP", help="these alone (default: all)")
     parser.add_argument("--out", type=Path, default=Path("out/plots"), help="folder (default: %(default)s)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     for name in () if options.files else PUBLISHED:
         (ROOT / name).write_text(published(name))
         print(name)

@@ -7,9 +7,7 @@ The loss and the gradients of the first step are judged beside plain PyTorch in 
 wrong ends the program.
 """
 
-import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,13 +17,12 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from benchmarks import gradients, results
-from benchmarks.timing import check_options, options_of
+from benchmarks import gradients, results, table
+from benchmarks.table import finish
+from benchmarks.timing import BenchmarkParser
 from examples import train_text
 from examples.train_text import OPS
 from extension_cpp.__main__ import positive
@@ -97,16 +94,6 @@ def process(
         distributed.destroy_process_group()
 
 
-def run(
-    processes: int, device: str, parallel: str | None, rounds: int, which: Sequence[str], folder: str
-) -> dict[str, Any]:
-    Path(folder, "rendezvous").unlink(missing_ok=True)
-    arguments = (processes, device, parallel, rounds, which, folder)
-    torch.multiprocessing.start_processes(process, arguments, processes, start_method="spawn")
-    found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-    return found
-
-
 def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
     """Ends the program if a loss or a gradient is wrong. `beside`: the errors of the first ones on one process."""
     for ops, figure in figures.items():
@@ -118,41 +105,29 @@ def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error
         figure["gradient_error"] = gradients.largest(first)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = options_of("processes", __doc__, 9, "steps")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = BenchmarkParser("benchmarks processes", __doc__, "out/processes-DEVICE.json", 9, "steps")
     parser.add_argument("--processes", type=positive, default=2, help="beside one (default: %(default)s)")
     parser.add_argument("--ops", choices=OPS, nargs="+", default=OPS, help="whose functions (default: both)")
     kinds = ["ddp", "fsdp"]
     parser.add_argument("--parallel", choices=kinds, nargs="+", default=kinds, help="(default: both)")
-    options = parser.parse_args(arguments)
-    check_options(parser, options)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    path = options.json or Path("out") / f"processes-{options.device}.json"
-    about = results.machine(options.device) | {"rounds": options.rounds, "versions": results.versions()}
-    origin = results.run(options.device).of("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
+    options = parser.parse(arguments)
+    about = results.about(options.device, rounds=options.rounds)
+    origin = results.run(options.device)("add_layer_norm", "rotary_embedding", "swiglu", "linear_cross_entropy")
     rows: list[results.Row] = []
-    table = Table("", "ops", "ms a step", "least, most", "x one process", title="train_text, compiled")
-    alone: dict[str, float] = {}
+    found = {"machine": about, "sizes": SIZES[options.device], "rows": rows}
     beside: dict[str, gradients.Error] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for parallel, processes in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
-            figures = run(processes, options.device, parallel, options.rounds, options.ops, folder)
-            place = f"{parallel or 'alone'} {processes}"
+        for parallel, count in ((None, 1), *((kind, options.processes) for kind in options.parallel)):
+            Path(folder, "rendezvous").unlink(missing_ok=True)
+            given = (count, options.device, parallel, options.rounds, options.ops, folder)
+            torch.multiprocessing.start_processes(process, given, count, start_method="spawn")
+            figures = json.loads(Path(folder, "found.json").read_text())
+            place = f"{parallel or 'alone'} {count}"
             check(place, figures, beside)
             rows += [{"place": place, "ops": ops} | origin | figure for ops, figure in figures.items()]
-            # These figures remain if the next ones fail.
-            results.write(path, {"machine": about, "sizes": SIZES[options.device], "rows": rows})
-            for ops, figure in figures.items():
-                seconds = figure["seconds"]
-                median = statistics.median(seconds)
-                ratio = alone.setdefault(ops, median) / median
-                spread = f"{1e3 * min(seconds):.0f}, {1e3 * max(seconds):.0f}"
-                table.add_row(place, ops, f"{1e3 * median:.0f}", spread, f"{ratio:.2f}")
-    Console(width=None if sys.stdout.isatty() else 130).print(table, f"The figures are in {path}.")
+            results.write(options.path, found)  # these figures remain if the next ones fail
+    finish(options.path, found, table.processes)
     return 0
 
 

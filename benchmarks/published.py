@@ -4,24 +4,15 @@ page of all tables, which `make site` writes."""
 import csv
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from benchmarks import results
 from benchmarks.table import MARK, are_older, markdown, runs, table
 
-K = 1024
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a summary: the rows of an op at some widths. A goal stands for float32 and bfloat16."""
-
-    name: str
-    op: str
-    columns: str
-    widths: tuple[int, ...]
-    goal: str = ""
+# The lines of the summaries in docs/performance.md: the rows of an op at some widths. A goal stands for float32 and
+# bfloat16.
+LINES = list(csv.DictReader(Path(__file__).with_name("summaries.csv").read_text().splitlines()))
 
 
 def read(stem: str) -> tuple[list[results.Row], str]:
@@ -54,122 +45,37 @@ def cell(rows: list[results.Row], step: str, figure: Callable[[results.Row], lis
     return " / ".join(map(span, kinds)) if same else "-"
 
 
-def summary(stem: str, lines: Sequence[Line]) -> str:
+def sourced(lines: list[str], *sources: str) -> str:
+    """A table, and behind it the files and runs that it is from."""
+    return "\n".join([*lines, "", "; ".join(sources) + "."]) + "\n"
+
+
+def source(stem: str, rows: Sequence[results.Row], device: str) -> str:
+    return f"`{stem}.json`: {runs(rows, device)}"
+
+
+def summary(name: str) -> str:
     """Percent of copy, ours and the best peer's."""
-    rows, device = read(stem)
-    chosen = [[row for row in rows if row["op"] == line.op and row["cols"] in line.widths] for line in lines]
+    lines = [line for line in LINES if line["table"] == name]
+    rows, device = read(lines[0]["file"])
+    widths = [list(map(int, line["widths"].split())) for line in lines]
+    chosen = [
+        [row for row in rows if row["op"] == line["op"] and row["cols"] in some]
+        for line, some in zip(lines, widths, strict=True)
+    ]
     every = [row for each in chosen for row in each]
     all_older = all(are_older(every, device))
     one_run = len({row["run"] for row in every}) == 1
     body = []
     for line, each in zip(lines, chosen, strict=True):
         mark = MARK if not all_older and any(are_older(each, device)) else ""
-        cells = [line.name + mark, line.columns, line.goal]
+        cells = [line["name"] + mark, line["columns"], line["goal"]]
         for step in ("forward", "backward"):
             cells += [cell(each, step, ours), cell(each, step, best_peer)]
         body.append(cells + ([] if one_run else [", ".join(map(str, sorted({row["run"] for row in each})))]))
     head = ["op", "columns", "goal", "forward", "best peer", "backward", "best peer"]
-    lines_of_text = markdown(head + ([] if one_run else ["run"]), body)
-    return "\n".join([*lines_of_text, "", f"`{stem}.json`: {runs(every, device)}."]) + "\n"
+    return sourced(markdown(head + ([] if one_run else ["run"]), body), source(lines[0]["file"], every, device))
 
-
-def norm(name: str, op: str, apart: bool = False) -> list[Line]:
-    """The widths of a norm: a line for 64K and 128K or, `apart`, two."""
-    wide = [Line(name, op, "64K, 128K", (64 * K, 128 * K), "97, 95")]
-    if apart:
-        wide = [Line(name, op, "64K", (64 * K,), "97, 95"), Line(name, op, "128K", (128 * K,), "92, 92")]
-    return [Line(name, op, "1K to 16K", (K, 4 * K, 16 * K), "97, 95"), *wide, Line(name, op, "1025", (1025,), "88, 88")]
-
-
-NORMS = [
-    *norm("layer_norm", "layer_norm", apart=True),
-    *norm("rms_norm", "rms_norm"),
-    *norm("add_layer_norm, p = 0.1", "add_layer_norm"),
-    *norm("add_layer_norm, p = 0", "add_layer_norm_p0"),
-    Line("add_rms_norm, p = 0.1", "add_rms_norm", "1K to 128K", (K, 4 * K, 16 * K, 64 * K, 128 * K), "-, 95"),
-    Line("add_rms_norm, p = 0.1", "add_rms_norm", "1025", (1025,), "-, 88"),
-    *norm("add_rms_norm, p = 0", "add_rms_norm_p0"),
-]
-OTHERS = [
-    Line("layer_norm_dropout, p = 0.1", "layer_norm_dropout", "1K to 16K", (K, 4 * K, 8 * K, 16 * K)),
-    Line("dropout, p = 0.1", "dropout", "any", (K,)),
-    Line("reduce_sum", "reduce_sum", "768 to 64K", (768, K, 4 * K, 8 * K, 16 * K, 64 * K), "100"),
-    Line("muladd", "muladd", "any", (K,), "102, 100"),
-    Line("scale_bias_relu", "scale_bias_relu", "768 to 64K", (768, K, 4 * K, 8 * K, 16 * K, 64 * K), "99, 95"),
-]
-LOSSES = [
-    Line(op, op, columns, widths, goal)
-    for op, columns, widths, goal in (
-        ("softmax", "4096, 32768", (4096, 32768), "97, 97"),
-        ("softmax", "128256", (128256,), "97, 97"),
-        ("log_softmax", "4096, 32768", (4096, 32768), "97, 97"),
-        ("log_softmax", "128256", (128256,), "97, 97"),
-        ("cross_entropy", "4096", (4096,), ""),
-        ("cross_entropy", "32768", (32768,), "97, 95"),
-        ("cross_entropy", "128256", (128256,), "97, 95"),
-        ("token_log_probs", "4096, 32768", (4096, 32768), "92"),
-        ("token_log_probs", "128256", (128256,), "92"),
-    )
-]
-GATES = [
-    Line(op, op, "4096" if op == "bias_gelu" else "any", (K, 4096), goal)
-    for op, goal in (
-        ("bias_gelu", "97, 92"),
-        ("silu", "97, 95"),
-        ("gelu", "97, 95"),
-        ("swiglu", "97, 95"),
-        ("geglu", "97, 95"),
-        ("rotary_embedding", "94, 94"),
-    )
-]
-SCANS = [
-    Line("cumsum", "cumsum", "rows of 32", (32,), "90, 90"),
-    Line("cumsum", "cumsum", "rows of 4096", (4096,), "90, 90"),
-    Line("cumsum", "cumsum", "rows of 2^26", (2**26,), "90, 90"),
-    Line("cumsum", "cumsum", "a row of 2^28", (2**28,), "80, 80"),
-    Line("cumsum", "cumsum_columns", "32 columns", (32,), "90, 90"),
-    Line("cumsum", "cumsum_columns", "4096 columns", (4096,), "90, 90"),
-    Line("cumsum", "cumsum_columns", "2^26 columns of 2 / 4 steps", (2**26,), "90, 90"),
-    Line("logcumsumexp", "logcumsumexp", "rows of 4096", (4096,)),
-    Line("logcumsumexp", "logcumsumexp_columns", "4096 columns", (4096,)),
-    Line("linear_recurrence", "linear_recurrence", "rows of 8192", (8192,), "90, 85"),
-    Line("linear_recurrence", "linear_recurrence_columns", "8192 columns", (8192,), "90, 85"),
-]
-CPU = [
-    Line(op, op, str(width), (width,), goal)
-    for op, width, goal in (
-        ("layer_norm", 1024, "120 / 90; 100 / 85"),
-        ("layer_norm", 8192, "100 / 85; 90 / 70"),
-        ("rms_norm", 1024, "130 / 105; 105 / 100"),
-        ("rms_norm", 8192, "110 / 105; 95 / 80"),
-        ("add_layer_norm", 4096, "80 / 60; 90 / 70"),
-        ("add_rms_norm", 4096, ""),
-        ("layer_norm_dropout", 4096, ""),
-        ("dropout", 1024, ""),
-        ("scale_bias_relu", 1024, "120 / 100; 100 / 88"),
-        ("mish", 1024, "90 / 50; 95 / 55"),
-        ("muladd", 1024, "110 / 107; 100 / 90"),
-        ("relu", 1024, ""),
-        ("reduce_sum", 1024, "120 / 166"),
-    )
-]
-CPU_OTHERS = [
-    Line(op, op, str(width), (width,), goal)
-    for op, width, goal in (
-        ("softmax", 4096, "85 / 50; 100 / 90"),
-        ("log_softmax", 4096, ""),
-        ("cross_entropy", 4096, "85 / 50; 85 / 50"),
-        ("token_log_probs", 4096, ""),
-        ("rotary_embedding", 1024, ""),
-        ("swiglu", 1024, "110 / 65; 95 / 60"),
-        ("geglu", 1024, ""),
-        ("gelu", 1024, ""),
-        ("silu", 1024, ""),
-        ("bias_gelu", 4096, ""),
-        ("cumsum", 4096, "120 / 85"),
-        ("cumsum_columns", 4096, "115 / 110"),
-    )
-]
 
 # The ops of the README's table at 4096 columns in bfloat16, and the files that have them.
 OVERVIEW = ("layer_norm", "rms_norm", "add_layer_norm", "bias_gelu", "cross_entropy")
@@ -182,11 +88,11 @@ def overview() -> str:
     for stem in OVERVIEW_FILES:
         rows, device = read(stem)
         rows = [row for row in rows if (row["dtype"], row["cols"]) == ("bfloat16", 4096) and row["op"] in OVERVIEW]
-        said.append(f"`{stem}.json`: {runs(rows, device)}")
+        said.append(source(stem, rows, device))
         for op in {row["op"] for row in rows}:
             lines[op] = [f"`{op}`", *(ours_and_best(rows, op, step) for step in ("forward", "backward"))]
     body = [lines[op] for op in OVERVIEW]
-    return "\n".join([*markdown(["", f"{device}, forward", "backward"], body), "", "; ".join(said) + "."]) + "\n"
+    return sourced(markdown(["", f"{device}, forward", "backward"], body), *said)
 
 
 def ours_and_best(rows: list[results.Row], op: str, step: str) -> str:
@@ -210,7 +116,7 @@ def training(model: str) -> str:
         for way, row in chosen.items()
     ]
     figures = f"A training step takes {said[0]}, {said[1]}, and {said[2]}."
-    return f"{figures} `models-h100.json`: {runs([*chosen.values()], found['machine']['device'])}.\n"
+    return f"{figures} {source('models-h100', [*chosen.values()], found['machine']['device'])}.\n"
 
 
 def host_ratios() -> str:
@@ -227,10 +133,10 @@ def host_ratios() -> str:
         spent = {(row["way"], row["pass"]): row["seconds"]["median"] for row in found["rows"]}
         ratios = [spent["function", step] / spent[way, step] for way, step in lines.values()]
         columns[found["machine"]["device"]] = [f"{ratio:.2f}" for ratio in ratios]
-        said.append(f"`{stem}.json`: {runs(found['rows'], found['machine']['device'])}")
+        said.append(source(stem, found["rows"], found["machine"]["device"]))
     body = [[name, *cells] for name, *cells in zip(lines, *columns.values(), strict=True)]
     head = ["beside torch.nn.functional.layer_norm", *columns]
-    return "\n".join([*markdown(head, body), "", "; ".join(said) + "."]) + "\n"
+    return sourced(markdown(head, body), *said)
 
 
 def curves(stem: str, beside: str) -> str:
@@ -285,20 +191,11 @@ def site_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-SUMMARIES = {
-    "norms": ("h100", NORMS),
-    "ops on an H200": ("h200", OTHERS),
-    "losses": ("h100-losses", LOSSES),
-    "gates": ("h100-gates", GATES),
-    "scans": ("h100-scans", SCANS),
-    "CPU": ("cpu", CPU),
-    "more on the CPU": ("cpu-gates", CPU_OTHERS),
-}
 # The page, the name in its markers, and what stands between them.
 TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "speed", overview),
     ("README.md", "training", partial(training, "llama-3.2-1b")),
-    *(("docs/performance.md", name, partial(summary, *what)) for name, what in SUMMARIES.items()),
+    *(("docs/performance.md", name, partial(summary, name)) for name in dict.fromkeys(line["table"] for line in LINES)),
     ("docs/performance.md", "a call", host_ratios),
     *(("docs/performance_training.md", stem, partial(curves, stem, "torch")) for stem in CURVES),
     *((page, stem, partial(whole, stem)) for page, stems in WHOLE.items() for stem in stems),

@@ -1,11 +1,11 @@
 """Writes a results file as one HTML page that contains its pictures and loads nothing else."""
 
-import argparse
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from benchmarks import plot, results
+from benchmarks.table import spread
 from extension_cpp.__main__ import Parser
 
 STYLE = """
@@ -29,11 +29,10 @@ def cell(row: results.Row, name: str, shares: bool) -> str:
         return f"<td>{escape(row['failed'][name])}</td>"
     if name not in row["seconds"]:
         return "<td></td>"
-    low, median, high = (1e6 * row["seconds"][name][figure] for figure in ("low", "median", "high"))
     others = [time["median"] for other, time in row["seconds"].items() if other != "copy"]
     best = ' class="best"' if row["seconds"][name]["median"] == min(others) else ""
     share = row["percent_of_copy"][name] if name != "copy" else row["copy_gb_s"]
-    return f"<td{best}>{f'{share:.0f}, ' if shares else ''}{median:.1f} ({low:.1f} to {high:.1f})</td>"
+    return f"<td{best}>{f'{share:.0f}, ' if shares else ''}{spread(row['seconds'][name], 1e6)}</td>"
 
 
 def figures(rows: list[results.Row], about: dict, shares: bool) -> str:
@@ -68,15 +67,11 @@ def page(path: Path) -> str:
 """
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks report", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, help="the page (default: FILE with .html, in out/)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     path = options.out or Path("out") / f"{options.file.stem}.html"
     text = page(options.file)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,11 @@ def machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def about(device: str, libraries: dict[str, str | None] | None = None, **settings: Any) -> dict[str, Any]:
+    """The machine, the settings of a run, and the versions of what it compares."""
+    return machine(device) | settings | {"versions": versions() | (libraries or {})}
 
 
 def in_words(found: dict[str, Any]) -> str:
@@ -74,20 +78,6 @@ def is_clean(known: str | None) -> bool:
     return known is not None and not known.endswith("-dirty")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What tells where the rows of a run come from."""
-
-    number: int
-    commit: str | None
-    device: str
-
-    def of(self, *ops: str) -> Row:
-        """The columns for a row that timed these ops. The kernels of a tree with changes are not known."""
-        kernel = kernels.digest(ops, self.device) if is_clean(self.commit) else None
-        return {"run": self.number, "commit": self.commit, "of": list(ops), "kernel": kernel}
-
-
 def is_older(row: Row, device: str) -> bool:
     """Whether the kernels that a row timed have changed since, or are not known."""
     try:
@@ -96,9 +86,16 @@ def is_older(row: Row, device: str) -> bool:
         return True
 
 
-def run(device: str, rows: Iterable[Row] = ()) -> Run:
-    """The next run of a file that has these rows."""
-    return Run(1 + max((row["run"] for row in rows), default=0), commit(), device)
+def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
+    """The next run of a file that has these rows: a function that tells where a row that timed some ops comes from."""
+    number, known = 1 + max((row["run"] for row in rows), default=0), commit()
+
+    def of(*ops: str) -> Row:
+        """The columns for the row. The kernels of a tree with changes are not known."""
+        kernel = kernels.digest(ops, device) if is_clean(known) else None
+        return {"run": number, "commit": known, "of": list(ops), "kernel": kernel}
+
+    return of
 
 
 def versions() -> dict[str, str | None]:
@@ -166,14 +163,13 @@ def other(rows: list[Row], key: str) -> list[Row]:
     return [row | {"seconds": row[key]} for row in rows if key in row]
 
 
-def new(about: dict[str, Any]) -> dict[str, Any]:
-    return {"machine": about, "rows": []}
-
-
-def continued(path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass")) -> dict[str, Any]:
-    """The results in the file, under this run's description. Refuses a file from another machine or other settings."""
-    if not path.exists():
-        return new(about)
+def continued(
+    path: Path, about: dict[str, Any], columns: Iterable[str] = ("op", "pass"), anew: bool = False
+) -> dict[str, Any]:
+    """The results in the file, under this run's description. Refuses a file from another machine or other settings.
+    None `anew`, or if there is no file."""
+    if anew or not path.exists():
+        return {"machine": about, "rows": []}
     found = read(path, columns)
     for name, value in about.items():
         there = found["machine"].get(name, value)

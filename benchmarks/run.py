@@ -7,11 +7,11 @@ bandwidth. It can pass 100 with streaming stores, and for ops that write less th
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from rich.table import Table
 
 from benchmarks import peers, results
 from benchmarks.judging import Judge
-from benchmarks.timing import Time, captured, check_options, seconds_of, single, take_turns
-from extension_cpp.__main__ import Parser, positive
-from tests.opspec import OpSpec, Sample, as_tuple, leaves, timed_specs
+from benchmarks.table import cell
+from benchmarks.timing import BenchmarkParser, captured, seconds_of, single, take_turns
+from extension_cpp.__main__ import positive
+from tests.opspec import OpSpec, Sample, timed_specs
 
 WIDTHS = (768, 1024, 4096, 8192, 16384, 65536, 1025)
 SMALL = ((32, 512), (128, 1024), (512, 2048), (2048, 4096))
@@ -79,66 +80,63 @@ class Case:
         return f"{self.spec.name} {self.step} {self.dtype} {self.rows} x {self.cols}"
 
 
-def op_at(text: str) -> tuple[str, int | None]:
+def op_at(names: Sequence[str], text: str) -> tuple[str, int | None]:
     """An op, and its only width if there is one behind a colon."""
     name, _, width = text.partition(":")
-    if name not in [spec.name for spec in timed_specs()]:
+    if name not in names:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r}")
     return name, positive(width) if width else None
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m benchmarks",
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog="python -m benchmarks compare, plot and report look at the results; host times what a call costs, "
-        "norm_plans the shapes of the norms' GPU kernels, processes several GPUs, python -m benchmarks.models whole "
-        "models. Each has a --help.",
-    )
-    names, steps = [spec.name for spec in timed_specs()], ["forward", "backward"]
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+def add_case_options(parser: argparse.ArgumentParser, names: Sequence[str], dtypes: Sequence[str]) -> None:
+    """The options that say which cases are timed, of these ops and dtypes."""
+    steps = ["forward", "backward"]
+    weights = "; behind the + that of a norm's weights" if {*MIXED} & {*dtypes} else ""
+    several: dict[str, Any] = {"nargs": "+"}
     parser.add_argument(
         "--op",
-        nargs="+",
-        type=op_at,
+        **several,
+        type=functools.partial(op_at, names),
         default=[(name, None) for name in names],
         metavar="OP",
         help=f"of {', '.join(names)}; OP:WIDTH at this width alone",
     )
     parser.add_argument(
         "--dtype",
-        nargs="+",
-        choices=[*DTYPES, *MIXED],
+        **several,
+        choices=dtypes,
         default=["float32", "bfloat16"],
         metavar="DTYPE",
-        help=f"of {', '.join([*DTYPES, *MIXED])}; behind the + that of a norm's weights (default: float32 bfloat16)",
+        help=f"of {', '.join(dtypes)}{weights} (default: float32 bfloat16)",
     )
-    parser.add_argument(
-        "--width", nargs="+", type=positive, default=list(WIDTHS), help="columns (default: %(default)s)"
-    )
-    parser.add_argument("--pass", dest="passes", nargs="+", choices=steps, default=steps)
+    widths = list(WIDTHS)
+    parser.add_argument("--width", **several, type=positive, default=widths, help=f"columns (default: {widths})")
+    parser.add_argument("--pass", dest="passes", **several, choices=steps, default=steps)
     parser.add_argument("--mib", type=positive, help="size of one tensor in MiB (default: 512)", default=512)
+    parser.set_defaults(sizes=["large"])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
+    parser.epilog = (
+        "A --json file that is there is continued. python -m benchmarks compare, plot and report look at the results; "
+        "host times what a call costs, norm_plans the shapes of the norms' GPU kernels, processes several GPUs, "
+        "python -m benchmarks.models whole models. Each has a --help."
+    )
+    add_case_options(parser, [spec.name for spec in timed_specs()], [*DTYPES, *MIXED])
     parser.add_argument(
         "--sizes",
         nargs="+",
         choices=["large", "small", "sweep"],
-        default=["large"],
         help="large: tensors of --mib at each width; small: 32 x 512 to 2048 x 4096; "
         "sweep: 1 KiB, fourfold each, to the first above --mib: 1 GiB (default: large)",
     )
-    parser.add_argument("--rounds", type=positive, default=15, help="timed calls of each contender (default: 15)")
     parser.add_argument("--threads", nargs="+", type=positive, help="CPU threads, one run each (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes most of the time)")
     parser.add_argument("--plain-malloc", action="store_true", help="CPU: with the page faults of glibc's defaults")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="the results file; one that is there is continued (default: out/bench-DEVICE.json, a new one)",
-    )
     parser.add_argument("--again", action="store_true", help="measure anew what the results file has already")
-    options = parser.parse_args(arguments)
-    check_options(parser, options)
+    options = parser.parse(arguments)
     if options.threads and options.device == "cuda":
         parser.error("argument --threads: of the CPU, and the device is cuda")
     options.threads = options.threads or [torch.get_num_threads()]
@@ -174,21 +172,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                     for step in options.passes:
                         if step == "forward" or spec.bench.backward:
                             yield Case(spec, dtype, rows, cols, step == "backward", threads, sizes)
-
-
-def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    def call() -> object:
-        with torch.no_grad():
-            return function(*sample.args, **sample.kwargs)
-
-    return call
-
-
-def backward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    """Differentiates one kept forward."""
-    outputs = as_tuple(function(*sample.args, **sample.kwargs))
-    inputs, grads_out = leaves(sample), [torch.randn_like(output) for output in outputs]
-    return lambda: torch.autograd.grad(outputs, inputs, grads_out, retain_graph=True)
 
 
 def make_sample(case: Case, device: str, rows: int) -> Sample:
@@ -253,13 +236,15 @@ def prepare(
 
 
 def call_of(case: Case, judge: Judge, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
-    return judge.backward(name, function) if case.backward else forward_call(function, judge.sample)
+    if case.backward:
+        return judge.backward(name, function)
+    args, kwargs = judge.sample.args, judge.sample.kwargs
 
+    def call() -> object:
+        with torch.no_grad():
+            return function(*args, **kwargs)
 
-def percents(case: Case, times: dict[str, Time]) -> dict[str, float]:
-    """The floor divided by each time, in percent of the copy's bandwidth."""
-    bandwidth = case.copied_bytes() / times["copy"].median
-    return {name: 100 * case.floor_bytes() / time.median / bandwidth for name, time in times.items() if name != "copy"}
+    return call
 
 
 def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> results.Row:
@@ -274,15 +259,15 @@ def measure(case: Case, options: argparse.Namespace, libraries: list[str]) -> re
     times = {name: time for name, time in times.items() if name not in judge.wrong}
     calls = {name: call for name, call in calls.items() if name not in judge.wrong}
     failed |= judge.wrong
-    row = case.head() | {"copy_gb_s": 1e-9 * case.copied_bytes() / times["copy"].median}
-    row |= {"percent_of_copy": percents(case, times), "floor_bytes": case.floor_bytes()}
-    row["seconds"] = {name: asdict(time) for name, time in times.items()}
+    bandwidth, floor = case.copied_bytes() / times["copy"]["median"], case.floor_bytes()
+    percents = {name: 100 * floor / time["median"] / bandwidth for name, time in times.items() if name != "copy"}
+    row = case.head() | {"copy_gb_s": 1e-9 * bandwidth, "percent_of_copy": percents, "floor_bytes": floor}
+    row["seconds"] = times
     if failed:
         row["failed"] = failed
     if options.device == "cuda":
         row["kernel_seconds"] = kernel_seconds(calls, options.rounds)
-        times = take_turns(calls, "cuda", options.rounds, ahead=False)
-        row["call_seconds"] = {name: asdict(time) for name, time in times.items()}
+        row["call_seconds"] = take_turns(calls, "cuda", options.rounds, ahead=False)
     return row
 
 
@@ -292,17 +277,17 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
     for name, call in calls.items():
         with contextlib.suppress(RuntimeError):
             graphs[name] = captured(call)
-    return {name: asdict(time) for name, time in take_turns(graphs, "cuda", rounds).items()}
+    return take_turns(graphs, "cuda", rounds)
 
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
     """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
     console.print(results.in_words(found | {"rows": rows}), highlight=False)
     large = [row for row in rows if results.sizes(row) == "large"]
+    others = [row for row in rows if results.sizes(row) != "large"]
     show_group(console, "percent of the bandwidth of a copy", large, percents=True)
-    show_group(console, "microseconds", [row for row in rows if results.sizes(row) != "large"], percents=False)
-    for key, title in results.OTHERS:
-        show_group(console, f"microseconds, {title}", results.other(rows, key), percents=False)
+    for title, some in [("", others), *((f", {what}", results.other(rows, key)) for key, what in results.OTHERS)]:
+        show_group(console, f"microseconds{title}", some, percents=False)
     for row in rows:
         for name, reason in row.get("failed", {}).items():
             case = f"{row['op']} {row['pass']} {row['dtype']} {row['rows']} x {row['cols']}"
@@ -319,60 +304,44 @@ def show_group(console: Console, title: str, rows: list[results.Row], percents: 
             table.add_column(head, justify="right", no_wrap=True)
         for row in rows:
             if (row["op"], row["dtype"]) == (op, dtype):
-                cells = [microseconds(row, name) for name in (["ours"] if percents else ["copy", *names])]
-                if percents:
-                    cells = [f"{row['copy_gb_s']:.0f}", *cells, *(percent(row, name) for name in names)]
+                times = {name: cell(row, name, microseconds(row, name)) for name in ("copy", *names)}
+                shares = [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
+                cells = [f"{row['copy_gb_s']:.0f}", times["ours"], *shares] if percents else times.values()
                 table.add_row(row["pass"], f"{row['rows']} x {row['cols']}", *cells)
         console.print(f"\n{op}, {dtype}: {title}", table, highlight=False, sep="\n")
 
 
-def missing(row: results.Row, name: str) -> str:
-    return "failed" if name in row.get("failed", {}) else ""
-
-
-def percent(row: results.Row, name: str) -> str:
-    return f"{row['percent_of_copy'][name]:.0f}" if name in row["seconds"] else missing(row, name)
-
-
 def microseconds(row: results.Row, name: str) -> str:
     """The median. The report also shows the range from 10 to 90 %, which the file has."""
-    if name not in row["seconds"]:
-        return missing(row, name)
-    median = 1e6 * row["seconds"][name]["median"]
+    median = 1e6 * row["seconds"].get(name, {"median": 0.0})["median"]
     return f"{median:.{0 if median >= 100 else 1}f}"
 
 
 def describe(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The machine and the settings, and the installed peers."""
     libraries = peers.versions(options.device)
-    about = results.machine(options.device) | {"threads": max(options.threads), "mib": options.mib}
-    about |= {"plain_malloc": options.plain_malloc, "rounds": options.rounds, "seed": options.seed}
-    about |= {"versions": results.versions() | libraries}
+    settings = {name: getattr(options, name) for name in ("mib", "plain_malloc", "rounds", "seed")}
+    about = results.about(options.device, libraries, threads=max(options.threads), **settings)
     return about, [name for name, version in libraries.items() if version is not None]
 
 
 def measure_all(
-    console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], path: Path, found: Any
-) -> tuple[list[results.Row], bool]:
-    """The new rows, and whether all were measured. The file is written after each row."""
+    console: Console, todo: list[Case], options: argparse.Namespace, libraries: list[str], found: Any
+) -> Iterator[results.Row]:
+    """The new rows. The file is written after each."""
     rows = {results.key(row, found["machine"]): row for row in found["rows"]}
-    done: list[results.Row] = []
-    run = results.run(options.device, found["rows"])
+    origin = results.run(options.device, found["rows"])
     # Calls on the default stream cannot be captured as a CUDA graph.
     stream = torch.cuda.stream(torch.cuda.Stream()) if options.device == "cuda" else contextlib.nullcontext()
-    try:
-        with Progress(console=console) as progress, stream:
-            task = progress.add_task("benchmarks", total=len(todo))
-            for case in todo:
-                progress.update(task, description=str(case))
-                row = measure(case, options, libraries) | run.of(case.spec.name)
-                rows[results.key(row, found["machine"])] = row
-                results.write(path, found | {"rows": list(rows.values())})
-                done.append(row)
-                progress.advance(task)
-    except KeyboardInterrupt:
-        return done, False
-    return done, True
+    with Progress(console=console) as progress, stream:
+        task = progress.add_task("benchmarks", total=len(todo))
+        for case in todo:
+            progress.update(task, description=str(case))
+            row = measure(case, options, libraries) | origin(case.spec.name)
+            rows[results.key(row, found["machine"])] = row
+            results.write(options.path, found | {"rows": list(rows.values())})
+            yield row
+            progress.advance(task)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -382,16 +351,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch._functorch.config.donated_buffer = False  # backward is called many times for one forward
     console = Console(width=None if sys.stdout.isatty() else 160)
     about, libraries = describe(options)
-    path = options.json or Path("out") / f"bench-{options.device}.json"
-    found = results.continued(path, about) if options.json else results.new(about)
+    path = options.path
+    found = results.continued(path, about, anew=options.is_new)
     absent = [name for name in peers.LIBRARIES if options.device == "cuda" and name not in libraries]
     if absent:
         console.print(f"Absent here, and not measured: {', '.join(absent)}.")
     there = {results.key(row, found["machine"]) for row in found["rows"]}
     todo = [case for case in cases(options) if options.again or results.key(case.head(), about) not in there]
-    done, complete = measure_all(console, todo, options, libraries, path, found)
+    done: list[results.Row] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for row in measure_all(console, todo, options, libraries, found):
+            done.append(row)
     show(console, found, done)
-    if not complete:
+    if len(done) < len(todo):
         console.print(f"Stopped: {len(done)} of {len(todo)} were measured; with --json {path} it goes on from there.")
         return 130
     skipped = f" {len(there)} rows were there before." if there else ""

@@ -1,16 +1,35 @@
 """The markdown table of a results file: python -m benchmarks.table benchmarks/results/h100.json"""
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import host, results
+import rich.table
+from rich.console import Console
+
+from benchmarks import results
 
 Cells = Callable[[results.Row, list[str]], list[str]]
+Seconds = dict[str, float] | list[float]  # median, low and high, or those of each step
+Figure = Callable[..., str]  # median or spread
+Table = tuple[list[str], list[list[str]]]  # the head and the lines
 OLDER = "older kernels"  # they have changed since, or the tree had changes that no commit has
 MARK = " \u2020"
+# What host.py times, from the outside in. "by hand" is the leanest that Python's autograd can be: it serves one op on
+# one device.
+WAYS = {
+    "native": "torch.nn.functional.layer_norm",
+    "native operator": "torch.ops.aten.native_layer_norm.default",
+    "function": "extension_cpp.layer_norm",
+    "operator": "torch.ops.extension_cpp.layer_norm.default",
+    "register_autograd": "the operator with torch.library.register_autograd",
+    "by hand": "an autograd.Function around the kernel, without the dispatcher",
+    "kernel": "the kernel below autograd: checks, allocation, launch",
+    "shim": "the kernel on no rows: without launch",
+}
 
 
 def table(path: Path) -> str:
@@ -58,42 +77,64 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     return lines + [f"| {' | '.join(cells)} |" for cells in body]
 
 
-def _models(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
+def median(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
+    """The median in milliseconds."""
+    middle = statistics.median(seconds) if isinstance(seconds, list) else seconds["median"]
+    return f"{scale * middle:.{digits}f}"
+
+
+def spread(seconds: Seconds, scale: float = 1e3, digits: int = 1) -> str:
+    """The median, and the range from 10 to 90 % or, of a list, from the least to the most."""
+    ends = (min(seconds), max(seconds)) if isinstance(seconds, list) else (seconds["low"], seconds["high"])
+    low, high = (f"{scale * end:.{digits}f}" for end in ends)
+    return f"{median(seconds, scale, digits)} ({low} to {high})"
+
+
+def number(value: float, digits: int) -> str:
+    """The number, or nothing for NaN: it was not measured on this device."""
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def models(rows: list[results.Row], time: Figure = median) -> Table:
     """Whole models, with ratios to the stock model under torch.compile of the same run."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
     body = []
     for row in rows:
-        time, peak = row["seconds"]["median"], row["peak_bytes"]
-        cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], f"{1e3 * time:.1f}"]
-        cells += [f"{peak / 1e9:.1f}"]
+        peak = row.get("peak_bytes", math.nan)  # of a GPU
+        cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], time(row["seconds"])]
+        cells += [number(peak / 1e9, 1)]
         if beside := stock.get((row["model"], row["run"])):
-            cells += [f"{time / beside['seconds']['median']:.2f}", f"{peak / beside['peak_bytes']:.2f}"]
+            ratio = row["seconds"]["median"] / beside["seconds"]["median"]
+            cells += [f"{ratio:.2f}", number(peak / beside.get("peak_bytes", math.nan), 2)]
         body.append(cells)
     heads = ["model", "", "ms a step", "GB at the peak", "time", "memory"]
     return heads[: max(map(len, body))], body
 
 
-def _linear_loss(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
+def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
     (products,) = (row["seconds"]["median"] for row in rows if row["way"] == "products")
     body = []
     for row in rows:
-        time = row["seconds"]["median"]
-        body.append([row["way"], f"{1e3 * time:.1f}", f"{time / products:.2f}", f"{row['extra_bytes'] / 1e9:.2f}"])
+        ratio, extra = row["seconds"]["median"] / products, row.get("extra_bytes", math.nan)  # of a GPU
+        body.append([row["way"], time(row["seconds"]), f"{ratio:.2f}", number(extra / 1e9, 2)])
     return ["", "ms", "beside the products", "GB beyond inputs and gradients"], body
 
 
-def _processes(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
+def processes(rows: list[results.Row], time: Figure = median) -> Table:
     """Milliseconds, and the speed-up over one process."""
-    medians = {(row["place"], row["ops"]): statistics.median(row["seconds"]) for row in rows}
+    found = {(row["place"], row["ops"]): row["seconds"] for row in rows}
     places, which = (list(dict.fromkeys(row[name] for row in rows)) for name in ("place", "ops"))
     body = []
     for place in places:
-        times = [(medians[places[0], ops], medians[place, ops]) for ops in which]
-        body.append([place, *(cell for alone, time in times for cell in (f"{1e3 * time:.0f}", f"{alone / time:.2f}"))])
+        cells = [place]
+        for ops in which:
+            speed_up = statistics.median(found[places[0], ops]) / statistics.median(found[place, ops])
+            cells += [time(found[place, ops], digits=0), f"{speed_up:.2f}"]
+        body.append(cells)
     return ["", *(head for ops in which for head in (f"{ops}, ms", "speed-up"))], body
 
 
-def scan_steps(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
+def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
     """Milliseconds and percent of copy, with one column per shape; errors and repeatability of the widest rows."""
     shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in rows))
     body = []
@@ -102,25 +143,40 @@ def scan_steps(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
         for shape in shapes:
             same = [row for row in rows if (row["rows"], row["n"]) == shape]
             copy, row = same[0], next(row for row in same if row["step"] == step)
-            spent, share = row["seconds"]["median"], copy["seconds"]["median"] / row["seconds"]["median"]
+            share = copy["seconds"]["median"] / row["seconds"]["median"]
             percent = f"{100 * share:.0f}" if share > 0.095 else f"{100 * share:.2g}"
-            cells.append(f"{1e3 * spent:.2f}, {percent} %")
+            cells.append(f"{time(row['seconds'], digits=2)}, {percent} %")
         error = f"{row['error_eps']:.2g} eps" if "error_eps" in row else ""
         body.append([step, *cells, error, str(row.get("results_of_5", ""))])
     heads = [f"{height} x {n}" for height, n in shapes]
     return ["", *heads, "largest error", "results of 5 calls"], body
 
 
-def _host(rows: list[results.Row]) -> tuple[list[str], list[list[str]]]:
-    return ["", "", *host.PASSES], list(host.lines(rows, lambda time: f"{1e6 * time['median']:.1f}"))
+def host(rows: list[results.Row], time: Figure = median) -> Table:
+    """Microseconds: one line for each way, its description, and its figure in each pass if it was timed there."""
+    passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
+    found = {(row["way"], row["pass"]): time(row["seconds"], scale=1e6) for row in rows}
+    body = [[way, WAYS[way], *(found.get((way, name), "") for name in passes)] for way in WAYS if way in ways]
+    return ["", "", *passes], body
+
+
+def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> None:
+    """Writes the results, and prints their table with the spread of each time."""
+    results.write(path, found)
+    head, body = make(found["rows"], spread)
+    settings = [str(value) for name, value in found.items() if name not in ("machine", "rows")]
+    printed = rich.table.Table(*head, title="\n".join([heading(found), *settings]))
+    for cells in body:
+        printed.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(printed, f"The figures are in {path}.")
 
 
 # The columns of other kinds of files than python -m benchmarks writes, by the beginning of their names.
-KINDS: dict[str, tuple[Sequence[str], Callable[[list[results.Row]], tuple[list[str], list[list[str]]]]]] = {
-    "host-": (("way", "pass", "seconds"), _host),
-    "models-": (("model", "way", "seconds"), _models),
-    "linear-loss-": (("way", "seconds"), _linear_loss),
-    "processes-": (("place", "ops", "seconds"), _processes),
+KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
+    "host-": (("way", "pass", "seconds"), host),
+    "models-": (("model", "way", "seconds"), models),
+    "linear-loss-": (("way", "seconds"), linear_loss),
+    "processes-": (("place", "ops", "seconds"), processes),
     "scan-steps-": (("step", "n", "seconds"), scan_steps),
 }
 
@@ -154,20 +210,20 @@ def _table(rows: list[results.Row], head: list[str], cells_of: Cells) -> list[st
 
 def _percents(row: results.Row, names: list[str]) -> list[str]:
     cells = [row["op"], row["pass"], row["dtype"], str(row["cols"]), f"{row['copy_gb_s']:.0f}"]
-    return cells + [_cell(row, name, row["percent_of_copy"].get(name, 0.0), 0) for name in names]
+    return cells + [cell(row, name, f"{row['percent_of_copy'].get(name, 0):.0f}") for name in names]
 
 
 def _microseconds(row: results.Row, names: list[str]) -> list[str]:
-    times = {name: 1e6 * seconds["median"] for name, seconds in row["seconds"].items()}
-    cells = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", f"{times['copy']:.1f}"]
-    return cells + [_cell(row, name, times.get(name, 0.0), 1) for name in names]
+    times = {name: median(seconds, scale=1e6) for name, seconds in row["seconds"].items()}
+    cells = [row["op"], row["pass"], row["dtype"], f"{row['rows']} x {row['cols']}", times["copy"]]
+    return cells + [cell(row, name, times.get(name, "")) for name in names]
 
 
-def _cell(row: results.Row, name: str, value: float, digits: int) -> str:
+def cell(row: results.Row, name: str, figure: str) -> str:
     """The cell of a contender. It is empty if the contender was not measured."""
     if name in row.get("failed", {}):
         return "wrong" if row["failed"][name].startswith("wrong") else "raised"
-    return f"{value:.{digits}f}" if name in row["seconds"] else ""
+    return figure if name in row["seconds"] else ""
 
 
 if __name__ == "__main__":

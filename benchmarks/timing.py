@@ -4,8 +4,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,14 +13,7 @@ import torch
 from benchmarks import results
 from extension_cpp.__main__ import Parser, positive
 
-
-@dataclass(frozen=True)
-class Time:
-    """Seconds of one call."""
-
-    median: float
-    low: float  # 10th percentile
-    high: float  # 90th percentile
+Time = dict[str, float]  # seconds of one call: the median, and low and high, the 10th and the 90th percentile
 
 
 def _once_cpu(call: Callable[[], object]) -> float:
@@ -103,7 +95,7 @@ def take_turns(
     result = {}
     for name, values in seconds.items():
         deciles = statistics.quantiles(values, n=10)
-        result[name] = Time(statistics.median(values), deciles[0], deciles[-1])
+        result[name] = {"median": statistics.median(values), "low": deciles[0], "high": deciles[-1]}
     return result
 
 
@@ -114,25 +106,38 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
 def single(name: str, call: Callable[[], object], device: str, judge: Judge) -> Time:
     """The time of one call, which is judged: for a contender too slow to take turns."""
     seconds = _judged(functools.partial(seconds_of, device=device), name, call, judge)
-    return Time(seconds, seconds, seconds)
+    return dict.fromkeys(("median", "low", "high"), seconds)
 
 
-def options_of(name: str, about: str | None, rounds: int, what: str) -> argparse.ArgumentParser:
-    """The parser of python -m benchmarks NAME, with the options that these programs share."""
-    parser = Parser(prog=f"python -m benchmarks {name}", description=(about or "").replace("\n", " "))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=positive, default=rounds, help=f"timed {what} of each (default: %(default)s)")
-    file = f"out/{name.replace('_', '-')}-DEVICE.json"
-    parser.add_argument("--json", type=Path, help=f"where to write the figures (default: {file})")
-    return parser
+class BenchmarkParser(Parser):
+    """The options that all benchmarks have: the device, the rounds and the file for the figures."""
 
+    def __init__(
+        self, command: str, about: str | None, file: str, rounds: int, what: str = "calls", device: str | None = None
+    ) -> None:
+        """`file` is the default of --json or --csv, with DEVICE for the device. `what` is timed --rounds times."""
+        super().__init__(prog=f"python -m {command}", description=(about or "").replace("\n", " "))
+        self.file, self.option = file, f"--{file.rpartition('.')[2]}"
+        if device is None:
+            default = "cuda" if torch.cuda.is_available() else "cpu"
+            self.add_argument("--device", choices=["cpu", "cuda"], default=default)
+        else:
+            self.set_defaults(device=device)
+        self.add_argument("--rounds", type=positive, default=rounds, help=f"timed {what} of each (default: {rounds})")
+        self.add_argument(self.option, dest="path", type=Path, help=f"where to write the figures (default: {file})")
 
-def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses an impossible --rounds or --device, and to publish figures of a tree that no commit has."""
-    if options.rounds < 9:
-        parser.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no GPU here")
-    path = getattr(options, "json", None)
-    if path and path.resolve().parent == results.PUBLISHED and not results.is_clean(results.commit()):
-        parser.error("argument --json: published figures have a commit, and this tree has changes: commit them first")
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Refuses an impossible --rounds or --device, and to publish figures of a tree that no commit has."""
+        options = self.parse_args(arguments)
+        if options.rounds < 9:
+            self.error("argument --rounds: the spread from 10 to 90 % takes at least 9")
+        if options.device == "cuda" and not torch.cuda.is_available():
+            self.error("argument --device: torch sees no GPU here")
+        is_published = options.path and options.path.resolve().parent == results.PUBLISHED
+        if is_published and not results.is_clean(results.commit()):
+            self.error(
+                f"argument {self.option}: published figures have a commit, and this tree has changes: commit them first"
+            )
+        options.is_new = options.path is None
+        options.path = options.path or Path(self.file.replace("DEVICE", options.device))
+        return options

@@ -8,13 +8,14 @@ of a step differ.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # This import comes first, because it says in a sentence which package is missing.
-from examples.train_text import RunSettings, Text, add_options, batch, make_folder, read_text
+from examples.train_text import RunSettings, Text, add_options, batch, prepare
 
 # isort: split
 from rich.console import Console
 
 import extension_cpp
-from extension_cpp.__main__ import Parser
+from extension_cpp.__main__ import Parser, fail, run_command
 from extension_cpp.command import demo, demo_model
 from extension_cpp.command.demo_model import CannotRun, LanguageModel
 
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
+Curve = dict[str, Any]  # of a run: the settings that it shares with the others; losses and milliseconds of each step
 LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets about 1 - 1/e of its content
 
 
@@ -129,10 +131,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.recurrence = recurrence
         self.gru, self.out = extension_cpp.nn.MinGRU(width, width), nn.Linear(width, width, bias=False)
-
-    def forget_slowly(self) -> None:
-        """The biases of z: some states begin with a short memory, some with a long one."""
-        with torch.no_grad():
+        with torch.no_grad():  # the biases of z: some states begin with a short memory, some with a long one
             self.gru.projection.bias.zero_()
             z, _ = self.gru.projection.bias.chunk(2)
             z.copy_(-torch.linspace(0, math.log(LONGEST_MEMORY), self.gru.hidden_size))
@@ -151,28 +150,12 @@ def recurrent_model(recurrence: str, vocabulary: int, settings: RunSettings) -> 
     """The language model with a minGRU in place of attention, all else by this package. It needs no positions: the
     states depend on the place in the sequence."""
     model = LanguageModel(vocabulary, settings.width, settings.layers, partial(Mixer, recurrence, settings.width))
-    for module in model.modules():
-        if isinstance(module, Mixer):
-            module.forget_slowly()
     extension_cpp.nn.convert(model)
     model.linear_loss = True
     return model.to(settings.device)
 
 
 # ---- training ----
-
-
-@dataclass
-class Curve:
-    """The curve of one run: the settings that it shares with the others, and a number for each step."""
-
-    settings: dict[str, Any]
-    losses: list[float]
-    milliseconds: list[float]
-
-    def step_time(self) -> float:
-        """The median, on which the slower first steps have no effect."""
-        return statistics.median(self.milliseconds)
 
 
 class Training(demo_model.Training):
@@ -190,7 +173,8 @@ class Training(demo_model.Training):
         return loss
 
     def curve(self) -> Curve:
-        return Curve(asdict(self.settings), self.losses, [1e3 * seconds for seconds in self.seconds])
+        milliseconds = [1e3 * seconds for seconds in self.seconds]
+        return {"settings": asdict(self.settings), "losses": self.losses, "milliseconds": milliseconds}
 
 
 # ---- showing ----
@@ -200,23 +184,20 @@ def read_curves(folder: Path, settings: RunSettings) -> dict[str, Curve]:
     """The curves of the runs in the folder that have these settings."""
     curves = {}
     for recurrence in RECURRENCES:
-        try:
-            curve = Curve(**json.loads((folder / f"{recurrence}.json").read_text()))
-        except (OSError, ValueError, TypeError):  # there is no complete run of this recurrence
-            continue
-        if curve.settings == asdict(settings):
-            curves[recurrence] = curve
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no complete run of this one
+            curve = json.loads((folder / f"{recurrence}.json").read_text())
+            if curve["settings"] == asdict(settings):
+                curves[recurrence] = curve
     return curves
 
 
 def tabulate(folder: Path, curves: dict[str, Curve]) -> None:
+    losses = [[f"{loss:.6f}" for loss in curve["losses"]] for curve in curves.values()]
+    times = [[f"{time:.2f}" for time in curve["milliseconds"]] for curve in curves.values()]
     with (folder / "curves.csv").open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["step", *curves, *(f"ms_{recurrence}" for recurrence in curves)])
-        losses = zip(*(curve.losses for curve in curves.values()), strict=True)
-        times = zip(*(curve.milliseconds for curve in curves.values()), strict=True)
-        for step, (loss, milliseconds) in enumerate(zip(losses, times, strict=True), 1):
-            table.writerow([step, *(f"{x:.6f}" for x in loss), *(f"{x:.2f}" for x in milliseconds)])
+        table.writerows(zip(range(1, len(losses[0]) + 1), *losses, *times, strict=True))
 
 
 def draw(folder: Path, curves: dict[str, Curve]) -> Path:
@@ -225,10 +206,11 @@ def draw(folder: Path, curves: dict[str, Curve]) -> Path:
     figure = Figure(figsize=(9, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
     top, left, right = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
-    losses = {recurrence: curve.losses for recurrence, curve in curves.items()}
+    losses = {recurrence: curve["losses"] for recurrence, curve in curves.items()}
     title, alone = "A small minGRU on text, float32", "run another --recurrence, too"
     colors = demo_model.draw_losses(top, left, losses, title, alone)
-    bars = right.barh(list(curves), [curve.step_time() for curve in curves.values()], color=list(colors.values()))
+    times = [statistics.median(curve["milliseconds"]) for curve in curves.values()]
+    bars = right.barh(list(curves), times, color=list(colors.values()))
     right.bar_label(bars, fmt="%.1f", padding=3)
     right.margins(x=0.2)
     right.invert_yaxis()
@@ -241,30 +223,11 @@ def draw(folder: Path, curves: dict[str, Curve]) -> Path:
 # ---- the command ----
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python examples/recurrent_text.py", description=__doc__.split("\n\n", 1)[1])
-    parser.add_argument(
-        "--recurrence",
-        choices=RECURRENCES,
-        nargs="+",
-        default=["ours"],
-        help="one or more, a step each in turns (default: ours)",
-    )
-    parser.add_argument("--no-compile", action="store_true", help="torch's associative_scan without torch.compile")
-    holds = (
-        "RECURRENCE.json, the losses and times of a run, and for curves.csv and loss.png, with all runs that had the "
-    )
-    add_options(parser, 200, "out/recurrent_text", holds + "same settings")
-    return parser.parse_args(arguments)
-
-
 def run(options: argparse.Namespace, console: Console) -> None:
-    device, remark = demo.choose_device(options.device)
+    text, settings, remark = prepare(options, SIZES, RunSettings)
+    device = settings.device
     if device == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, for all three
-    text = Text.of(read_text(options.text), SIZES[device]["context"])
-    settings = RunSettings(device, options.steps, text.digest, **SIZES[device])
-    make_folder(options.out)
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
     if "torch" in options.recurrence:
         if not options.no_compile:
@@ -278,11 +241,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
                 training.step()
             progress.update(task, advance=1, description=f"loss {training.losses[-1]:.4f}")
     for name, training in trainings.items():
-        curve = training.curve()
-        (options.out / f"{name}.json").write_text(json.dumps(asdict(curve)))
+        (options.out / f"{name}.json").write_text(json.dumps(training.curve()))
         console.print(
-            f"{name:5}  loss {curve.losses[0]:.4f} at first, {curve.losses[-1]:.4f} in the end  "
-            f"{curve.step_time():.1f} ms a step, the median",
+            f"{name:5}  loss {training.losses[0]:.4f} at first, {training.losses[-1]:.4f} in the end  "
+            f"{1e3 * training.step_seconds():.1f} ms a step, the median",
             highlight=False,
         )
     curves = read_curves(options.out, settings)
@@ -292,17 +254,20 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    parser = Parser(prog="python examples/recurrent_text.py", description=__doc__.split("\n\n", 1)[1])
+    turns = "one or more, a step each in turns (default: ours)"
+    parser.add_argument("--recurrence", choices=RECURRENCES, nargs="+", default=["ours"], help=turns)
+    parser.add_argument("--no-compile", action="store_true", help="torch's associative_scan without torch.compile")
+    holds = "RECURRENCE.json, losses and times of a run; curves.csv and loss.png, all runs that had the same settings"
+    add_options(parser, 200, "out/recurrent_text", holds)
+    options = parser.parse_args(arguments)
     try:
         with torch.compiler.set_stance("force_eager" if options.no_compile else "default"):
             run(options, Console())
     except CannotRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        return fail(str(error))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -14,6 +14,7 @@ one and without torchrun.
 """
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
@@ -37,7 +38,7 @@ try:
     import extension_cpp
 except ImportError as error:
     sys.exit(f"error: {error}")
-from extension_cpp.__main__ import Parser, missing_for, positive
+from extension_cpp.__main__ import Parser, fail, missing_for, positive
 
 if missing := missing_for("this example"):
     sys.exit(f"error: {missing}")
@@ -266,12 +267,10 @@ def draw(folder: Path, settings: Settings) -> Path:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     states = {}
     for ops in OPS:
-        try:
+        with contextlib.suppress(CannotRun):  # the other run has no checkpoint, or one that cannot be read
             state = read_checkpoint(folder / f"{ops}.pt")
-        except CannotRun:  # the other run has none, or one that cannot be read
-            continue
-        if state["settings"] == asdict(settings):
-            states[ops] = state
+            if state["settings"] == asdict(settings):
+                states[ops] = state
     losses = {f"{ops}, training": state["losses"] for ops, state in states.items()}
     title, alone = "A small GPT on text, bfloat16 autocast", "run the other --ops, too"
     colors = demo_model.draw_losses(top, bottom, losses, title, alone)
@@ -296,26 +295,15 @@ def add_options(parser: argparse.ArgumentParser, steps: int, out: str, holds: st
     )
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python examples/train_text.py", description=__doc__.split("\n\n", 1)[1])
-    parser.add_argument("--ops", choices=OPS, default="ours", help="whose functions (default: ours)")
-    parser.add_argument(
-        "--parallel",
-        choices=("ddp", "fsdp"),
-        default="ddp",
-        help="under torchrun: each process has the whole model (ddp, the default), or a part of each tensor (fsdp)",
-    )
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
-    add_options(parser, 300, "out/train_text", "OPS.pt, the checkpoint, and loss.png, with the curves of both OPS")
-    return parser.parse_args(arguments)
-
-
-def make_folder(path: Path) -> None:
+def prepare(options: argparse.Namespace, sizes: dict[str, Any], kind: type[RunSettings]) -> tuple[Text, Any, str]:
+    """The text, the settings of the run, and a remark on the device. Makes the folder for what is written."""
+    device, remark = demo.choose_device(options.device)
+    text = Text.of(read_text(options.text), sizes[device]["context"])
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotRun(f"--out {path}: {error.strerror}") from error
+        raise CannotRun(f"--out {options.out}: {error.strerror}") from error
+    return text, kind(device=device, steps=options.steps, text=text.digest, **sizes[device]), remark
 
 
 def join(device: str) -> None:
@@ -326,13 +314,11 @@ def join(device: str) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    device, remark = demo.choose_device(options.device)
     parallel = options.parallel if distributed.is_torchelastic_launched() else None
     if not options.no_compile:
         demo.check_compiler("training", "; or add --no-compile")
-    text = Text.of(read_text(options.text), SIZES[device]["context"])
-    settings = Settings(device, options.steps, text.digest, **SIZES[device])
-    make_folder(options.out)
+    text, settings, remark = prepare(options, SIZES, Settings)
+    device = settings.device
     if parallel:
         join(device)
     checkpoint = options.out / f"{options.ops}.pt"
@@ -376,13 +362,19 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    parser = Parser(prog="python examples/train_text.py", description=__doc__.split("\n\n", 1)[1])
+    parser.add_argument("--ops", choices=OPS, default="ours", help="whose functions (default: ours)")
+    under = "under torchrun: each process has the whole model (ddp, the default), or a part of each tensor (fsdp)"
+    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help=under)
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--restart", action="store_true", help="begin anew where there is a checkpoint")
+    add_options(parser, 300, "out/train_text", "OPS.pt, the checkpoint, and loss.png, with the curves of both OPS")
+    options = parser.parse_args(arguments)
     is_first = os.environ.get("RANK", "0") == "0"
     try:
         run(options, Console(quiet=not is_first))
     except CannotRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return fail(str(error))
     except KeyboardInterrupt:
         if not is_first:
             return 130

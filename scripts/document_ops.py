@@ -27,17 +27,6 @@ PAGE = ROOT / "docs" / "ops.md"
 STUB = ROOT / "extension_cpp" / "_ops.pyi"
 
 
-def functions() -> dict[str, Callable[..., Any]]:
-    """The public operators, in the order of __all__ in ops.py."""
-    return {name: getattr(ops, name) for name in ops.__all__}
-
-
-def modules() -> dict[str, type[torch.nn.Module]]:
-    """The modules of extension_cpp.nn, in the order of modules.py."""
-    public = extension_cpp.nn.__all__
-    return {name: x for name, x in vars(extension_cpp.modules).items() if name in public and isinstance(x, type)}
-
-
 def call(name: str, function: Callable[..., Any]) -> str:
     """The call of a function: names and defaults, without the types."""
     signature = inspect.signature(function)
@@ -69,18 +58,6 @@ def row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def row_of(name: str, function: Callable[..., Any]) -> str:
-    """An operator's row of the table."""
-    link = f"[`{call(name, function)}`](#{name})"
-    return row(link, summary(function), gradients(name, function)) + "\n"
-
-
-def table() -> str:
-    """The table of the page, with one row for each operator."""
-    rows = (row_of(name, function) for name, function in functions().items())
-    return "| function | meaning | differentiable |\n|---|---|---|\n" + "".join(rows).rstrip("\n")
-
-
 def schemas_of(names: list[str]) -> dict[str, list[str]]:
     """The schemas of each operator, found by their names: mish has mish, mish_backward and mish_double_backward."""
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -110,29 +87,26 @@ def described(name: str, function: Callable[..., Any]) -> str:
     return f"## {name}\n\n`{call(name, function)}`\n\n{body}"
 
 
-def section(name: str, function: Callable[..., Any], schemas: list[str]) -> str:
-    listed = "\n".join(schemas)
-    return f"{described(name, function)}\n\n```text\n{listed}\n```\n"
-
-
 def page() -> str:
     """docs/ops.md."""
-    known = functions()
-    schemas = schemas_of(list(known))
-    common = markdown((ops.__doc__ or "").split("\n\n", 2)[2].strip())
+    functions = {name: getattr(ops, name) for name in ops.__all__}
+    schemas = schemas_of(ops.__all__)
+    modules = {name: x for name, x in vars(extension_cpp.modules).items() if name in extension_cpp.nn.__all__}
+    table = ["| function | meaning | differentiable |", "|---|---|---|"]
+    for name, function in functions.items():
+        table.append(row(f"[`{call(name, function)}`](#{name})", summary(function), gradients(name, function)))
+    of_modules = ["| module | meaning |", "|---|---|"]
+    of_modules += [row(f"`{call(name, x)}`", summary(x)) for name, x in modules.items() if isinstance(x, type)]
     parts = [
         "# Operators",
         "Written by `make docs` from the docstrings in `extension_cpp/functional/` and the schemas; edit those.",
-        common,
-        table(),
-        *(section(name, function, schemas[name]).rstrip() for name, function in known.items()),
-        "## Modules",
-        "In `extension_cpp.nn`, with the names and habits of torch.nn.",
-        "| module | meaning |\n|---|---|\n"
-        + "\n".join(row(f"`{call(name, module)}`", summary(module)) for name, module in modules().items()),
-        described("convert", extension_cpp.nn.convert),
-        described("revert", extension_cpp.nn.revert),
+        markdown((ops.__doc__ or "").split("\n\n", 2)[2].strip()),
+        "\n".join(table),
     ]
+    for name, function in functions.items():
+        parts += [described(name, function), "\n".join(["```text", *schemas[name], "```"])]
+    parts += ["## Modules", "In `extension_cpp.nn`, with the names and habits of torch.nn.", "\n".join(of_modules)]
+    parts += [described("convert", extension_cpp.nn.convert), described("revert", extension_cpp.nn.revert)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -175,10 +149,10 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
 def stub() -> str:
     """extension_cpp/_ops.pyi: an operator's arguments, and the results of its no-grad overload."""
     known = vars(calls.operators("extension_cpp"))
-    schemas = (schema for listed in schemas_of(list(functions())).values() for schema in listed)
+    schemas = (schema for listed in schemas_of(ops.__all__).values() for schema in listed)
     names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)
-    ops = torch.ops.extension_cpp
-    overloads = {name: getattr(ops, name + calls.NO_GRAD).default for name in names if name in known}
+    package = torch.ops.extension_cpp
+    overloads = {name: getattr(package, name + calls.NO_GRAD).default for name in names if name in known}
     head = '"""The types of _ops.py. `make docs` writes them from the operators\' schemas."""\n\n'
     head += "from collections.abc import Sequence\n\nfrom torch import Tensor\n\n"
     return head + "".join(typed(name, overload._schema) for name, overload in overloads.items())

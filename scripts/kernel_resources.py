@@ -36,10 +36,9 @@ def find_cuobjdump() -> str | None:
 
 
 def cuobjdump() -> str:
-    found = find_cuobjdump()
-    if found is None:
-        sys.exit("error: cuobjdump was not found; it comes with the CUDA toolkit and with the package triton.")
-    return found
+    return find_cuobjdump() or sys.exit(
+        "error: cuobjdump was not found; it comes with the CUDA toolkit and with the package triton."
+    )
 
 
 def short_name(name: str) -> str:
@@ -78,7 +77,7 @@ def family(name: str) -> str:
 
 def families(names: list[str]) -> dict[str, int]:
     """The number of kernels in each family, most first."""
-    return dict(collections.Counter(family(name) for name in names).most_common())
+    return dict(collections.Counter(map(family, names)).most_common())
 
 
 def megabytes(library: Path) -> float:
@@ -96,11 +95,6 @@ def seconds(log: str, plan: str) -> list[tuple[float, str]]:
     return sorted(((time, output.removesuffix(".o")) for output, time in last.items()), reverse=True)
 
 
-def newest_log() -> Path | None:
-    logs = sorted((ROOT / "build").glob("*/.ninja_log"), key=lambda log: log.stat().st_mtime)
-    return logs[-1] if logs else None
-
-
 def print_summary(arch: str) -> None:
     """Prints the figures that have budgets. Without cuobjdump or CUDA some are missing."""
     print(f"library: {megabytes(LIBRARY):.1f} MB (budget for one architecture: {LIBRARY_MB} MB)")
@@ -113,8 +107,8 @@ def print_summary(arch: str) -> None:
         print(f"kernels for {arch}: {sum(count.values())} (budget for norm: {NORM_KERNELS})")
         for name, number in count.items():
             print(f"  {number:5d}  {name}")
-    log = newest_log()
-    if log is not None:
+    logs = (ROOT / "build").glob("*/.ninja_log")
+    if log := max(logs, key=lambda log: log.stat().st_mtime, default=None):
         print(f"slowest translation units of build/{log.parent.name}, seconds beside whatever else ran at the time:")
         for time, source in seconds(log.read_text(), log.with_name("build.ninja").read_text())[:8]:
             print(f"  {time:5.1f}  {source}")
@@ -125,11 +119,8 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="only kernels whose name has one of these words")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--stack", action="store_true", help="only kernels that use the stack")
-    parser.add_argument(
-        "--summary",
-        action="store_true",
-        help="number of kernels by family, size of the library, slowest translation units",
-    )
+    summary = "number of kernels by family, size of the library, slowest translation units"
+    parser.add_argument("--summary", action="store_true", help=summary)
     options = parser.parse_args()
     if not LIBRARY.exists():
         sys.exit("error: the library is not built; run `make build`.")

@@ -11,6 +11,7 @@ import argparse
 import glob
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,43 +27,12 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_OLDEST = "2.10"
 PYTHON_OLDEST = (3, 10)
-TOOLS_NOT_NEEDED = (
-    "torch",
-    "ruff",
-    "mypy",
-    "clang-format",
-    "pre-commit",
-    "nbclient",
-    "ipykernel",
-    "kernels",
-    "kernel-abi-check",
-    "mkdocs",
-    "mkdocs-material",
-    "mkdocstrings-python",
-    "pymdown-extensions",
+NOT_NEEDED = re.compile(
+    r"#|(torch|ruff|mypy|clang-format|pre-commit|nbclient|ipykernel|kernels|kernel-abi-check|mkdocs[\w-]*|pymdown[\w-]*)=="
 )
-# The others use the package as installed, and what is copied for them.
-COPIED = ("benchmarks", "examples", "tests")
-OF_THE_CHECKOUT = (
-    "budgets",
-    "build",
-    "c",
-    "clusters",
-    "docs",
-    "examples",
-    "hub",
-    "library",
-    "mutants",
-    "sass_diff",
-    "scaffold",
-    "scan",
-    "scan_kernels",
-    "scan_steps",
-    "site",
-    "tools",
-    "troubleshooting",
-)
-TESTS_OF_THE_CHECKOUT = tuple(f"test_{of}.py" for of in OF_THE_CHECKOUT)
+# What is copied for the tests beside the installed package. Those that need more of the checkout are left out.
+FOLDERS, FILES = ("benchmarks", "examples", "tests"), ("build_library.py", "pyproject.toml")
+OF_THE_CHECKOUT = re.compile(r"^ *(?:from|import) (?:build_library|check_environment|scripts)\b", re.MULTILINE)
 
 ASK_PYTHON = "import sys, venv, ensurepip; print(sys.version_info[0], sys.version_info[1])"
 ASK_ENVIRONMENT = """
@@ -110,7 +80,7 @@ def plan(versions: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
 def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
     """The Python of the environment in .matrix, which is made again if it does not fit requirements.txt."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    wanted = [line for line in lines if not line.startswith(("#", *(f"{tool}==" for tool in TOOLS_NOT_NEEDED)))]
+    wanted = [line for line in lines if not NOT_NEEDED.match(line)]
     wanted.append(f"torch=={torch}.*")
     folder = ROOT / ".matrix" / f"python{version[0]}.{version[1]}-torch{torch}"
     python, stamp = folder / "bin" / "python", folder / "ready"
@@ -124,26 +94,23 @@ def environment(interpreter: str, version: tuple[int, int], torch: str) -> Path:
     return python
 
 
+def tests_of_the_checkout() -> set[str]:
+    """The tests that build the library or run a program of the checkout."""
+    paths = (ROOT / "tests").glob("test_*.py")
+    return {"test_examples.py", "test_site.py"} | {p.name for p in paths if OF_THE_CHECKOUT.search(p.read_text())}
+
+
 def run_tests(python: Path, wheel: Path, arguments: list[str]) -> tuple[list[str], str]:
     """Installs the wheel and tests it: the table's cells, and the library's sha256."""
-    install = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--force-reinstall",
-        "--no-deps",
-        "--no-index",
-        str(wheel),
-    ]
-    subprocess.run(install, check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "--force-reinstall", "--no-deps", "--no-index", str(wheel)], check=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for copied in COPIED:
-            ignored = shutil.ignore_patterns("__pycache__", ".venv", "build", *TESTS_OF_THE_CHECKOUT)
+        ignored = shutil.ignore_patterns("__pycache__", ".venv", "build", *tests_of_the_checkout())
+        for copied in FOLDERS:
             shutil.copytree(ROOT / copied, folder / copied, ignore=ignored)
-        shutil.copy(ROOT / "pyproject.toml", folder)  # pytest's settings
+        for copied in FILES:
+            shutil.copy(ROOT / copied, folder)
         asked = subprocess.run([python, "-c", ASK_ENVIRONMENT], cwd=folder, check=True, capture_output=True, text=True)
         *cells, library = asked.stdout.splitlines()
         if not Path(library).is_relative_to(ROOT / ".matrix"):

@@ -32,14 +32,11 @@ print("Python", platform.python_version(), "torch", torch.__version__, "extensio
 """
 
 
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GLIBC"))}
-
-
 def check(interpreter: str, *packages: str, **variables: str) -> str:
     """Installs the packages in a new environment and checks them there. Returns a line about the result."""
     with tempfile.TemporaryDirectory() as name:
-        environment = clean_environment() | variables
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GLIBC"))}
+        environment = kept | variables
         python = f"{name}/venv/bin/python"
         subprocess.run([interpreter, "-m", "venv", f"{name}/venv"], check=True, env=environment)
         start = time.monotonic()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for `python scripts/sass_diff.py`
@@ -32,13 +32,11 @@ SYMBOL = re.compile(r"\b_Z\w+")
 
 
 class Pair(NamedTuple):
-    """One line of the table. `state` is identical, renamed, changed, only before or only after."""
+    """One line of the table."""
 
     state: str
-    name: str
-    new_name: str = ""  # of a renamed kernel
-    instructions: tuple[int, int] = (0, 0)  # before and after
-    differing: int = 0
+    name: str  # "OLD -> NEW" of a renamed kernel
+    detail: str = ""
 
 
 STATES = ("identical", "renamed", "changed", "only before", "only after")
@@ -87,50 +85,32 @@ def differing(before: Code, after: Code) -> int:
     return max(gone.total(), new.total(), 1)
 
 
-def _without_equals(before: Sequence[Code], after: Sequence[Code]) -> tuple[list[Code], list[Code]]:
-    rest, left = list(before), []
-    for code in after:
-        if code in rest:
-            rest.remove(code)
-        else:
-            left.append(code)
-    return rest, left
-
-
 def compare(before: Kernels, after: Kernels) -> list[Pair]:
     """Pairs the kernels by name, and those without a partner by equal code."""
     pairs, alone_before, alone_after = [], [], []
     for name in sorted({*before, *after}):
-        olds, news = _without_equals(before.get(name, []), after.get(name, []))
-        pairs += [Pair("identical", name)] * (len(before.get(name, [])) - len(olds))
-        both = min(len(olds), len(news))
-        for old, new in zip(olds[:both], news[:both], strict=True):
-            pairs.append(Pair("changed", name, "", (len(old), len(new)), differing(old, new)))
-        alone_before += [(name, code) for code in olds[both:]]
-        alone_after += [(name, code) for code in news[both:]]
-    by_code = collections.defaultdict(list)
-    for name, code in alone_after:
-        by_code[code].append(name)
+        olds, news = (collections.Counter(kernels.get(name, ())) for kernels in (before, after))
+        pairs += [Pair("identical", name)] * (olds & news).total()
+        rest, left = list((olds - news).elements()), list((news - olds).elements())
+        for old, new in zip(rest, left, strict=False):
+            detail = f": {differing(old, new)} of {len(old)} -> {len(new)} instructions"
+            pairs.append(Pair("changed", name, detail))
+        alone_before += [(name, code) for code in rest[len(left) :]]
+        alone_after += [(name, code) for code in left[len(rest) :]]
     for name, code in alone_before:
-        if by_code[code]:
-            pairs.append(Pair("renamed", name, by_code[code].pop(0), (len(code), len(code))))
+        if same := next((other for other in alone_after if other[1] == code), None):
+            alone_after.remove(same)
+            pairs.append(Pair("renamed", f"{name} -> {same[0]}"))
         else:
-            pairs.append(Pair("only before", name, "", (len(code), 0)))
-    pairs += [Pair("only after", name, "", (0, len(code))) for code, names in by_code.items() for name in names]
+            pairs.append(Pair("only before", name, f": {len(code)} instructions"))
+    pairs += [Pair("only after", name, f": {len(code)} instructions") for name, code in alone_after]
     return sorted(pairs, key=lambda pair: (STATES.index(pair.state), pair.name))
 
 
 def table(pairs: Sequence[Pair]) -> str:
     """A line for each kernel that is not identical, and the number of kernels in each state."""
-    lines = []
-    for pair in pairs:
-        if pair.state == "renamed":
-            lines.append(f"renamed, identical  {pair.name} -> {pair.new_name}")
-        elif pair.state == "changed":
-            sizes = f"{pair.differing} of {pair.instructions[0]} -> {pair.instructions[1]} instructions"
-            lines.append(f"changed             {pair.name}: {sizes}")
-        elif pair.state != "identical":
-            lines.append(f"{pair.state:18s}  {pair.name}: {sum(pair.instructions)} instructions")
+    titles = {"renamed": "renamed, identical"}
+    lines = [f"{titles.get(state, state):18s}  {name}{detail}" for state, name, detail in pairs if state != "identical"]
     count = collections.Counter(pair.state for pair in pairs)
     return "\n".join([*lines, ", ".join(f"{count[state]} {state}" for state in STATES)])
 
@@ -147,25 +127,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("before", type=Path, metavar="BEFORE.so")
     parser.add_argument("after", type=Path, metavar="AFTER.so")
     parser.add_argument("--arch", default="sm_90", help="default: sm_90")
-    parser.add_argument(
-        "--match", default="", metavar="WORD", help="only kernels whose name has this word, before or after"
-    )
-    parser.add_argument(
-        "--rename",
-        type=renaming,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="OLD=NEW",
-        help="whole words of names",
-    )
+    parser.add_argument("--match", default="", metavar="WORD", help="only kernels with this word in a name of theirs")
+    words: dict[str, Any] = {"type": renaming, "nargs": "+", "action": "extend", "default": [], "metavar": "OLD=NEW"}
+    parser.add_argument("--rename", **words, help="whole words of names")
     options = parser.parse_args(arguments)
     for library in (options.before, options.after):
         if not library.is_file():
             parser.error(f"{library}: no such file")
     before = rename(disassemble(options.before, options.arch), options.rename)
     pairs = compare(before, disassemble(options.after, options.arch))
-    pairs = [pair for pair in pairs if options.match in pair.name or options.match in pair.new_name]
+    pairs = [pair for pair in pairs if options.match in pair.name]
     if not pairs:
         sys.exit(f"error: no kernel for {options.arch} has '{options.match}' in its name.")
     print(table(pairs))

@@ -17,7 +17,7 @@ CONVERTED = ("stock", "converted", "linear loss")
 
 def test_figures_of_small_models(tmp_path: Path, device: str, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "figures" / "models.json"
-    options = ["--small", "--rounds", "9", "--json", str(path), "--profile", "converted", "--contender", *CONVERTED]
+    options = ["--small", "--rounds", "9", "--json", str(path), "--contender", *CONVERTED]
     models.main(["--device", device, *options])
     found = json.loads(path.read_text())
     assert {"device", "torch", "versions", "python", "rounds", "seed"} <= found["machine"].keys()
@@ -27,8 +27,6 @@ def test_figures_of_small_models(tmp_path: Path, device: str, capsys: pytest.Cap
         assert row["converted_modules"] >= 10 and 0 < row["gradient_error"] < 0.05
         assert 0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
         assert device == "cpu" or row["peak_bytes"] > 0
-        profile = (path.parent / f"profile-{row['model']}-converted.txt").read_text()
-        assert "extension_cpp::" in profile or device == "cuda"
     assert f"The figures are in {path}." in capsys.readouterr().out.replace("\n", "")
 
 
@@ -80,7 +78,7 @@ def test_a_liger_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys:
 
     liger = types.SimpleNamespace(apply_liger_kernel_to_llama=apply)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    figures, _ = models.measure(models.SMALL["llama-3.2-1b"], "cpu", ("stock", "liger"), 9, {})
+    figures, _ = models.measure(models.SMALL["llama-3.2-1b"], "cpu", ("stock", "liger"), 9)
     assert list(figures) == ["stock"]
     assert "liger is left out: it fails here: division by zero" in capsys.readouterr().err
 
@@ -140,7 +138,7 @@ def test_another_model_is_refused(planted: str, name: str) -> None:
     assert abs(losses[0] - contenders["stock"].loss()) < 0.02 * losses[0]
 
 
-@pytest.mark.parametrize("options", [["--rounds", "8"], ["--model", "other"], ["--rounds", "x"], ["--profile", "x"]])
+@pytest.mark.parametrize("options", [["--rounds", "8"], ["--model", "other"], ["--rounds", "x"]])
 def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
         models.main(options)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import csv
 import json
 import re
 from dataclasses import replace
@@ -27,7 +28,6 @@ from benchmarks import (
     run,
 )
 from benchmarks.table import table
-from benchmarks.timing import Time
 from tests.opspec import as_tuple
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
@@ -117,6 +117,14 @@ def test_a_run_continues_the_file(bench, monkeypatch, capsys) -> None:
     again = bench("--op", "relu", "--pass", "forward", "--again")
     assert len(measured) == 1 and len(again["rows"]) == 2 and again["rows"][1] == both["rows"][1]
     assert "2 rows were there before" in capsys.readouterr().out
+
+
+def test_a_run_without_a_file_writes_a_new_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for op in ("relu", "mish"):
+        assert command.main(["--device", "cpu", *TINY, "--op", op, "--pass", "forward"]) == 0
+    (row,) = json.loads((tmp_path / "out" / "bench-cpu.json").read_text())["rows"]
+    assert row["op"] == "mish" and row["run"] == 1
 
 
 def test_stopping_keeps_what_was_measured(bench, monkeypatch, capsys) -> None:
@@ -274,8 +282,9 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     printed = capsys.readouterr().out
     for word in (*host.PASSES, *host.WAYS, str(path)):
         assert word in printed
-    time = found["rows"][0]["seconds"]["median"]
-    assert f"| native | torch.nn.functional.layer_norm | {1e6 * time:.1f} |" in table(path)
+    low, time, high = (1e6 * found["rows"][0]["seconds"][figure] for figure in ("low", "median", "high"))
+    assert f"{time:.1f} ({low:.1f} to {high:.1f})" in printed
+    assert f"| native | torch.nn.functional.layer_norm | {time:.1f} |" in table(path)
     # Our registration is active before each turn of the plain one, and at the end.
     assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
     with registered_plainly():
@@ -364,7 +373,7 @@ def test_tables_fit_into_80_columns(name: str, capsys) -> None:
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     rows = [line for line in lines if re.match(r"(forward|backward) +\d+ x \d+ ", line)]
     assert len(rows) >= len(found["rows"]) and max(map(len, rows)) <= 80
-    assert all(re.search(r" ([\d.]+|failed)$", line) for line in rows) and "\u2026" not in "".join(lines)
+    assert all(re.search(r" ([\d.]+|wrong|raised)$", line) for line in rows) and "\u2026" not in "".join(lines)
 
 
 def test_points_lie_inside_their_axes() -> None:
@@ -439,7 +448,7 @@ def test_shapes_of_the_norms(tmp_path: Path, monkeypatch, capsys) -> None:
             ready(name)
             if name != "copy":
                 assert norm_plans.plan_of(case)["shape"] == name
-        return {name: Time(1e-3 * (index + 1), 0, 0) for index, name in enumerate(calls)}
+        return {name: {"median": 1e-3 * (index + 1)} for index, name in enumerate(calls)}
 
     monkeypatch.setattr(norm_plans, "take_turns", take_turns)
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
@@ -462,7 +471,19 @@ def test_shapes_of_the_norms_need_a_gpu(monkeypatch, capsys) -> None:
     assert "no GPU" in capsys.readouterr().err
 
 
-COMMANDS = dict(re.findall(r"(?m)^\| `([\w-]+\.json)` \| (.*) \|$", (results.PUBLISHED / "README.md").read_text()))
+def test_the_command_of_the_norms_shapes_gives_its_cases(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (words,) = re.findall(r"`python -m benchmarks norm_plans (--[^`]*)`", COMMANDS["norm-plans-h100.csv"])
+    with (results.PUBLISHED / "norm-plans-h100.csv").open() as file:
+        rows = [
+            [row[name] for name in norm_plans.COLUMNS[:5]]
+            for row in csv.DictReader(line for line in file if line[0] != "#")
+        ]
+    asked = [list(map(str, case.head().values()))[:5] for case in run.cases(norm_plans.parse(words.split()))]
+    assert [*dict.fromkeys(map(tuple, rows))] == [*map(tuple, asked)]
+
+
+COMMANDS = dict(re.findall(r"(?m)^\| `([\w-]+\.\w+)` \| (.*) \|$", (results.PUBLISHED / "README.md").read_text()))
 MEASURED = {name: re.findall(r"`python -m benchmarks (--[^`]*)`", text) for name, text in COMMANDS.items()}
 
 
@@ -481,12 +502,12 @@ def test_the_commands_of_a_file_give_its_rows(name) -> None:
 def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
     """Rows of a tree with changes are no published figures, and a change of an op's kernels marks its rows."""
     monkeypatch.setattr(results, "commit", lambda: "123456789abc-dirty")
-    assert results.run("cpu").of("relu")["kernel"] is None
+    assert results.run("cpu")("relu")["kernel"] is None
     with pytest.raises(SystemExit):
         command.main([*TINY, "--json", str(results.PUBLISHED / "new.json")])
     assert "this tree has changes" in capsys.readouterr().err
     monkeypatch.setattr(results, "commit", lambda: "123456789abc")
-    row = results.run("cpu", [{"run": 3}]).of("relu")
+    row = results.run("cpu", [{"run": 3}])("relu")
     assert row["run"] == 4 and not results.is_older(row, "cpu") and results.is_older(row, "cuda")
     sources = kernels.sources()
     for file, text, change in (

@@ -60,6 +60,13 @@ def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "curves.csv").read_text().startswith("step,ours,ms_ours\n1,"), "the others had other settings"
 
 
+def test_states_of_recurrent_text_begin_with_memories_of_many_lengths() -> None:
+    """The first state keeps half of its content for a step, and the last one 64 of 65 parts."""
+    bias, _ = recurrent_text.Mixer("ours", 8).gru.projection.bias.chunk(2)
+    kept = 1 - torch.sigmoid(bias)
+    assert [kept[0].item(), kept[-1].item()] == pytest.approx([1 / 2, 64 / 65]) and kept.diff().min() > 0
+
+
 @pytest.mark.parametrize("name", ["loop", "torch"])
 def test_recurrent_text_gradients(name: str, device: str) -> None:
     a, b, grad = torch.randn(3, 2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)

@@ -5,7 +5,6 @@ contiguous and strided, the percent of the bandwidth that a copy of a contiguous
 is compared with float64 before it is timed. Writes the figures to examples/accessor/results/.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -26,6 +25,7 @@ from torch.utils.benchmark import Timer
 
 import build_library
 import extension_cpp
+from extension_cpp.__main__ import Parser, positive
 
 FOLDER = Path(__file__).resolve().parent
 COLS = 1024
@@ -82,29 +82,23 @@ def measure(x: Tensor, seconds: float) -> dict[str, float]:
     return found
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.accessor.compare", description=__doc__.split("\n\n")[0])
+def main() -> None:
+    parser = Parser(prog="python -m examples.accessor.compare", description=__doc__.split("\n\n")[0])
     there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--device", choices=there, default=there[-1])
-    parser.add_argument("--mib", type=int, default=256, help="size of the large tensor (default: 256)")
+    parser.add_argument("--mib", type=positive, default=256, help="size of the large tensor (default: 256)")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each figure (default: 2)")
     parser.add_argument("--json", type=Path, help="where to write (default: examples/accessor/results/DEVICE.json)")
     options = parser.parse_args()
-    if options.mib < 1 or options.seconds <= 0:
-        parser.error("--mib and --seconds must be positive")
-    return options
-
-
-def main() -> None:
-    options = parse()
+    if options.seconds <= 0:
+        parser.error("--seconds must be positive")
     os.environ["MAX_JOBS"] = "1"
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", build_library.native_architectures() or "9.0+PTX")
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     about = {"device": name, "torch": torch.__version__, "mib": options.mib, "seconds": options.seconds}
     seconds, objects = build_ours(options.device)
-    rows: dict[str, dict[str, Any]] = {
-        "compile, s": {"ours": seconds, "ours_objects": objects, "accessor": build_accessor()}
-    }
+    compiled = {"ours": seconds, "ours_objects": objects, "accessor": build_accessor()}
+    rows: dict[str, dict[str, Any]] = {"compile, s": compiled}
     size = options.mib * 2**20 // 4 // COLS
     wide = torch.randn(size, 2 * COLS, device=options.device)
     with torch.no_grad():

@@ -5,15 +5,12 @@ the bound of the tests for normal ones. Then the steps take turns with a copy, t
 step whose first call takes longer than a quarter of a second is not timed again: that call is its figure.
 """
 
-import argparse
 import functools
 import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,9 @@ from torch import Tensor
 
 import extension_cpp
 from benchmarks import results
-from benchmarks.table import markdown, scan_steps
-from benchmarks.timing import Time, check_options, take_turns
+from benchmarks.table import finish, scan_steps
+from benchmarks.timing import BenchmarkParser, seconds_of, take_turns
 from examples.scan_steps.steps import STEPS, Scans, build
-from extension_cpp.__main__ import Parser, positive
 
 SHAPES = ((2**20, 32), (2**16, 2**12), (1, 2**28))
 SLOW = 0.25  # seconds
@@ -39,18 +35,11 @@ def poisoned(call: Call, x: Tensor) -> Tensor:
     return call(x)
 
 
-def synchronize(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
-
-
 def first_call(call: Call, x: Tensor) -> tuple[Tensor, float]:
     """The result and the seconds of the call."""
-    synchronize(x)
-    start = time.perf_counter()
-    y = poisoned(call, x)
-    synchronize(x)
-    return y, time.perf_counter() - start
+    results: list[Tensor] = []
+    seconds = seconds_of(lambda: results.append(poisoned(call, x)), x.device.type)
+    return results[0], seconds
 
 
 def error_in_eps(name: str, y: Tensor, x: Tensor) -> float:
@@ -89,13 +78,13 @@ def measure(calls: dict[str, Call], x: Tensor, rounds: int) -> list[dict[str, An
         del y
         if seconds > SLOW:
             check_whole_numbers(name, call, x[:, : x.shape[1] // 64].contiguous())
-            rows[name]["seconds"] = asdict(Time(seconds, seconds, seconds))
+            rows[name]["seconds"] = dict.fromkeys(("median", "low", "high"), seconds)
         else:
             check_whole_numbers(name, call, x)
             rows[name]["results_of_5"] = results_of_five(call, x)
             quick[name] = functools.partial(call, x)
     for name, spent in take_turns(quick, x.device.type, rounds).items():
-        rows[name]["seconds"] = asdict(spent)
+        rows[name]["seconds"] = spent
     shape = {"rows": x.shape[0], "n": x.shape[1]}
     return [shape | {"step": name} | row for name, row in rows.items()]
 
@@ -106,35 +95,23 @@ def contenders(scans: Scans) -> dict[str, Call]:
     return found | {"extension_cpp.cumsum": functools.partial(extension_cpp.cumsum, dim=1)}
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m examples.scan_steps.measure", description=__doc__.replace("\n", " "))
-    parser.add_argument("--rounds", type=positive, default=21, help="timed calls of each (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures (default: out/scan-steps-cuda.json)")
-    options = parser.parse_args(arguments)
-    options.device = "cuda"
-    check_options(parser, options)
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    command, file = "examples.scan_steps.measure", "out/scan-steps-cuda.json"
+    options = BenchmarkParser(command, __doc__, file, 21, device="cuda").parse(arguments)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "native")
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
         if library is None:
             sys.exit("error: there is no nvcc, which compiles the steps")
         scans = Scans(library)
-    about = results.machine("cuda") | {"rounds": options.rounds, "versions": results.versions()}
-    found: dict[str, Any] = results.new(about)
-    origin = results.run("cuda").of("cumsum")
-    path = options.json or Path("out") / "scan-steps-cuda.json"
+    found: dict[str, Any] = {"machine": results.about("cuda", rounds=options.rounds), "rows": []}
+    origin = results.run("cuda")("cumsum")
     torch.manual_seed(0)
     for shape in SHAPES:
         rows = measure(contenders(scans), torch.randn(shape, device="cuda"), options.rounds)
         found["rows"] += [row | origin for row in rows]
-        results.write(path, found)
-    print("\n".join(markdown(*scan_steps(found["rows"]))))
-    print(f"The figures are in {path}.")
+        results.write(options.path, found)  # these figures remain if the next shape fails
+    finish(options.path, found, scan_steps)
     return 0
 
 
