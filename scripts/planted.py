@@ -27,21 +27,22 @@ from scripts.planted_errors import CSRC, ERRORS, Planted
 
 ROOT = build_library.ROOT
 BATTERY = "tests/battery"
+KERNELS = f"{BATTERY} tests/test_c.py tests/test_recorded_bits.py"
 # pytest's arguments for an error, by the beginning of its file's name; the longest counts.
 PICKS = {
     "": "tests",
-    CSRC: f"{BATTERY} tests/test_c.py",
-    CSRC + "common/": f"{BATTERY} tests/test_c.py tests/test_dropout.py tests/test_options.py tests/test_reduce_sum.py",
-    CSRC + "common/shim/": f"{BATTERY} tests/test_library.py tests/test_muladd.py tests/test_options.py",
-    CSRC + "mish/": f"{BATTERY} tests/test_mish.py -k mish",
-    CSRC + "norm/": f"{BATTERY} tests/test_norm*.py tests/test_fused_norm.py -k norm",
-    CSRC + "reduce_sum/": f"{BATTERY} tests/test_reduce_sum.py -k reduce_sum",
-    CSRC + "relu/": f"{BATTERY} -k relu",
-    CSRC + "rotary_embedding/": f"{BATTERY} tests/test_rotary*.py -k rotary",
-    CSRC + "rows/": f"{BATTERY} tests/test_c.py tests/test_norm_kernels.py tests/test_strips.py tests/test_clusters.py "
+    CSRC: KERNELS,
+    CSRC + "common/": f"{KERNELS} tests/test_dropout.py tests/test_options.py tests/test_reduce_sum.py",
+    CSRC + "common/shim/": f"{KERNELS} tests/test_library.py tests/test_muladd.py tests/test_options.py",
+    CSRC + "mish/": f"{KERNELS} tests/test_mish.py -k mish",
+    CSRC + "norm/": f"{KERNELS} tests/test_norm*.py tests/test_fused_norm.py -k norm",
+    CSRC + "reduce_sum/": f"{KERNELS} tests/test_reduce_sum.py -k reduce_sum",
+    CSRC + "relu/": f"{KERNELS} -k relu",
+    CSRC + "rotary_embedding/": f"{KERNELS} tests/test_rotary*.py -k rotary",
+    CSRC + "rows/": f"{KERNELS} tests/test_norm_kernels.py tests/test_strips.py tests/test_clusters.py "
     "tests/test_long_rows.py tests/test_loss*.py tests/test_large_logits.py",
-    CSRC + "scan/": f"{BATTERY} tests/test_scan*.py -k 'scan or sum or recurrence'",
-    CSRC + "softmax/": f"{BATTERY} tests/test_strips.py tests/test_long_rows.py -k softmax",
+    CSRC + "scan/": f"{KERNELS} tests/test_scan*.py -k 'scan or sum or recurrence'",
+    CSRC + "softmax/": f"{KERNELS} tests/test_strips.py tests/test_long_rows.py -k softmax",
     "extension_cpp/": f"{BATTERY} tests/test_library.py",
     "extension_cpp/command/": "tests/test_commands.py tests/test_scaffold.py",
     "extension_cpp/convert/": "tests/test_convert*.py",
