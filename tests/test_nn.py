@@ -6,6 +6,7 @@ import graphlib
 import importlib.util
 import io
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -329,8 +330,18 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
         imports[module] = {name if name in files else f"{name}.__init__" for name in of_names} & files.keys()
     assert imports["ops"] >= {"registration.entries", "functional.norms"}
     assert imports["nn"] == {"convert.__init__", "modules"}
+    for module in (name for name in files if name.startswith("registration.")):
+        assert not [name for name in imports[module] if not name.startswith(("registration.", "_namespace"))], module
     del imports["__init__"]
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError if there is a circle
+
+
+def test_the_mechanism_knows_no_op() -> None:
+    """A new op is a folder, a module and an entry; what registers it stays as it is."""
+    package = Path(extension_cpp.__file__).parent
+    word = re.compile(rf"\b({'|'.join(extension_cpp.ops.__all__)})\b")
+    for path in (*package.glob("registration/*.py"), package / "distributed" / "sharding.py"):
+        assert word.findall(path.read_text()) == [], path
 
 
 def test_out_of_memory_gets_a_sentence() -> None:
