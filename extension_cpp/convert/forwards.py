@@ -82,9 +82,10 @@ def _norm(norm: Any) -> Options | None:
     """What a norm computes with; None if the norm must be called."""
     if must_run(norm) is not None:
         return None
-    if type(norm) in (nn.LayerNorm, nn.RMSNorm):
-        centered, bias = type(norm) is nn.LayerNorm, getattr(norm, "bias", None)
-        return Options(norm.normalized_shape, norm.weight, bias, centered, 0, norm.eps, AS_INPUT)
+    if type(norm) is nn.LayerNorm:
+        return Options(norm.normalized_shape, norm.weight, norm.bias, True, 0, norm.eps, AS_INPUT)
+    if type(norm) is nn.RMSNorm:
+        return Options(norm.normalized_shape, norm.weight, None, False, 0, norm.eps, AS_INPUT)
     return norm.formula.options(norm) if is_formula_class(type(norm)) else None
 
 
@@ -94,10 +95,12 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
         return act, AS_INPUT
     if must_run(act) is not None:
         return "", ()
+    if is_formula_class(type(act)):
+        return act.formula.function, act.formula.results
     for name, known in KNOWN.items():
         if type(act) is known.module and all(getattr(act, each) == value for each, value in known.options.items()):
             return name, AS_INPUT
-    return (act.formula.function, act.formula.results) if is_formula_class(type(act)) else ("", ())
+    return "", ()
 
 
 @functools.cache

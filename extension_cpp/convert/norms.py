@@ -69,7 +69,7 @@ def _arguments(x: Tensor, options: Options) -> tuple[Any, ...]:
     shape, weight, bias, centered, offset, eps, _ = options
     if shape is None:
         shape = formulas.shape_of(x if weight is None else weight)[-1:]
-    arithmetic = torch.promote_types(x.dtype, torch.float32)
+    arithmetic = torch.float64 if x.dtype is torch.float64 else torch.float32
     if weight is not None and offset:
         weight = offset + weight.to(arithmetic)
     if weight is not None and weight.dtype != x.dtype:
