@@ -280,7 +280,7 @@ def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None
     reglu = lambda gate, up: called.append("reglu") or ops.relu(gate) * up  # noqa: E731
     backward = lambda grad, gate, up: (grad * up * (gate > 0), grad * ops.relu(gate))  # noqa: E731
     monkeypatch.setattr(ops, "reglu", reglu, raising=False)
-    monkeypatch.setattr(ops._ops, "reglu_backward", backward, raising=False)
+    monkeypatch.setattr(extension_cpp._ops, "reglu_backward", backward, raising=False)
     stock = Rectified()
     module = copy.deepcopy(stock)
     assert convert(module) == ({"": "reglu", "act": "relu", "drop": "dropout"}, {})
