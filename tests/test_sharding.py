@@ -483,7 +483,7 @@ def check_targets_that_no_process_has(mesh: Any) -> None:
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)]).requires_grad_()
     target = distribute_tensor(torch.tensor([0, 8, -1, 5]), mesh, [Replicate()])
     classes = sharded_loss.classes_of(x, 1)
-    losses = sharded_loss.RowLosses.apply(x, target, None, 1, classes, -100, 0.0, 0.0, None).full_tensor()
+    losses = sharded_loss.RowLosses.apply(x, target, None, 1, classes, sharded_loss.LossOptions()).full_tensor()
     (grad,) = torch.autograd.grad(losses.sum(), x)
     assert losses.isnan().tolist() == [False, True, True, False]
     assert (grad.full_tensor().isnan() == losses.isnan()[:, None]).all()

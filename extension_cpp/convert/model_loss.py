@@ -189,8 +189,9 @@ class LinearLossModel:
             x = x * self.plan.scale
         targets = _targets(labels, shift_labels, ignore_index, x.device)
         rows = x.reshape(-1, x.shape[-1])
-        options = ignore_index, _reduction(num_items_in_batch), self.plan.softcap
-        loss = linear_loss.float_linear_cross_entropy(rows, head.weight, targets, head.bias, *options)
+        given = rows, head.weight, targets, head.bias, _reduction(num_items_in_batch)
+        options = losses.LossOptions(ignore_index, softcap=self.plan.softcap)
+        loss = linear_loss.float_linear_cross_entropy(*given, options)
         return _scaled(loss, num_items_in_batch)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

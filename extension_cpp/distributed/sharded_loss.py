@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import _ops
 from ..functional import linear_loss
-from ..functional.linear_loss import check_targets
-from ..functional.losses import check_loss, refuse_weight_gradient, unevaluated_lse
+from ..functional.linear_loss import Call, check_targets
+from ..functional.losses import LossOptions, check_loss, refuse_weight_gradient, unevaluated_lse
 from ..registration.calls import own_ops
 from .sharding import on_mesh, whole
 
@@ -29,56 +29,38 @@ IGNORED = -1  # a target that is no class of any process
 
 
 def cross_entropy(
-    logits: DTensor,
-    target: Any,
-    weight: Any,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    *options: Any,
+    logits: DTensor, target: Any, weight: Any, reduction: int, options: LossOptions, float_loss: bool
 ) -> Tensor:
     class_dim = min(1, logits.ndim - 1)
     if any(placement.is_shard(class_dim) for placement in logits.placements):
         target, weight = _on_mesh_of_rows(logits, class_dim, target, weight)
         classes = classes_of(logits, class_dim)
-        if classes is not None and (weight is None or label_smoothing == 0):
-            given = weight, ignore_index, reduction, label_smoothing, *options
-            return _over_classes("cross_entropy", logits, class_dim, classes, target, *given)
-    given = weight, ignore_index, 2 if reduction == 1 else reduction, label_smoothing, *options
+        if classes is not None and (weight is None or options.label_smoothing == 0):
+            given = target, weight, reduction, options, float_loss
+            return _over_classes("cross_entropy", logits, class_dim, classes, *given)
     if reduction != 1:
-        return _ops.cross_entropy(logits, target, *given)
-    loss, _, total = own_ops.cross_entropy(logits, target, *given[:-1], True)
-    return _mean(loss, total, _loss_type(logits, options[-1]))
+        return _ops.cross_entropy(logits, target, weight, *options.around(reduction), float_loss)
+    loss, _, total = own_ops.cross_entropy(logits, target, weight, *options.around(2), True)
+    return _mean(loss, total, _loss_type(logits, float_loss))
 
 
-def linear_cross_entropy(
-    x: DTensor,
-    linear_weight: Tensor,
-    target: Any,
-    linear_bias: Tensor | None,
-    weight: Any,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    float_loss: bool,
-    *needs: bool,
-) -> Tensor:
-    options = ignore_index, label_smoothing, z_loss, softcap
-    if isinstance(linear_weight, DTensor) and (weight is None or label_smoothing == 0):
+def linear_cross_entropy(call: Call, float_loss: bool) -> Tensor:
+    x: Any = call.x
+    linear_weight, target, weight, options = call.linear_weight, call.target, call.weight, call.options
+    if isinstance(linear_weight, DTensor) and (weight is None or options.label_smoothing == 0):
         classes = classes_of(linear_weight, 0)
         if classes is not None:
-            logits = _logits_over_classes(x, linear_weight, linear_bias, classes.mesh_dim)
-            target, weight = _on_mesh_of_rows(logits, logits.ndim - 1, target, weight)
-            given = logits, logits.ndim - 1, classes, target, weight, ignore_index, reduction
-            return _over_classes("linear_cross_entropy", *given, label_smoothing, z_loss, softcap, float_loss)
-    tensors = x, linear_weight, target, linear_bias, weight
-    if reduction != 1:
-        return _ops.linear_cross_entropy(*tensors, reduction, *options, float_loss, *needs)
-    loss = _ops.linear_cross_entropy(*tensors, 2, *options, True, *needs)
+            logits = _logits_over_classes(x, linear_weight, call.linear_bias, classes.mesh_dim)
+            class_dim = logits.ndim - 1
+            target, weight = _on_mesh_of_rows(logits, class_dim, target, weight)
+            given = target, weight, call.reduction, options, float_loss
+            return _over_classes("linear_cross_entropy", logits, class_dim, classes, *given)
+    tensors = x, linear_weight, target, call.linear_bias, weight
+    if call.reduction != 1:
+        return _ops.linear_cross_entropy(*tensors, call.reduction, *options, float_loss, *call.needs)
+    loss = _ops.linear_cross_entropy(*tensors, 2, *options, True, *call.needs)
     with torch.no_grad():
-        total = linear_loss.total_weight(target, linear_weight.shape[0], weight, ignore_index, loss)
+        total = linear_loss.total_weight(target, linear_weight.shape[0], weight, options.ignore_index, loss)
     return _mean(loss, total, _loss_type(x, float_loss))
 
 
@@ -134,22 +116,20 @@ class RowLosses(torch.autograd.Function):
         weight: Tensor | None,  # of all classes; None with label_smoothing
         class_dim: int,
         classes: Classes,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        softcap: float | None,
+        options: LossOptions,
     ) -> DTensor:
+        label_smoothing, softcap = options.label_smoothing, options.softcap
         x, labels = _local_rows(logits, class_dim), target.to_local()
         if class_dim > 1:
             labels = labels.reshape(-1)
         dim = min(1, x.dim() - 1)
-        is_ignored, is_class = labels == ignore_index, (labels >= 0) & (labels < classes.count)
+        is_ignored, is_class = labels == options.ignore_index, (labels >= 0) & (labels < classes.count)
         label = labels - classes.first
         is_here = (label >= 0) & (label < x.shape[dim]) & ~is_ignored
         label = label.where(is_here, 0)
         # With label_smoothing = 1 the loss is the mean of lse - z_c.
-        given = x, label, None, IGNORED, 0, float(label_smoothing > 0), 0.0, softcap, True
-        loss, saved, _ = own_ops.cross_entropy.default(*given)
+        local = options._replace(ignore_index=IGNORED, label_smoothing=float(label_smoothing > 0), z_loss=0.0)
+        loss, saved, _ = own_ops.cross_entropy.default(x, label, None, *local.around(0), True)
         lse, rest = saved.double().unbind(-1)
         is_masked = lse == -torch.inf  # as are all logits of this process; rest and loss are NaN
         rest, loss = rest.masked_fill(is_masked, 0.0), loss.masked_fill(is_masked, 0.0)
@@ -163,29 +143,29 @@ class RowLosses(torch.autograd.Function):
         exponentials, z_target, *distance = classes.reduce(torch.stack(sums), "sum")
         log_sum = exponentials.log()  # added last, because it is lost beside a large maximum
         lse = most + log_sum
-        losses = (1 - label_smoothing) * (most - z_target + log_sum) + z_loss * lse * lse
+        losses = (1 - label_smoothing) * (most - z_target + log_sum) + options.z_loss * lse * lse
         if label_smoothing > 0:
             losses += label_smoothing * (distance[0] / classes.count + log_sum)
         factor = torch.ones_like(lse) if weight is None else weight.double()[labels.clamp(0, classes.count - 1)]
         factor = factor.where(is_class, torch.nan)
         statistics = z, unevaluated_lse(most, log_sum, loss.dtype), factor
         ctx.save_for_backward(logits, label.masked_fill(is_ignored, IGNORED), is_here, *statistics)
-        ctx.class_dim, ctx.classes, ctx.options = class_dim, classes, (label_smoothing, z_loss, softcap)
+        ctx.class_dim, ctx.classes, ctx.options = class_dim, classes, options
         ctx.placements = target.placements
         return _placed((factor * losses).masked_fill(is_ignored, 0.0), target)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one result
         logits, label, is_here, z, saved, factor = ctx.saved_tensors
-        label_smoothing, z_loss, softcap = ctx.options
+        options: LossOptions = ctx.options
+        label_smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
         x, count = _local_rows(logits, ctx.class_dim), ctx.classes.count
         dim, acc = min(1, x.dim() - 1), torch.promote_types(x.dtype, torch.float32)
         grad = grad_out.redistribute(placements=ctx.placements).to_local().reshape(factor.shape) * factor
         # The operator spreads label_smoothing over as many classes as it gets.
-        options = IGNORED, 0, label_smoothing * x.shape[dim] / count, z_loss, softcap
-        grad_x = _ops.cross_entropy_backward(
-            grad.to(acc), x, label, saved, grad.new_empty(0, dtype=acc), None, *options
-        )
+        local = options._replace(ignore_index=IGNORED, label_smoothing=label_smoothing * x.shape[dim] / count)
+        given = grad.to(acc), x, label, saved, grad.new_empty(0, dtype=acc), None
+        grad_x = _ops.cross_entropy_backward(*given, *local.around(0))
         lse, rest = saved.double().unbind(-1)
         of_label = (1 + 2 * z_loss * (lse + rest)) * torch.exp(z - lse - rest) - label_smoothing / count
         of_label = grad * (of_label - (1 - label_smoothing) * is_here)
@@ -193,7 +173,7 @@ class RowLosses(torch.autograd.Function):
             of_label = of_label * (1 - (z / softcap) ** 2)
         of_label = of_label.masked_fill(label == IGNORED, 0.0).to(grad_x.dtype)
         grad_x.scatter_(dim, label.clamp(min=0).unsqueeze(dim), of_label.unsqueeze(dim))
-        return _placed(grad_x, logits), *(None,) * 8
+        return _placed(grad_x, logits), *(None,) * 5
 
 
 def _local_rows(logits: DTensor, class_dim: int) -> Tensor:
@@ -243,25 +223,21 @@ def _over_classes(
     classes: Classes,
     target: DTensor,
     weight: DTensor | None,
-    ignore_index: int,
     reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
+    options: LossOptions,
     float_loss: bool,
 ) -> Tensor:
     """The loss of logits whose classes are sharded."""
     refuse_weight_gradient(op, weight is not None and weight.requires_grad)
     target = target.redistribute(placements=row_placements(logits, class_dim))
     if not torch.compiler.is_compiling():  # it cannot trace the checks
-        check_loss(op, logits, target, class_dim, weight, label_smoothing, z_loss, softcap)
-        check_targets(op, target.to_local(), classes.count, ignore_index)
+        check_loss(op, logits, target, class_dim, weight, options)
+        check_targets(op, target.to_local(), classes.count, options.ignore_index)
     local_weight = None if weight is None else whole(weight).to_local()
-    options = ignore_index, label_smoothing, z_loss, softcap
-    losses: Any = RowLosses.apply(logits, target, local_weight, class_dim, classes, *options)
+    losses: Any = RowLosses.apply(logits, target, local_weight, class_dim, classes, options)
     loss_type = _loss_type(logits, float_loss)
     if reduction == 1:
         with torch.no_grad():
-            total = linear_loss.total_weight(target, classes.count, weight, ignore_index, losses)
+            total = linear_loss.total_weight(target, classes.count, weight, options.ignore_index, losses)
         return _mean(losses.sum(), total, loss_type)
     return (losses.sum() if reduction == 2 else losses).to(loss_type)

@@ -11,6 +11,7 @@ computes the logits again.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .. import _ops
 from ..registration import autograd, checks
 from ..registration.calls import is_recorded, own_ops
 from .losses import (
+    LossOptions,
     check_loss,
     check_loss_grad,
     check_reduction,
@@ -37,7 +39,41 @@ CHUNK_BYTES = 1 << 30
 TILE = 128  # rows of a matrix product's tile
 ALIGNMENT = 16  # bytes; if a row's logits are not a multiple of it, cuBLAS uses kernels with a sixth of the speed
 
-Options = Sequence[Any]  # of cross_entropy: ignore_index, label_smoothing, z_loss, softcap
+
+@dataclass(frozen=True)
+class Call:
+    """What forward and backward of linear_cross_entropy are called with."""
+
+    x: Tensor  # (..., features)
+    linear_weight: Tensor  # (classes, features)
+    target: Tensor
+    linear_bias: Tensor | None
+    weight: Tensor | None
+    reduction: int
+    options: LossOptions
+    needs: tuple[bool, bool, bool]  # whether x, linear_weight and linear_bias need a gradient
+
+    @property
+    def makes_gradients(self) -> bool:
+        return makes_gradients(self.x.dtype, self.reduction)
+
+    def total_weight(self, like: Tensor) -> Tensor:
+        labels, ignore_index = self.target.reshape(-1), self.options.ignore_index
+        return total_weight(labels, self.linear_weight.shape[0], self.weight, ignore_index, like)
+
+
+def forward_call(*args: Any) -> tuple[Call, bool]:
+    """The arguments of linear_cross_entropy: the call, and float_loss."""
+    x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, of_x, of_weight, of_bias = args
+    needs = of_x, of_weight, of_bias
+    return Call(x, linear_weight, target, linear_bias, weight, reduction, LossOptions(*options), needs), float_loss
+
+
+def backward_call(*args: Any) -> tuple[Call, list[Tensor]]:
+    """The arguments of linear_cross_entropy_backward after grad_out: the call, and the gradients that forward made."""
+    x, linear_weight, target, linear_bias, weight, grad_x, grad_weight, grad_bias, *others = args
+    call, _ = forward_call(x, linear_weight, target, linear_bias, weight, *others[:-3], False, *others[-3:])
+    return call, [grad_x, grad_weight, grad_bias]
 
 
 def linear_cross_entropy(
@@ -79,8 +115,8 @@ def linear_cross_entropy(
     depend on the number of threads. Under autocast they have autocast's dtype. Source:
     torch.nn.functional.linear_cross_entropy (PyTorch 2.13).
     """
-    options = ignore_index, label_smoothing, z_loss, softcap
-    return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, *options, False)
+    options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
+    return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, reduction, options, False)
 
 
 def _linear_cross_entropy(
@@ -90,25 +126,27 @@ def _linear_cross_entropy(
     linear_bias: Tensor | None,
     weight: Tensor | None,
     reduction: str,
-    *options: Any,
+    options: LossOptions,
+    float_loss: bool,
 ) -> Tensor:
     """The operator, for DTensors the function of sharded_loss.py."""
     number = reduction_number("linear_cross_entropy", reduction)
     given = {"x": x, "linear_weight": linear_weight, "target": target}
     for name, tensor in (given if linear_bias is None else given | {"linear_bias": linear_bias}).items():
         checks.check_tensor("linear_cross_entropy", name, tensor)
-    needs = tuple(_may_need_grad(t) for t in (x, linear_weight, linear_bias))
-    function = autograd.distributed.sharded_loss if autograd.is_sharded(x) else _ops
-    return function.linear_cross_entropy(x, linear_weight, target, linear_bias, weight, number, *options, *needs)
+    needs = _may_need_grad(x), _may_need_grad(linear_weight), _may_need_grad(linear_bias)
+    if autograd.is_sharded(x):
+        call = Call(x, linear_weight, target, linear_bias, weight, number, options, needs)
+        return autograd.distributed.sharded_loss.linear_cross_entropy(call, float_loss)
+    tensors = x, linear_weight, target, linear_bias, weight
+    return _ops.linear_cross_entropy(*tensors, number, *options, float_loss, *needs)
 
 
 def float_linear_cross_entropy(
-    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
+    x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, options: LossOptions
 ) -> Tensor:
     """linear_cross_entropy whose loss is float32 for half inputs, too: nn.convert gives it to language models."""
-    ignore_index, reduction, softcap = options
-    others = None, reduction, ignore_index, 0.0, 0.0, softcap, True
-    return _linear_cross_entropy(x, linear_weight, target, linear_bias, *others)
+    return _linear_cross_entropy(x, linear_weight, target, bias, None, reduction, options, True)
 
 
 def _may_need_grad(x: Tensor | None) -> bool:
@@ -121,10 +159,8 @@ def _may_need_grad(x: Tensor | None) -> bool:
 # ---- checks ----
 
 
-def check_linear(
-    op: str, x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *options: Any
-) -> None:
-    weight, reduction, _, *others = options
+def check_linear(op: str, call: Call) -> None:
+    x, linear_weight, linear_bias = call.x, call.linear_weight, call.linear_bias
     checks.check_dtype(op, "x", x)
     checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
     checks.check_same(op, "linear_weight", linear_weight, "x", x)
@@ -135,10 +171,10 @@ def check_linear(
         checks.check_same(op, "linear_bias", linear_bias, "x", x)
         expected = f"expected linear_bias of shape [{shape[0]}], a number for each class"
         checks.check_sizes(op, linear_bias.shape, shape[:1], f"{expected}, but got {list(linear_bias.shape)}")
-    check_reduction(op, reduction)
+    check_reduction(op, call.reduction)
     # Logits of the right shape that take no memory: one element, expanded.
     logits = x.new_empty(1, dtype=x.dtype).expand(*x.shape[:-1], shape[0])
-    check_loss(op, logits, target, -1, weight, *others)
+    check_loss(op, logits, call.target, -1, call.weight, call.options)
 
 
 def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
@@ -149,25 +185,14 @@ def check_targets(op: str, target: Tensor, classes: int, ignore_index: int) -> N
         checks.check(op, wrong.numel() == 0, f"{expected}, but got {wrong[0] if wrong.numel() else None}")
 
 
-def check_linear_values(*args: Any) -> None:
-    """The checks of the kernels: those of the fake and, on the CPU, that each target is a class."""
-    op, (_, linear_weight, target, _, _, _, ignore_index, *_) = "linear_cross_entropy", args
-    check_linear(op, *args[:10])
-    check_targets(op, target, linear_weight.shape[0], ignore_index)
-
-
-def check_linear_backward(grad_out: Tensor, *args: Any) -> None:
-    given, made, options, needs = args[:5], args[5:8], args[8:13], args[13:]
-    x, linear_weight, target, *_ = given
-    reduction, *_ = options
-    op = "linear_cross_entropy_backward"
-    check_linear(op, *given, *options)
-    check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, x)
+def check_linear_backward(grad_out: Tensor, call: Call, made: Sequence[Tensor]) -> None:
+    op, x, linear_weight = "linear_cross_entropy_backward", call.x, call.linear_weight
+    check_linear(op, call)
+    check_loss_grad(op, "grad_out", grad_out, [] if call.reduction else call.target.shape, x)
     shapes = [x.shape, linear_weight.shape, linear_weight.shape[:1]]
     names = ("grad_x", "grad_weight", "grad_bias")
-    is_made = makes_gradients(x.dtype, reduction)
-    for name, grad, shape, need in zip(names, made, shapes, needs, strict=True):
-        check_statistic(op, name, grad, shape if need and is_made else [0], x.dtype, x)
+    for name, grad, shape, need in zip(names, made, shapes, call.needs, strict=True):
+        check_statistic(op, name, grad, shape if need and call.makes_gradients else [0], x.dtype, x)
 
 
 # ---- kernels ----
@@ -196,10 +221,6 @@ def makes_gradients(dtype: torch.dtype, reduction: int) -> bool:
     return reduction > 0 and dtype is not torch.float16
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
-
-
 class Logits:
     """Computes the logits of one chunk at a time, always in the same memory.
 
@@ -209,26 +230,20 @@ class Logits:
     copy of the weights would take longest.
     """
 
-    def __init__(
-        self,
-        rows: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        labels: Tensor,
-        weight: Tensor | None,
-        options: Options,
-    ) -> None:
-        ignore_index, label_smoothing, _, softcap = options
+    def __init__(self, call: Call) -> None:
+        rows = call.x.reshape(math.prod(call.x.shape[:-1]), call.x.shape[-1]).contiguous()
+        labels, linear_weight, linear_bias = call.target.reshape(-1).contiguous(), call.linear_weight, call.linear_bias
+        options = call.options
         self.rows, self.linear_weight, self.linear_bias, self.labels = rows, linear_weight, linear_bias, labels
         self.classes = linear_weight.shape[0]
-        is_plain = weight is None and label_smoothing == 0 and softcap is None
+        is_plain = call.weight is None and options.label_smoothing == 0 and options.softcap is None
         padding = -self.classes % (ALIGNMENT // rows.element_size())
         if padding and is_plain and rows.shape[0] >= TILE:
             self.linear_weight = torch.nn.functional.pad(linear_weight, (0, 0, 0, padding))
             if linear_bias is not None:
                 self.linear_bias = torch.nn.functional.pad(linear_bias, (0, padding))
             # A target that points into the padding is not a class: it becomes an invalid one.
-            is_meant = (labels < self.classes) | (labels == ignore_index)
+            is_meant = (labels < self.classes) | (labels == options.ignore_index)
             self.labels = labels.where(is_meant, torch.iinfo(torch.int64).max)
         width = self.linear_weight.shape[0]
         self.parts = list(chunks(rows, width))
@@ -247,17 +262,15 @@ class Logits:
 class Gradients:
     """The gradients of x (as rows), linear_weight and linear_bias, summed chunk by chunk; empty where not needed."""
 
-    def __init__(self, chunk: Logits, linear_weight: Tensor, linear_bias: Tensor | None, needs: Sequence[bool]) -> None:
-        rows = chunk.rows
+    def __init__(self, chunk: Logits, call: Call, needs: Sequence[bool]) -> None:
+        rows, linear_weight = chunk.rows, call.linear_weight
         self.rows, self.padded_weight, self.classes = rows, chunk.linear_weight, chunk.classes
         self.needs_x, self.needs_weight, self.needs_bias = needs
         self.x = torch.empty_like(rows) if self.needs_x else rows.new_empty(0)
         self.weight = linear_weight.new_empty(linear_weight.shape if self.needs_weight else 0)
         if self.needs_weight and rows.shape[0] == 0:
             self.weight.zero_()
-        acc = torch.promote_types(rows.dtype, torch.float32)
-        self.bias_sum = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=acc)
-        self.bias_dtype = (linear_weight if linear_bias is None else linear_bias).dtype
+        self.bias_sum = rows.new_zeros(self.classes if self.needs_bias else 0, dtype=loss_type(rows))
 
     def add(self, part: slice, gradient: Tensor) -> None:
         """Adds what a chunk contributes. `gradient` is the gradient of its logits, with their padding."""
@@ -272,96 +285,71 @@ class Gradients:
             self.weight.addmm_(gradient.t(), self.rows[part])
 
     def results(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(self.bias_dtype)
+        return self.x.view(x.shape if self.needs_x else 0), self.weight, self.bias_sum.to(x.dtype)
 
 
-def forward(
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    options: Options,
-    float_loss: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ops = own_ops
-    rows, labels = _rows(x), target.reshape(-1).contiguous()
-    chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
-    gradients = Gradients(chunk, linear_weight, linear_bias, needs)
-    losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
-    scale = losses.new_ones(1)
-    if reduction == 1:
-        scale = total_weight(labels, linear_weight.shape[0], weight, options[0], losses).reciprocal()
+def forward(call: Call, float_loss: bool, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and the gradients that `needs` names. On the CPU each target must be a class."""
+    op = "linear_cross_entropy"
+    check_linear(op, call)
+    check_targets(op, call.target, call.linear_weight.shape[0], call.options.ignore_index)
+    x, weight, options = call.x, call.weight, call.options
+    chunk = Logits(call)
+    gradients = Gradients(chunk, call, needs)
+    losses = x.new_empty(chunk.rows.shape[0], dtype=loss_type(x))
+    scale = call.total_weight(losses).reciprocal() if call.reduction == 1 else losses.new_ones(1)
     for part in chunk.parts:
-        logits = chunk.of(part)
+        logits, labels = chunk.of(part), chunk.labels[part]
         if any(needs):
-            losses[part] = ops.cross_entropy_chunk(logits, chunk.labels[part], weight, *options, scale)
+            losses[part] = own_ops.cross_entropy_chunk(logits, labels, weight, *options, scale)
             gradients.add(part, logits)
         else:
-            ignore_index, *others = options
-            losses[part] = ops.cross_entropy_no_grad(logits, chunk.labels[part], weight, ignore_index, 0, *others, True)
-    loss = losses.view(target.shape)
-    if reduction > 0:
-        loss = ops.reduce_sum_no_grad(losses)
-    if reduction == 1:
+            losses[part] = own_ops.cross_entropy_no_grad(logits, labels, weight, *options.around(0), True)
+    loss = own_ops.reduce_sum_no_grad(losses) if call.reduction > 0 else losses.view(call.target.shape)
+    if call.reduction == 1:
         loss = loss * scale[0]
     return loss if float_loss else loss.to(x.dtype), *gradients.results(x)
 
 
-def backward(
-    grad_out: Tensor,
-    x: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    options: Options,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients, if forward computed none."""
-    ops, (ignore_index, *others) = own_ops, options
-    rows, labels = _rows(x), target.reshape(-1).contiguous()
+    chunk = Logits(call)
     grads = grad_out.reshape(-1)
-    if reduction > 0:
-        grads = grads.to(torch.promote_types(x.dtype, torch.float32))
-        if reduction == 1:
-            grads = grads / total_weight(labels, linear_weight.shape[0], weight, ignore_index, grads)
-        grads = grads.expand(rows.shape[0])
-    chunk = Logits(rows, linear_weight, linear_bias, labels, weight, options)
-    gradients = Gradients(chunk, linear_weight, linear_bias, needs)
+    if call.reduction > 0:
+        grads = grads.to(loss_type(call.x))
+        if call.reduction == 1:
+            grads = grads / call.total_weight(grads)
+        grads = grads.expand(chunk.rows.shape[0])
+    gradients = Gradients(chunk, call, call.needs)
+    options = call.options.around(0)
     for part in chunk.parts:
-        logits = chunk.of(part)
-        row_options = chunk.labels[part], weight, ignore_index, 0, *others
-        _, lse, total = ops.cross_entropy.default(logits, *row_options, True)
-        given = chunk.labels[part], lse, total, weight, ignore_index, 0, *others
-        gradients.add(part, ops.cross_entropy_backward_no_grad(grads[part], logits, *given))
-    return gradients.results(x)
+        logits, labels = chunk.of(part), chunk.labels[part]
+        _, lse, total = own_ops.cross_entropy.default(logits, labels, call.weight, *options, True)
+        given = logits, labels, lse, total, call.weight
+        gradients.add(part, own_ops.cross_entropy_backward_no_grad(grads[part], *given, *options))
+    return gradients.results(call.x)
+
+
+NO_GRADIENTS = (False, False, False)
 
 
 def forward_kernel(*args: Any) -> tuple[Tensor, ...]:
-    check_linear_values(*args)
-    x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, _, _, _ = args
-    needs = args[11:] if makes_gradients(x.dtype, reduction) else (False, False, False)
-    return forward(x, linear_weight, target, linear_bias, weight, reduction, options, float_loss, needs)
+    call, float_loss = forward_call(*args)
+    return forward(call, float_loss, call.needs if call.makes_gradients else NO_GRADIENTS)
 
 
 def no_grad_kernel(*args: Any) -> Tensor:
-    check_linear_values(*args)
-    x, linear_weight, target, linear_bias, weight, reduction, *options, float_loss, _, _, _ = args
-    none = (False, False, False)
-    return forward(x, linear_weight, target, linear_bias, weight, reduction, options, float_loss, none)[0]
+    call, float_loss = forward_call(*args)
+    return forward(call, float_loss, NO_GRADIENTS)[0]
 
 
 def backward_kernel(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    check_linear_backward(grad_out, *args)
-    x, linear_weight, target, linear_bias, weight, *made, reduction, _, _, _, _, _, _, _ = args
-    if makes_gradients(x.dtype, reduction):
-        factor = grad_out.to(torch.promote_types(x.dtype, torch.float32))
-        return tuple(own_ops.cross_entropy_scale(grad, factor) for grad in made)
-    return backward(grad_out, x, linear_weight, target, linear_bias, weight, reduction, args[9:13], args[13:])
+    call, made = backward_call(*args)
+    check_linear_backward(grad_out, call, made)
+    if not call.makes_gradients:
+        return backward(grad_out, call)
+    factor = grad_out.to(loss_type(call.x))
+    return tuple(own_ops.cross_entropy_scale(grad, factor) for grad in made)
 
 
 # ---- fakes, derivative, plain form and autocast ----
@@ -377,26 +365,25 @@ def empty_gradients(x: Tensor, linear_weight: Tensor, needs: Sequence[bool]) -> 
     )
 
 
-def linear_cross_entropy_fake(
-    x: Tensor, linear_weight: Tensor, target: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options, float_loss, needs = args[:7], args[7], args[8:]
-    _, _, reduction, *_ = options
-    check_linear("linear_cross_entropy", x, linear_weight, target, *options)
-    loss = x.new_empty([] if reduction else target.shape, dtype=loss_type(x) if float_loss else x.dtype)
-    is_made = makes_gradients(x.dtype, reduction)
-    return loss, *empty_gradients(x, linear_weight, needs if is_made else (False, False, False))
+def linear_cross_entropy_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call, float_loss = forward_call(*args)
+    check_linear("linear_cross_entropy", call)
+    x = call.x
+    loss = x.new_empty([] if call.reduction else call.target.shape, dtype=loss_type(x) if float_loss else x.dtype)
+    return loss, *empty_gradients(x, call.linear_weight, call.needs if call.makes_gradients else NO_GRADIENTS)
 
 
 def linear_cross_entropy_backward_fake(grad_out: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    check_linear_backward(grad_out, *args)
-    return empty_gradients(args[0], args[1], args[13:])
+    call, made = backward_call(*args)
+    check_linear_backward(grad_out, call, made)
+    return empty_gradients(call.x, call.linear_weight, call.needs)
 
 
 def linear_cross_entropy_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     refuse_weight_gradient("linear_cross_entropy", ctx.needs_input_grad[4])
-    ctx.options, ctx.needs = inputs[5:10], inputs[11:]  # inputs[10] is float_loss
-    save(ctx, [*inputs[:5], *output[1:]], output[1:])
+    call, _ = forward_call(*inputs)
+    ctx.options, ctx.needs = (call.reduction, *call.options), call.needs
+    save(ctx, [call.x, call.linear_weight, call.target, call.linear_bias, call.weight, *output[1:]], output[1:])
 
 
 def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> autograd.Gradients:
@@ -407,27 +394,24 @@ def linear_cross_entropy_backward(ctx: Any, grad_out: Tensor | None, *_: None) -
     return {name: grad for name, grad, need in zip(names, grads, ctx.needs, strict=True) if need}
 
 
-def linear_cross_entropy_plain(
-    x: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *args: Any
-) -> tuple[Tensor, ...]:
-    weight, reduction, ignore_index, *options = args[:7]
-    logits = torch.nn.functional.linear(x, linear_weight, linear_bias)
-    flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    loss = cross_entropy_plain(*flat, weight, ignore_index, reduction, *options)[0]
+def linear_cross_entropy_plain(*args: Any) -> tuple[Tensor, ...]:
+    call, float_loss = forward_call(*args)
+    logits = torch.nn.functional.linear(call.x, call.linear_weight, call.linear_bias)
+    logits, target = logits.reshape(-1, logits.shape[-1]), call.target.reshape(-1)
+    loss = cross_entropy_plain(logits, target, call.weight, *call.options.around(call.reduction), float_loss)[0]
     # The gradients that forward returns as results are constants here.
-    constants = [t if t is None else t.detach() for t in (x, linear_weight, target, linear_bias, weight)]
+    constants = [t.detach() if isinstance(t, Tensor) else t for t in args]
     with torch.no_grad():
-        _, *made = own_ops.linear_cross_entropy(*constants, *args[1:])
-    return loss.reshape([] if reduction else target.shape), *made
+        _, *made = own_ops.linear_cross_entropy(*constants)
+    return loss.reshape([] if call.reduction else call.target.shape), *made
 
 
 def linear_cross_entropy_autocast(device_type: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """x, linear_weight and linear_bias in autocast's dtype, except float64, and a float32 loss."""
-    x, linear_weight, target, linear_bias, *others = args
+    x, linear_weight, target, linear_bias, *others, _, of_x, of_weight, of_bias = args
     dtype = torch.get_autocast_dtype(device_type)
     x, linear_weight, linear_bias = (
         t if t is None or t.dtype is torch.float64 or not t.is_floating_point() else t.to(dtype)
         for t in (x, linear_weight, linear_bias)
     )
-    others[6] = True  # float_loss
-    return x, linear_weight, target, linear_bias, *others
+    return x, linear_weight, target, linear_bias, *others, True, of_x, of_weight, of_bias

@@ -5,7 +5,7 @@ A loss returns, beside its results, statistics that only backward reads. They ha
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,22 @@ from .. import _ops
 from ..registration import autograd, checks
 from ..registration.autograd import Gradients
 from .common import wide
+
+
+class LossOptions(NamedTuple):
+    """Options of cross_entropy and linear_cross_entropy, in the order of the operators' schemas."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def around(self, reduction: int) -> tuple[int, int, float, float, float | None]:
+        """As arguments of cross_entropy, whose schema has the reduction after ignore_index."""
+        return self.ignore_index, reduction, *self[1:]
+
+
+NO_OPTIONS = LossOptions()
 
 
 def cross_entropy(
@@ -60,22 +76,24 @@ def cross_entropy(
     Batch-invariant at equal alignment, in (N, C, d1, ...) over N. Sources: torch.nn.functional.cross_entropy; z_loss:
     Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
-    options = label_smoothing, z_loss, softcap
-    return _cross_entropy(input, target, weight, ignore_index, reduction, *options, False)
+    options = LossOptions(ignore_index, label_smoothing, z_loss=z_loss, softcap=softcap)
+    return _cross_entropy(input, target, weight, reduction, options, False)
 
 
 def _cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, *options: Any
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, options: LossOptions, float_loss: bool
 ) -> Tensor:
     """The operator, for DTensors the function of sharded_loss.py."""
     number = reduction_number("cross_entropy", reduction)
-    function = autograd.distributed.sharded_loss if autograd.is_sharded(logits) else _ops
-    return function.cross_entropy(logits, target, weight, ignore_index, number, *options)
+    if autograd.is_sharded(logits):
+        sharded = autograd.distributed.sharded_loss.cross_entropy
+        return sharded(logits, target, weight, number, options, float_loss)
+    return _ops.cross_entropy(logits, target, weight, *options.around(number), float_loss)
 
 
 def float_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """cross_entropy whose loss is float32 for half logits, too: nn.convert gives it to language models."""
-    return _cross_entropy(logits, target, None, ignore_index, reduction, 0.0, 0.0, None, True)
+    return _cross_entropy(logits, target, None, reduction, LossOptions(ignore_index), True)
 
 
 def token_log_probs(logits: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -124,11 +142,9 @@ def check_loss(
     target: Tensor,
     class_dim: int,
     weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
+    options: LossOptions = NO_OPTIONS,
 ) -> None:
-    """check_inputs of csrc/loss/loss.cpp, except that the values of the targets are not checked."""
+    """check_inputs of csrc/loss/loss_shim.cpp, except that the values of the targets are not checked."""
     checks.check_dtype(op, "logits", logits)
     checks.check(op, logits.dim() > 0, "expected logits to have at least one dimension, but got shape []")
     classes = logits.shape[class_dim]
@@ -143,6 +159,7 @@ def check_loss(
         checks.check_same_or_float32(op, "weight", weight, "logits", logits)
         expected = f"expected weight of shape [{classes}], a number for each class"
         checks.check_sizes(op, weight.shape, [classes], f"{expected}, but got {list(weight.shape)}")
+    label_smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
     expected = f"expected label_smoothing to be between 0 and 1, but got {label_smoothing:g}"
     checks.check(op, 0 <= label_smoothing <= 1, expected)
     checks.check(op, -math.inf < z_loss < math.inf, f"expected z_loss to be finite, but got {z_loss:g}")
@@ -152,10 +169,11 @@ def check_loss(
         checks.check(op, limits.tiny <= softcap <= limits.max, expected)
 
 
-def check_cross_entropy(op: str, logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> None:
-    _, reduction, *others = options
+def check_cross_entropy(
+    op: str, logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: LossOptions
+) -> None:
     check_reduction(op, reduction)
-    check_loss(op, logits, target, class_dim(logits), weight, *others)
+    check_loss(op, logits, target, class_dim(logits), weight, options)
 
 
 def class_dim(logits: Tensor) -> int:
@@ -200,10 +218,10 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], statistics: Sequence[Tensor
 
 
 def cross_entropy_fake(
-    logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, reduction, *_, float_loss = options
-    check_cross_entropy("cross_entropy", logits, target, weight, *options[:-1])
+    *options, float_loss = others
+    check_cross_entropy("cross_entropy", logits, target, weight, reduction, LossOptions(ignore_index, *options))
     acc = loss_type(logits)
     loss = logits.new_empty([] if reduction else target.shape, dtype=acc if float_loss else logits.dtype)
     lse = logits.new_empty((*target.shape, 2), dtype=acc)
@@ -211,11 +229,10 @@ def cross_entropy_fake(
 
 
 def cross_entropy_backward_fake(
-    grad_out: Tensor, logits: Tensor, target: Tensor, lse: Tensor, total: Tensor, weight: Tensor | None, *options: Any
+    grad_out: Tensor, logits: Tensor, target: Tensor, lse: Tensor, total: Tensor, weight: Tensor | None, *args: Any
 ) -> Tensor:
-    op = "cross_entropy_backward"
-    _, reduction, *_ = options
-    check_cross_entropy(op, logits, target, weight, *options)
+    op, (ignore_index, reduction, *options) = "cross_entropy_backward", args
+    check_cross_entropy(op, logits, target, weight, reduction, LossOptions(ignore_index, *options))
     check_loss_grad(op, "grad_out", grad_out, [] if reduction else target.shape, logits)
     check_statistic(op, "lse", lse, (*target.shape, 2), loss_type(logits), logits)
     check_statistic(op, "total", total, [1 if reduction else 0], loss_type(logits), logits)
@@ -243,11 +260,9 @@ def _check_scalar(op: str, name: str, x: Tensor, like: Tensor) -> None:
     checks.check(op, x.numel() == 1, message)
 
 
-def cross_entropy_chunk_fake(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, *others: Any
-) -> Tensor:
+def cross_entropy_chunk_fake(logits: Tensor, target: Tensor, weight: Tensor | None, *others: Any) -> Tensor:
     op, (*options, scale) = "cross_entropy_chunk", others
-    check_loss(op, logits, target, class_dim(logits), weight, *options)
+    check_loss(op, logits, target, class_dim(logits), weight, LossOptions(*options))
     checks.check_device(op, "scale", scale, "logits", logits)
     is_matrix = logits.is_contiguous() and logits.dim() == 2
     checks.check(op, is_matrix, f"expected logits to be a contiguous matrix, but got shape {list(logits.shape)}")
@@ -330,16 +345,11 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
 
 
 def cross_entropy_plain(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    float_loss: bool,
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    *given, float_loss = others
+    options = LossOptions(ignore_index, *given)
+    softcap, label_smoothing = options.softcap, options.label_smoothing
     z = wide(logits.movedim(class_dim(logits), -1))
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     w = z.new_ones(z.shape[-1]) if weight is None else wide(weight)
@@ -347,7 +357,7 @@ def cross_entropy_plain(
     is_outside = (index != target) & ~is_ignored  # on CUDA, where the loss is NaN
     of_target = torch.where(is_ignored | is_outside, 0, w[index])
     log_p, lse, saved = _log_softmax(z)
-    losses = of_target * (z_loss * lse * lse - (1 - label_smoothing) * _at(log_p, index))
+    losses = of_target * (options.z_loss * lse * lse - (1 - label_smoothing) * _at(log_p, index))
     if label_smoothing > 0:
         losses = losses - label_smoothing / z.shape[-1] * (w * log_p).sum(-1)
     losses = torch.where(is_ignored, 0, losses) * _nan_where(is_outside, z.dtype)

@@ -216,10 +216,10 @@ static loss_rows args_of(const loss_case *c, const void *logits) {
                      .cols = c->cols,
                      .inner = c->inner,
                      .outer_stride = c->outer_stride,
-                     .ignore_index = o->entropy ? -1 : IGNORED,
-                     .label_smoothing = o->smoothing,
-                     .z_loss = o->z_loss,
-                     .softcap = o->softcap,
+                     .options = {.ignore_index = o->entropy ? -1 : IGNORED,
+                                 .label_smoothing = o->smoothing,
+                                 .z_loss = o->z_loss,
+                                 .softcap = o->softcap},
                      .scale = o->scale,
                      .dtype = c->dtype};
 }

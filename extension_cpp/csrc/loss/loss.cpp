@@ -14,48 +14,30 @@ static void check_reduction(const char *op, int64_t reduction) {
   }
 }
 
+// What the operators have in common after ignore_index (and reduction): in the schemas, as
+// parameters, and as a record.
+#define OPTIONS_SCHEMA "float label_smoothing, float z_loss, float? softcap"
+#define OPTIONS_PARAMETERS double label_smoothing, double z_loss, std::optional<double> softcap
+#define OPTIONS_RECORD \
+  LossOptions { ignore_index, label_smoothing, z_loss, softcap }
+
 // The classes of (C,) are dimension 0, those of (N, C, ...) dimension 1.
 static int64_t class_dim_of(const Tensor &logits) { return logits.dim() == 1 ? 0 : 1; }
 
-struct Loss {
-  Tensor loss, lse, total;
-};
-
-static Loss reduce(const char *op, const LossRows &rows, const RowResults &results, bool is_mean,
-                   dtype_t out_dtype) {
-  const Tensor &losses = results.loss;
-  const int64_t one = 1;
-  const dtype_t dtype = rows.args.dtype;
-  const Loss result{allocate(Sizes{}, out_dtype, losses), results.lse,
-                    allocate({&one, 1}, acc_dtype(dtype), losses)};
-  loss_reduce_args args{};
-  args.loss = losses.const_data_ptr();
-  args.target = rows.args.target;
-  args.weight = rows.args.weight;
-  args.out = result.loss.mutable_data_ptr();
-  args.total = result.total.mutable_data_ptr();
-  args.rows = rows.args.outer * rows.args.inner;
-  args.cols = rows.args.cols;
-  args.ignore_index = rows.args.ignore_index;
-  args.dtype = dtype;
-  args.out_dtype = out_dtype;
-  args.is_mean = is_mean;
-  launch_reduce(op, args, losses);
-  return result;
-}
-
-static Loss cross_entropy_forward(const Tensor &logits, const Tensor &target,
-                                  const Optional &weight, const LossOptions &options,
-                                  int64_t reduction, bool float_loss) {
+static std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor &logits, const Tensor &target,
+                                                        const Optional &weight,
+                                                        int64_t ignore_index, int64_t reduction,
+                                                        OPTIONS_PARAMETERS, bool float_loss) {
   const char *const op = "cross_entropy";
   check_reduction(op, reduction);
-  const dtype_t dtype =
-      check_loss_inputs(op, logits, target, weight, options, class_dim_of(logits));
-  const LossRows rows =
-      loss_rows_of(op, logits, target, weight, options, class_dim_of(logits), 1, dtype);
-  const dtype_t acc = acc_dtype(dtype), out_dtype = float_loss ? acc : dtype;
+  const LossOptions options = OPTIONS_RECORD;
+  const LossRows rows = loss_rows_of(op, logits, target, weight, options, class_dim_of(logits));
+  const dtype_t acc = acc_dtype(rows.args.dtype), out_dtype = float_loss ? acc : rows.args.dtype;
   const RowResults results = launch_forward(op, rows, false);
-  if (reduction != NONE) return reduce(op, rows, results, reduction == MEAN, out_dtype);
+  if (reduction != NONE) {
+    const auto [loss, total] = launch_reduce(op, results.loss, &rows, reduction == MEAN, out_dtype);
+    return {loss, results.lse, total};
+  }
   const int64_t zero = 0;
   const Tensor no_total = allocate({&zero, 1}, acc, logits);
   if (out_dtype == acc) return {results.loss, results.lse, no_total};
@@ -64,40 +46,27 @@ static Loss cross_entropy_forward(const Tensor &logits, const Tensor &target,
   return {rounded, results.lse, no_total};
 }
 
-static std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor &logits, const Tensor &target,
-                                                        const Optional &weight,
-                                                        int64_t ignore_index, int64_t reduction,
-                                                        double label_smoothing, double z_loss,
-                                                        std::optional<double> softcap,
-                                                        bool float_loss) {
-  const Loss result = cross_entropy_forward(logits, target, weight,
-                                            {ignore_index, label_smoothing, z_loss, softcap},
-                                            reduction, float_loss);
-  return {result.loss, result.lse, result.total};
-}
-
-static Tensor cross_entropy_no_grad(const Tensor &logits, const Tensor &target,
-                                    const Optional &weight, int64_t ignore_index, int64_t reduction,
-                                    double label_smoothing, double z_loss,
-                                    std::optional<double> softcap, bool float_loss) {
-  return cross_entropy_forward(logits, target, weight,
-                               {ignore_index, label_smoothing, z_loss, softcap}, reduction,
-                               float_loss)
-      .loss;
-}
+// The function of the no-grad overload: it returns the loss alone.
+template <auto function>
+struct FirstResult;
+template <typename... Args, std::tuple<Tensor, Tensor, Tensor> (*function)(Args...)>
+struct FirstResult<function> {
+  static Tensor call(Args... args) { return std::get<0>(function(args...)); }
+};
+using CrossEntropyNoGrad = FirstResult<&cross_entropy>;
 
 static Tensor cross_entropy_backward(const Tensor &grad_out, const Tensor &logits,
                                      const Tensor &target, const Tensor &lse, const Tensor &total,
                                      const Optional &weight, int64_t ignore_index,
-                                     int64_t reduction, double label_smoothing, double z_loss,
-                                     std::optional<double> softcap) {
+                                     int64_t reduction, OPTIONS_PARAMETERS) {
   const char *const op = "cross_entropy_backward";
   check_reduction(op, reduction);
-  const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
-  const dtype_t dtype =
-      check_loss_inputs(op, logits, target, weight, options, class_dim_of(logits));
+  const LossOptions options = OPTIONS_RECORD;
+  const LossRows rows = loss_rows_of(op, logits, target, weight, options, class_dim_of(logits));
+  const dtype_t dtype = rows.args.dtype;
   const Sizes scalar{};
   loss_backward_args args{};
+  args.rows = rows.args;
   args.grad_dtype = check_loss_grad(op, "grad_out", grad_out, logits,
                                     reduction == NONE ? target.sizes() : scalar);
   check_lse(op, lse, target, dtype);
@@ -106,10 +75,7 @@ static Tensor cross_entropy_backward(const Tensor &grad_out, const Tensor &logit
       total.dim() != 1 || total.numel() != (reduction != NONE)) {
     fail(op, "expected total as the forward returned it");
   }
-  const LossRows rows =
-      loss_rows_of(op, logits, target, weight, options, class_dim_of(logits), 1, dtype);
   const Tensor grads = as_contiguous(grad_out);
-  args.rows = rows.args;
   args.lse = lse.const_data_ptr();
   args.grad_loss = grads.const_data_ptr();
   args.grad_stride = reduction == NONE;
@@ -127,20 +93,17 @@ static void check_scalar(const char *op, const char *name, const Tensor &x, dtyp
 
 // For one chunk of linear_cross_entropy: returns losses, and replaces logits by scale * gradient.
 static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
-                                  const Optional &weight, int64_t ignore_index,
-                                  double label_smoothing, double z_loss,
-                                  std::optional<double> softcap, const Tensor &scale) {
+                                  const Optional &weight, int64_t ignore_index, OPTIONS_PARAMETERS,
+                                  const Tensor &scale) {
   const char *const op = "cross_entropy_chunk";
-  const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
-  const dtype_t dtype =
-      check_loss_inputs(op, logits, target, weight, options, class_dim_of(logits));
+  const LossOptions options = OPTIONS_RECORD;
+  const LossRows rows = loss_rows_of(op, logits, target, weight, options, class_dim_of(logits));
   check_device(op, "scale", scale, "logits", logits);
   if (!logits.is_contiguous() || logits.dim() != 2) {
     fail(op,
          "expected logits to be a contiguous matrix, but got shape " + to_string(logits.sizes()));
   }
-  check_scalar(op, "scale", scale, dtype);
-  const LossRows rows = loss_rows_of(op, logits, target, weight, options, 1, 1, dtype);
+  check_scalar(op, "scale", scale, rows.args.dtype);
   return launch_forward(op, rows, false, &logits, &scale).loss;
 }
 
@@ -167,36 +130,39 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
                          "int ignore_index=-100, int reduction=1, float label_smoothing=0.0, "
                          "float z_loss=0.0, float? softcap=None, bool float_loss=False) -> "
                          "(Tensor, Tensor, Tensor)",
-                         &cross_entropy, "Tensor", &cross_entropy_no_grad);
-  DEF_WITH_NO_GRAD(m,
-                   "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, "
-                   "Tensor lse, Tensor total, Tensor? weight, int ignore_index, int reduction, "
-                   "float label_smoothing, float z_loss, float? softcap) -> Tensor",
-                   &cross_entropy_backward);
+                         &cross_entropy, "Tensor", &CrossEntropyNoGrad::call);
+  DEF_WITH_NO_GRAD(
+      m,
+      "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, "
+      "Tensor lse, Tensor total, Tensor? weight, int ignore_index, int reduction, " OPTIONS_SCHEMA
+      ") -> Tensor",
+      &cross_entropy_backward);
   DEF(m,
-      "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, "
-      "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor",
+      "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int "
+      "ignore_index, " OPTIONS_SCHEMA ", Tensor scale) -> Tensor",
       &cross_entropy_chunk);
   DEF(m, "cross_entropy_scale(Tensor x, Tensor factor) -> Tensor", &cross_entropy_scale);
   // linear_loss.py implements it, because the matrix products are PyTorch's.
-  def_with_no_grad(m,
-                   "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
-                   "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "
-                   "float label_smoothing, float z_loss, float? softcap, bool float_loss, "
-                   "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
-                   "(Tensor, Tensor, Tensor, Tensor)",
-                   "Tensor");
-  def_with_no_grad(m,
-                   "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
-                   "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
-                   "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, "
-                   "float label_smoothing, float z_loss, float? softcap, bool needs_grad_x, "
-                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
+  def_with_no_grad(
+      m,
+      "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
+      "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, " OPTIONS_SCHEMA
+      ", bool float_loss, "
+      "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
+      "(Tensor, Tensor, Tensor, Tensor)",
+      "Tensor");
+  def_with_no_grad(
+      m,
+      "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
+      "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
+      "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, " OPTIONS_SCHEMA
+      ", bool needs_grad_x, "
+      "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "cross_entropy", TORCH_BOX(&cross_entropy),
-                    TORCH_BOX(&cross_entropy_no_grad));
+                    TORCH_BOX(&CrossEntropyNoGrad::call));
   impl_with_no_grad(m, "cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   impl(m, "cross_entropy_chunk", TORCH_BOX(&cross_entropy_chunk));
   impl(m, "cross_entropy_scale", TORCH_BOX(&cross_entropy_scale));

@@ -44,6 +44,13 @@
 extern "C" {
 #endif
 
+/* Of cross_entropy; for token_log_probs all are 0, and ignore_index is not read. */
+typedef struct {
+  int64_t ignore_index;
+  double label_smoothing, z_loss;
+  double softcap; /* 0: none */
+} loss_options;
+
 /* The input of forward and backward. ACC below is float, for float64 double. */
 typedef struct {
   const void *logits;     /* element (o, c, i) at o * outer_stride + c * inner + i */
@@ -52,10 +59,8 @@ typedef struct {
   const void *weight_sum; /* W, one number, ACC, with weight and label_smoothing; else NULL */
   int64_t outer, cols, inner;
   int64_t outer_stride; /* at least cols * inner */
-  int64_t ignore_index; /* not read by token_log_probs */
-  double label_smoothing, z_loss;
-  double softcap; /* 0: none */
-  double scale;   /* 1 / temperature; 1 with softcap */
+  loss_options options;
+  double scale; /* 1 / temperature; 1 with softcap */
   dtype_t dtype;
 } loss_rows;
 

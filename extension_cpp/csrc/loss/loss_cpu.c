@@ -48,7 +48,7 @@ static gradient_t constant_gradient(double value) {
 }
 
 static int is_ignored(const loss_rows *rows, int64_t target, int has_entropy) {
-  return !has_entropy && target == rows->ignore_index;
+  return !has_entropy && target == rows->options.ignore_index;
 }
 
 static int is_outside(const loss_rows *rows, int64_t target) {
@@ -56,14 +56,14 @@ static int is_outside(const loss_rows *rows, int64_t target) {
 }
 
 /* The factor of dz/dx that is the same in all columns. */
-static double chain(const loss_rows *rows) { return rows->softcap > 0 ? 1 : rows->scale; }
+static double chain(const loss_rows *rows) { return rows->options.softcap > 0 ? 1 : rows->scale; }
 
 /* The gradient of cross_entropy. exp(z_c - shift) * inverse is p_c. */
 static gradient_t cross_entropy_gradient(const loss_rows *rows, int64_t target, double weight,
                                          double weights, double shift, double inverse, double lse,
                                          double grad) {
-  const double s = rows->label_smoothing, smooth = s / (double)rows->cols;
-  const double z_loss = rows->z_loss == 0 ? 0 : 2 * rows->z_loss * lse;
+  const double s = rows->options.label_smoothing, smooth = s / (double)rows->cols;
+  const double z_loss = rows->options.z_loss == 0 ? 0 : 2 * rows->options.z_loss * lse;
   grad *= chain(rows);
   return (gradient_t){.shift = shift,
                       .factor = (weight * (1 - s + z_loss) + smooth * weights) * inverse * grad,

@@ -13,11 +13,11 @@ typedef struct {
 static NAME(call_t)
     NAME(begin_call)(const loss_rows *rows, const void *grad_logits, int has_entropy) {
   const int64_t numel = rows->outer * rows->cols * rows->inner;
-  const double softcap = rows->softcap;
+  const double softcap = rows->options.softcap;
   NAME(call_t)
   call = {.map = {(ACC)rows->scale, (ACC)softcap, (ACC)(softcap > 0 ? 1 / softcap : 0)}};
   call.form = (softcap > 0 ? SOFTCAP : 0) | (has_entropy ? ENTROPY : 0) |
-              (rows->label_smoothing != 0 ? SMOOTH : 0);
+              (rows->options.label_smoothing != 0 ? SMOOTH : 0);
   call.stream = grad_logits && grad_logits != rows->logits &&
                 cpu_should_stream(2 * numel * (int64_t)sizeof(T));
   call.weights = rows->weight_sum ? (double)*(const ACC *)rows->weight_sum : (double)rows->cols;
@@ -61,9 +61,9 @@ static gradient_t NAME(finish_row)(const loss_forward_args *args, const NAME(cal
     ((ACC *)args->entropy)[r] = (ACC)(entropy < 0 ? 0 : entropy);
     return log_prob_gradient(rows, target, max, 1 / sums.sum, entropy, grad, 0);
   }
-  const double s = rows->label_smoothing, weight = (double)NAME(weight_of)(rows, target);
+  const double s = rows->options.label_smoothing, weight = (double)NAME(weight_of)(rows, target);
   double loss = weight * (1 - s) * -log_prob;
-  if (rows->z_loss != 0) loss += weight * rows->z_loss * lse * lse;
+  if (rows->options.z_loss != 0) loss += weight * rows->options.z_loss * lse * lse;
   if (s != 0) loss += s / (double)rows->cols * (call->weights * log_sum - smooth);
   ((ACC *)args->loss)[r] = (ACC)loss;
   return cross_entropy_gradient(rows, target, weight, call->weights, max, 1 / sums.sum, lse, grad);

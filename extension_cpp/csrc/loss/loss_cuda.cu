@@ -82,7 +82,7 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
 template <typename F>
 auto with_mode(const loss_rows &rows, bool has_entropy, F &&f) {
   if (has_entropy) return f(std::integral_constant<Mode, ENTROPY>{});
-  if (rows.label_smoothing > 0 || rows.softcap > 0) {
+  if (rows.options.label_smoothing > 0 || rows.options.softcap > 0) {
     return f(std::integral_constant<Mode, GENERAL>{});
   }
   return f(std::integral_constant<Mode, PLAIN>{});
@@ -193,7 +193,7 @@ extern "C" int loss_forward_cuda(const loss_forward_args *args, void *stream) {
   const bool has_rows = rows.inner == 1 && rows.dtype != DTYPE_FLOAT64;
   Plan plan{};
   if (args->grad_logits != nullptr) {
-    const bool is_plain = rows.softcap == 0 && rows.label_smoothing == 0;
+    const bool is_plain = rows.options.softcap == 0 && rows.options.label_smoothing == 0;
     const bool is_congruent = has_rows && is_plain && rows.outer_stride == rows.cols &&
                               is_aligned(rows.logits) && is_aligned(args->grad_logits);
     const cudaError_t error =

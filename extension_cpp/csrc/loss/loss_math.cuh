@@ -32,7 +32,7 @@ struct Logit {
   A scale, softcap;
 
   __device__ explicit Logit(const loss_rows &p)
-      : scale(static_cast<A>(p.scale)), softcap(static_cast<A>(p.softcap)) {}
+      : scale(static_cast<A>(p.scale)), softcap(static_cast<A>(p.options.softcap)) {}
   __device__ A z(A x) const {
     if (MODE == PLAIN) return x;
     if (MODE == ENTROPY || softcap == 0) return rounded(x, scale);
@@ -56,7 +56,7 @@ __device__ inline A weight_sum(const loss_rows &p) {
 // label_smoothing / cols.
 template <typename A>
 __device__ inline A smoothing(const loss_rows &p) {
-  return static_cast<A>(p.label_smoothing / static_cast<double>(p.cols));
+  return static_cast<A>(p.options.label_smoothing / static_cast<double>(p.cols));
 }
 
 // A row's target: a class, ignored, or outside of the classes.
@@ -66,7 +66,7 @@ struct Target {
 
   __device__ Target(const loss_rows &p, int64_t r, bool can_ignore)
       : c(p.target[r]),
-        is_ignored(can_ignore && c == p.ignore_index),
+        is_ignored(can_ignore && c == p.options.ignore_index),
         is_class(c >= 0 && c < p.cols) {}
 };
 
@@ -94,9 +94,9 @@ __device__ inline void write_results(const loss_forward_args &p, int64_t r, cons
     loss = (z - from) - log_sum;
     if (loss > 0) loss = 0;  // rounding may make it positive
   } else if (target.is_class) {
-    const A s = static_cast<A>(rows.label_smoothing);
+    const A s = static_cast<A>(rows.options.label_smoothing);
     loss = class_weight<A>(rows, target.c) *
-           ((1 - s) * (log_sum - (z - from)) + static_cast<A>(rows.z_loss) * lse * lse);
+           ((1 - s) * (log_sum - (z - from)) + static_cast<A>(rows.options.z_loss) * lse * lse);
     if (MODE == GENERAL) {
       loss += smoothing<A>(rows) * (weight_sum<A>(rows) * (log_sum + (from - origin)) - smooth);
     }
@@ -119,10 +119,10 @@ struct RowGradient {
 
   // The gradient of cross_entropy, times g.
   __device__ void set(const loss_rows &p, const Target &row, A g) {
-    const A s = static_cast<A>(p.label_smoothing), lse = from + log_sum;
+    const A s = static_cast<A>(p.options.label_smoothing), lse = from + log_sum;
     const A w = row.is_class ? class_weight<A>(p, row.c) : A(NAN);
     const A smooth = s > 0 ? smoothing<A>(p) : A(0);
-    of_p = g * (w * (1 - s + 2 * static_cast<A>(p.z_loss) * lse) +
+    of_p = g * (w * (1 - s + 2 * static_cast<A>(p.options.z_loss) * lse) +
                 (s > 0 ? smooth * weight_sum<A>(p) : A(0)));
     of_p_log_p = 0;
     of_target = -g * w * (1 - s);

@@ -75,8 +75,9 @@ static void check_softcap(const char *op, double softcap, dtype_t dtype) {
   }
 }
 
-dtype_t check_loss_inputs(const char *op, const Tensor &logits, const Tensor &target,
-                          const Optional &weight, const LossOptions &options, int64_t class_dim) {
+// The dtype of logits.
+static dtype_t check_inputs(const char *op, const Tensor &logits, const Tensor &target,
+                            const Optional &weight, const LossOptions &options, int64_t class_dim) {
   const dtype_t dtype = check_dtype(op, "logits", logits);
   if (logits.dim() == 0) {
     fail(op, "expected logits to have at least one dimension, but got shape []");
@@ -139,31 +140,35 @@ static Optional widened(const Optional &weight, dtype_t dtype) {
   return wide;
 }
 
-void launch_reduce(const char *op, loss_reduce_args &args, const Tensor &like) {
-  const int64_t partials = std::max<int64_t>(loss_partials(args.rows), 1);
-  const Tensor partial = allocate({&partials, 1}, DTYPE_FLOAT64, like);
-  args.partial = partial.mutable_data_ptr();
-  launch(op, KERNEL(loss_reduce), args, like, 1, 1);
-}
-
-// The sum of the class weights.
-static Tensor sum_of(const char *op, const Tensor &weight, dtype_t dtype) {
-  const int64_t one = 1;
-  const Tensor total = allocate({&one, 1}, dtype, weight),
-               count = allocate({&one, 1}, dtype, weight);
+std::tuple<Tensor, Tensor> launch_reduce(const char *op, const Tensor &losses, const LossRows *rows,
+                                         bool is_mean, dtype_t out_dtype) {
+  const dtype_t acc = losses.scalar_type() == ScalarType::Double ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+  const int64_t one = 1, partials = std::max<int64_t>(loss_partials(losses.numel()), 1);
+  const Tensor out = allocate(Sizes{}, out_dtype, losses), total = allocate({&one, 1}, acc, losses),
+               partial = allocate({&partials, 1}, DTYPE_FLOAT64, losses);
   loss_reduce_args args{};
-  args.loss = weight.const_data_ptr();
-  args.out = total.mutable_data_ptr();
-  args.total = count.mutable_data_ptr();
-  args.rows = weight.numel();
-  args.dtype = args.out_dtype = dtype;
-  launch_reduce(op, args, weight);
-  return total;
+  args.loss = losses.const_data_ptr();
+  if (rows != nullptr) {
+    args.target = rows->args.target;
+    args.weight = rows->args.weight;
+    args.cols = rows->args.cols;
+    args.ignore_index = rows->args.options.ignore_index;
+  }
+  args.partial = partial.mutable_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.total = total.mutable_data_ptr();
+  args.rows = losses.numel();
+  args.dtype = acc;
+  args.out_dtype = out_dtype;
+  args.is_mean = is_mean;
+  launch(op, KERNEL(loss_reduce), args, losses, 1, 1);
+  return {out, total};
 }
 
 LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target,
                       const Optional &weight, const LossOptions &options, int64_t class_dim,
-                      double scale, dtype_t dtype) {
+                      double scale) {
+  const dtype_t dtype = check_inputs(op, logits, target, weight, options, class_dim);
   int64_t inner = 1;
   for (int64_t d = class_dim + 1; d < logits.dim(); ++d) inner *= logits.size(d);
   const int64_t cols = logits.size(class_dim);
@@ -174,17 +179,15 @@ LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target
   args.target = static_cast<const int64_t *>(rows.target.const_data_ptr());
   args.weight = rows.weight ? rows.weight->const_data_ptr() : nullptr;
   if (rows.weight && options.label_smoothing > 0) {
-    rows.weight_sum = sum_of(op, *rows.weight, acc_dtype(dtype));
+    const Tensor &all = *rows.weight;
+    rows.weight_sum = std::get<0>(launch_reduce(op, all, nullptr, false, acc_dtype(dtype)));
     args.weight_sum = rows.weight_sum->const_data_ptr();
   }
   args.outer = inner == 0 ? 0 : logits.numel() / (cols * inner);
   args.cols = cols;
   args.inner = inner;
   args.outer_stride = matrix.stride;
-  args.ignore_index = options.ignore_index;
-  args.label_smoothing = options.label_smoothing;
-  args.z_loss = options.z_loss;
-  args.softcap = options.softcap.value_or(0);
+  args.options = options.numbers();
   args.scale = scale;
   args.dtype = dtype;
   return rows;

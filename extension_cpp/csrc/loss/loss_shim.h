@@ -13,18 +13,19 @@ namespace extension_cpp {
 
 using Optional = std::optional<Tensor>;
 
+// The options as the operators take them; by default token_log_probs', which ignores no target.
 struct LossOptions {
-  int64_t ignore_index;
-  double label_smoothing, z_loss;
-  std::optional<double> softcap;
+  int64_t ignore_index = INT64_MIN;
+  double label_smoothing = 0, z_loss = 0;
+  std::optional<double> softcap = std::nullopt;
+
+  // The kernels' options.
+  loss_options numbers() const {
+    return {ignore_index, label_smoothing, z_loss, softcap.value_or(0)};
+  }
 };
 
 std::string to_text(double x);
-
-// The dtype of logits. Fails unless logits, target, weight and options fit; class_dim is the
-// dimension of the classes.
-dtype_t check_loss_inputs(const char *op, const Tensor &logits, const Tensor &target,
-                          const Optional &weight, const LossOptions &options, int64_t class_dim);
 
 // Fails unless x is what forward returned: this shape and type, contiguous, on target's device.
 void check_statistic(const char *op, const char *name, const Tensor &x, const Tensor &target,
@@ -45,12 +46,15 @@ struct LossRows {
   loss_rows args;
 };
 
+// Fails unless logits, target, weight and options fit. class_dim is the dimension of the classes.
 LossRows loss_rows_of(const char *op, const Tensor &logits, const Tensor &target,
                       const Optional &weight, const LossOptions &options, int64_t class_dim,
-                      double scale, dtype_t dtype);
+                      double scale = 1);
 
-// Allocates the scratch of a loss_reduce, and launches it.
-void launch_reduce(const char *op, loss_reduce_args &args, const Tensor &like);
+// The sum of losses, of type out_dtype, and the sum of the weights. Without `rows` every loss has
+// the weight 1.
+std::tuple<Tensor, Tensor> launch_reduce(const char *op, const Tensor &losses, const LossRows *rows,
+                                         bool is_mean, dtype_t out_dtype);
 
 // What forward writes for each row, in the accumulation type.
 struct RowResults {

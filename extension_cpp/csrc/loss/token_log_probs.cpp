@@ -5,27 +5,21 @@
 
 namespace extension_cpp {
 
-// No target is ignored.
-static LossOptions token_options() { return {INT64_MIN, 0, 0, std::nullopt}; }
-
-static dtype_t check_tokens(const char *op, const Tensor &logits, const Tensor &target,
-                            double temperature) {
-  const dtype_t dtype = check_loss_inputs(op, logits, target, std::nullopt, token_options(),
-                                          std::max<int64_t>(logits.dim() - 1, 0));
+static LossRows token_rows(const char *op, const Tensor &logits, const Tensor &target,
+                           double temperature) {
+  const int64_t class_dim = std::max<int64_t>(logits.dim() - 1, 0);
+  LossRows rows = loss_rows_of(op, logits, target, std::nullopt, {}, class_dim, 1 / temperature);
   if (!(temperature > 0)) {
     fail(op, "expected temperature to be positive, but got " + to_text(temperature));
   }
-  return dtype;
+  return rows;
 }
 
 static std::tuple<Tensor, Tensor, Tensor> token_log_probs(const Tensor &logits,
                                                           const Tensor &target,
                                                           double temperature) {
   const char *const op = "token_log_probs";
-  const dtype_t dtype = check_tokens(op, logits, target, temperature);
-  const LossRows rows = loss_rows_of(op, logits, target, std::nullopt, token_options(),
-                                     logits.dim() - 1, 1 / temperature, dtype);
-  const RowResults results = launch_forward(op, rows, true);
+  const RowResults results = launch_forward(op, token_rows(op, logits, target, temperature), true);
   return {results.loss, *results.entropy, results.lse};
 }
 
@@ -41,18 +35,16 @@ static Tensor token_log_probs_backward(const Tensor &grad_log_probs, const Tenso
                                        const Tensor &lse, const Tensor &entropy,
                                        double temperature) {
   const char *const op = "token_log_probs_backward";
-  const dtype_t dtype = check_tokens(op, logits, target, temperature);
+  const LossRows rows = token_rows(op, logits, target, temperature);
   loss_backward_args args{};
+  args.rows = rows.args;
   args.grad_dtype = check_loss_grad(op, "grad_log_probs", grad_log_probs, logits, target.sizes());
   check_loss_grad(op, "grad_entropy", grad_entropy, logits, target.sizes());
   check_same(op, "grad_entropy", grad_entropy, "grad_log_probs", grad_log_probs);
-  check_lse(op, lse, target, dtype);
-  check_statistic(op, "entropy", entropy, target, target.sizes(), acc_dtype(dtype));
-  const LossRows rows = loss_rows_of(op, logits, target, std::nullopt, token_options(),
-                                     logits.dim() - 1, 1 / temperature, dtype);
+  check_lse(op, lse, target, rows.args.dtype);
+  check_statistic(op, "entropy", entropy, target, target.sizes(), acc_dtype(rows.args.dtype));
   const Tensor of_log_probs = as_contiguous(grad_log_probs),
                of_entropy = as_contiguous(grad_entropy);
-  args.rows = rows.args;
   args.lse = lse.const_data_ptr();
   args.grad_loss = of_log_probs.const_data_ptr();
   args.grad_stride = 1;
