@@ -14,23 +14,18 @@ static void check_reduction(const char *op, int64_t reduction) {
   }
 }
 
-// What the operators have in common after ignore_index (and reduction): in the schemas, as
-// parameters, and as a record.
-#define OPTIONS_SCHEMA "float label_smoothing, float z_loss, float? softcap"
-#define OPTIONS_PARAMETERS double label_smoothing, double z_loss, std::optional<double> softcap
-#define OPTIONS_RECORD \
-  LossOptions { ignore_index, label_smoothing, z_loss, softcap }
-
 // The classes of (C,) are dimension 0, those of (N, C, ...) dimension 1.
 static int64_t class_dim_of(const Tensor &logits) { return logits.dim() == 1 ? 0 : 1; }
 
 static std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor &logits, const Tensor &target,
                                                         const Optional &weight,
                                                         int64_t ignore_index, int64_t reduction,
-                                                        OPTIONS_PARAMETERS, bool float_loss) {
+                                                        double label_smoothing, double z_loss,
+                                                        std::optional<double> softcap,
+                                                        bool float_loss) {
   const char *const op = "cross_entropy";
   check_reduction(op, reduction);
-  const LossOptions options = OPTIONS_RECORD;
+  const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const LossRows rows = loss_rows_of(op, logits, target, weight, options, class_dim_of(logits));
   const dtype_t acc = acc_dtype(rows.args.dtype), out_dtype = float_loss ? acc : rows.args.dtype;
   const RowResults results = launch_forward(op, rows, false);
@@ -58,10 +53,11 @@ using CrossEntropyNoGrad = FirstResult<&cross_entropy>;
 static Tensor cross_entropy_backward(const Tensor &grad_out, const Tensor &logits,
                                      const Tensor &target, const Tensor &lse, const Tensor &total,
                                      const Optional &weight, int64_t ignore_index,
-                                     int64_t reduction, OPTIONS_PARAMETERS) {
+                                     int64_t reduction, double label_smoothing, double z_loss,
+                                     std::optional<double> softcap) {
   const char *const op = "cross_entropy_backward";
   check_reduction(op, reduction);
-  const LossOptions options = OPTIONS_RECORD;
+  const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const LossRows rows = loss_rows_of(op, logits, target, weight, options, class_dim_of(logits));
   const dtype_t dtype = rows.args.dtype;
   const Sizes scalar{};
@@ -93,10 +89,11 @@ static void check_scalar(const char *op, const char *name, const Tensor &x, dtyp
 
 // For one chunk of linear_cross_entropy: returns losses, and replaces logits by scale * gradient.
 static Tensor cross_entropy_chunk(const Tensor &logits, const Tensor &target,
-                                  const Optional &weight, int64_t ignore_index, OPTIONS_PARAMETERS,
-                                  const Tensor &scale) {
+                                  const Optional &weight, int64_t ignore_index,
+                                  double label_smoothing, double z_loss,
+                                  std::optional<double> softcap, const Tensor &scale) {
   const char *const op = "cross_entropy_chunk";
-  const LossOptions options = OPTIONS_RECORD;
+  const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const LossRows rows = loss_rows_of(op, logits, target, weight, options, class_dim_of(logits));
   check_device(op, "scale", scale, "logits", logits);
   if (!logits.is_contiguous() || logits.dim() != 2) {
@@ -131,33 +128,30 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
                          "float z_loss=0.0, float? softcap=None, bool float_loss=False) -> "
                          "(Tensor, Tensor, Tensor)",
                          &cross_entropy, "Tensor", &CrossEntropyNoGrad::call);
-  DEF_WITH_NO_GRAD(
-      m,
-      "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, "
-      "Tensor lse, Tensor total, Tensor? weight, int ignore_index, int reduction, " OPTIONS_SCHEMA
-      ") -> Tensor",
-      &cross_entropy_backward);
+  DEF_WITH_NO_GRAD(m,
+                   "cross_entropy_backward(Tensor grad_out, Tensor logits, Tensor target, "
+                   "Tensor lse, Tensor total, Tensor? weight, int ignore_index, int reduction, "
+                   "float label_smoothing, float z_loss, float? softcap) -> Tensor",
+                   &cross_entropy_backward);
   DEF(m,
-      "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int "
-      "ignore_index, " OPTIONS_SCHEMA ", Tensor scale) -> Tensor",
+      "cross_entropy_chunk(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, "
+      "float label_smoothing, float z_loss, float? softcap, Tensor scale) -> Tensor",
       &cross_entropy_chunk);
   DEF(m, "cross_entropy_scale(Tensor x, Tensor factor) -> Tensor", &cross_entropy_scale);
   // linear_loss.py implements it, because the matrix products are PyTorch's.
-  def_with_no_grad(
-      m,
-      "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
-      "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, " OPTIONS_SCHEMA
-      ", bool float_loss, "
-      "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
-      "(Tensor, Tensor, Tensor, Tensor)",
-      "Tensor");
-  def_with_no_grad(
-      m,
-      "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
-      "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
-      "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, " OPTIONS_SCHEMA
-      ", bool needs_grad_x, "
-      "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
+  def_with_no_grad(m,
+                   "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
+                   "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "
+                   "float label_smoothing, float z_loss, float? softcap, bool float_loss, "
+                   "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
+                   "(Tensor, Tensor, Tensor, Tensor)",
+                   "Tensor");
+  def_with_no_grad(m,
+                   "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
+                   "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
+                   "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, "
+                   "float label_smoothing, float z_loss, float? softcap, bool needs_grad_x, "
+                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {
