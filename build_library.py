@@ -40,7 +40,7 @@ TORCH_MINIMUM = (2, 10)  # the stable ABI's target; newer calls do not compile
 
 # Level names are those of the x86-64 psABI; common/cpu/level.h says how one is picked at run time.
 X86_LEVELS = {
-    # For processors of before 2013: a build in less time is worth more than their speed (common/cpu/block.h).
+    # For processors older than 2013: a shorter build is worth more than their speed (common/cpu/block.h).
     "baseline": ["-DCPU_SMALL"],
     "v3": ["-mavx2", "-mfma", "-mf16c"],
     "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],

@@ -128,7 +128,7 @@ class Judge:
         return gradients.worst_line(*(x.movedim(self.dim, 0).flatten(1) for x in (lines, exact)))
 
     def stock(self, backward: bool) -> dict[str, Error]:
-        """The errors of the reference in the dtype of the inputs, on the same lines."""
+        """The errors of the reference in the dtype of the inputs, on the lines that are judged (self.lines)."""
         if not self._stock:
             sample, grads = self.call_on(self.lines)
             with self.masks(self.lines):

@@ -38,7 +38,7 @@ class Strides:
     offset: int
 
     def of(self, x: Tensor) -> Tensor:
-        """x copied into memory of this layout; of an expanded dimension the first slice."""
+        """A copy of x in this layout. An expanded dimension repeats its first slice."""
         strides, size = [0] * x.dim(), 1
         for d in (d for d in reversed(self.order) if d < x.dim()):
             strides[d] = size * self.steps[d]

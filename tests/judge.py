@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from tests.opspec import Call, OpSpec, Sample, Terms, as_tuple, leaves
 
-# In float64 the reference rounds, too, and adds in another order: `c` counts both.
+# In float64 the reference also rounds, and adds in a different order. `c` must cover both.
 LEAST_C_OF_FLOAT64 = 32.0
 # How often numbers change by up to eps, and c. Of 8 draws the largest is near the largest change that is possible for
 # few terms; for n terms it is sqrt(n) times smaller than the sum of their sizes, as rounding errors are.
@@ -178,7 +178,7 @@ def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[
     def moved(x: Any) -> Any:
         return mode.changed(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
-    changes = [x.abs() for _, x in exact.tensors()]  # where nothing is added, the size is that of the value
+    changes = [x.abs() for _, x in exact.tensors()]  # at least the value's own size, for results that are not sums
     for _ in range(DRAWS):
         sample = Sample(tuple(map(moved, call.sample.args)), {name: moved(x) for name, x in call.sample.kwargs.items()})
         grads = [moved(g) for g in call.grads]

@@ -311,7 +311,7 @@ def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(device) -
 
 
 def made_up() -> dict:
-    """Made-up results of two widths, three sizes and two numbers of threads."""
+    """Made-up results: "large" at two widths, one of them also on one thread, and a "sweep" over three heights."""
     rows = []
     shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
     shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]

@@ -60,7 +60,7 @@ def test_demo(tmp_path):
     picture = tmp_path / "out" / "demo_loss.png"
     assert "The loss curves: out/demo_loss.png" in lines
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
-    assert "Traceback" not in done.stderr  # (torch may warn there, of the Python it runs on for one)
+    assert "Traceback" not in done.stderr  # (torch may print a warning there, for example about the Python version)
 
 
 def trained(name: str, losses: list[float]) -> demo.Run:
@@ -159,7 +159,7 @@ def test_closed_pipe():
     words = [sys.executable, "-m", "extension_cpp", "info"]
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=PACKAGE.parent)
     os.close(writer)
-    assert done.returncode in (1, 141) and done.stderr == ""  # 1: rich ended it, as it does of itself
+    assert done.returncode in (1, 141) and done.stderr == ""  # 1: rich itself exits when the pipe is closed
 
 
 def test_facts_from_files(tmp_path):

@@ -47,8 +47,8 @@ OPT |= {"num_attention_heads": 4, "max_position_embeddings": 32, "dropout": 0.0,
 T5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 T5 |= {"decoder_start_token_id": 0}
 
-# The class, its configuration, the norms in it, and what computes them. T5 and BERT compute the loss themselves.
-OWN_LOSS = ("t5", "bert")
+OWN_LOSS = ("t5", "bert")  # these models compute the loss themselves
+# For each model: its class, its configuration, the number of its norms, and the op that computes them.
 MODELS = {
     "llama": ("LlamaForCausalLM", LLAMA, 5, "rms_norm"),
     "qwen2": ("Qwen2ForCausalLM", LLAMA, 5, "rms_norm"),

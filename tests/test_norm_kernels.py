@@ -243,7 +243,7 @@ def test_few_wide_odd_rows(name: str, rows: int, device: str) -> None:
     doubles = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
     exact = getattr(reference, name)(*norm_arguments(name, *doubles))
     want = torch.autograd.grad(exact, doubles[: len(inputs)], grad_out.double())
-    for got, right in zip(gradients, want, strict=True):  # the sums of a row are trees of log2(50257) roundings
+    for got, right in zip(gradients, want, strict=True):  # each sum over a row is a tree of depth log2(50257)
         assert (got - right).abs().max() <= 16 * torch.finfo(torch.float32).eps * right.abs().max()
 
 

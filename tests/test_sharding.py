@@ -550,8 +550,8 @@ def whole_to(mesh: Any, x: Any) -> Any:
 
 
 def check_half(mesh: Any) -> None:
-    """float16, where linear_cross_entropy's backward computes the logits again, and losses that are rounded to half.
-    Both half types have the same code but for their rounding, so each op is checked in one."""
+    """Checks each op in one half type, because both half types have the same code except for their rounding. In float16
+    linear_cross_entropy's backward recomputes the logits, and cross_entropy rounds its loss to float16."""
     half = {"linear_cross_entropy": torch.float16, "cross_entropy": torch.float16, "rms_norm": torch.bfloat16}
     for spec in all_specs():
         if spec.name in half:

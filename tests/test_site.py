@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the site into a temporary folder. By mkdocs.yml, a broken link or a document that no page lists is an
-    error."""
+    """Builds the site into a temporary folder. mkdocs.yml turns a broken link, or a document that is not in the
+    navigation, into an error."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(module, reason=f"{module}, of requirements.txt, is not installed")
     folder = tmp_path_factory.mktemp("site")

@@ -233,8 +233,8 @@ def original_class(converted: type) -> type | None:
 
 
 def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call gets the linear loss: it has labels and returns a result with names, nothing needs the logits,
-    and nobody replaced the output layer or the loss function."""
+    """Whether this call computes the linear loss: it has labels and returns a named result (return_dict), the output
+    layer has no hooks or forward of its own, and nobody replaced the output layer or the loss function."""
     plan: Plan = self.plan
     labels = args[plan.labels] if len(args) > plan.labels else kwargs.get("labels")
     if labels is None or getattr(self, "_loss_function", None) is not causal_lm_loss:

@@ -22,7 +22,7 @@ import torch
 
 from .activations import KNOWN
 
-# The methods that a rewritten forward calls. The prefix keeps them apart from those of the model's class.
+# The prefix of the methods that a rewritten forward calls. It keeps them apart from the methods of the model's class.
 PREFIX = "_extension_cpp_"
 
 

@@ -271,7 +271,7 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
     in_order = _in_order(op, backward, names)
 
     def backward_of_function(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if getattr(ctx, "mesh", None) is not None:  # for results that are not used autograd makes zeros, not DTensors
+        if getattr(ctx, "mesh", None) is not None:  # autograd passes plain zeros, not DTensors, for unused results
             grads = distributed.on_mesh(grads, ctx.mesh)
         return *in_order(ctx, *grads), None
 

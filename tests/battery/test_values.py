@@ -137,7 +137,7 @@ def test_mixed_layouts(spec: OpSpec, dtype: torch.dtype, device: str, request: p
 @every_op
 @every_dtype
 def test_rows_with_gaps(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Rows with a gap of three elements: each begins at another offset from a vector's address."""
+    """A gap of three elements follows each row: at most widths, some rows do not begin at a multiple of 16 bytes."""
     shapes = [(5, 33), (9, 256), *([(300, 1024), (135, 4096), (40, 16384), (9, 50257)] if device == "cuda" else [])]
     for shape in shapes:
         for sample in spec.sample_inputs(maker(device, dtype, layout="padded"), shape):

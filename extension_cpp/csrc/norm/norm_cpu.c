@@ -20,7 +20,7 @@ enum {
   PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches the output of no longer row */
 };
 
-/* Of a row, or of its distances from a number near its mean. */
+/* The moments of a row, or of its differences from a number near its mean. */
 typedef struct {
   double mean, variance;
 } moments_t;

@@ -9,7 +9,8 @@ typedef struct {
   const void *sin;
 } NAME(row_t);
 
-/* Loads n factors from index i on, in the order of T's lanes. */
+/* Loads n factors (of cos or sin) from index i on, in the lane order of T (lane_of below). `wide`:
+ * the factors are floats and not T. */
 ALWAYS_INLINE void NAME(load_factors)(ACC *restrict v, const void *p, int64_t i, int n, int wide) {
   if (!wide) {
     LOAD(v, (const T *)p + i, n);

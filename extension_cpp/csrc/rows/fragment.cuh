@@ -240,7 +240,7 @@ struct ParameterVector {
   }
 };
 
-// The single parameter of column c.
+// The weight or bias of column c; `missing` if there is none.
 template <typename W>
 __device__ inline float load_parameter(const void *data, int64_t c, float missing) {
   return data == nullptr ? missing : to_acc(static_cast<const W *>(data)[c]);

@@ -24,7 +24,7 @@ constexpr int MIN_VECTORS = 4;  // a tile is at least 64 bytes wide
 // Neighbouring lines of a thread, in one word of 4 bytes (float64: 8). A vector has `width`
 // elements.
 constexpr int lines_of(int width) { return width == 8 ? 2 : 1; }
-// The segments and lines of a tile, if a line has several tiles.
+// The segments and lines of the narrowest tile. Lines with several tiles use this tile.
 constexpr int max_segments(int width) { return THREADS / (MIN_VECTORS * width / lines_of(width)); }
 constexpr int min_columns(int width) { return MIN_VECTORS * width; }
 // Fewer CTAs than this could leave SMs without work.

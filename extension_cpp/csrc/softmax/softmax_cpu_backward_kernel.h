@@ -1,6 +1,6 @@
 /* Backward of softmax and log_softmax; the end of softmax_cpu_kernel.h. */
 
-/* Adds grad_out * y to `sum`, for log_softmax grad_out. */
+/* Adds grad_out * y to `sum`; for log_softmax, adds grad_out. */
 ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, const T *y, int n,
                                        int is_log) {
   ACC g[BLOCK], v[BLOCK];

@@ -4,7 +4,7 @@
  *   NAME(f)              f with the type's name appended: f_float32
  *   LOAD, STORE          the type's block functions of common/cpu/block.h
  * KERNEL_BODY is a header, so a debugger steps through its real lines. DISPATCH_DTYPE then calls
- * the function of a dtype. There are none for float64 at the level v4 (common/cpu/level.h). */
+ * the function of a dtype. At the level v4 (common/cpu/level.h) float64 has no functions. */
 #define NAME_(f, type) f##_##type
 #define NAME_EXPANDED(f, type) NAME_(f, type)
 

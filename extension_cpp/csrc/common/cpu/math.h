@@ -118,8 +118,8 @@ ALWAYS_INLINE float exp_parts_float(float x, int degree, float *power) {
   return exp2_polynomial(r, degree);
 }
 
-/* 2^x / 2 for x <= 127, in the same two parts. 0 at -126 and below. The 126 is even, so that a tie
- * is rounded as in round_float. */
+/* Returns 2^x / 2 for x <= 127 in the two parts of exp_parts_float, and 0 for x <= -126. The
+ * constant 126 is even, so ties round as in round_float. */
 ALWAYS_INLINE float exp2_parts_float(float x, int degree, float *power) {
   x = x < exp2_zero_float ? exp2_zero_float : x;
   *power = bits_float(float_bits(x + (0x1.8p23f + 126)) << 23);

@@ -1,6 +1,7 @@
 #include "common/cuda/column_sums.cuh"
 
-// The pointers are not known here: returns the most that any vector width and phase needs.
+// Returns the most partial sums that any vector width and phase needs. The pointers, which decide
+// both, are not known here.
 extern "C" int64_t column_sums_partial_cuda(int64_t rows, int64_t cols) {
   int64_t most = 0;
   for (const int vector : {1, 2, 4, 8}) {
