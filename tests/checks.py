@@ -49,7 +49,7 @@ class Strides:
 
 
 def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
-    """x copied into memory of another layout; of an expanded dimension the first slice."""
+    """A copy of x in another layout. An expanded dimension repeats its first slice."""
     if isinstance(layout, Strides):
         return layout.of(x)
     if layout == "sliced":
