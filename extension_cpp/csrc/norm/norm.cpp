@@ -3,6 +3,9 @@
 #include "norm/norm.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -72,20 +75,30 @@ static void check_statistics(const char *op, const char *name, const Tensor &sta
 
 static const void *pointer(const Optional &x) { return x ? x->const_data_ptr() : nullptr; }
 
-// weight or bias as the kernels read it. On CUDA: the contiguous tensor, if there is one. On the
-// CPU: the output of norm_widen_cpu, with `value` in every column if there is no tensor.
+// weight or bias as the kernels read it.
+struct Parameter {
+  Optional tensor;  // the contiguous tensor, if there is one
+  // On the CPU: the output of norm_widen_cpu. A tensor would take ten times as long to allocate.
+  std::unique_ptr<void, decltype(&std::free)> wide{nullptr, &std::free};
+
+  [[nodiscard]] const void *data() const { return wide ? wide.get() : pointer(tensor); }
+};
+
+// On the CPU `value` is in every column if there is no tensor.
 template <typename Args>
-static Optional weight_for_kernel(const Optional &weight, double value, const Args &args,
-                                  const Tensor &x) {
-  Optional source;
-  if (weight) source.emplace(as_contiguous(*weight));
-  if (x.is_cuda()) return source;
-  const int64_t padded = norm_wide_cols(args.cols);
-  const Tensor wide = allocate({&padded, 1}, acc_dtype(args.dtype), x);
-  norm_widen_args widen{pointer(source), wide.mutable_data_ptr(), value, args.cols,
-                        args.dtype,      args.weight_dtype};
+static Parameter parameter_for_kernel(const Optional &weight, double value, const Args &args,
+                                      const Tensor &x) {
+  Parameter parameter;
+  if (weight) parameter.tensor.emplace(as_contiguous(*weight));
+  if (x.is_cuda()) return parameter;
+  const size_t bytes = static_cast<size_t>(norm_wide_cols(args.cols)) * sizeof(double);
+  parameter.wide.reset(std::aligned_alloc(64, static_cast<size_t>(ceil_div(bytes, 64)) * 64));
+  if (!parameter.wide) throw std::bad_alloc();
+  norm_widen_args widen{
+      pointer(parameter.tensor), parameter.wide.get(), value, args.cols, args.dtype,
+      args.weight_dtype};
   norm_widen_cpu(0, args.cols, &widen);
-  return wide;
+  return parameter;
 }
 
 // Allocates a tensor of these sizes if `needed`, else an empty one.
@@ -126,11 +139,11 @@ static Outputs norm_forward(const char *op, bool with_statistics, const Tensor &
   const auto dims = static_cast<int64_t>(normalized_shape.size());
   const Rows x_rows = as_rows(x, dims),
              residual_rows = residual ? as_rows(*residual, dims) : x_rows;
-  const Optional wide_weight = weight_for_kernel(weight, 1, args, x);
-  const Optional wide_bias = bias ? weight_for_kernel(*bias, 0, args, x) : std::nullopt;
+  const Parameter kernel_weight = parameter_for_kernel(weight, 1, args, x);
+  const Parameter kernel_bias = bias ? parameter_for_kernel(*bias, 0, args, x) : Parameter{};
   args.x = x_rows.tensor.const_data_ptr();
-  args.weight = pointer(wide_weight);
-  args.bias = pointer(wide_bias);
+  args.weight = kernel_weight.data();
+  args.bias = kernel_bias.data();
   args.y = out.y.mutable_data_ptr();
   args.mean = out.mean ? out.mean->mutable_data_ptr() : nullptr;
   args.rstd = out.rstd ? out.rstd->mutable_data_ptr() : nullptr;
@@ -149,10 +162,12 @@ static Outputs norm_forward(const char *op, bool with_statistics, const Tensor &
   return out;
 }
 
-// The gradients. `x` belongs to the normalized tensor, and `dropped` is dropout(x). A gradient that
-// is not needed is an empty tensor.
+// The gradients. `x` belongs to the normalized tensor. A gradient that is not needed is an empty
+// tensor.
 struct Gradients {
-  Tensor x, weight, bias, dropped;
+  Tensor x, weight;
+  Optional bias;     // only of layer_norm's ops
+  Optional dropped;  // only with a residual: dropout(x)
 };
 
 // `x` is the normalized tensor: sum in ops with a residual. `grad_sum` is nullptr for ops without
@@ -173,10 +188,12 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
 
   const bool needs_dropped = grad_sum && needs_x && p > 0, needs_sums = needs_weight || needs_bias;
   needs_x = needs_x || needs_residual;
-  const Gradients gradients{allocate_if(needs_x, x.sizes(), args.dtype, x),
-                            allocate_if(needs_weight, normalized_shape, args.weight_dtype, x),
-                            allocate_if(needs_bias, normalized_shape, args.weight_dtype, x),
-                            allocate_if(needs_dropped, x.sizes(), args.dtype, x)};
+  Gradients gradients{allocate_if(needs_x, x.sizes(), args.dtype, x),
+                      allocate_if(needs_weight, normalized_shape, args.weight_dtype, x),
+                      {},
+                      {}};
+  if (mean) gradients.bias = allocate_if(needs_bias, normalized_shape, args.weight_dtype, x);
+  if (grad_sum) gradients.dropped = allocate_if(needs_dropped, x.sizes(), args.dtype, x);
   if (args.cols == 0 || !(needs_sums || needs_x) || (args.rows == 0 && !needs_sums))
     return gradients;
 
@@ -184,16 +201,16 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
   const bool adds_grad_sum = grad_sum && *grad_sum && needs_x;
   const Rows x_rows = as_rows(x, dims), grad_out_rows = as_rows(grad_out, dims);
   const Rows grad_sum_rows = adds_grad_sum ? as_rows(**grad_sum, dims) : x_rows;
-  const Optional wide_weight = weight_for_kernel(weight, 1, args, x);
+  const Parameter kernel_weight = parameter_for_kernel(weight, 1, args, x);
   args.grad_out = grad_out_rows.tensor.const_data_ptr();
   args.x = x_rows.tensor.const_data_ptr();
   args.mean = mean ? mean->const_data_ptr() : nullptr;
   args.rstd = rstd.const_data_ptr();
-  args.weight = pointer(wide_weight);
+  args.weight = kernel_weight.data();
   args.grad_x = needs_x ? gradients.x.mutable_data_ptr() : nullptr;
   args.grad_weight = needs_weight ? gradients.weight.mutable_data_ptr() : nullptr;
-  args.grad_bias = needs_bias ? gradients.bias.mutable_data_ptr() : nullptr;
-  args.grad_dropped = needs_dropped ? gradients.dropped.mutable_data_ptr() : nullptr;
+  args.grad_bias = needs_bias ? gradients.bias->mutable_data_ptr() : nullptr;
+  args.grad_dropped = needs_dropped ? gradients.dropped->mutable_data_ptr() : nullptr;
   args.x_stride = x_rows.stride;
   args.grad_out_stride = grad_out_rows.stride;
   if (adds_grad_sum) {
@@ -274,7 +291,7 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
   const Gradients g =
       norm_backward("layer_norm_backward", grad_out, nullptr, x, normalized_shape, &mean, rstd,
                     weight, bias, 0, NONE, needs_grad_x, false, needs_grad_weight, needs_grad_bias);
-  return {g.x, g.weight, g.bias};
+  return {g.x, g.weight, *g.bias};
 }
 
 static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad_out, const Tensor &x,
@@ -298,7 +315,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
   const Gradients g = norm_backward(
       "add_layer_norm_backward", grad_out, &grad_sum, sum, normalized_shape, &mean, rstd, weight,
       bias, p, seed, needs_grad_x, needs_grad_residual, needs_grad_weight, needs_grad_bias);
-  return {g.dropped, g.x, g.weight, g.bias};
+  return {*g.dropped, g.x, g.weight, *g.bias};
 }
 
 static std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(
@@ -308,7 +325,7 @@ static std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(
   const Gradients g = norm_backward("add_rms_norm_backward", grad_out, &grad_sum, sum,
                                     normalized_shape, nullptr, rstd, weight, NONE, p, seed,
                                     needs_grad_x, needs_grad_residual, needs_grad_weight, false);
-  return {g.dropped, g.x, g.weight};
+  return {*g.dropped, g.x, g.weight};
 }
 
 static std::tuple<Tensor, Tensor, Tensor> layer_norm_dropout_backward(
@@ -318,7 +335,7 @@ static std::tuple<Tensor, Tensor, Tensor> layer_norm_dropout_backward(
   const Gradients g = norm_backward("layer_norm_dropout_backward", grad_out, nullptr, x,
                                     normalized_shape, &mean, rstd, weight, bias, p, seed,
                                     needs_grad_x, false, needs_grad_weight, needs_grad_bias);
-  return {g.x, g.weight, g.bias};
+  return {g.x, g.weight, *g.bias};
 }
 
 // ---- registration ----
