@@ -320,7 +320,7 @@ PYTHON = [
         "torch.vmap over a batch of 0 with an argument that is not batched raises.",
     ),
     Planted(
-        "extension_cpp/registration/autograd.py",
+        "extension_cpp/registration/calls.py",
         "    if forward_ad._current_level >= 0:  # no_grad does not switch forward mode off\n        return True\n",
         "",
         "Forward-mode differentiation under no_grad loses the tangent.",
