@@ -5,7 +5,7 @@
 # ARGS= is handed to the program that a target runs: make run ARGS="--steps 20", make test ARGS="-k mish".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build run test test-gpu matrix mutants bench budgets docs site lint tidy format sanitize wheel release hub aarch64 clean FORCE
+.PHONY: help setup build run test test-gpu matrix planted bench budgets docs site lint tidy format sanitize wheel release hub aarch64 clean FORCE
 
 ifneq ($(origin PYTHON),undefined)
 ifeq ($(strip $(PYTHON)),)
@@ -19,7 +19,7 @@ endif
 
 # Here a build is for the machine it runs on; wheels are for every GPU, so they leave the list as the user set it.
 ifeq ($(origin TORCH_CUDA_ARCH_LIST),undefined)
-setup build run test test-gpu bench budgets docs sanitize: export TORCH_CUDA_ARCH_LIST = native
+setup build run test test-gpu planted bench budgets docs sanitize: export TORCH_CUDA_ARCH_LIST = native
 endif
 
 BUILD_NEEDS := ninja
@@ -132,9 +132,10 @@ matrix: wheel  ## test that wheel on the oldest and newest torch and every Pytho
 	$(call need,rich)
 	@$(PYTHON) scripts/matrix.py dist/*.whl $(ARGS)
 
-mutants: $(READY)  ## plant 150 small errors one by one and count those that no test sees (hours); ARGS="--jobs 8"
-	$(call need,$(TEST_NEEDS) universalmutator)
-	@$(PYTHON) -m scripts.mutants $(ARGS)
+planted: $(READY)  ## plant 60 errors one by one and list those that no test sees (hours); ARGS="--cpu --jobs 8"
+	$(call need,$(TEST_NEEDS))
+	@$(PYTHON) build_library.py
+	@$(PYTHON) -m scripts.planted $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, clang-format
 	$(call need,ruff mypy clang_format)

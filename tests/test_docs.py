@@ -6,7 +6,7 @@ The words after a block's three backticks say how it is tested:
     python no-run   compiles: a part of a file, or what needs a GPU
     pycon           a session (>>>): runs, and prints what it shows
     sh, bash        its make targets, commands and files exist
-    diff            right code made wrong, which a test catches (test_mutants.py)
+    diff            right code made wrong, which a test catches (test_pitfalls.py)
     c, cpp, text    is not looked at
     cpp some/file   (or another language) stands in that file
 

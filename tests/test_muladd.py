@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import extension_cpp
 from extension_cpp.registration.calls import overload_of
-from tests.checks import last_level_cache
+from tests.checks import Calls, last_level_cache
 from tests.forked import python
 
 
@@ -160,6 +160,21 @@ def test_what_is_written_counts_a_version(device: str) -> None:
             write(torch.full_like(x, 2).requires_grad_())
         mapped = torch.compile(lambda x, write=write: (write(x), x * 1)[1], fullgraph=True, backend="aot_eager")
         assert torch.equal(mapped(z := torch.full_like(x, 2)), expected) and torch.equal(z, expected)
+
+
+def test_operators_that_write_refuse_every_argument_that_requires_grad(device: str) -> None:
+    """Else its gradient is lost without a word. The operators have no derivative."""
+    for write, x in writes(device).values():
+        with Calls() as calls:
+            write(x.clone())
+        ((op, args, kwargs),) = calls.made
+        given = dict(enumerate(args)) | kwargs
+        tensors = [place for place, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        assert len(tensors) >= 2
+        for place in tensors:
+            one = given | {place: given[place].clone().requires_grad_()}
+            with pytest.raises(RuntimeError, match=r"requires? grad"):
+                op(*(one[i] for i in range(len(args))), **{key: one[key] for key in kwargs})
 
 
 def test_negative_views(device: str) -> None:

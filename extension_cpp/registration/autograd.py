@@ -198,7 +198,8 @@ def _register_batching(op: str) -> None:
         if not isinstance(x, Tensor) or dim is None:
             return [x] * max(info.batch_size, 1)
         x = x.movedim(dim, 0)
-        return x if info.batch_size else x.new_zeros(1, *x.shape[1:])  # one call tells the shapes of the results
+        # One call tells the shapes of the results. Its zeros are differentiable.
+        return x if info.batch_size else x.sum(0, keepdim=True, dtype=x.dtype)
 
     def loop(info: Any, in_dims: tuple[Any, ...], *args: Any, **keywords: Any) -> Any:
         columns = (elements(info, x, dim) for x, dim in zip(args, in_dims, strict=True))

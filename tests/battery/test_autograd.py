@@ -189,6 +189,33 @@ def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
                 torch.testing.assert_close(ours, exact, msg=lambda text, at=(needed, used): f"{at}: {text}")
 
 
+def _kept(function: Callable[..., Any], sample: Sample) -> tuple[set[int], int]:
+    """The places of the arguments with gradients that backward keeps, and the elements of its largest intermediate."""
+    kept: dict[int, int] = {}  # elements by storage
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outputs = as_tuple(function(*sample.args, **sample.kwargs))
+    tensors = {i: x.untyped_storage().data_ptr() for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor)}
+    known = {*tensors.values(), *(y.untyped_storage().data_ptr() for y in outputs)}
+    places = {i for i, storage in tensors.items() if storage in kept and sample.args[i].requires_grad}
+    return places, max((count for storage, count in kept.items() if storage not in known), default=0)
+
+
+@every_op
+def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device: str) -> None:
+    """Such an argument would stay in memory, and could not change in place before backward. The reference's backward
+    does without it, unless it keeps an intermediate instead that is as large."""
+    for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
+        (ours, _), (needed, intermediate) = _kept(spec.function, sample), _kept(spec.reference, sample)
+        # scale_bias_relu reads x and bias: a result that is rounded to 0 does not tell on which side of 0 it was.
+        extra = ours - needed if spec.name != "scale_bias_relu" else set()
+        assert not [i for i in extra if sample.args[i].numel() > intermediate]
+
+
 @every_op
 def test_checkpointing(spec: OpSpec, device: str) -> None:
     """The forward that runs again in backward gives the same bits."""
@@ -237,6 +264,21 @@ def test_vmap(spec: OpSpec, device: str) -> None:
             alone = run(function, Sample(sample.args), torch.ones_like)
             for (name, a), (_, b) in zip(ours.tensors(), alone.tensors(), strict=True):
                 torch.testing.assert_close(a[i], b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@every_op
+def test_vmap_over_an_empty_batch(spec: OpSpec, device: str) -> None:
+    """Of one argument, beside others that are not batched: results and gradients have a 0 before their shape."""
+    for sample in spec.sample_inputs(maker(device, torch.float32), (4, 33)):
+        function, alone = functools.partial(spec.function, **sample.kwargs), run(spec.function, sample, torch.ones_like)
+        for place in (i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad):
+            args = [x.detach() if isinstance(x, torch.Tensor) else x for x in sample.args]
+            args[place] = args[place].new_empty(0, *args[place].shape).requires_grad_()
+            mapped = torch.vmap(function, tuple(0 if i == place else None for i in range(len(args))))
+            ours = run(mapped, Sample(tuple(args)), torch.ones_like)
+            shapes = [(0, *y.shape) for y in alone.outputs]
+            assert [tuple(y.shape) for y in ours.outputs] == shapes
+            assert [tuple(g.shape) for g in ours.gradients] == [tuple(args[place].shape)]
 
 
 @every_op

@@ -26,7 +26,6 @@ import torch
 
 import build_library
 import extension_cpp
-from scripts import mutants, mutants_drawn
 from tests.forked import python
 from tests.test_c import build_folder, level_here
 from tests.test_docs import ROOT, blocks
@@ -180,46 +179,3 @@ def test_what_changes_nothing_is_not_caught(tmp_path: Path, buildable: None) -> 
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "nan_swallowed")
     result = run_tests(dataclasses.replace(mutant, wrong=mutant.right), tmp_path / "a tree")
     assert result.returncode == 0, result.stdout
-
-
-# ---- make mutants ----
-
-
-TINY = {
-    "conftest.py": 'def pytest_addoption(parser): parser.addoption("--device")\n',
-    "code_.py": "def f(x):\n    while x > 9:\n        x -= 1\n    return x\n",
-    "test_code.py": "import code_\ndef test_broken(): assert False\ndef test_f(): assert code_.f(12) == 9\n",
-    "test_more.py": "import code_\ndef test_small(): assert code_.f(-1) == -1\n",
-}
-
-
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mutants.Judge:
-    """A tree of two tests, one of which fails with any code."""
-    monkeypatch.setattr(mutants, "FOLDER", tmp_path)
-    monkeypatch.setattr(mutants, "tests_of", lambda mutant: [("test_code.py",), ("test_more.py",)])
-    (tmp_path / "base").mkdir()
-    for name, text in TINY.items():
-        (tmp_path / "base" / name).write_text(text)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    return mutants.Judge(2, 60, mutants.Results(tmp_path / "results.jsonl").keep)
-
-
-def test_mutants_are_judged_by_tests_that_pass_without_them(tiny: mutants.Judge, tmp_path: Path) -> None:
-    def judge(line: int, wrong: str, *passed: tuple[str, ...]) -> str:
-        right = TINY["code_.py"].splitlines()[line - 1]
-        return tiny.judge(mutants_drawn.Mutant("code_.py", line, right, right.replace(*wrong.split(" -> "))), passed)
-
-    assert judge(4, "return x -> return x + 1") == "killed"
-    assert judge(4, "return x -> return +x") == "survived"
-    assert judge(4, "return x -> return abs(x)", ("test_more.py",)) == "survived"
-    assert tiny.fails == {"test_code.py::test_broken": True, "test_code.py::test_f": False}
-    tiny.seconds = 3
-    assert judge(3, "-= -> +=") == "timeout"
-    assert not list((tmp_path / "trees").iterdir())
-    known = mutants.Results(tmp_path / "results.jsonl").results
-    assert sorted(known.values()) == ["killed", "survived", "survived", "timeout"]
-    tiny.stop()
-    assert judge(4, "return x -> return 3") == "killed"
-    assert mutants.Results(tmp_path / "results.jsonl").results == known, "a stopped run says nothing"
-    assert {name: (tmp_path / "base" / name).read_text() for name in TINY} == TINY
