@@ -130,7 +130,7 @@ CXX_OF_MANYLINUX = {
 # A flag of glibc 2.32 that gcc's C++ library reads. 0 is always right: there may be other threads.
 OLD_GLIBC = "char __libc_single_threaded;\n"
 
-# Of extension_cpp, and of two cores that do nothing else.
+# The times of extension_cpp on two cores that do nothing else.
 TIMES = "All of them take about a minute on 2 cores, and another for each GPU architecture."
 
 ARCHITECTURE_NAMES = {

@@ -284,7 +284,7 @@ def test_what_autograd_knows_has_a_no_grad_overload() -> None:
 
 
 def test_integer_results_are_not_differentiable() -> None:
-    """Of an operator that has other results, too: in eager, under torch.func and compiled."""
+    """The operator has differentiable results, too. Tried in eager, under torch.func and compiled."""
     with torch.library._scoped_library("autograd_test", "FRAGMENT") as library:
         library.define("largest(Tensor x) -> (Tensor, Tensor)")
         library.impl("largest", lambda x: tuple(x.max(-1)), "CPU")

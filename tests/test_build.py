@@ -390,7 +390,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     [("shims.h", "shim/op.h", "torch/headeronly"), ("baseline/kernels.h", "cpu/block.h", "/usr/")],
 )
 def test_a_precompiled_header_follows_all_that_it_includes(rule, header, others, small_tree):
-    """Of torch and the system, too: a compiler takes an old one without a word."""
+    """Headers of torch and of the system count, too. A compiler takes an old precompiled header without a word."""
     folder = small_tree / "build" / "release-cpu"
     listed = run(sys.executable, "-m", "ninja", "-C", folder, "-t", "deps", f"{rule}.gch").stdout
     assert f"common/{header}" in listed and others in listed

@@ -126,7 +126,7 @@ def test_models(name: str, dtype: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compiled(name: str, device: str) -> None:
-    """By Inductor. In the quick tier test_convert_loss.py and test_convert_models.py compile models without it."""
+    """Inductor compiles the models. Quick tests in test_convert_loss.py and test_convert_models.py do without it."""
     stock = make(name, torch.float32, device)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     convert(stock)

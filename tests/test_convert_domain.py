@@ -180,7 +180,7 @@ def test_no_domain_of_the_loss_shrinks(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["RMSNorm", "an activation", "a norm", "a residual sum"])
 def test_gradients_of_complex_numbers(name: str) -> None:
-    """Of those modules that have them in PyTorch."""
+    """The modules that have such gradients in PyTorch have them once converted."""
     stock = MODULES[name]()
     module = copy.deepcopy(stock)
     convert(module)

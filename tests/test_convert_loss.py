@@ -102,7 +102,7 @@ COMPILED += [pytest.param(name, loss, marks=pytest.mark.slow) for name in ("gpt2
 
 @pytest.mark.parametrize("name, loss", COMPILED)
 def test_compiled_as_one_graph(name: str, loss: str, device: str) -> None:
-    """Of one layer."""
+    """The models have one layer."""
     stock = make(name, device=device, num_hidden_layers=1)
     inputs = make_inputs(stock)
     want = loss_and_gradients(stock, inputs)

@@ -162,7 +162,7 @@ def test_workflows(workflow: Path) -> None:
 
 
 def test_a_commit_with_a_long_subject_is_refused(tmp_path: Path) -> None:
-    """By the hook that `pre-commit install` installs."""
+    """The hook that `pre-commit install` installs refuses it."""
     pytest.importorskip("pre_commit", reason="pre-commit, of requirements.txt, is not installed")
     shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
     names = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}

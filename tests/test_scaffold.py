@@ -411,7 +411,7 @@ def test_library_that_is_older_than_its_sources(tree):
 
 # To rewrite the assertions of a copy of the tests takes seconds, and says more only of those that fail.
 AS_IT_STANDS = ["--assert=plain"]
-# Of the battery, what looks at Python code that all templates have alike, or compiles graphs to C++.
+# The tests of the battery that look at Python code which all templates share, or that compile graphs to C++.
 REPEATED = "captured or inductor or torch_func"
 
 

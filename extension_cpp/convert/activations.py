@@ -20,7 +20,7 @@ class Known(NamedTuple):
     backward_options: tuple[bool, ...] = ()  # what the backward operator of `gated` takes in place of them
 
 
-# By the name that each has in Converted.changed, which is `function` for PyTorch's default options. For one more
+# The key is the activation's name in Converted.changed, which is `function` for PyTorch's default options. For one more
 # activation, add a row.
 TANH = " with approximate='tanh'"
 KNOWN = {

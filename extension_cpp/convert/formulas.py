@@ -71,8 +71,8 @@ class Generated(type):
         return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        """By the __mro__ alone. torch.compile can't trace type's own check, and the one of an abstract class asks the
-        subclasses, so that issubclass here would not end. A class on top of a generated one accepts nothing more."""
+        """Looks at the __mro__ alone. torch.compile cannot trace type's check. That of an abstract class asks the
+        subclasses, so issubclass here would not end. A class on top of a generated one accepts nothing more."""
         original = vars(cls).get("original")
         return cls in subclass.__mro__ or (original in cls.__bases__ and original in subclass.__mro__)
 

@@ -366,7 +366,7 @@ class Norm:
         return of_norm(ctx, grads)
 
     def _second_of_norm(self, ctx: Any, grads: Sequence[Tensor]) -> Gradients:
-        """Of dropout(norm(x)), without dropout if p is 0."""
+        """The second derivative of dropout(norm(x)), without dropout if p is 0."""
         grad_out, x, rstd, weight, seed = ctx.saved_tensors
 
         def drop(z: Tensor) -> Tensor:
@@ -379,7 +379,7 @@ class Norm:
         return {"grad_out": drop(grad_grad_out), "x": grad_x, "weight": grad_weight}
 
     def _second_of_add_norm(self, ctx: Any, grads: Sequence[Tensor]) -> Gradients:
-        """Of a norm that adds a residual.
+        """The second derivative of a norm that adds a residual.
 
         With s = sum, its backward operator gives grad_residual = norm_backward(grad_out) + grad_sum and grad_x =
         dropout(grad_residual). Dropout is symmetric, so grad_grad_x and grad_grad_residual both reach the one sum

@@ -84,7 +84,7 @@ def rotary_embedding_backward_fake(
 
 
 def rotary_embedding_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Of the operator and of its backward operator."""
+    """The setup_context of the operator and of its backward operator."""
     _, _, cos, sin, ctx.interleaved = inputs
     if any(ctx.needs_input_grad[2:4]):
         reason = "their derivative is not implemented"

@@ -268,7 +268,7 @@ def test_vmap(spec: OpSpec, device: str) -> None:
 
 @every_op
 def test_vmap_over_an_empty_batch(spec: OpSpec, device: str) -> None:
-    """Of one argument, beside others that are not batched: results and gradients have a 0 before their shape."""
+    """One argument is batched, and the others are not. Results and gradients have a 0 before their shape."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (4, 33)):
         function, alone = functools.partial(spec.function, **sample.kwargs), run(spec.function, sample, torch.ones_like)
         for place in (i for i, x in enumerate(sample.args) if isinstance(x, torch.Tensor) and x.requires_grad):

@@ -125,7 +125,7 @@ static flat_want want_mish_double_backward(const flat_element *e) {
 
 /* ---- activations and gates ---- */
 
-/* Of an activation: the value and two derivatives, and the slack of each. */
+/* The value and two derivatives of an activation, and the slack of each. */
 typedef struct {
   double f[3], slack[3];
 } jet_t;

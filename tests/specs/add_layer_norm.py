@@ -25,7 +25,7 @@ def kept(x, p, seed):
 
 
 def sum_and_norm_terms(call, normalized_shape, weight, bias, eps, p, seed, center):
-    """Of a norm of s = residual + dropout(x), and of s: the results, and the gradients in x, residual, weight, bias.
+    """The terms of a norm of s = residual + dropout(x) and of s: results, and gradients in x, residual, weight, bias.
 
     The norm reads s after it was rounded.
     """

@@ -98,7 +98,7 @@ def loss_terms(
     z_loss=0.0,
     softcap=None,
 ):
-    """Of the loss w_t ((1 - s) (lse - z_t) + z_loss lse^2) + s / n sum_c w_c (lse - z_c) of each row.
+    """The terms of each row's loss w_t ((1 - s) (lse - z_t) + z_loss lse^2) + s / n sum_c w_c (lse - z_c).
 
     z is x or softcap tanh(x / softcap), whose derivative 1 - tanh^2 is a difference. p = exp(z - lse) multiplies the
     rounding of its argument. A logit that moves by 1 or more may change p by as much as 1.

@@ -20,7 +20,7 @@ def error_inputs(device):
 
 
 def gelu_terms(x, approximate="none"):
-    """Of gelu(x), its derivative and its second derivative.
+    """The sizes of the terms of gelu(x), its derivative and its second derivative.
 
     Each has a factor that is an exponential in its tail, of -x^2 / 2 or of the polynomial in tanh. exp multiplies the
     rounding of that argument.

@@ -21,7 +21,7 @@ def steepness(x):
 
 
 def silu_terms(x):
-    """Of silu(x) and of its derivative, s(x) + x s(x) s(-x)."""
+    """The sizes of the terms of silu(x) and of its derivative, s(x) + x s(x) s(-x)."""
     s = torch.sigmoid(x)
     return (x * s).abs() * steepness(x), (s + (x * s).abs() * torch.sigmoid(-x)) * steepness(x)
 

@@ -44,7 +44,7 @@
 extern "C" {
 #endif
 
-/* Of cross_entropy; for token_log_probs all are 0, and ignore_index is not read. */
+/* The options of cross_entropy. For token_log_probs all are 0, and ignore_index is not read. */
 typedef struct {
   int64_t ignore_index;
   double label_smoothing, z_loss;

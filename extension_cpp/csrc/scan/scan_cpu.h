@@ -354,7 +354,7 @@ typedef struct {
   double max, sum;
 } exp_sum_t;
 
-/* Of no x: with the maximum's 1 the sum is 0. */
+/* The sum over no element. `sum` leaves out the maximum's own 1, so -1 stands for 0. */
 static const exp_sum_t NO_EXP_SUM = {-INFINITY, -1};
 
 /* Equal maxima may be infinite. */
