@@ -437,14 +437,14 @@ TOOLS = [
         'if "sdist" in sys.argv:',
         'if sys.argv[-1] == "sdist":',
         "A source distribution that a build front end makes, with options behind sdist, has the version 0.2.0+cpu.",
-        tests="tests/test_build.py tests/test_tools.py",
+        tests="tests/test_build.py",
     ),
     Planted(
         "Makefile",
         ".venv/ready: requirements.txt $(shell",
         ".venv/ready: $(shell",
         "make build after a change of requirements.txt leaves .venv as it was.",
-        tests="tests/test_build.py tests/test_tools.py",
+        tests="tests/test_build.py",
     ),
     Planted(
         "benchmarks/timing.py",
