@@ -28,7 +28,7 @@ from benchmarks import (
     run,
 )
 from benchmarks.table import table
-from tests.opspec import as_tuple
+from tests.opspec import Sample, as_tuple
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
 
@@ -138,6 +138,19 @@ def test_stopping_keeps_what_was_measured(bench, monkeypatch, capsys) -> None:
     monkeypatch.setattr(run, "measure", stop_at_backward)
     assert [row["pass"] for row in bench("--op", "relu")["rows"]] == ["forward"]
     assert "Stopped: 1 of 2 were measured" in capsys.readouterr().out
+
+
+def test_a_seed_chooses_the_inputs(bench, monkeypatch) -> None:
+    make_sample = run.make_sample
+    made: list[Sample] = []
+    monkeypatch.setattr(run, "make_sample", lambda *words: made.append(make_sample(*words)) or made[-1])
+    inputs = []
+    for seed in ("0", "1", "1"):
+        bench.path.unlink(missing_ok=True)
+        made.clear()
+        bench("--op", "relu", "--pass", "forward", "--seed", seed)
+        inputs.append(made[0].args[0])
+    assert torch.equal(inputs[1], inputs[2]) and not torch.equal(inputs[0], inputs[1])
 
 
 def test_a_file_of_other_settings_is_refused(bench) -> None:

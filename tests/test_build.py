@@ -449,7 +449,13 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
 
 @pytest.mark.parametrize(
     "command, use_cuda, tag",
-    [("bdist_wheel", "0", "+cpu"), ("bdist_wheel", "1", "+cu130"), ("dist_info", "1", "+cu130"), ("sdist", "1", "")],
+    [
+        ("bdist_wheel", "0", "+cpu"),
+        ("bdist_wheel", "1", "+cu130"),
+        ("dist_info", "1", "+cu130"),
+        ("sdist", "1", ""),
+        ("sdist --formats gztar --dist-dir dist", "1", ""),  # as a build front end asks
+    ],
 )
 def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, tmp_path):
     """The files of a CPU build and a CUDA build have two names; the source distribution is for both.
@@ -460,13 +466,13 @@ def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, t
     for name in ("setup.py", "build_library.py", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
-    ask = "import sys, setuptools; sys.argv[:] = ['setup.py', sys.argv[1]]; __file__ = 'setup.py'; "
+    ask = "import sys, setuptools; sys.argv[0] = 'setup.py'; __file__ = 'setup.py'; "
     ask += "setuptools.setup = lambda **options: given.update(options); given = {}; exec(open('setup.py').read()); "
     ask += "distribution = setuptools.Distribution({'name': 'n', 'version': '1'}); distribution.parse_config_files(); "
     ask += "made = given['cmdclass']['egg_info'](distribution); distribution._set_command_options(made); "
     ask += "made.ensure_finalized(); print(made.egg_version)"
     variables = os.environ | {"USE_CUDA": use_cuda, "NVCC": str(nvcc)}
-    told = run(sys.executable, "-c", ask, command, cwd=tmp_path, env=variables)
+    told = run(sys.executable, "-c", ask, *command.split(), cwd=tmp_path, env=variables)
     assert told.returncode == 0, told.stderr
     assert told.stdout == f"1{tag}\n"
 
@@ -574,6 +580,18 @@ def test_make_leaves_a_venv_that_it_cannot_use(checkout, fault):
     result = run("make", "build", cwd=checkout, env=variables)
     assert result.returncode != 0 and result.stderr.startswith(sentence)
     assert sorted((checkout / ".venv").rglob("*")) == before
+
+
+def test_make_updates_a_venv_after_a_change_of_requirements(checkout):
+    (site := checkout / ".venv" / "lib" / "python3" / "site-packages").mkdir(parents=True)
+    (site / "extension_cpp.pth").write_text(f"{checkout}\n")
+    (checkout / ".venv" / "bin").mkdir()
+    script(checkout / ".venv" / "bin" / "python", "exit 1\n")
+    (checkout / ".venv" / "ready").touch()
+    for seconds, outdated in ((-60, 0), (60, 1)):
+        changed = (checkout / ".venv" / "ready").stat().st_mtime + seconds
+        os.utime(checkout / "requirements.txt", (changed, changed))
+        assert run("make", "--question", ".venv/ready", cwd=checkout).returncode == outdated
 
 
 def test_a_venv_behind_a_closed_folder_is_not_taken_for_none(monkeypatch):

@@ -110,6 +110,27 @@ def test_the_matrix_copies_what_its_tests_import() -> None:
         assert not missing or path.name in left_out, path
 
 
+def test_the_matrix_counts_files_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest reports them as errors, not as failures."""
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "FOLDERS", [])
+    monkeypatch.setattr(matrix, "FILES", [])
+    monkeypatch.setattr(matrix, "tests_of_the_checkout", list)
+    (library := tmp_path / ".matrix" / "library.so").parent.mkdir()
+    library.write_bytes(b"library")
+
+    def run(command: list[str], **options) -> subprocess.CompletedProcess:
+        for word in map(str, command):
+            if word.startswith("--junitxml="):
+                suite = '<testsuite tests="20" failures="1" errors="2" skipped="4"/>'
+                Path(word.removeprefix("--junitxml=")).write_text(f"<testsuites>{suite}</testsuites>")
+        return subprocess.CompletedProcess(command, 0, f"3.10\n{library}\n")
+
+    monkeypatch.setattr(matrix.subprocess, "run", run)
+    cells, sha256 = matrix.run_tests(Path("python"), Path("a.whl"), [])
+    assert cells == ["3.10", "13", "3", "4", "0"] and sha256 == hashlib.sha256(b"library").hexdigest()
+
+
 @pytest.mark.parametrize("wrong", ["result", "gradient of x", "gradient of the weight"])
 def test_a_release_that_computes_wrongly_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = extension_cpp.rms_norm
