@@ -72,6 +72,15 @@ def test_out_may_overlap_what_is_read_first(device: str) -> None:
     assert torch.equal(out, expected)
 
 
+def test_out_may_not_be_a_transposed_input(device: str) -> None:
+    """It begins where the input does, and an element is overwritten before it is read."""
+    for rows in (3, 64, 1024):
+        a = torch.randn(rows, rows, device=device)
+        for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
+            with pytest.raises(RuntimeError, match="to share no memory with it, but they overlap in part"):
+                extension_cpp.muladd(first, second, 1.0, out=a.t())
+
+
 def test_dense_tensors_of_any_size_may_not_overlap_in_part(device: str) -> None:
     buffer = torch.zeros(1 << 20, device=device)
     for shift in (1, 7, 4096, (1 << 19) - 1):
