@@ -315,7 +315,7 @@ def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, dev
 
         forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
         assert are_no_grad("outputs", forward) == {False}
-        grads_out = [torch.ones_like(output) for output in found["outputs"]]
+        grads_out = [torch.ones_like(output, requires_grad=True) for output in found["outputs"]]
         backward = functools.partial(
             torch.autograd.grad, found["outputs"], leaves(sample), grads_out, retain_graph=True
         )
