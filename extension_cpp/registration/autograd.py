@@ -282,6 +282,8 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
 def _new_function(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     # The class is made by type(), because PyTorch takes the name of grad_fn from the class's name at that moment.
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    # Compiled autograd asks a class for its key, which autograd.Function has and its base has not.
+    functions["_compiled_autograd_key"] = staticmethod(torch.autograd.Function._compiled_autograd_key)
     # Its base is not autograd.Function, which refuses torch.func's transforms. Their dispatch has already unwrapped the
     # tensors to the level of one transform, and there the function records like those of PyTorch's own operators.
     return type(op._schema.name.split("::")[1], (torch.autograd.function._SingleLevelFunction,), functions)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -362,3 +363,14 @@ def test_errors_are_those_of_the_operator(spec: OpSpec, device: str) -> None:
     direct = messages()
     with by_the_dispatcher():
         assert direct == messages()
+
+
+@every_op
+def test_compiled_autograd(spec: OpSpec, device: str) -> None:
+    """It traces the backward of a call that was not compiled."""
+    sample, once = sample_of(spec, device), replace(spec, second_order=False)
+    eager = outcome(once, sample)
+    for way in (contextlib.nullcontext, by_the_dispatcher):
+        torch._dynamo.reset()
+        with way(), compiled_autograd._enable(torch.compile(backend="eager")):
+            assert_equal(outcome(once, sample), eager)
