@@ -81,7 +81,7 @@ try:
     from . import after_import, nn, reference
     from . import layers as layers
     from . import ops as ops
-    from .ops import *  # noqa: F403
+    from .ops import *  # noqa: F403  # ops.__all__ lists the names
     from .registration import nested as nested
 
     __all__ += ops.__all__

@@ -2,6 +2,6 @@
 
 from . import modules
 from .convert import Converted, convert, revert
-from .modules import *  # noqa: F403
+from .modules import *  # noqa: F403  # modules.__all__ lists the names
 
 __all__ = ["Converted", "convert", "revert", *modules.__all__]

@@ -277,8 +277,14 @@ def test_one_more_activation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None
     """relu, with a gated op and its backward that only this test has."""
     ops, called = extension_cpp.ops, []
     monkeypatch.setitem(KNOWN, "relu", Known("relu", "reglu", nn.ReLU, {}))
-    reglu = lambda gate, up: called.append("reglu") or ops.relu(gate) * up  # noqa: E731
-    backward = lambda grad, gate, up: (grad * up * (gate > 0), grad * ops.relu(gate))  # noqa: E731
+
+    def reglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        called.append("reglu")
+        return ops.relu(gate) * up
+
+    def backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad * up * (gate > 0), grad * ops.relu(gate)
+
     monkeypatch.setattr(ops, "reglu", reglu, raising=False)
     monkeypatch.setattr(extension_cpp._ops, "reglu_backward", backward, raising=False)
     stock = Rectified()

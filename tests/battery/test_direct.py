@@ -192,7 +192,7 @@ def test_autocast_sees_the_operators_that_have_a_rule(spec: OpSpec, device: str)
 class Seen(Tensor):
     """A subclass that notes what is called with it."""
 
-    names: list[str] = []  # noqa: RUF012  # one for all
+    names: list[str] = []  # noqa: RUF012  # one list for all tensors, which __torch_function__ can reach
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -25,7 +25,7 @@ try:
     __version__ += "+cpu" if _cuda == "none" else f"+cu{_cuda.replace('.', '')}"
     # The operators must exist before these modules register fakes and gradients for them.
     from . import reference as reference
-    from .ops import *  # noqa: F403
+    from .ops import *  # noqa: F403  # ops.__all__ lists the names
     from .registration import nested as nested
 except (OSError, AttributeError, RuntimeError) as error:
     # torch wraps the linker's words; the last two are what it says of an operator that is not in the library.
