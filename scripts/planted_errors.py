@@ -213,7 +213,7 @@ CUDA = [
         "drop_element(to_acc(x[c]), p.dropout_x, row * p.x_stride + c)",
         "add_layer_norm with dropout of float64 x whose rows have gaps: not the mask of dropout for the same seed.",
         gpu=True,
-        tests="tests/battery/test_values.py tests/test_fused_norm.py -k 'cuda and norm'",
+        tests="tests/battery/test_values.py tests/test_fused_norm.py -k 'cuda and add_layer_norm and float64'",
     ),
     Planted(
         CSRC + "norm/norm_backward.cuh",
@@ -229,7 +229,7 @@ CUDA = [
         "is_congruent(p, args.grad_dropped",
         "Backward of add_layer_norm where the gradient of the sum is a view with storage offset 1: misaligned loads.",
         gpu=True,
-        tests="tests/test_fused_norm.py tests/test_norm_kernels.py -k cuda",
+        tests="tests/battery/test_values.py -k 'cuda and add_layer_norm and operand'",
     ),
     Planted(
         CSRC + "norm/norm_forward.cu",

@@ -60,6 +60,10 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
         wide = x.new_full([*x.shape[:-1], x.shape[-1] + 3], 7.0)
         wide[..., :-3] = x
         return wide[..., :-3]
+    if layout == "spaced":  # the gap between two rows is a multiple of 16 bytes
+        wide = x.new_full([*x.shape[:-1], x.shape[-1] + 16], 7.0)
+        wide[..., :-16] = x
+        return wide[..., :-16]
     if layout == "transposed":
         return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
     if layout == "expanded":
