@@ -54,11 +54,12 @@ def overload_of(op: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
-def is_recorded() -> bool:
+def is_recorded(args: tuple[Any, ...] | None = None) -> bool:
     """Whether a graph may record this call (torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace),
     or forward-mode differentiation is on.
 
-    torch.compile does not count: it guards on the grad mode, and nothing differentiates its backward graphs.
+    torch.compile does not count: it guards on the grad mode, and nothing differentiates its backward graphs. Nor does
+    torch.fx, if the call's arguments are given and none of them is its Proxy.
     """
     if torch.compiler.is_compiling():
         return torch.compiler._is_exporting_flag  # is_exporting() is always true while torch.compile traces it
@@ -66,7 +67,10 @@ def is_recorded() -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() > 0:
         return TracingContext.try_get() is None
-    return torch._C._is_tracing() or symbolic_trace.is_fx_symbolic_tracing()
+    if torch._C._is_tracing():
+        return True
+    # The types come first, because PyTorch takes half a microsecond to say whether torch.fx traces.
+    return (args is None or not _PLAIN.issuperset(map(type, args))) and symbolic_trace.is_fx_symbolic_tracing()
 
 
 def _thread_without_modes() -> tuple[int, int]:
@@ -85,6 +89,7 @@ _AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU,
 # What a thread excludes while autocast is off for both, one or none of the device types.
 _EXCLUDED_WITH_AUTOCAST = frozenset(_excluded & ~cpu & ~cuda for cpu in (0, _AUTOCAST[0]) for cuda in (0, _AUTOCAST[1]))
 _NUMBERS = frozenset((int, float, bool, type(None), list, tuple, torch.Size))
+_PLAIN = _NUMBERS | {Tensor, Parameter}
 
 # The autograd.Function of each operator that a call may apply without the dispatcher (autograd.py).
 DIRECT: dict[str, Any] = {}
@@ -94,7 +99,7 @@ CASTING: set[str] = set()  # the operators that have an autocast rule
 def _requires_grad(name: str, args: tuple[Any, ...]) -> bool | None:
     """Whether a call has gradients; None if something beside autograd may want to see it."""
     if not torch.is_grad_enabled():
-        return None if is_recorded() else False
+        return None if is_recorded(args) else False
     if torch.compiler.is_compiling():  # first, because torch.compile cannot trace what follows
         return None
     excluded = _EXCLUDED if name in CASTING else _EXCLUDED_WITH_AUTOCAST
