@@ -54,9 +54,9 @@ def muladd_out_fake(a: Tensor, b: Tensor, c: float, *, out: Tensor) -> None:
     checks.check_dtype("muladd", "a", a)
     checks.check_like("muladd", "b", b, "a", a)
     checks.check_like("muladd", "out", out, "a", a)
-    checks.check_writable("muladd", out)
-    checks.check_no_partial_overlap("muladd", out, "a", a)
-    checks.check_no_partial_overlap("muladd", out, "b", b)
+    checks.check_writable("muladd", "out", out)
+    checks.check_no_partial_overlap("muladd", "out", out, "a", a)
+    checks.check_no_partial_overlap("muladd", "out", out, "b", b)
 
 
 def muladd_backward_fake(grad_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,7 @@ def check_same_or_float32(op: str, name: str, x: Tensor, like_name: str, like: T
     expected = f"expected {name} to be {dtype_name(like)} like {like_name}{' or float32' if is_half else ''}"
     fits = x.dtype == like.dtype or (is_half and x.dtype == torch.float32)
     check(op, fits, f"{expected}, but got {dtype_name(x)}")
+    check_dtype(op, name, x)
 
 
 def check_shape(op: str, name: str, x: Tensor, like_name: str, like: Tensor) -> None:
@@ -110,21 +111,21 @@ def check_seed(op: str, seed: Tensor, x: Tensor) -> None:
     check(op, seed.numel() == 1, f"expected seed to have one element, but got shape {list(seed.shape)}")
 
 
-def check_writable(op: str, out: Tensor) -> None:
-    for d, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
+def check_writable(op: str, name: str, x: Tensor) -> None:
+    for d, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         if size > 1:
-            check(op, stride != 0, f"expected out without internal overlap, but got stride 0 in dimension {d}")
+            check(op, stride != 0, f"expected {name} without internal overlap, but got stride 0 in dimension {d}")
 
 
-def check_no_partial_overlap(op: str, out: Tensor, name: str, x: Tensor) -> None:
+def check_no_partial_overlap(op: str, written_name: str, written: Tensor, name: str, x: Tensor) -> None:
     """Fails if two dense tensors in one storage share some elements but are not the same tensor."""
-    if out.untyped_storage()._cdata != x.untyped_storage()._cdata or not (is_dense(out) and is_dense(x)):
+    if written.untyped_storage()._cdata != x.untyped_storage()._cdata or not (is_dense(written) and is_dense(x)):
         return
-    begin, other, size = out.storage_offset(), x.storage_offset(), out.numel()
-    apart = begin >= other + size or other >= begin + size
-    same = begin == other and out.stride() == x.stride()
-    message = f"expected out to be {name} itself or to share no memory with it, but they overlap in part"
-    check(op, size == 0 or apart or same, message)
+    begin, other = (each.storage_offset() * each.element_size() for each in (written, x))
+    apart = begin >= other + x.numel() * x.element_size() or other >= begin + written.numel() * written.element_size()
+    same = begin == other and written.stride() == x.stride()
+    message = f"expected {written_name} to be {name} itself or to share no memory with it, but they overlap in part"
+    check(op, written.numel() == 0 or apart or same, message)
 
 
 def is_dense(x: Tensor) -> bool:

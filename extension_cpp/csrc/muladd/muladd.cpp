@@ -33,9 +33,9 @@ static Tensor muladd(const Tensor &a, const Tensor &b, double c) {
 static void muladd_out(const Tensor &a, const Tensor &b, double c, const Tensor &out) {
   check_inputs(a, b);
   check_like("muladd", "out", out, "a", a);
-  check_writable("muladd", out);
-  check_no_partial_overlap("muladd", out, "a", a);
-  check_no_partial_overlap("muladd", out, "b", b);
+  check_writable("muladd", "out", out);
+  check_no_partial_overlap("muladd", "out", out, "a", a);
+  check_no_partial_overlap("muladd", "out", out, "b", b);
   if (is_dense(out)) return run_forward(a, b, c, out);
   copy_into(out, muladd(a, b, c));
 }

@@ -223,7 +223,10 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
     partial.emplace(allocate({&doubles, 1}, DTYPE_FLOAT64, x));
     args.partial = partial->mutable_data_ptr();
   }
-  launch(op, KERNEL(norm_backward), args, x, norm_parts(args.rows, args.cols), 1);
+  // Without rows the GPU's kernel writes zeros, and on the CPU the sums over no parts do.
+  if (args.rows > 0 || x.is_cuda())
+    launch(op, KERNEL(norm_backward), args, x,
+           std::max<int64_t>(norm_parts(args.rows, args.cols), 1), 1);
   if (needs_sums && !x.is_cuda())
     parallel_for(ceil_div(args.cols, NORM_TILE), 1, norm_grad_weight_cpu, &args);
   return gradients;

@@ -1,6 +1,7 @@
 #include "common/shim/op.h"
 
 #include <algorithm>
+#include <cctype>
 #include <sstream>
 #include <stdexcept>
 #include <vector>
@@ -29,23 +30,24 @@ std::string device_string(const Tensor &x) {
   return (x.is_cuda() ? "cuda:" : "device ") + std::to_string(x.get_device_index());
 }
 
-std::string dtype_string(const Tensor &x) {
-  switch (x.scalar_type()) {
+std::string dtype_string(ScalarType dtype) {
+  switch (dtype) {
     case ScalarType::Double: return "float64";
     case ScalarType::Float: return "float32";
-    case ScalarType::BFloat16: return "bfloat16";
     case ScalarType::Half: return "float16";
     case ScalarType::Byte: return "uint8";
     case ScalarType::Char: return "int8";
     case ScalarType::Short: return "int16";
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
-    case ScalarType::Bool: return "bool";
     case ScalarType::ComplexHalf: return "complex32";
     case ScalarType::ComplexFloat: return "complex64";
     case ScalarType::ComplexDouble: return "complex128";
-    default: return torch::headeronly::toString(x.scalar_type());
+    default: break;  // the others have Python's name, with capitals
   }
+  std::string name = torch::headeronly::toString(dtype);
+  for (char &c : name) c = static_cast<char>(std::tolower(c));
+  return name;
 }
 
 // Python's None arrives as a tensor that is not defined. A storage of 0 bytes is what
@@ -166,14 +168,21 @@ ScalarType scalar_type(dtype_t dtype) {
   return ScalarType::Undefined;
 }
 
-static int32_t shim_dtype(dtype_t dtype) {
+static int32_t shim_dtype(ScalarType dtype) {
   switch (dtype) {
-    case DTYPE_FLOAT64: return aoti_torch_dtype_float64();
-    case DTYPE_FLOAT32: return aoti_torch_dtype_float32();
-    case DTYPE_BFLOAT16: return aoti_torch_dtype_bfloat16();
-    case DTYPE_FLOAT16: return aoti_torch_dtype_float16();
+    case ScalarType::Double: return aoti_torch_dtype_float64();
+    case ScalarType::Float: return aoti_torch_dtype_float32();
+    case ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
+    case ScalarType::Half: return aoti_torch_dtype_float16();
+    case ScalarType::Float8_e4m3fn: return aoti_torch_dtype_float8_e4m3fn();
+    case ScalarType::Long: return aoti_torch_dtype_int64();
+    case ScalarType::Int: return aoti_torch_dtype_int32();
+    case ScalarType::Short: return aoti_torch_dtype_int16();
+    case ScalarType::Char: return aoti_torch_dtype_int8();
+    case ScalarType::Byte: return aoti_torch_dtype_uint8();
+    case ScalarType::Bool: return aoti_torch_dtype_bool();
+    default: fail("allocate", "expected a dtype of EVERY_DTYPE, but got " + dtype_string(dtype));
   }
-  return -1;
 }
 
 // PyTorch has printed the reason. The text begins like PyTorch's, which programs search for.
@@ -183,7 +192,7 @@ static int32_t shim_dtype(dtype_t dtype) {
   throw std::runtime_error(text + " on " + device_string(like));
 }
 
-Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like) {
+Tensor allocate_strided(Sizes sizes, Sizes strides, ScalarType dtype, const Tensor &like) {
   const int32_t device =
       like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
   AtenTensorHandle handle;
@@ -204,7 +213,7 @@ static std::vector<int64_t> contiguous_strides(Sizes sizes) {
   return strides;
 }
 
-Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like) {
+Tensor allocate(Sizes sizes, ScalarType dtype, const Tensor &like) {
   return allocate_strided(sizes, contiguous_strides(sizes), dtype, like);
 }
 
@@ -264,7 +273,7 @@ static std::vector<int64_t> preserved_strides(const Tensor &x) {
 }
 
 Tensor allocate_like(const Tensor &x) {
-  return allocate_strided(x.sizes(), preserved_strides(x), check_dtype("allocate_like", "x", x), x);
+  return allocate_strided(x.sizes(), preserved_strides(x), x.scalar_type(), x);
 }
 
 // Whether tensors of one shape store their elements in the same order. The stride of a dimension of
@@ -279,8 +288,7 @@ static bool same_strides(const Tensor &x, const Tensor &y) {
 
 Tensor with_strides_of(const Tensor &x, const Tensor &like) {
   if (same_strides(x, like)) return x;
-  Tensor copy =
-      allocate_strided(x.sizes(), like.strides(), check_dtype("with_strides_of", "x", x), x);
+  Tensor copy = allocate_strided(x.sizes(), like.strides(), x.scalar_type(), x);
   torch::stable::copy_(copy, x);
   return copy;
 }
@@ -320,24 +328,23 @@ Tensor copy_into(const Tensor &to, const Tensor &from) {
   return to.get() == from.get() ? to : torch::stable::copy_(target, from);
 }
 
-void check_writable(const char *op, const Tensor &out) {
-  for (int64_t i = 0; i < out.dim(); ++i) {
-    if (out.size(i) > 1 && out.stride(i) == 0) {
-      fail(op, "expected out without internal overlap, but got stride 0 in dimension " +
-                   std::to_string(i));
+void check_writable(const char *op, const char *name, const Tensor &x) {
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (x.size(i) > 1 && x.stride(i) == 0) {
+      fail(op, "expected " + std::string(name) + " without internal overlap, but got stride 0 in " +
+                   "dimension " + std::to_string(i));
     }
   }
 }
 
-void check_no_partial_overlap(const char *op, const Tensor &out, const char *name,
-                              const Tensor &x) {
-  if (out.numel() == 0 || !is_dense(out) || !is_dense(x)) return;
-  const auto bytes = static_cast<uintptr_t>(out.numel()) * out.element_size();
-  const auto a = reinterpret_cast<uintptr_t>(out.const_data_ptr()),
+void check_no_partial_overlap(const char *op, const char *written_name, const Tensor &written,
+                              const char *name, const Tensor &x) {
+  if (written.numel() == 0 || !is_dense(written) || !is_dense(x)) return;
+  const auto a = reinterpret_cast<uintptr_t>(written.const_data_ptr()),
              b = reinterpret_cast<uintptr_t>(x.const_data_ptr());
-  if (a == b && same_strides(out, x)) return;
-  if (a < b + bytes && b < a + bytes) {
-    fail(op, "expected out to be " + std::string(name) +
+  if (a == b && same_strides(written, x)) return;
+  if (a < b + x.numel() * x.element_size() && b < a + written.numel() * written.element_size()) {
+    fail(op, "expected " + std::string(written_name) + " to be " + name +
                  " itself or to share no memory with it, but they overlap in part");
   }
 }

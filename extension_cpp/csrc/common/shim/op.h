@@ -32,7 +32,8 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 std::string to_string(Sizes sizes);          // "[2, 3]"
 std::string device_string(const Tensor &x);  // "cpu", "cuda:0"
-std::string dtype_string(const Tensor &x);   // "float32"
+std::string dtype_string(ScalarType dtype);  // "float32", as in Python
+inline std::string dtype_string(const Tensor &x) { return dtype_string(x.scalar_type()); }
 
 // Fails unless x is a tensor, and has memory if it has elements: its storage may have been freed.
 // Every tensor argument of an op goes through check_dtype or check_device, which call this, also in
@@ -85,9 +86,21 @@ void check_seed(const char *op, const Tensor &seed, const Tensor &x);
 
 ScalarType scalar_type(dtype_t dtype);
 
+// The dtypes that a kernel can allocate and check for.
+constexpr ScalarType EVERY_DTYPE[] = {
+    ScalarType::Double,        ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
+    ScalarType::Float8_e4m3fn, ScalarType::Long,  ScalarType::Int,      ScalarType::Short,
+    ScalarType::Char,          ScalarType::Byte,  ScalarType::Bool};
+
 // Uninitialised, on the device of `like`.
-Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like);
-Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like);
+Tensor allocate_strided(Sizes sizes, Sizes strides, ScalarType dtype, const Tensor &like);
+inline Tensor allocate_strided(Sizes sizes, Sizes strides, dtype_t dtype, const Tensor &like) {
+  return allocate_strided(sizes, strides, scalar_type(dtype), like);
+}
+Tensor allocate(Sizes sizes, ScalarType dtype, const Tensor &like);
+inline Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like) {
+  return allocate(sizes, scalar_type(dtype), like);
+}
 
 // Whether x's elements fill one block of memory without gaps or overlap, dimensions in any order.
 bool is_dense(const Tensor &x);
@@ -115,12 +128,13 @@ Rows as_rows(const Tensor &x, int64_t row_dims);
 // `to` with the values of `from`. Copies nothing if they are the same tensor.
 Tensor copy_into(const Tensor &to, const Tensor &from);
 
-// Fails if two elements of `out` share memory (an expanded tensor).
-void check_writable(const char *op, const Tensor &out);
+// Fails if two elements of `x`, which the op writes, share memory (an expanded tensor).
+void check_writable(const char *op, const char *name, const Tensor &x);
 
-// Fails if the dense tensors `out` and `x` overlap but are not the same. A tensor that is not dense
-// is copied before or after the kernel, so its overlap does no harm.
-void check_no_partial_overlap(const char *op, const Tensor &out, const char *name, const Tensor &x);
+// Fails if the dense tensors `written` and `x` overlap but are not the same. A tensor that is not
+// dense is copied before or after the kernel, so its overlap does no harm.
+void check_no_partial_overlap(const char *op, const char *written_name, const Tensor &written,
+                              const char *name, const Tensor &x);
 
 // ---- launch ----
 
@@ -148,10 +162,11 @@ void *current_cuda_stream(const Tensor &x);
 void check_cuda(const char *op, int error);
 
 // Runs the kernel on x's device. On the CPU it runs over `items` work items; a thread gets at least
-// `grain`.
+// `grain`. An op without work returns before: a grid of no CTAs is an error on a GPU.
 template <typename Args>
 void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items,
             int64_t grain) {
+  if (items <= 0) fail(op, "the kernel was launched for nothing: return early if there is no work");
   if (!x.is_cuda()) return parallel_for(items, grain, kernel.cpu, &args);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));

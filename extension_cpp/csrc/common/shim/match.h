@@ -1,0 +1,89 @@
+// Checks the tensors that an operator was given by what each of them is, in the schema's order:
+//
+//   Match match("topk_gate");
+//   match("logits", logits, FLOATING, "[*, experts]");
+//   match("bias", bias, SAME, "[experts]");
+//   match("mask", mask, BOOL, "broadcasts to logits");
+//   const int64_t experts = match.size("experts");
+//
+// registration/match.py is its twin for fakes, with the same sentences.
+#ifndef EXTENSION_CPP_MATCH_H
+#define EXTENSION_CPP_MATCH_H
+
+#include <deque>
+#include <string_view>
+
+#include "common/shim/op.h"
+
+namespace extension_cpp {
+
+// The dtypes that an argument may have: a set of them, or SAME, that of the first tensor, which is
+// then floating.
+struct Dtypes {
+  uint64_t any;  // bit i: the ScalarType i
+  bool same = false, or_float32 = false;
+};
+
+template <typename... Types>
+constexpr Dtypes any_of(Types... types) {
+  return {((uint64_t{1} << static_cast<int>(types)) | ...)};
+}
+
+constexpr Dtypes FLOATING =
+    any_of(ScalarType::Double, ScalarType::Float, ScalarType::BFloat16, ScalarType::Half);
+constexpr Dtypes INT64 = any_of(ScalarType::Long), BOOL = any_of(ScalarType::Bool);
+constexpr Dtypes SAME{0, true}, SAME_OR_FLOAT32{0, true, true};  // the latter if that is half
+
+class Match {
+ public:
+  explicit Match(const char *op) : op_(op) {}
+
+  // Fails unless x is on the first tensor's device and has one of these dtypes and this shape:
+  //   "[rows, 4, *]"          an integer is that size. A name, and * for any number of dimensions,
+  //                           stands for the sizes that it had where it first occurred.
+  //   "like x"                the shape of the tensor that was given as x
+  //   "broadcasts to x"       a shape that PyTorch broadcasts to that of x
+  //   ""                      any shape
+  void operator()(const char *name, const Tensor &x, Dtypes dtypes, const char *shape = "");
+  void operator()(const char *name, const std::optional<Tensor> &x, Dtypes dtypes,
+                  const char *shape = "");  // None is allowed
+  void operator()(const char *name, const std::vector<Tensor> &list, Dtypes dtypes,
+                  const char *shape = "");  // each tensor; in messages it is name[i]
+
+  // Fails if a number of the int64 tensor x is negative, or n or more. Numbers are read on the CPU
+  // alone, because on a GPU the call would wait for it: a kernel must leave out what is no index.
+  void index(const char *name, const Tensor &x, int64_t n) const;
+
+  // The size, or the product of the sizes, that a name or * stands for.
+  int64_t size(std::string_view name) const;
+
+ private:
+  struct Given {
+    const char *name;
+    const Tensor *tensor;
+  };
+  // The sizes of dimensions [begin, end) of a tensor.
+  struct Bound {
+    std::string_view name;
+    Given of;
+    int64_t begin, end;
+    Sizes sizes() const;
+    std::string place() const;  // "the last dimension of x"; "" where no words say it
+  };
+
+  const Bound *find(std::string_view name) const;
+  void check_dtypes(const char *name, const Tensor &x, Dtypes dtypes) const;
+  void check_pattern(const char *name, const Tensor &x, std::string_view pattern);
+  void check_relation(const char *name, const Tensor &x, std::string_view relation) const;
+  [[noreturn]] void fail_shape(const char *name, const Tensor &x,
+                               const std::vector<std::string_view> &words) const;
+
+  const char *op_;
+  std::vector<Given> given_;
+  std::vector<Bound> bound_;
+  std::deque<std::string> names_;  // of tensors in lists, which given_ points to
+};
+
+}  // namespace extension_cpp
+
+#endif

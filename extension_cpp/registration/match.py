@@ -1,0 +1,129 @@
+"""The twin of csrc/common/shim/match.h for fakes: the same roles, order and sentences, on tensors without data.
+
+    match = Match("topk_gate")
+    match("logits", logits, FLOATING, "[*, experts]")
+    match("bias", bias, SAME, "[experts]")
+    match("mask", mask, BOOL, "broadcasts to logits")
+    experts = match.size("experts")
+
+Sizes may be symbolic.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+# The dtypes that an argument may have: a set of them, or SAME, that of the first tensor, which is then floating.
+FLOATING = checks.DTYPES
+INT64, BOOL = (torch.int64,), (torch.bool,)
+SAME, SAME_OR_FLOAT32 = "same", "same or float32"  # the latter if that is half
+Dtypes = str | tuple[torch.dtype, ...]
+
+# In the order in which a message names them: EVERY_DTYPE of csrc/common/shim/op.h.
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+EVERY_DTYPE = (*FLOATING, torch.float8_e4m3fn, *_INTEGERS, torch.bool)
+
+
+@dataclass
+class Bound:
+    """The sizes of dimensions [begin, end) of a tensor, for which a name or * stands."""
+
+    name: str
+    of: str
+    tensor: Tensor
+    begin: int
+    end: int
+
+    @property
+    def sizes(self) -> Sequence[Any]:
+        return self.tensor.shape[self.begin : self.end]
+
+    def place(self) -> str:
+        """ "the last dimension of x"; "" where no words say it."""
+        left = self.tensor.dim() - self.end
+        if self.name != "*":
+            return f"{'the last dimension' if left == 0 else f'dimension {self.begin}'} of {self.of}"
+        if self.begin > 0 or left == 0:
+            return ""
+        return f"{self.of} without its last {'dimension' if left == 1 else f'{left} dimensions'}"
+
+
+class Match:
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.given: dict[str, Tensor] = {}
+        self.bound: dict[str, Bound] = {}
+
+    def __call__(self, name: str, x: Tensor | Sequence[Tensor] | None, dtypes: Dtypes, shape: str = "") -> None:
+        """Fails unless x, or each tensor of the list x, is on the first tensor's device and has one of these dtypes and
+        this shape: "[rows, 4, *]", "like x", "broadcasts to x" or "" (match.h). None is allowed."""
+        if x is None:
+            return
+        if not isinstance(x, Tensor):
+            for i, each in enumerate(x):
+                self(f"{name}[{i}]", each, dtypes, shape)
+            return
+        self._check_dtypes(name, x, dtypes)
+        self.given[name] = x
+        if shape.startswith("["):
+            self._check_pattern(name, x, [word for word in shape[1:-1].split(", ") if word])
+        elif shape:
+            self._check_relation(name, x, *shape.rsplit(" ", 1))
+
+    def size(self, name: str) -> Any:
+        """The size, or the product of the sizes, that a name or * stands for."""
+        return math.prod(self.bound[name].sizes)
+
+    def _check_dtypes(self, name: str, x: Tensor, dtypes: Dtypes) -> None:
+        if self.given:
+            first_name, first = next(iter(self.given.items()))
+            if dtypes == SAME_OR_FLOAT32:
+                return checks.check_same_or_float32(self.op, name, x, first_name, first)
+            if dtypes == SAME:
+                return checks.check_same(self.op, name, x, first_name, first)
+            checks.check_device(self.op, name, x, first_name, first)
+        allowed = FLOATING if isinstance(dtypes, str) else dtypes
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in EVERY_DTYPE if dtype in allowed)
+        names = f"{', '.join(others)} or {last}" if others else last
+        checks.check(self.op, x.dtype in allowed, f"expected {name} to be {names}, but got {checks.dtype_name(x)}")
+
+    def _check_pattern(self, name: str, x: Tensor, words: list[str]) -> None:
+        got, named = list(x.shape), len(words) - ("*" in words)
+        sizes = (f"{list(self.bound[word].sizes)}"[1:-1] if word in self.bound else word for word in words)
+        expected = f"expected {name} of shape [{', '.join(filter(None, sizes))}]"
+        if len(words) == 1 and words[0] in self.bound and (place := self.bound[words[0]].place()):
+            expected += f", {place}"
+        message = f"{expected}, but got {got}"
+        if "*" in words and not any(word in self.bound or word.isdigit() for word in words):
+            least = "one dimension" if named == 1 else f"{named} dimensions"
+            message = f"expected {name} to have at least {least}, but got shape {got}"
+        checks.check(self.op, x.dim() >= named if "*" in words else x.dim() == named, message)
+        here: dict[str, Bound] = {}
+        d = 0
+        for word in words:
+            bound = Bound(word, name, x, d, d + (x.dim() - named if word == "*" else 1))
+            d = bound.end
+            if word.isdigit():
+                checks.check(self.op, x.shape[bound.begin] == int(word), message)
+            else:
+                before = self.bound.get(word) or here.setdefault(word, bound)
+                checks.check_sizes(self.op, bound.sizes, before.sizes, message)
+        self.bound |= here
+
+    def _check_relation(self, name: str, x: Tensor, relation: str, other: str) -> None:
+        if other not in self.given:  # an optional tensor that is None
+            return
+        to = self.given[other]
+        if relation == "like":
+            return checks.check_shape(self.op, name, x, other, to)
+        expected = f"expected {name} of a shape that broadcasts to {list(to.shape)} of {other}"
+        message = f"{expected}, but got {list(x.shape)}"
+        checks.check(self.op, x.dim() <= to.dim(), message)
+        for size, larger in zip(reversed(x.shape), reversed(to.shape), strict=False):
+            checks.check(self.op, (size == 1) | (size == larger), message)
