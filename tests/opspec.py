@@ -2,6 +2,7 @@
 (tests/battery) and the benchmarks find all of them by glob."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,9 +29,21 @@ def leaves(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The result of a function as a tuple, also if it is one tensor."""
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def as_tuple(outputs: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """The result of a function as a tuple, also if it is one tensor or None."""
+    return outputs if isinstance(outputs, tuple) else () if outputs is None else (outputs,)
+
+
+def on_copies(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function on copies of the arguments that it writes. It returns its results and these arguments."""
+    places = [[*inspect.signature(function).parameters].index(name) for name in names]
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        given = [x.clone() if place in places else x for place, x in enumerate(args)]
+        results = as_tuple(function(*given, **kwargs))
+        return *results, *(given[place] for place in places)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,15 @@ class Options:
     sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # the call with the chosen values
 
 
+def without_gradients(sample_inputs: Callable[..., Iterator[Sample]]) -> Callable[..., Iterator[Sample]]:
+    """The samples without leaves."""
+
+    def samples(make: Make, shape: Sequence[int]) -> Iterator[Sample]:
+        return sample_inputs(lambda shape: make(shape).detach(), shape)
+
+    return samples
+
+
 @dataclass(frozen=True)
 class OpSpec:
     name: str
@@ -127,6 +149,14 @@ class OpSpec:
     # Kernels on the GPU for one forward and one backward.
     launches: tuple[int, int]
     second_order: bool = True
+    differentiable: bool = True  # False: no argument gets a gradient, and samples have no leaves
+    # The arguments that the op writes. The battery calls `function` and `reference` on copies of them, which are then
+    # further results; `in_place` is the function itself.
+    mutates: tuple[str, ...] = ()
+    in_place: Callable[..., Any] | None = None
+    exact: tuple[int, ...] = ()  # results that equal the reference's, rounded once; those of integers always do
+    # The floating-point dtypes of results, where they are not that of the call: None is that of the call.
+    result_dtypes: tuple[torch.dtype | None, ...] = ()
     # The reference in elementary operations, if PyTorch's own operator is wrong under torch.func's transforms.
     in_steps: Callable[..., Any] | None = None
     # The reference with its first gradients by hand, where loops under autograd take too long.
@@ -150,6 +180,14 @@ class OpSpec:
     # Needed if the op has two options or more. An optional tensor is one, and so is the shape of a tensor that
     # broadcasts.
     options: Options | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.mutates and self.in_place is None:
+            object.__setattr__(self, "in_place", self.function)
+            object.__setattr__(self, "function", on_copies(self.function, self.mutates))
+            object.__setattr__(self, "reference", on_copies(self.reference, self.mutates))
+        if not self.differentiable:
+            object.__setattr__(self, "sample_inputs", without_gradients(self.sample_inputs))
 
     def __str__(self) -> str:
         return self.name

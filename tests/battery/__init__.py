@@ -15,6 +15,7 @@ SPECS = all_specs()
 OPCHECKS = inspect.signature(torch.library.opcheck).parameters["test_utils"].default
 ROOT = Path(__file__).resolve().parent.parent.parent
 
+every_differentiable_op = pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.differentiable], ids=str)
 every_op = pytest.mark.parametrize("spec", SPECS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -36,6 +37,8 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]
+        if not spec.differentiable:
+            return calls
         first = torch.autograd.grad(
             outputs, leaves(sample), [grad_out(output) for output in outputs], create_graph=spec.second_order
         )
@@ -46,6 +49,7 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
 
 
 def both_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
-    """An operator and its no-grad overload."""
+    """An operator and, if it is differentiable, its no-grad overload."""
     name = op._schema.name.split("::")[1].removesuffix("_no_grad")
-    return [getattr(torch.ops.extension_cpp, each).default for each in (name, f"{name}_no_grad")]
+    names = (each for each in (name, f"{name}_no_grad") if hasattr(torch.ops.extension_cpp, each))
+    return [getattr(torch.ops.extension_cpp, each).default for each in names]

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from tests.battery import OPCHECKS, both_overloads, calls_of_every_order, every_dtype, every_op, profiled
+from tests.battery import OPCHECKS, both_overloads, calls_of_every_order, every_differentiable_op, every_dtype, profiled
 from tests.checks import (
     as_tuple,
     leaves,
@@ -24,7 +24,7 @@ from tests.opspec import OpSpec, Sample
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 
 
-@every_op
+@every_differentiable_op
 def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) -> None:
     """The derivatives of the float64 kernels equal finite differences, in several layouts, in forward mode and, if the
     op promises it, in second order. The quick tier compares whole Jacobians for the first layout, and random products
@@ -44,7 +44,7 @@ def test_gradcheck(spec: OpSpec, device: str, request: pytest.FixtureRequest) ->
                 torch.autograd.gradgradcheck(function, tensors, check_fwd_over_rev=True, fast_mode=fast)
 
 
-@every_op
+@every_differentiable_op
 @every_dtype
 def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     """Every operator that a sample reaches returns the same shapes, dtypes and values when its tensors have
@@ -111,7 +111,7 @@ SECOND_ORDER: dict[str, Callable[[Scalar, tuple[torch.Tensor, ...]], Any]] = {
 }
 
 
-@every_op
+@every_differentiable_op
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("transform", [*FIRST_ORDER, *SECOND_ORDER])
 def test_torch_func(spec: OpSpec, transform: str, device: str) -> None:
@@ -173,7 +173,7 @@ def _derivatives(
     return [x.detach() for x in found]
 
 
-@every_op
+@every_differentiable_op
 def test_every_subset_of_inputs_and_outputs(spec: OpSpec, device: str) -> None:
     """First and second order for every subset of inputs that require grad and of results that are used. gradcheck uses
     all of them at once."""
@@ -205,7 +205,7 @@ def _kept(function: Callable[..., Any], sample: Sample) -> tuple[set[int], int]:
     return places, max((count for storage, count in kept.items() if storage not in known), default=0)
 
 
-@every_op
+@every_differentiable_op
 def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device: str) -> None:
     """Such an argument would stay in memory, and could not change in place before backward. The reference's backward
     does without it, unless it keeps an intermediate instead that is as large."""
@@ -216,7 +216,7 @@ def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device:
         assert not [i for i in extra if sample.args[i].numel() > intermediate]
 
 
-@every_op
+@every_differentiable_op
 def test_checkpointing(spec: OpSpec, device: str) -> None:
     """The forward that runs again in backward gives the same bits."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (6, 33)):
@@ -229,7 +229,7 @@ def test_checkpointing(spec: OpSpec, device: str) -> None:
             assert torch.equal(a, b), name
 
 
-@every_op
+@every_differentiable_op
 def test_autocast(spec: OpSpec, device: str) -> None:
     """Autocast does not cast if all tensors are float32: a rule of the op, so that one sample is compiled, too.
     test_norm.py tests inputs that it casts."""
@@ -245,7 +245,7 @@ def test_autocast(spec: OpSpec, device: str) -> None:
                 assert a.dtype == b.dtype and torch.equal(a, b), f"{name}, compiled: {compiled}"
 
 
-@every_op
+@every_differentiable_op
 def test_vmap(spec: OpSpec, device: str) -> None:
     """vmap over a dimension of every floating-point tensor gives the results and gradients of separate calls."""
     calls = [list(spec.sample_inputs(maker(device, torch.float32, seed=seed), (4, 33))) for seed in (1, 2, 3)]
@@ -266,7 +266,7 @@ def test_vmap(spec: OpSpec, device: str) -> None:
                 torch.testing.assert_close(a[i], b, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@every_op
+@every_differentiable_op
 def test_vmap_over_an_empty_batch(spec: OpSpec, device: str) -> None:
     """One argument is batched, and the others are not. Results and gradients have a 0 before their shape."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (4, 33)):
@@ -281,7 +281,7 @@ def test_vmap_over_an_empty_batch(spec: OpSpec, device: str) -> None:
             assert [tuple(g.shape) for g in ours.gradients] == [tuple(args[place].shape)]
 
 
-@every_op
+@every_differentiable_op
 def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
     sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))
     expected = as_tuple(spec.function(*sample.args, **sample.kwargs))
@@ -293,7 +293,7 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
             assert torch.equal(result, output.detach())
 
 
-@every_op
+@every_differentiable_op
 def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
     """The no-grad overload runs under no_grad and in a plain backward pass. It gives the operator's bits and passes
     opcheck."""

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from extension_cpp.registration import calls
-from tests.battery import every_op, profiled
+from tests.battery import every_differentiable_op, profiled
 from tests.checks import as_tuple, leaves, maker, random_grad
 from tests.opspec import OpSpec, Sample
 
@@ -99,7 +99,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-@every_op
+@every_differentiable_op
 def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
     """With leaves and parameters, views, half types, and one input alone that requires grad."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -117,7 +117,7 @@ def test_plain_calls_are_direct(spec: OpSpec, device: str) -> None:
                 assert_equal(direct, outcome(spec, given))
 
 
-@every_op
+@every_differentiable_op
 def test_calls_without_gradients_run_the_no_grad_overload(spec: OpSpec, device: str) -> None:
     """With gradients enabled, too."""
     sample = sample_of(spec, device)
@@ -162,7 +162,7 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@every_op
+@every_differentiable_op
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_see_the_operator(spec: OpSpec, device: str, mode: str) -> None:
     sample = sample_of(spec, device)
@@ -177,7 +177,7 @@ def test_modes_see_the_operator(spec: OpSpec, device: str, mode: str) -> None:
         assert any(spec.name in name for name in direct_mode.seen) and direct_mode.seen == other_mode.seen
 
 
-@every_op
+@every_differentiable_op
 def test_autocast_sees_the_operators_that_have_a_rule(spec: OpSpec, device: str) -> None:
     sample = sample_of(spec, device)
     with torch.autocast(device, torch.bfloat16):
@@ -200,7 +200,7 @@ class Seen(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@every_op
+@every_differentiable_op
 @pytest.mark.parametrize("as_parameter", [False, True])
 def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bool) -> None:
     """In each argument, the optional ones included."""
@@ -217,7 +217,7 @@ def test_subclasses_see_the_operator(spec: OpSpec, device: str, as_parameter: bo
         assert not seen and any(spec.name in name for name in Seen.names), f"argument {i}"
 
 
-@every_op
+@every_differentiable_op
 def test_transforms_and_graphs_see_the_operator(spec: OpSpec, device: str) -> None:
     sample = sample_of(spec, device)
     places = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor) and x.requires_grad]
@@ -242,7 +242,7 @@ def test_transforms_and_graphs_see_the_operator(spec: OpSpec, device: str) -> No
     assert any(spec.name in str(node.target) for node in graph_of.graph.nodes)
 
 
-@every_op
+@every_differentiable_op
 def test_saved_tensors_hooks(spec: OpSpec, device: str) -> None:
     """Around the forward they pack what it saves; set between forward and backward they see what that saves alone."""
     sample, packed = sample_of(spec, device), list[int]()
@@ -307,7 +307,7 @@ def _checkpointed(call: Callable[[], Any]) -> Any:
     return checkpoint(call, use_reentrant=False)
 
 
-@every_op
+@every_differentiable_op
 @pytest.mark.parametrize("around", [_in_a_thread, _in_a_function, _deterministic, _checkpointed])
 def test_what_does_not_see_the_operator(spec: OpSpec, device: str, around: Callable[..., Any]) -> None:
     sample = sample_of(spec, device)
@@ -318,7 +318,7 @@ def test_what_does_not_see_the_operator(spec: OpSpec, device: str, around: Calla
         assert_equal(direct, around(lambda: outcome(spec, sample)))
 
 
-@every_op
+@every_differentiable_op
 def test_profilers_name_the_operator(spec: OpSpec, device: str) -> None:
     sample = sample_of(spec, device)
     found = []
@@ -330,7 +330,7 @@ def test_profilers_name_the_operator(spec: OpSpec, device: str) -> None:
     assert found[0] == found[1] and len(found[0]) == 1
 
 
-@every_op
+@every_differentiable_op
 def test_errors_are_those_of_the_operator(spec: OpSpec, device: str) -> None:
     """With inputs that require grad; of a second backward; and of one whose inputs or results were written."""
 
@@ -365,7 +365,7 @@ def test_errors_are_those_of_the_operator(spec: OpSpec, device: str) -> None:
         assert direct == messages()
 
 
-@every_op
+@every_differentiable_op
 def test_compiled_autograd(spec: OpSpec, device: str) -> None:
     """It traces the backward of a call that was not compiled."""
     sample, once = sample_of(spec, device), replace(spec, second_order=False)

@@ -7,7 +7,7 @@ import torch
 
 from extension_cpp import ops
 from extension_cpp.registration.calls import overload_of
-from tests.battery import both_overloads, calls_of_every_order, every_op
+from tests.battery import both_overloads, calls_of_every_order, every_differentiable_op
 from tests.checks import as_tuple, maker
 from tests.opspec import OpSpec
 
@@ -59,7 +59,7 @@ def test_every_operator_has_a_batching_rule() -> None:
     assert lacking(reading, "FuncTorchBatched") == []
 
 
-@every_op
+@every_differentiable_op
 def test_no_grad_overloads_give_no_gradient(spec: OpSpec, device: str) -> None:
     """Called by themselves, with tensors that require grad."""
     sample = next(iter(spec.sample_inputs(maker(device, torch.float32), (5, 33))))

@@ -1,0 +1,163 @@
+"""PyTorch's text of a schema, read without torch: what `new --schema` makes an operator of.
+
+topk_gate(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)
+"""
+
+import ast
+import re
+from dataclasses import dataclass
+
+from .errors import CannotMake
+
+NUMBERS = ("int", "SymInt", "float", "bool")
+TYPES = ("Tensor", *NUMBERS)
+
+
+@dataclass(frozen=True)
+class Argument:
+    name: str
+    type: str  # of TYPES
+    is_optional: bool = False
+    is_list: bool = False
+    is_written: bool = False  # Tensor(a!)
+    default: str | None = None  # as in the schema: "None", "1", "1e-05", "True", "[1, 2]"
+    keyword_only: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.type == "Tensor"
+
+    @property
+    def text(self) -> str:
+        """As in a schema."""
+        kind = self.type + ("(!)" if self.is_written else "") + ("[]" if self.is_list else "")
+        default = "" if self.default is None else f"={self.default}"
+        return f"{kind}{'?' if self.is_optional else ''} {self.name}{default}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    name: str
+    arguments: tuple[Argument, ...]
+    results: tuple[str, ...]  # the names; a single result without a name is "out"
+
+    @property
+    def tensors(self) -> list[Argument]:
+        return [each for each in self.arguments if each.is_tensor]
+
+    @property
+    def numbers(self) -> list[Argument]:
+        return [each for each in self.arguments if not each.is_tensor]
+
+    def argument(self, name: str) -> Argument | None:
+        return next((each for each in self.arguments if each.name == name), None)
+
+
+class _Reader:
+    """The words of a schema, one after the other."""
+
+    WORD = re.compile(r"\s*(->|\(\w+!\)|\[\d*\]|[A-Za-z_]\w*|-?\d[\w.]*(?:e[-+]?\d+)?|-?\.?\d\S*?(?=[,)\]])|\S|$)")
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def peek(self) -> str:
+        found = self.WORD.match(self.text, self.at)
+        return found[1] if found else ""
+
+    def take(self) -> str:
+        found = self.WORD.match(self.text, self.at)
+        assert found is not None  # the pattern ends with $
+        self.at = found.end()
+        return found[1]
+
+    def fail(self, expected: str) -> CannotMake:
+        space = re.compile(r"\s*").match(self.text, self.at)
+        column = space.end() if space else self.at
+        got = f"'{self.peek()}'" if self.peek() else "its end"
+        return CannotMake(f"expected {expected} at column {column + 1} of the schema, but got {got}: {self.text}")
+
+    def expect(self, word: str) -> None:
+        if self.peek() != word:
+            raise self.fail(f"'{word}'")
+        self.take()
+
+    def accept(self, word: str) -> bool:
+        found = self.peek() == word
+        if found:
+            self.take()
+        return found
+
+    def name(self, what: str) -> str:
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.peek()):
+            raise self.fail(what)
+        return self.take()
+
+
+def parse(text: str) -> Schema:
+    """Raises CannotMake, which names the column, for what is no schema, or one that `new` makes nothing of."""
+    reader = _Reader(text)
+    name = reader.name("the operator's name")
+    reader.expect("(")
+    arguments: list[Argument] = []
+    keyword_only = False
+    while not reader.accept(")"):
+        if arguments or keyword_only:
+            reader.expect(",")
+        if reader.accept("*"):
+            keyword_only = True
+            reader.expect(",")
+        arguments.append(_argument(reader, keyword_only, {each.name for each in arguments}))
+    reader.expect("->")
+    results = _results(reader)
+    if reader.peek():
+        raise reader.fail("the end of the schema")
+    return Schema(name, tuple(arguments), results)
+
+
+def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:
+    if reader.peek() not in TYPES:
+        raise reader.fail(f"one of the types {', '.join(TYPES)}")
+    kind = reader.take()
+    is_written = kind == "Tensor" and re.fullmatch(r"\(\w+!\)", reader.peek()) is not None
+    if is_written:
+        reader.take()
+    is_list = re.fullmatch(r"\[\d*\]", reader.peek()) is not None
+    if is_list:
+        reader.take()
+    is_optional = reader.accept("?")
+    if reader.peek() in taken:
+        raise reader.fail("a name that no other argument has")
+    name = reader.name("the argument's name")
+    default = _default(reader) if reader.accept("=") else None
+    return Argument(name, kind, is_optional, is_list, is_written, default, keyword_only)
+
+
+def _default(reader: _Reader) -> str:
+    if not reader.accept("["):
+        word = reader.take()
+        try:
+            ast.literal_eval(word)
+        except (SyntaxError, ValueError):
+            reader.at -= len(word)
+            raise reader.fail("a default value") from None
+        return word
+    words = []
+    while not reader.accept("]"):
+        if words:
+            reader.expect(",")
+        words.append(reader.take())
+    return f"[{', '.join(words)}]"
+
+
+def _results(reader: _Reader) -> tuple[str, ...]:
+    if not reader.accept("("):
+        reader.expect("Tensor")
+        return (reader.take() if reader.peek() else "out",)
+    names: list[str] = []
+    while not reader.accept(")"):
+        if names:
+            reader.expect(",")
+        reader.expect("Tensor")
+        names.append(reader.name("the result's name"))
+    return tuple(names)
