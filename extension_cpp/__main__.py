@@ -67,7 +67,8 @@ def parser() -> Parser:
     )
     new.add_argument("name", metavar="NAME", help="the op: lower case, free in C, C++, Python and this package")
     add_kind(new, scaffold.KINDS)
-    new.set_defaults(run=lambda options: scaffold.new(options.name, options.kind))
+    add_schema(new)
+    new.set_defaults(run=run_new)
     remove = commands.add_parser(
         "remove",
         help="take an op out of this source tree again",
@@ -88,6 +89,37 @@ def parser() -> Parser:
     add_kind(package, scaffold.OP_KINDS)
     package.set_defaults(run=lambda options: scaffold.new_package(options.folder, options.name, options.kind))
     return top
+
+
+def add_schema(command: argparse.ArgumentParser) -> None:
+    """What --schema makes an operator of, in place of a template."""
+    group = command.add_argument_group(
+        "an operator of your own", "in place of --kind; docs/TEMPLATE_USAGE.md says more"
+    )
+    group.add_argument("--schema", help='PyTorch\'s text, such as "topk(Tensor x, SymInt k) -> (Tensor y, Tensor i)"')
+    for option, form, text in (
+        ("--dtype", "NAME=DTYPE", "of results and arguments (default: that of the first tensor)"),
+        ("--shape", "NAME=SHAPE", 'of results: "x", or "[*x[:-1], k]" (default: the first tensor\'s)'),
+        ("--role", "NAME=ROLE", 'of arguments: "[*, n]", like:x, mask:x, index:SIZE or any'),
+    ):
+        group.add_argument(option, nargs="+", default=[], metavar=form, help=text)
+    group.add_argument(
+        "--grad", type=lambda text: text.split(","), metavar="NAMES", help="the differentiable arguments"
+    )
+    group.add_argument("--save", type=lambda text: text.split(","), metavar="NAMES", help="what backward reads")
+    group.add_argument("--work", default="flat", help="the work items: flat (default), rows or items=SHAPE")
+
+
+def run_new(options: argparse.Namespace) -> None:
+    if options.schema is None:
+        return scaffold.new(options.name, options.kind)
+    from .command import roles, schema
+
+    parsed = schema.parse(options.schema)
+    if parsed.name != options.name:
+        raise scaffold.CannotMake(f"expected the schema of {options.name}, but got one of {parsed.name}")
+    words = options.dtype, options.shape, options.role
+    return scaffold.new(options.name, "", roles.describe(parsed, *words, options.grad, options.save, options.work))
 
 
 def add_plan(command: argparse.ArgumentParser) -> None:

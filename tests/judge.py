@@ -21,6 +21,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ LEAST_C_OF_FLOAT64 = 32.0
 # few terms; for n terms it is sqrt(n) times smaller than the sum of their sizes, as rounding errors are.
 DRAWS, C_OF_DRAWS = 8, 16.0
 
+ROOT = Path(__file__).resolve().parent.parent
 LARGE = 1e150  # stands for an infinity in sizes, where inf * 0 would be NaN
 
 
@@ -225,7 +227,18 @@ def assert_right(ours: Result, expected: Expected, what: str, limits: bool = Fal
             is_exact = not got.is_floating_point() or (number in expected.spec.exact and name.startswith("output"))
             message = unequal(got, exact) if is_exact else wrong(got, number, truth, limits, nan_for_inf)
             if message:
-                raise AssertionError(f"{where}: {message}")
+                raise AssertionError(f"{where}: {message}{unwritten(expected.spec.name)}")
+
+
+def unwritten(name: str) -> str:
+    """Where an op's kernels, as `new --schema` wrote them, still lack the formula."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "extension_cpp" / "csrc" / name).glob("*"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "WRITE THE FORMULA HERE" in line
+    ]
+    return f"; write the formula in {' and '.join(found)}" if found else ""
 
 
 def unequal(got: Tensor, exact: Tensor) -> str | None:

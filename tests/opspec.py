@@ -127,13 +127,9 @@ class Options:
     sample: Callable[[Make, Sequence[int], dict[str, Any]], Sample]  # the call with the chosen values
 
 
-def without_gradients(sample_inputs: Callable[..., Iterator[Sample]]) -> Callable[..., Iterator[Sample]]:
-    """The samples without leaves."""
-
-    def samples(make: Make, shape: Sequence[int]) -> Iterator[Sample]:
-        return sample_inputs(lambda shape: make(shape).detach(), shape)
-
-    return samples
+def without_gradients(samples: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `make` and others that gets one which makes no leaves."""
+    return lambda make, *others: samples(lambda shape: make(shape).detach(), *others)
 
 
 @dataclass(frozen=True)
@@ -188,6 +184,10 @@ class OpSpec:
             object.__setattr__(self, "reference", on_copies(self.reference, self.mutates))
         if not self.differentiable:
             object.__setattr__(self, "sample_inputs", without_gradients(self.sample_inputs))
+            object.__setattr__(self, "bench", replace(self.bench, sample=without_gradients(self.bench.sample)))
+            if self.options:
+                options = replace(self.options, sample=without_gradients(self.options.sample))
+                object.__setattr__(self, "options", options)
 
     def __str__(self) -> str:
         return self.name

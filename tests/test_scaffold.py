@@ -330,6 +330,8 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     text = ops.read_text().replace('    "rotary_embedding",\n', '    "rotary_embedding",\n    "planted_op",\n')
     text = text.replace(before, added[0] + before)
     ops.write_text(text.replace("from .functional.pointwise ", added[1] + "from .functional.pointwise "))
+    readme = by_hand / "README.md"
+    readme.write_text(scaffold.with_count(readme.read_text(), 1))
     assert command.main(["new", "planted_op", "--kind", kind]) == 0
     edited = {Path("docs/ops.md"), Path("extension_cpp/_ops.pyi")}  # by `make docs`
     one, other = contents(by_hand), contents(tree)

@@ -42,6 +42,14 @@ class Launch:
         return self.operator.schema.numbers
 
     @property
+    def sizes(self) -> list[str]:
+        """The names in the shapes of its tensors, for which the match has a size."""
+        checked = self.operator.operands.values() if self.direction == "forward" else self.inputs
+        shapes = (each.shape for each in checked if each.shape.startswith("[") and not each.is_optional)
+        words = (word for shape in shapes for word in shape[1:-1].split(", "))
+        return [*dict.fromkeys(word for word in words if word != "*" and not word.isdigit())]
+
+    @property
     def tensors(self) -> list[Operand]:
         return [*self.inputs, *self.outputs]
 
@@ -51,14 +59,26 @@ def launches(operator: Operator) -> list[Launch]:
     found = [Launch(operator, "forward", read, [*operator.written, *operator.results.values()])]
     if operator.grads:
         made = [Operand(f"grad_{name}", operator.operands[name].dtype) for name in operator.grads]
-        found.append(Launch(operator, "backward", [*saved(operator), *grads_out(operator)], made))
+        found.append(Launch(operator, "backward", backward_inputs(operator), made))
     return found
 
 
 def saved(operator: Operator) -> list[Operand]:
-    """The operands and results that backward reads, floating ones first: the first decides dtype and device."""
-    found = [operator.operands.get(name) or _saved_result(name, operator) for name in operator.saved]
-    return sorted(found, key=lambda each: each.dtype != "same")
+    """The operands and results that backward reads, in the order of its schema."""
+    return [operator.operands.get(name) or _saved_result(name, operator) for name in operator.saved]
+
+
+def backward_inputs(operator: Operator) -> list[Operand]:
+    """What backward reads, in the order in which it is checked. The first decides dtype and device of the others."""
+    found = sorted([*saved(operator), *grads_out(operator)], key=lambda each: each.dtype != "same" or each.is_optional)
+    names = {each.name for each in found}
+    # A tensor that is not saved has the sizes of the gradient of a result of its shape.
+    like = {each.shape: f"grad_{each.name}" for each in operator.differentiable_results}
+    for place, each in enumerate(found):
+        relation, _, of = each.shape.rpartition(" ")
+        if relation in ("like", "broadcasts to") and of not in names:
+            found[place] = replace(each, shape=f"{relation} {like[of]}" if of in like else "")
+    return found
 
 
 def _saved_result(name: str, operator: Operator) -> Operand:
@@ -118,8 +138,8 @@ def header(operator: Operator) -> str:
     text += "/* CPU: work items [begin, end). args points to the struct. */\n"
     text += "".join(f"void {each.name}_cpu(int64_t begin, int64_t end, void *args);\n" for each in launches(operator))
     text += "\n/* CUDA: on a cudaStream_t of the current device, which holds the tensors. Returns a cudaError_t. */\n"
-    for each in launches(operator):
-        text += f"int {each.name}_cuda(const {each.name}_args *args, void *stream);\n"
+    for launch in launches(operator):
+        text += f"int {launch.name}_cuda(const {launch.name}_args *args, void *stream);\n"
     return text + "\n#ifdef __cplusplus\n}\n#endif\n"
 
 
@@ -127,6 +147,7 @@ def _fields(launch: Launch) -> list[str]:
     fields = [f"const void *{each.name};" for each in launch.inputs]
     fields += [f"void *{each.name};" for each in launch.outputs]
     fields += [f"int64_t {each.name}_numel;" for each in launch.tensors]
+    fields += [f"int64_t {name};" for name in launch.sizes]
     fields += [f"{NUMBER_TYPES[each.type]} {each.name};" for each in launch.numbers]
     return [*fields, "int64_t items;", "dtype_t dtype;"]
 
@@ -302,6 +323,7 @@ def _call(launch: Launch, items: str, returned: str) -> str:
             text += f"  if ({dense}) args.{each.name}_numel = {dense}->numel();\n"
         else:
             text += f"  args.{each.name} = {dense}.{const}_data_ptr();\n  args.{each.name}_numel = {dense}.numel();\n"
+    text += lines(f'args.{name} = match.size("{name}");' for name in launch.sizes)
     text += lines(f"args.{each.name} = {each.name};" for each in launch.numbers)
     text += f"  args.items = {items};\n  args.dtype = dtype;\n"
     text += f"  launch(op, KERNEL({launch.name}), args, {first}, args.items, 1);\n"
@@ -311,7 +333,8 @@ def _call(launch: Launch, items: str, returned: str) -> str:
 def _items(operator: Operator, launch: Launch) -> str:
     """How many work items a launch has."""
     if operator.work == "flat" or launch.direction == "backward":
-        return f"{launch.outputs[0].name}.numel()"
+        numels = [f"{each.name}.numel()" for each in launch.outputs]
+        return numels[0] if len(numels) == 1 else f"std::max({{{', '.join(numels)}}})"
     if operator.work == "rows":
         return 'match.size("*")'
     shape = cpp_shape(operator.work.removeprefix("items="), operator, of_operands(operator))
@@ -359,7 +382,7 @@ def _backward(operator: Operator) -> str:
     parameters += [f"const std::vector<int64_t> &{name}_sizes" for name in operator.sizes_of]
     parameters += [f"{NUMBER_TYPES[each.type]} {each.name}" for each in operator.schema.numbers]
     text = f"static {_result_type(len(launch.outputs))} backward({', '.join(parameters)}) {{\n"
-    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n' + _matches([*kept, *grads])
+    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n' + _matches(launch.inputs)
     for result, grad in zip(operator.differentiable_results, grads, strict=True):
         if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
             sizes = cpp_shape(result.shape, operator, known)
@@ -376,8 +399,8 @@ def _backward(operator: Operator) -> str:
 def shim(operator: Operator) -> str:
     name = operator.name
     text = f"// {name}: schemas, checks, allocation and registration. {name}.h has the kernels' contract.\n"
-    text += f'#include "{name}/{name}.h"\n\n#include "common/shim/match.h"\n\nnamespace extension_cpp {{\n'
-    text += f"namespace {name} {{\n\n" + _forward(operator) + "\n"
+    text += f'#include "{name}/{name}.h"\n\n#include <algorithm>\n\n#include "common/shim/match.h"\n\n'
+    text += f"namespace extension_cpp {{\nnamespace {name} {{\n\n" + _forward(operator) + "\n"
     text += _backward(operator) + "\n" if operator.grads else ""
     define = "DEF_WITH_NO_GRAD" if operator.grads else "DEF"
     schemas = [(name, "forward", forward_schema(operator))]

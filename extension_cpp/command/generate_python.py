@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterable
 
-from .generate import backward_schema, forward_schema, grads_out, in_backward, saved, tensors_in
+from .generate import backward_inputs, backward_schema, forward_schema, grads_out, in_backward, saved, tensors_in
 from .roles import Operand, Operator, Part, parts
 from .schema import Argument
 
 NUMBERS = {"int": "int", "SymInt": "int", "float": "float", "bool": "bool"}
 VALUES = {"int": "1", "SymInt": "2", "float": "0.5", "bool": "True"}
-OTHERS = {"int": "2", "SymInt": "1", "float": "-2.0", "bool": "False"}  # in the second sample
+OTHERS = {"int": "2", "SymInt": "1", "float": "0.25", "bool": "False"}  # in the second sample
 
 
 def _annotation(argument: Argument) -> str:
@@ -103,30 +103,32 @@ def functional(operator: Operator) -> str:
     name = operator.name
     operands = [*operator.operands.values()]
     dtypes = {_dtypes(each, number == 0) for number, each in enumerate(operands)}
-    dtypes |= {
-        _dtypes(each, n == 0)
-        for n, each in enumerate([*saved(operator), *grads_out(operator)] if operator.grads else [])
-    }
+    checked = backward_inputs(operator) if operator.grads else []
+    dtypes |= {_dtypes(each, number == 0) for number, each in enumerate(checked)}
     imported = sorted(each for each in dtypes if not each.startswith("("))
     text = f'"""{name}: the public function, and what ops.py registers for its operators."""\n\n'
     text += "from collections.abc import Sequence\n" if operator.sizes_of else ""
     text += "from typing import Any\n" if operator.grads else ""
     text += "\n" if operator.grads else ""
-    uses_torch = any(each.dtype != "same" for each in (*operands, *operator.results.values()))
-    text += "import torch\n" if uses_torch else ""
     text += "from torch import Tensor\n\n"
-    text += "from .. import _ops\nfrom ..registration.autograd import Gradients\n" if operator.grads else ""
+    text += "from .. import _ops, reference\nfrom ..registration.autograd import Gradients\n" if operator.grads else ""
     text += "" if operator.grads else "from ..registration.calls import own_ops\n"
     text += f"from ..registration.match import {', '.join([*imported, 'Match'])}\n\n\n"
     results = _results_type(len(operator.results))
     text += f"def {name}({_parameters(operator, defaults=True)}) -> {results}:\n"
     quoted = '"""' + docstring(operator) + '"""'
     text += body(quoted.splitlines())
-    call = f"_ops.{name}" if operator.grads else f"own_ops.{name}.default"
-    text += f"    {'return ' if operator.results else ''}{call}({_names(operator)})\n\n\n"
+    call = f"{f'_ops.{name}' if operator.grads else f'own_ops.{name}.default'}({_names(operator)})"
+    count = len(operator.results)
+    if count > 1 and not operator.grads:
+        text += f"    results = {call}\n"
+        call = ", ".join(f"results[{number}]" for number in range(count)) + "  # torch.fx has one Proxy for all"
+    text += f"    {'return ' if operator.results else ''}{call}\n\n\n"
     text += _fake(operator)
     if operator.grads:
-        text += _backward_fake(operator) + _setup_context(operator) + _backward(operator)
+        text += _backward_fake(operator) + _setup_context(operator) + _backward(operator) + _plain(operator)
+    if "torch." in text:
+        text = text.replace("from torch import Tensor\n", "import torch\nfrom torch import Tensor\n")
     return text.rstrip("\n") + "\n"
 
 
@@ -152,12 +154,12 @@ def _backward_fake(operator: Operator) -> str:
     parameters += [f"{each.name}: {NUMBERS[each.type]}" for each in operator.schema.numbers]
     known = {name: text.replace(".sizes()", ".shape") for name, text in in_backward(operator).items()}
     text = f"def {op}_fake({', '.join(parameters)}) -> {_results_type(len(operator.grads))}:\n"
-    text += body(_matches(op, [*kept, *grads]))
+    text += body(_matches(op, backward_inputs(operator)))
     for result, grad in zip(operator.differentiable_results, grads, strict=True):
         if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
             sizes = python_shape(result.shape, operator, known)
             text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}")'])
-    first = [*kept, *grads][0].name
+    first = backward_inputs(operator)[0].name
     made = [
         _new(Operand(name, operator.operands[name].dtype), first, known.get(name, f"{name}.shape"))
         for name in operator.grads
@@ -180,15 +182,27 @@ def _setup_context(operator: Operator) -> str:
     texts += [f"ctx.{each.name} = {place(each.name)}" for each in operator.schema.numbers]
     whole = [place(each.name) for each in operator.results.values() if each not in operator.differentiable_results]
     texts += [f"ctx.mark_non_differentiable({', '.join(whole)})"] if whole else []
+    if _lacks_some_grads(operator):
+        texts.append(
+            "ctx.set_materialize_grads(False)  # else autograd would allocate zeros as gradients of the others"
+        )
     header = f"def {operator.name}_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:\n"
     return header + body(texts) + "\n\n"
+
+
+def _lacks_some_grads(operator: Operator) -> bool:
+    """Whether autograd gives None for gradients: of results that are not differentiable it would allocate zeros."""
+    return len(operator.differentiable_results) == 1 < len(operator.results)
 
 
 def _backward(operator: Operator) -> str:
     name = operator.name
     kept = [each.name for each in saved(operator)]
-    grads = ", ".join(f"grad_{result}: Tensor" for result in operator.results)
+    optional = " | None" if _lacks_some_grads(operator) else ""
+    grads = ", ".join(f"grad_{result}: Tensor{optional}" for result in operator.results)
     text = f"def {name}_backward(ctx: Any, {grads}) -> Gradients:\n"
+    if _lacks_some_grads(operator):
+        text += body([f"if {grads_out(operator)[0].name} is None:  # only the others are used", "    return {}"])
     text += body([f"{', '.join(kept)}{',' if len(kept) == 1 else ''} = ctx.saved_tensors"] if kept else [])
     given = [each.name for each in grads_out(operator)] + kept
     given += [f"ctx.{each}_sizes" for each in operator.sizes_of]
@@ -198,6 +212,12 @@ def _backward(operator: Operator) -> str:
         return text + body([f'return {{"{operator.grads[0]}": {call}}}'])
     names = ", ".join(f'"{each}"' for each in operator.grads)
     return text + body([f"return dict(zip(({names}), {call}, strict=True))"])
+
+
+def _plain(operator: Operator) -> str:
+    text = f"\n\ndef {operator.name}_plain({_parameters(operator)}) -> {_results_type(len(operator.results))}:\n"
+    text += body(['"""The same in plain tensor operations, for forward-mode differentiation."""'])
+    return text + body([f"return reference.{operator.name}({_names(operator)})"])
 
 
 # ---- what goes into the other files ----
@@ -211,6 +231,7 @@ def entry(operator: Operator) -> str:
     if not operator.grads:
         return text + f"    backward={'WRITES' if operator.written else 'NOT_DIFFERENTIABLE'},\n    sharding=NONE,\n)\n"
     text += f"    setup_context={module}.{name}_setup_context,\n    backward={module}.{name}_backward,\n"
+    text += f"    plain={module}.{name}_plain,\n"
     text += f'    nested=NONE,\n    sharding=NONE,\n)\nregister(\n    "{name}_backward",\n'
     return text + f"    fake={module}.{name}_backward_fake,\n    backward=NO_SECOND,\n    sharding=NONE,\n)\n"
 
@@ -226,7 +247,11 @@ def stub(operator: Operator) -> str:
     if not operator.grads:
         return ""
     count = len(operator.results)
-    text = f"def {operator.name}({_parameters(operator)}, /) -> {_results_type(count)}: ...\n"
+    parameters = [
+        f"{each.name}: {_annotation(each)}{' = ...' if each.default is not None else ''}"
+        for each in operator.schema.arguments
+    ]
+    text = f"def {operator.name}({', '.join(parameters)}, /) -> {_results_type(count)}: ...\n"
     kept = [f"{each.name}: Tensor{' | None' if each.is_optional else ''}" for each in saved(operator)]
     parameters = [*(f"{each.name}: Tensor" for each in grads_out(operator)), *kept]
     parameters += [f"{name}_sizes: Sequence[int]" for name in operator.sizes_of]
@@ -238,7 +263,8 @@ def stub(operator: Operator) -> str:
 def documents(operator: Operator) -> tuple[str, str]:
     """The row and the section of docs/ops.md, as `make docs` writes them."""
     name = operator.name
-    call = f"{name}({', '.join(each.name + (f'={each.default}' if each.default else '') for each in operator.schema.arguments)})"
+    parameters = (each.name + (f"={each.default}" if each.default else "") for each in operator.schema.arguments)
+    call = f"{name}({', '.join(parameters)})"
     order = f"in {' and '.join(f'`{each}`' for each in operator.grads)}, once" if operator.grads else "none"
     summary, *rest = docstring(operator).replace("``", "`").splitlines()
     lines = [f"## {name}", "", f"`{call}`", "", summary]
@@ -258,12 +284,17 @@ def documents(operator: Operator) -> tuple[str, str]:
 
 def spec(operator: Operator) -> str:
     name, first = operator.name, operator.operands[operator.first]
-    text = "import torch\n\nimport extension_cpp\nfrom tests.opspec import Bench, ErrorSample, OpSpec, Sample\n\n\n"
-    text += "def sample_inputs(make, shape):\n" + body(_sizes(first))
-    text += "    for number in range(2):\n"
-    text += "".join(f"        {line}\n" for line in _sample(operator))
+    options = _options(operator) if len(_options(operator)) > 1 else []
+    imported = f"Bench, ErrorSample, OpSpec, {'Options, ' if options else ''}Sample"
+    text = f"import torch\n\nimport extension_cpp\nfrom tests.opspec import {imported}\n\n\n"
+    text += "def sample_inputs(make, shape):\n" + body(_sizes(first, _words(operator)))
+    made = _sample(operator)
+    if any("number" in line for line in made):
+        made = ["for number in range(2):", *(f"    {line}" for line in made)]
+    text += body(made)
     text += "\n\ndef error_inputs(device):\n"
     text += body(_errors(operator))
+    text += f"\n\n{_with_options(operator)}" if options else ""
     text += f'\n\nSPEC = OpSpec(\n    name="{name}",\n    function=extension_cpp.{name},\n'
     text += f"    reference=extension_cpp.reference.{name},\n    sample_inputs=sample_inputs,\n"
     text += "    error_inputs=error_inputs,\n"
@@ -272,17 +303,25 @@ def spec(operator: Operator) -> str:
         f"{3 if operator.grads else 0}),\n    keeps_strides=False,\n    launches=(1, {int(bool(operator.grads))}),\n"
     )
     text += "    second_order=False,\n"
+    if options:
+        values = (f'"{each.name}": ({"True" if each.is_tensor else OTHERS[each.type]},)' for each in options)
+        text += f"    options=Options({{{', '.join(values)}}}, with_options),\n"
     if not operator.grads:
         text += "    differentiable=False,\n"
     if operator.written:
-        text += f"    mutates=({', '.join(repr(each.name) for each in operator.written)},),\n".replace("'", '"')
-    exact = [number for number, each in enumerate(operator.results.values()) if not each.dtype.startswith(("f", "s"))]
-    if exact:
-        text += f"    exact=({', '.join(map(str, exact))},),\n"
+        text += "    mutates=(" + "".join(f'"{each.name}", ' for each in operator.written).rstrip() + "),\n"
+    dtypes = [f"torch.{each.dtype}" if each.dtype.startswith("float") else "None" for each in _float_results(operator)]
+    if set(dtypes) - {"None"}:
+        text += f"    result_dtypes=({', '.join(dtypes)},),\n"
     return text + ")\n"
 
 
-def _sizes(first: Operand) -> list[str]:
+def _float_results(operator: Operator) -> list[Operand]:
+    """The results as the battery sees them: the written arguments are the last ones."""
+    return [*operator.results.values(), *operator.written]
+
+
+def _sizes(first: Operand, used: set[str]) -> list[str]:
     """Lines that take the first tensor's shape apart, and leave where it does not fit."""
     if not first.shape.startswith("["):
         return []
@@ -290,8 +329,19 @@ def _sizes(first: Operand) -> list[str]:
     named = len(words) - ("*" in words)
     test = f"len(shape) < {named}" if "*" in words else f"len(shape) != {named}"
     numbers = [f"shape[{i}] != {word}" for i, word in enumerate(words) if word.isdigit()]
-    left = ", ".join("*batch" if word == "*" else "_" if word.isdigit() else word for word in words)
-    return [f"if {' or '.join([test, *numbers])}:", "    return", f"{left}{',' if len(words) == 1 else ''} = shape"]
+    left = (
+        ", ".join(word if word in used else "_" if word.isdigit() else f"_{word}" for word in words)
+        .replace("*", "*batch" if "*" in used else "*_batch")
+        .replace("_*", "*")
+    )
+    unpacked = [f"{left}{',' if len(words) == 1 else ''} = shape"] if used & set(words) else []
+    return [f"if {' or '.join([test, *numbers])}:", "    return", *unpacked]
+
+
+def _words(operator: Operator) -> set[str]:
+    """The names in the shapes of all tensors but the first."""
+    _, *others = operator.operands.values()
+    return {word for each in others if each.shape.startswith("[") for word in each.shape[1:-1].split(", ")}
 
 
 def _shape(operand: Operand, known: set[str]) -> str:
@@ -306,17 +356,18 @@ def _shape(operand: Operand, known: set[str]) -> str:
 def _sample(operator: Operator) -> list[str]:
     first = operator.operands[operator.first]
     known = set(first.shape[1:-1].split(", ")) if first.shape.startswith("[") else set()
-    made, lines = [], []
+    made, lines, numbers = [], [], []
     for each in operator.schema.arguments:
         operand = operator.operands.get(each.name)
         if operand is None:
             value = each.default if each.default not in (None, "None") else VALUES[each.type]
-            made.append(f"({value}, {OTHERS[each.type]})[number]")
+            numbers.append(f"{each.name} = ({value}, {OTHERS[each.type]})[number]")
+            made.append(each.name)
             continue
         shape = "shape" if operand is first else _shape(operand, known)
         lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
         made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
-    return [*lines, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
+    return [*numbers, *lines, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
 
 
 def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
@@ -336,15 +387,20 @@ def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
 
 def _below(expression: str, operator: Operator) -> str:
     part = parts(f"[{expression}]", operator)[0]
-    return f"{part.tensor}.shape[{part.begin}]" if part.tensor else f"({part.number} := (2, 1)[number])"
+    return f"{part.tensor}.shape[{part.begin}]" if part.tensor else part.number
+
+
+def _rank(operator: Operator) -> str:
+    """A shape that the first tensor may have."""
+    pattern = operator.operands[operator.first].shape
+    rank = len(pattern[1:-1].split(", ")) if pattern.startswith("[") else 2
+    return str((2, 3, 4, 5, 6)[:rank])
 
 
 def _errors(operator: Operator) -> list[str]:
     first = operator.operands[operator.first]
-    rank = len(first.shape[1:-1].split(", ")) if first.shape.startswith("[") else 2
-    shape = str((2, 3, 4, 5)[: max(rank, 1)]) if rank != 2 else "(2, 3)"
     lines = [
-        f"sample = next(sample_inputs(lambda shape: torch.ones(shape, device=device), {shape}))",
+        f"sample = next(sample_inputs(lambda shape: torch.ones(shape, device=device), {_rank(operator)}))",
         f'op = "extension_cpp::{operator.name}: expected"',
         "",
         "def with_argument(place, x):",
@@ -368,18 +424,50 @@ def _errors(operator: Operator) -> list[str]:
 
 
 def test(operator: Operator) -> str:
-    """A test of what the options said: the dtypes and shapes of one call."""
-    return (
-        f'"""What only {operator.name} promises. tests/battery tests what every op promises."""\n\n'
-        f"import torch\n\nimport extension_cpp\nfrom tests.specs.{operator.name} import sample_inputs\n\n\n"
-        f"def test_dtypes(device: str) -> None:\n"
-        f'    """Each result has its dtype, for inputs of any."""\n'
-        f"    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):\n"
-        f"        sample = next(sample_inputs(lambda shape: torch.ones(shape, device=device, dtype=dtype), (2, 3)))\n"
-        f"        results = extension_cpp.{operator.name}(*sample.args)\n"
-        f"        dtypes = [x.dtype for x in (results if isinstance(results, tuple) else (results,))]\n"
-        f"        assert dtypes == {_dtypes_of_results(operator)}\n"
+    """A test of what the options said: the dtypes of one call's results."""
+    text = f'"""What only {operator.name} promises. tests/battery tests what every op promises."""\n\n'
+    text += "import pytest\nimport torch\n\nimport extension_cpp\n"
+    text += f"from tests.specs.{operator.name} import sample_inputs\n\n\n"
+    text += (
+        '@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)\n'
     )
+    text += "def test_dtypes(dtype: torch.dtype, device: str) -> None:\n"
+    text += body(
+        [
+            '"""Each result has its dtype, for inputs of any."""',
+            f"x = torch.ones({_rank(operator)}, device=device, dtype=dtype)",
+            "sample = next(sample_inputs(x.new_ones, x.shape))",
+            f"results = extension_cpp.{operator.name}(*sample.args)",
+        ]
+    )
+    if not operator.results:
+        return text + body(["assert results is None"])
+    if len(operator.results) == 1:
+        return text + body([f"assert results.dtype == {_dtypes_of_results(operator)[1:-1]}"])
+    return text + body([f"assert [x.dtype for x in results] == {_dtypes_of_results(operator)}"])
+
+
+def _options(operator: Operator) -> list[Argument]:
+    """What tests/battery/test_options.py takes for an option: numbers and optional tensors."""
+    return [each for each in operator.schema.arguments if each.is_optional or not each.is_tensor]
+
+
+def _with_options(operator: Operator) -> str:
+    """The function of the spec that makes a call with the options that a test chose."""
+    names = ", ".join(f'"{each.name}"' for each in operator.schema.arguments)
+    pattern = operator.operands[operator.first].shape
+    fixed = pattern.startswith("[") and "*" not in pattern
+    shape = f"shape[-{len(pattern.split(', '))}:]" if fixed else "shape"
+    text = "def with_options(make, shape, chosen):\n"
+    text += body([f"sample = next(sample_inputs(make, {shape}))  # with every optional tensor"])
+    text += body([f"args = dict(zip(({names}), sample.args, strict=True))"])
+    texts = []
+    for each in _options(operator):
+        if each.is_tensor:
+            texts.append(f'"{each.name}": args["{each.name}"] if "{each.name}" in chosen else None')
+        else:
+            texts.append(f'"{each.name}": chosen.get("{each.name}", args["{each.name}"])')
+    return text + body([f"args |= {{{', '.join(texts)}}}", "return Sample(tuple(args.values()))"])
 
 
 def _dtypes_of_results(operator: Operator) -> str:

@@ -147,19 +147,20 @@ def _operand(argument: Argument, first: str, dtype: dict[str, str]) -> Operand:
 
 def _give_role(operand: Operand, role: str, operands: dict[str, Operand]) -> None:
     word, _, of = role.partition(":")
+    of, _, shape = of.partition(":") if word == "index" else (of, "", "")
     if role.startswith("[") and role.endswith("]"):
         operand.shape = role
     elif word == "any" and not of:
         operand.shape = ""
     elif word == "index" and of:
-        operand.dtype, operand.shape, operand.below = "int64", "", of
+        operand.dtype, operand.shape, operand.below = "int64", shape, of
     elif word in ("mask", "like") and of in operands:
         operand.shape = f"{'like' if word == 'like' else 'broadcasts to'} {of}"
         operand.dtype = "bool" if word == "mask" else operand.dtype
     else:
         raise CannotMake(
-            f"expected a role of any, [sizes], like:TENSOR, mask:TENSOR or index:SIZE for {operand.name}, but got "
-            f"'{role}'"
+            f"expected a role of any, [sizes], like:TENSOR, mask:TENSOR, index:SIZE or index:SIZE:[sizes] for "
+            f"{operand.name}, but got '{role}'"
         )
 
 

@@ -17,10 +17,14 @@ import subprocess
 import symtable
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from . import generate, generate_python
+from .errors import CannotMake
+from .roles import Operator
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # A wheel has the files of a checkout that are needed here in a folder of its own, at the same paths (pyproject.toml).
@@ -69,10 +73,6 @@ C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
 PLACEHOLDER = re.compile("kernel_template|ops_template")
 
 
-class CannotMake(Exception):
-    """Says in one sentence why the files cannot be written."""
-
-
 @dataclass
 class Plan:
     """New and changed files, by path, with the text that each will have; and the files to delete."""
@@ -106,9 +106,21 @@ def top_level_names(path: Path) -> set[str]:
     return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
-def check_free(name: str, kind: str) -> None:
-    """Refuses an op's name that something in this tree has, or that hides a builtin in ops.py."""
-    package, template = TREE / "extension_cpp", TREE / "templates" / kind
+def names_of(name: str, kind: str) -> tuple[set[str], set[str]]:
+    """What a template's op adds to ops.py, and what its own module has beside the function."""
+    template = TREE / "templates" / kind
+    symbols = top_level_names(template / "ops_template.py")
+    section = {PLACEHOLDER.sub(name, symbol) for symbol in symbols if PLACEHOLDER.search(symbol)}
+    own = top_level_names(template / "functional_template.py") if kind != "accessor" else set()
+    return section, own - {"kernel_template"}
+
+
+def check_free(name: str, section: set[str], own: set[str]) -> None:
+    """Refuses an op's name that something in this tree has, or that hides a builtin in ops.py.
+
+    `section` and `own` are names_of() the op.
+    """
+    package = TREE / "extension_cpp"
     for place in (
         f"{name}",
         f"extension_cpp/{name}",
@@ -126,10 +138,7 @@ def check_free(name: str, kind: str) -> None:
         taken = (found | {f"{op}_no_grad" for op in found}) & {name, f"{name}_backward"}
         if taken:
             raise CannotMake(f"the name '{name}' is taken: {source.relative_to(TREE)} has the op {min(taken)}")
-    symbols = top_level_names(template / "ops_template.py")
-    section = {PLACEHOLDER.sub(name, symbol) for symbol in symbols if PLACEHOLDER.search(symbol)}
-    own = top_level_names(template / "functional_template.py") if kind != "accessor" else set()
-    if name in own - {"kernel_template"}:
+    if name in own:
         raise CannotMake(f"the name '{name}' is taken: the op's own code needs it")
     for path in (package / "ops.py", package / "reference.py", package / "__init__.py"):
         taken = section & top_level_names(path)
@@ -195,6 +204,11 @@ def with_row(text: str, row: str) -> str:
     return text[: table.end()] + row + text[table.end() :]
 
 
+def with_count(text: str, more: int) -> str:
+    """README.md, which says how many operators there are."""
+    return re.sub(r"\*\*(\d+) fast operators\*\*", lambda n: f"**{int(n[1]) + more} fast operators**", text)
+
+
 def with_section(text: str, section: str) -> str:
     """docs/ops.md with one more section after the sections of the other ops."""
     if text.count("\n## Modules\n") != 1:
@@ -204,7 +218,7 @@ def with_section(text: str, section: str) -> str:
 
 def plan_op(name: str, kind: str) -> Plan:
     check_identifier("op", name)
-    check_free(name, kind)
+    check_free(name, *names_of(name, kind))
     template, package = TREE / "templates" / kind, TREE / "extension_cpp"
     plan = Plan({TREE / place: text for place, text in op_files(kind, name).items()})
     entry = section_of(template / "ops_template.py", "# ---- ", name)
@@ -213,8 +227,52 @@ def plan_op(name: str, kind: str) -> Plan:
     plan.changed[package / "reference.py"] = (package / "reference.py").read_text() + f"\n\n{section}"
     stub = section_of(template / "stub_template.pyi", "def ", name)
     plan.changed[package / "_ops.pyi"] = (package / "_ops.pyi").read_text() + stub
+    plan.changed[TREE / "README.md"] = with_count((TREE / "README.md").read_text(), 1)
     row, section = (PLACEHOLDER.sub(name, text) for text in documents(kind))
     page = TREE / "docs" / "ops.md"
+    plan.changed[page] = with_row(with_section(page.read_text(), section), row)
+    return plan
+
+
+def with_marks(text: str, marks: Iterable[str]) -> str:
+    """ops.py that imports these marks of registration/entries.py, too."""
+    imported = re.search(r"^from \.registration\.entries import (?:\(([^)]*)\)|(.*))\n", text, re.MULTILINE)
+    if imported is None:
+        raise CannotMake("extension_cpp/ops.py imports nothing from .registration.entries")
+    names = {*re.findall(r"\w+", imported[1] or imported[2]), *marks}
+    ordered = sorted(names, key=lambda name: (not name.isupper(), name.lower()))
+    line = f"from .registration.entries import {', '.join(ordered)}\n"
+    if len(line) > 121:
+        line = "from .registration.entries import (\n" + "".join(f"    {name},\n" for name in ordered) + ")\n"
+    return text[: imported.start()] + line + text[imported.end() :]
+
+
+def plan_operator(operator: Operator) -> Plan:
+    """The files of an operator that --schema describes."""
+    name, package, folder = operator.name, TREE / "extension_cpp", f"extension_cpp/csrc/{operator.name}/{operator.name}"
+    check_identifier("op", name.removesuffix("_"))
+    symbols = {f"{name}_functions", name}
+    check_free(name, symbols, {"Any", "FLOATING", "Gradients", "Match", "SAME", "Tensor", "torch"})
+    page, table = TREE / "docs" / "ops.md", package / "reference.py"
+    texts = {
+        f"{folder}.h": generate.header(operator),
+        f"{folder}.cpp": generate.shim(operator),
+        f"{folder}_cpu.c": generate.cpu(operator),
+        f"{folder}_cpu_kernel.h": generate.cpu_kernel(operator),
+        f"{folder}_cuda.cu": generate.cuda(operator),
+        f"extension_cpp/functional/{name}.py": generate_python.functional(operator),
+        f"tests/specs/{name}.py": generate_python.spec(operator),
+        f"tests/test_{name}.py": generate_python.test(operator),
+    }
+    plan = Plan({TREE / place: text for place, text in texts.items()})
+    entry = generate_python.entry(operator)
+    ops = with_entry((package / "ops.py").read_text(), name, entry)
+    plan.changed[package / "ops.py"] = with_marks(ops, re.findall(r"(?:backward|nested|sharding)=([A-Z_]+),", entry))
+    text = table.read_text() + "\n\n"
+    plan.changed[table] = text + generate_python.reference(operator, "extension_cpp/reference.py", text.count("\n") + 1)
+    plan.changed[package / "_ops.pyi"] = (package / "_ops.pyi").read_text() + generate_python.stub(operator)
+    plan.changed[TREE / "README.md"] = with_count((TREE / "README.md").read_text(), 1)
+    row, section = generate_python.documents(operator)
     plan.changed[page] = with_row(with_section(page.read_text(), section), row)
     return plan
 
@@ -241,16 +299,20 @@ def plan_removal(name: str) -> Plan:
         if path.resolve() != TREE.resolve() / path.relative_to(TREE):
             raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
     check_unused(name, plan)
+    stub = package / "_ops.pyi"
+    types = rf"(?:^def {name}(?:_double)?(?:_backward)?\((?:.|\n)*?: \.\.\.\n)+"
+    if f"\ndef {name}(" in stub.read_text():  # an operator that is not differentiable has no entry
+        plan.changed[stub] = cut(stub, stub.read_text(), types, f"the types of {name}")
     for path, pattern, what in (
         *((package / "ops.py", f"^{re.escape(line)}", f"'{line.strip()}'") for line in imports_of(name)),
         (package / "ops.py", rf"\n^# ---- {name} ----\n.*?(?=\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
         (package / "ops.py", rf'^    "{name}",\n', f"{name} in __all__"),
         (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
-        (package / "_ops.pyi", rf"(?:^def {name}(?:_double)?(?:_backward)?\(.*?: \.\.\.\n)+", f"the types of {name}"),
         (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
         (page, rf"^## {name}\n.*?(?=^## )", f"a section {name}"),
     ):
         plan.changed[path] = cut(path, plan.changed.get(path, path.read_text()), pattern, what)
+    plan.changed[TREE / "README.md"] = with_count((TREE / "README.md").read_text(), -1)
     return plan
 
 
@@ -275,7 +337,7 @@ def check_unused(name: str, plan: Plan) -> None:
 
 def plan_accessor(name: str) -> Plan:
     check_identifier("example", name)
-    check_free(name, "accessor")
+    check_free(name, *names_of(name, "accessor"))
     template = TREE / "templates" / "accessor"
     # A test imports the file that has its name. That file must not hide another module or define the name again.
     if name in {"torch", "pytest"} | top_level_names(template / "ops_template.py"):
@@ -325,17 +387,23 @@ def plan_package(folder: Path, name: str, kind: str) -> Plan:
 def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
     """The texts, with the C and C++ files formatted as `make lint` wants them: line breaks depend on the name's length.
 
-    Without clang-format the texts are returned as they are; `make format` formats them later.
+    Without clang-format and ruff the texts are returned as they are; `make format` formats them later.
     """
-    program = Path(sysconfig.get_path("scripts")) / "clang-format"
-    if not program.exists():
-        return texts
+    scripts = Path(sysconfig.get_path("scripts"))
 
     def in_style(path: Path, text: str) -> str:
-        command: list[str | Path] = [program, f"--style=file:{TREE / '.clang-format'}", f"--assume-filename={path}"]
+        command: list[str | Path]
+        if path.suffix in C_SUFFIXES:
+            command = [scripts / "clang-format", f"--style=file:{TREE / '.clang-format'}", f"--assume-filename={path}"]
+        elif path.suffix in (".py", ".pyi"):
+            command = [scripts / "ruff", "format", "--quiet", "--line-length=120", f"--stdin-filename={path}", "-"]
+        else:
+            return text
+        if not Path(command[0]).exists():
+            return text
         return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
-    return {path: in_style(path, text) if path.suffix in C_SUFFIXES else text for path, text in texts.items()}
+    return {path: in_style(path, text) for path, text in texts.items()}
 
 
 def make_folder(folder: Path, made: list[Path]) -> None:
@@ -387,7 +455,7 @@ def write(plan: Plan) -> None:
                 path.write_text(text)
                 if text.startswith("#!"):
                     path.chmod(0o755)
-            for path, text in plan.changed.items():
+            for path, text in laid_out(plan.changed).items():
                 path.write_text(text)
             for path in plan.removed:
                 path.unlink()
@@ -414,6 +482,13 @@ Next:
   make test ARGS="-k {name}"    builds it and tests it as it stands
   Then put your arithmetic into {name}_cpu_kernel.h and {name}_cuda.cu, and your formula into {name}.h,
   functional/{name}.py (docstring and derivatives) and reference.py; what it alone promises into its test.
+  make docs    writes what its docstring says by then into docs/ops.md
+docs/TEMPLATE_USAGE.md says more. "python -m extension_cpp remove {name}" takes it out again.""",
+    "operator": """
+Next:
+  make test ARGS="-k {name}"    builds it; the tests of its values say where the formula is missing
+  Write the formula into reference.py, {name}_cpu_kernel.h and {name}_cuda.cu, and say what it is in {name}.h and
+  functional/{name}.py.
   make docs    writes what its docstring says by then into docs/ops.md
 docs/TEMPLATE_USAGE.md says more. "python -m extension_cpp remove {name}" takes it out again.""",
     "example": """
@@ -449,18 +524,23 @@ def check_place(command: str) -> None:
         )
 
 
-def new(name: str, kind: str) -> None:
-    """Adds an op to this source tree; for the kind accessor, an example."""
+def new(name: str, kind: str, operator: Operator | None = None) -> None:
+    """Adds an op to this source tree; for the kind accessor, an example. An operator comes from --schema."""
     check_place("new")
     if TREE == INSTALLED:
         raise CannotMake(
             "'new' adds an op to a checkout of extension_cpp, and this one is installed; to make a package of your own "
             "use 'python -m extension_cpp new-package DIR --name my_kernels'"
         )
-    plan = plan_accessor(name) if kind == "accessor" else plan_op(name, kind)
+    if operator is not None:
+        plan, following = plan_operator(operator), "operator"
+    elif kind == "accessor":
+        plan, following = plan_accessor(name), "example"
+    else:
+        plan, following = plan_op(name, kind), "op"
     write(plan)
     report(plan, TREE)
-    print(NEXT["example" if kind == "accessor" else "op"].format(name=name))
+    print(NEXT[following].format(name=name))
 
 
 def remove(name: str) -> None:

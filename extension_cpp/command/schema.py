@@ -56,7 +56,7 @@ class Schema:
 class _Reader:
     """The words of a schema, one after the other."""
 
-    WORD = re.compile(r"\s*(->|\(\w+!\)|\[\d*\]|[A-Za-z_]\w*|-?\d[\w.]*(?:e[-+]?\d+)?|-?\.?\d\S*?(?=[,)\]])|\S|$)")
+    WORD = re.compile(r"\s*(->|\(\w+!\)|\[\d*\]|[A-Za-z_]\w*|-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\S|$)")
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -142,7 +142,7 @@ def _default(reader: _Reader) -> str:
             reader.at -= len(word)
             raise reader.fail("a default value") from None
         return word
-    words = []
+    words: list[str] = []
     while not reader.accept("]"):
         if words:
             reader.expect(",")

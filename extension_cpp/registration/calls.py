@@ -137,7 +137,7 @@ def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:
         except Exception:
             checks.check_tensors(op._schema, args)
             raise
-        if all_results:
+        if all_results and count == 1:
             return results
         # By index: under torch.fx all results are one Proxy.
         return results[0] if count == 1 else tuple([results[i] for i in range(count)])

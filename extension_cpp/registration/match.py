@@ -76,6 +76,11 @@ class Match:
         elif shape:
             self._check_relation(name, x, *shape.rsplit(" ", 1))
 
+    def sizes(self, name: str, x: Tensor, sizes: Sequence[Any], like: str) -> None:
+        """Fails unless x has these sizes, which are those of the result `like`."""
+        expected = f"expected {name} of shape {list(sizes)} like {like}"
+        checks.check_sizes(self.op, x.shape, sizes, f"{expected}, but got {list(x.shape)}")
+
     def size(self, name: str) -> Any:
         """The size, or the product of the sizes, that a name or * stands for."""
         return math.prod(self.bound[name].sizes)

@@ -261,7 +261,8 @@ def test_vmap(spec: OpSpec, device: str) -> None:
         mapped = torch.vmap(function, tuple(0 if is_batched else None for is_batched in batched))
         ours = run(mapped, Sample(tuple(args)), torch.ones_like)
         for i, sample in enumerate(same):
-            alone = run(function, Sample(sample.args), torch.ones_like)
+            own = (x if is_batched else y for is_batched, x, y in zip(batched, sample.args, same[0].args, strict=True))
+            alone = run(function, Sample(tuple(own)), torch.ones_like)
             for (name, a), (_, b) in zip(ours.tensors(), alone.tensors(), strict=True):
                 torch.testing.assert_close(a[i], b, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -315,10 +316,9 @@ def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, dev
 
         forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
         assert are_no_grad("outputs", forward) == {False}
-        grads_out = [torch.ones_like(output, requires_grad=True) for output in found["outputs"]]
-        backward = functools.partial(
-            torch.autograd.grad, found["outputs"], leaves(sample), grads_out, retain_graph=True
-        )
+        outputs = [output for output in found["outputs"] if output.requires_grad]
+        grads_out = [torch.ones_like(output, requires_grad=True) for output in outputs]
+        backward = functools.partial(torch.autograd.grad, outputs, leaves(sample), grads_out, retain_graph=True)
         kinds = [
             are_no_grad("gradients", functools.partial(backward, create_graph=True)),
             are_no_grad("plain", backward),

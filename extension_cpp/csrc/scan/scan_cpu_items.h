@@ -17,11 +17,6 @@ ALWAYS_INLINE int scan_is_narrow(const scan_shape *shape) {
   return shape->inner <= SCAN_NARROW && shape->length <= SCAN_PART;
 }
 
-ALWAYS_INLINE double narrow_float64(double x) { return x; }
-ALWAYS_INLINE float narrow_float32(float x) { return x; }
-ALWAYS_INLINE uint16_t narrow_bfloat16(float x) { return (uint16_t)(bfloat16_bits(x) >> 16); }
-ALWAYS_INLINE uint16_t narrow_float16(float x) { return float_to_float16(x); }
-
 /* ---- work items ---- */
 
 /* The lines and parts of a work item. */

@@ -97,6 +97,12 @@ ALWAYS_INLINE double widen_float32(float x) { return x; }
 ALWAYS_INLINE double widen_float16(uint16_t x) { return float16_to_float(x); }
 ALWAYS_INLINE double widen_bfloat16(uint16_t x) { return bits_float((uint32_t)x << 16); }
 
+/* A number of the accumulation type rounded to one element. */
+ALWAYS_INLINE double narrow_float64(double x) { return x; }
+ALWAYS_INLINE float narrow_float32(float x) { return x; }
+ALWAYS_INLINE uint16_t narrow_float16(float x) { return float_to_float16(x); }
+ALWAYS_INLINE uint16_t narrow_bfloat16(float x) { return (uint16_t)(bfloat16_bits(x) >> 16); }
+
 /* Streams 64 bytes past the caches. p must be aligned to 64. Call stream_fence() after the last of
  * a range. */
 ALWAYS_INLINE void stream64(void *p, const void *v) {

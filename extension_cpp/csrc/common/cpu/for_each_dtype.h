@@ -3,6 +3,7 @@
  *   ACC                  the accumulation type: float, for float64 double
  *   NAME(f)              f with the type's name appended: f_float32
  *   LOAD, STORE          the type's block functions of common/cpu/block.h
+ *   WIDEN, NARROW        one element as a number, and a number as one element
  * KERNEL_BODY is a header, so a debugger steps through its real lines. DISPATCH_DTYPE then calls
  * the function of a dtype. At the level v4 (common/cpu/level.h) float64 has no functions. */
 #define NAME_(f, type) f##_##type
@@ -14,12 +15,16 @@
 #define NAME(f) NAME_EXPANDED(f, float64)
 #define LOAD load_float64
 #define STORE store_float64
+#define WIDEN widen_float64
+#define NARROW narrow_float64
 #include KERNEL_BODY
 #undef T
 #undef ACC
 #undef NAME
 #undef LOAD
 #undef STORE
+#undef WIDEN
+#undef NARROW
 #define CALL_FLOAT64(f, ...) f##_float64(__VA_ARGS__)
 #else
 #define CALL_FLOAT64(f, ...) __builtin_trap()
@@ -30,30 +35,42 @@
 #define NAME(f) NAME_EXPANDED(f, float32)
 #define LOAD load_float32
 #define STORE store_float32
+#define WIDEN widen_float32
+#define NARROW narrow_float32
 #include KERNEL_BODY
 #undef T
 #undef NAME
 #undef LOAD
 #undef STORE
+#undef WIDEN
+#undef NARROW
 
 #define T uint16_t
 #define NAME(f) NAME_EXPANDED(f, bfloat16)
 #define LOAD load_bfloat16
 #define STORE store_bfloat16
+#define WIDEN widen_bfloat16
+#define NARROW narrow_bfloat16
 #include KERNEL_BODY
 #undef NAME
 #undef LOAD
 #undef STORE
+#undef WIDEN
+#undef NARROW
 
 #define NAME(f) NAME_EXPANDED(f, float16)
 #define LOAD load_float16
 #define STORE store_float16
+#define WIDEN widen_float16
+#define NARROW narrow_float16
 #include KERNEL_BODY
 #undef T
 #undef ACC
 #undef NAME
 #undef LOAD
 #undef STORE
+#undef WIDEN
+#undef NARROW
 
 #define DISPATCH_DTYPE(dtype, f, ...)                        \
   switch (dtype) {                                           \

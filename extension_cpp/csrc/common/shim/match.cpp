@@ -61,8 +61,31 @@ const Match::Bound *Match::find(std::string_view name) const {
 int64_t Match::size(std::string_view name) const {
   const Bound *bound = find(name);
   if (bound == nullptr) fail(op_, "no tensor has a dimension " + text_of(name));
+  return product_of(sizes_of(bound->sizes()));
+}
+
+std::vector<int64_t> sizes_of(Sizes sizes, int64_t begin, int64_t end) {
+  const auto dims = static_cast<int64_t>(sizes.size());
+  const auto place = [dims](int64_t i) {
+    return std::clamp<int64_t>(i < 0 ? i + dims : i, 0, dims);
+  };
+  const int64_t first = place(begin), last = std::max(first, place(end));
+  return {sizes.begin() + first, sizes.begin() + last};
+}
+
+int64_t size_of(Sizes sizes, int64_t dim) {
+  return sizes[dim < 0 ? dim + static_cast<int64_t>(sizes.size()) : dim];
+}
+
+std::vector<int64_t> joined(const std::vector<std::vector<int64_t>> &parts) {
+  std::vector<int64_t> sizes;
+  for (const auto &part : parts) sizes.insert(sizes.end(), part.begin(), part.end());
+  return sizes;
+}
+
+int64_t product_of(const std::vector<int64_t> &sizes) {
   int64_t product = 1;
-  for (const int64_t size : bound->sizes()) product *= size;
+  for (const int64_t size : sizes) product *= size;
   return product;
 }
 
@@ -171,6 +194,13 @@ void Match::check_relation(const char *name, const Tensor &x, std::string_view r
   if (!fits) {
     fail(op_, "expected " + std::string(name) + " of a shape that broadcasts to " + to_string(to) +
                   " of " + other->name + ", but got " + to_string(from));
+  }
+}
+
+void Match::sizes(const char *name, const Tensor &x, Sizes sizes, const char *like) const {
+  if (!same_sizes(x.sizes(), sizes)) {
+    fail(op_, "expected " + std::string(name) + " of shape " + to_string(sizes) + " like " + like +
+                  ", but got " + to_string(x.sizes()));
   }
 }
 

@@ -54,6 +54,9 @@ class Match {
   // alone, because on a GPU the call would wait for it: a kernel must leave out what is no index.
   void index(const char *name, const Tensor &x, int64_t n) const;
 
+  // Fails unless x has these sizes, which are those of the result `like`.
+  void sizes(const char *name, const Tensor &x, Sizes sizes, const char *like) const;
+
   // The size, or the product of the sizes, that a name or * stands for.
   int64_t size(std::string_view name) const;
 
@@ -83,6 +86,15 @@ class Match {
   std::vector<Bound> bound_;
   std::deque<std::string> names_;  // of tensors in lists, which given_ points to
 };
+
+// ---- shapes of results ----
+// joined({sizes_of(x.sizes(), 0, -1), {k}}): the sizes of x, but k as the last one.
+
+// Sizes [begin, end). Negative numbers count from the end.
+std::vector<int64_t> sizes_of(Sizes sizes, int64_t begin = 0, int64_t end = INT64_MAX);
+int64_t size_of(Sizes sizes, int64_t dim);
+std::vector<int64_t> joined(const std::vector<std::vector<int64_t>> &parts);
+int64_t product_of(const std::vector<int64_t> &sizes);
 
 }  // namespace extension_cpp
 

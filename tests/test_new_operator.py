@@ -1,0 +1,163 @@
+"""python -m extension_cpp new --schema: what it reads and refuses, and that what it writes compiles and passes."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from extension_cpp import __main__ as command
+from extension_cpp.command import generate, roles, schema
+from extension_cpp.command.errors import CannotMake
+from tests.forked import python
+from tests.test_scaffold import contents, lint, run, tree, with_objects  # noqa: F401 (tree is a fixture)
+
+SCHEMAS = [
+    "f(Tensor x) -> Tensor",
+    "f(Tensor x, Tensor? bias=None, float eps=1e-05, bool flag=False) -> (Tensor y, Tensor z)",
+    "f(Tensor(a!) p, Tensor grad, Tensor(b!) m, float lr, int step=1) -> ()",
+    "f_(Tensor x, SymInt k) -> Tensor",
+]
+
+
+@pytest.mark.parametrize("text", SCHEMAS)
+def test_schemas_are_read(text: str) -> None:
+    parsed = schema.parse(text)
+    shown = ", ".join(each.text for each in parsed.arguments)
+    assert re.sub(r"\(\w!\)", "(!)", text).startswith(f"{parsed.name}({shown}) -> ")
+    operator = roles.describe(parsed, [], [], [], None, None, "flat")
+    assert schema.parse(generate.forward_schema(operator)) == schema.parse(
+        re.sub(r"\((Tensor \w+(?:, Tensor \w+)*)\)$", r"(\1)", text)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("f Tensor x) -> Tensor", "expected '(' at column 3 of the schema, but got 'Tensor'"),
+        ("f(Tensr x) -> Tensor", "types Tensor, int, SymInt, float, bool at column 3 of the schema, but got 'Tensr'"),
+        ("f(Tensor x, Tensor x) -> Tensor", "a name that no other argument has at column 20"),
+        ("f(Tensor x, float s=abc) -> Tensor", "a default value at column 21 of the schema, but got 'abc'"),
+        ("f(Tensor x)", "expected '->' at column 12 of the schema, but got its end"),
+        ("f(Tensor x) -> Tensor y z", "the end of the schema at column 25 of the schema, but got 'z'"),
+    ],
+)
+def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None:
+    with pytest.raises(CannotMake, match=re.escape(sentence)):
+        schema.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["f(Tensor x, int k) -> Tensor", "--shape", "out=[k]"], "but got int k; write SymInt"),
+        (["f(Tensor x) -> Tensor", "--shape", "out=[x[0] + 1]"], "but got 'x[0] + 1'"),
+        (["f(Tensor x) -> Tensor", "--shape", "out=z"], "expected the shape of out to name tensors of the schema"),
+        (["f(Tensor x, Tensor index) -> Tensor", "--grad", "index"], "but got index, which is int64"),
+        (["f(Tensor x) -> Tensor", "--grad", "y"], "floating-point tensors of the schema, but got 'y'"),
+        (["f(Tensor x) -> Tensor", "--grad", "x", "--save", "z"], "expected --save with names of x, out, but got 'z'"),
+        (["f(Tensor x) -> Tensor", "--dtype", "out=int63"], "but got 'int63'"),
+        (["f(Tensor x) -> Tensor", "--dtype", "z=int64"], "with a name of x, out, but got 'z=int64'"),
+        (["f(Tensor x, Tensor y) -> Tensor", "--role", "y=vector"], "for y, but got 'vector'"),
+        (["f(Tensor x) -> Tensor", "--dtype", "out=int64", "--grad", "x"], "no floating-point result"),
+        (["f(Tensor(a!) x) -> Tensor"], "either results or arguments that are written"),
+        (["f(Tensor(a!) x) -> ()", "--grad", "x"], "an operator that writes into an argument has no derivative"),
+        (["f(Tensor[] x) -> Tensor"], "x is a list: `new --schema` cannot write it yet"),
+        (["f(Tensor x, *, float s) -> Tensor"], "s is a keyword-only argument"),
+        (["f(Tensor x) -> (Tensor x)"], "names for the results that no argument has, but got x"),
+        (["g(Tensor x) -> Tensor"], "expected the schema of f, but got one of g"),
+    ],
+)
+def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], sentence: str) -> None:
+    before = contents(Path(generate.__file__).parent)
+    assert command.main(["new", "f", "--schema", *words]) == 1
+    told = capsys.readouterr()
+    assert sentence in told.err and told.err.count("\n") == 1 and told.out == ""
+    assert contents(Path(generate.__file__).parent) == before
+
+
+# The names are nobody's: a reader's op may have any other.
+PLANTED = {
+    "planted_topk": [
+        *["planted_topk(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)", "--dtype", "indices=int64"],
+        *["--shape", "weights=[*logits[:-1], k]", "indices=weights", "--role", "logits=[*, experts]"],
+        *["--grad", "logits", "--save", "weights,indices", "--work", "rows"],
+    ],
+    "planted_step": [
+        "planted_step(Tensor(a!) p, Tensor grad, Tensor(b!) m, float lr, float beta=0.9) -> ()",
+        *["--dtype", "m=float32"],
+    ],
+    "planted_sum": [
+        *["planted_sum(Tensor x, Tensor index, SymInt n) -> Tensor", "--shape", "out=[n, x[1]]"],
+        *["--role", "x=[rows, cols]", "index=index:n:[rows]", "--grad", "x", "--save", "index", "--work", "items=[n]"],
+    ],
+    "planted_conv": [
+        *["planted_conv(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", "--grad", "x,weight"],
+        *["--role", "x=[*, channels, time]", "weight=[channels, taps]", "bias=[channels]"],
+    ],
+    "planted_scale": [
+        *["planted_scale(Tensor x, Tensor? mask=None, float scale=1.0) -> Tensor", "--grad", "x", "--save", "mask"],
+    ],
+    "planted_round": [
+        *["planted_round(Tensor x) -> (Tensor q, Tensor scale)", "--dtype", "q=int8", "scale=float32"],
+        *["--role", "x=[*, n]", "--shape", "scale=[*x[:-1]]", "--work", "rows"],
+    ],
+}
+
+
+def plant(names: list[str]) -> None:
+    for name in names:
+        assert command.main(["new", name, "--schema", *PLANTED[name]]) == 0
+
+
+def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    before = contents(tree)
+    plant([*PLANTED])
+    new = [tree / path for path, text in contents(tree).items() if path not in before and text is not None]
+    lint(tree, True, "extension_cpp", new=new)
+    for name in PLANTED:
+        assert command.main(["remove", name]) == 0
+    after = contents(tree)
+    assert {path for path in before if after[path] != before[path]} <= {Path("extension_cpp/ops.py")}  # its marks stay
+    assert after.keys() == before.keys()
+
+
+WRITE = "write the formula"
+
+
+def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[str]]:  # noqa: F811
+    """The tests of these ops that fail without a word of the formula, and those that say where it is missing."""
+    words = " or ".join(names)
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *files, "-k", words, cwd=tree)
+    reports = re.split(r"\n_{3,} (\S+) _{3,}\n", done.stdout)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 10, done.stdout[-2000:] + done.stderr[-2000:]
+    errors = {
+        name: [line for line in text.splitlines() if line.startswith("E ")]
+        for name, text in zip(reports[1::2], reports[2::2], strict=True)
+    }
+    missing = {name for name, lines in errors.items() if any(WRITE in line for line in lines)}
+    return errors.keys() - missing, missing
+
+
+@pytest.mark.parametrize("names", [["planted_conv"], pytest.param([*PLANTED], marks=pytest.mark.slow)], ids=len)
+def test_only_values_fail_until_the_formula_is_written(tree: Path, names: list[str]) -> None:  # noqa: F811
+    environment = with_objects(tree)
+    plant(names)
+    run(sys.executable, "build_library.py", cwd=tree, env=environment)
+    some = ["tests/battery/test_refusals.py", "tests/battery/test_registration.py", "tests/battery/test_sums.py"]
+    files = [*some, *(f"tests/test_{name}.py" for name in names)] if len(names) == 1 else ["tests/battery"]
+    others, missing = battery(tree, names, *files)
+    assert not others and missing
+
+
+def test_a_zero_of_an_unwritten_kernel_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import judge
+
+    folder = tmp_path / "extension_cpp" / "csrc" / "planted_op"
+    folder.mkdir(parents=True)
+    (folder / "planted_op_cuda.cu").write_text(f"//\n// {generate.MARK}\n")
+    monkeypatch.setattr(judge, "ROOT", tmp_path)
+    place = "extension_cpp/csrc/planted_op/planted_op_cuda.cu:2"
+    assert judge.unwritten("planted_op") == f"; write the formula in {place}"
+    assert judge.unwritten("relu") == ""
