@@ -96,19 +96,22 @@ def number(value: float, digits: int) -> str:
 
 
 def models(rows: list[results.Row], time: Figure = median) -> Table:
-    """Whole models, with ratios to the stock model under torch.compile of the same run."""
+    """Whole models, with ratios to the stock model under torch.compile of the same run. A figure that no row has, has
+    no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
     body = []
     for row in rows:
-        peak = row.get("peak_bytes", math.nan)  # of a GPU
+        peak, host = row.get("peak_bytes", math.nan), row.get("host_seconds")
         cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], time(row["seconds"])]
+        cells += [number(1e3 * row.get("kernel_seconds", math.nan), 1), time(host) if host else ""]
         cells += [number(peak / 1e9, 1)]
         if beside := stock.get((row["model"], row["run"])):
             ratio = row["seconds"]["median"] / beside["seconds"]["median"]
             cells += [f"{ratio:.2f}", number(peak / beside.get("peak_bytes", math.nan), 2)]
-        body.append(cells)
-    heads = ["model", "", "ms a step", "GB at the peak", "time", "memory"]
-    return heads[: max(map(len, body))], body
+        body.append(cells + [""] * (8 - len(cells)))
+    heads = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"]
+    used = [i for i in range(len(heads)) if i < 2 or any(cells[i] for cells in body)]
+    return [heads[i] for i in used], [[cells[i] for i in used] for cells in body]
 
 
 def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
