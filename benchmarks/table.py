@@ -163,6 +163,20 @@ def host(rows: list[results.Row], time: Figure = median) -> Table:
     return ["", "", *passes], body
 
 
+def host_ops(rows: list[results.Row], time: Figure = median) -> Table:
+    """Microseconds: one line for each op; in each pass both ways and their ratio."""
+    passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
+    found = {(row["op"], row["pass"], row["way"]): row["seconds"] for row in rows}
+    body = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        cells = [op]
+        for name in passes:
+            ours, plain = (found[op, name, way] for way in ways)
+            cells += [time(ours, scale=1e6), time(plain, scale=1e6), f"{ours['median'] / plain['median']:.2f}"]
+        body.append(cells)
+    return ["", *(head for name in passes for head in (f"{name}: {ways[0]}", ways[1], "ratio"))], body
+
+
 def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> None:
     """Writes the results, and prints their table with the spread of each time."""
     results.write(path, found)
@@ -176,6 +190,7 @@ def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> Non
 
 # The columns of other kinds of files than python -m benchmarks writes, by the beginning of their names.
 KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
+    "host-ops-": (("op", "way", "pass", "seconds"), host_ops),
     "host-": (("way", "pass", "seconds"), host),
     "models-": (("model", "way", "seconds"), models),
     "linear-loss-": (("way", "seconds"), linear_loss),
