@@ -1,5 +1,6 @@
-"""python -m benchmarks: times the ops (run.py); host: what a call costs; compare, plot, report: look at results.
+"""python -m benchmarks: times the ops (run.py); compare, plot, report: look at results.
 
+host: what a call of layer_norm costs, layer by layer. host_ops: a call of every op.
 linear_loss: linear_cross_entropy beside its matrix products. norm_plans: the shapes of the norms' GPU kernels.
 processes: the training step of an example on one process and on several.
 """
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from extension_cpp.__main__ import run_command
 
-COMMANDS = ("compare", "host", "linear_loss", "norm_plans", "plot", "processes", "report")
+COMMANDS = ("compare", "host", "host_ops", "linear_loss", "norm_plans", "plot", "processes", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,10 +5,11 @@ take turns.
 """
 
 import contextlib
-import copy
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
@@ -17,8 +18,8 @@ import extension_cpp
 from benchmarks import results, table
 from benchmarks.table import WAYS, finish
 from benchmarks.timing import BenchmarkParser, take_turns
-from extension_cpp.functional.norms import LAYER_NORM
-from extension_cpp.registration import autograd
+from extension_cpp import _ops
+from extension_cpp.registration import autograd, calls, entries
 
 ROWS, COLS, EPS = 8, 512, 1e-5
 CALLS = 50  # per batch: most end before the system gives the core to another process, and they fit into a GPU's queue
@@ -32,37 +33,59 @@ PASSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 }
 
 
-def by_position(op: str, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
+@functools.cache
+def formulas() -> dict[str, dict[str, Any]]:
+    """backward, setup_context and plain of each operator that has a derivative, from a copy of the table in ops.py."""
+    found = {}
+
+    def note(op: str, *, backward: Any, setup_context: Any = None, plain: Any = None, **others: Any) -> None:
+        if callable(backward):
+            setup_context = setup_context or entries._save_inputs(op)
+            found[op] = {"backward": backward, "setup_context": setup_context, "plain": plain}
+
+    source = importlib.util.find_spec("extension_cpp.ops")
+    assert source is not None and source.loader is not None
+    with mock.patch.object(entries, "register", note):
+        source.loader.exec_module(importlib.util.module_from_spec(source))
+    return found
+
+
+def by_position(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
     """backward as PyTorch's register_autograd takes it: with the gradients in the order of the arguments."""
-    overload = getattr(torch.ops.extension_cpp, op.split("::")[1]).default
-    names = [argument.name for argument in overload._schema.arguments]
+    names = [argument.name for argument in operator._schema.arguments]
     return lambda ctx, *grads: tuple(map(backward(ctx, *grads).get, names))
 
 
 @contextlib.contextmanager
-def registered_plainly() -> Iterator[None]:
-    """layer_norm and its backward under PyTorch's own register_autograd instead of ours."""
-    norm = LAYER_NORM
-    ours: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "extension_cpp::layer_norm": (norm.backward, norm.setup_context),
-        "extension_cpp::layer_norm_backward": (norm.second, norm.backward_setup_context),
-    }
-    # Its backward calls the one operator that is registered here, and not its no-grad overload.
-    plain = copy.copy(norm)
-    plain.backward_op = torch.ops.extension_cpp.layer_norm_backward.default
-    library = torch.library.Library("extension_cpp", "FRAGMENT")
+def registered_plainly(op: str) -> Iterator[None]:
+    """An operator and its backward operator under PyTorch's own register_autograd instead of ours.
+
+    `_ops` has a function that calls the operator and no more. Where a backward pass is not differentiated itself, it
+    still runs the no-grad overload of the backward operator, as if that had no derivative.
+    """
+    names = [name for name in (op, f"{op}_backward") if name in formulas()]
+    operator, no_grad = (calls.overload_of(autograd.qualified(op + end)) for end in ("", calls.NO_GRAD))
+    count, results = len(no_grad._schema.returns), len(operator._schema.returns)
+
+    def call(*args: Any) -> Any:
+        found = operator(*args)
+        return found if count == results else found[0] if count == 1 else found[:count]
+
+    library = torch.library.Library(calls.NAMESPACE, "FRAGMENT")
     try:
-        for name, (function, setup_context) in ours.items():
-            del autograd.registrations[name]  # PyTorch refuses a second registration
-            plainly = plain.backward if function == norm.backward else function
-            torch.library.register_autograd(name, by_position(name, plainly), setup_context=setup_context, lib=library)
-        yield
+        for name in names:
+            full = autograd.qualified(name)
+            del autograd.registrations[full]  # PyTorch refuses a second registration
+            del calls.DIRECT[full]
+            backward = by_position(calls.overload_of(full), formulas()[name]["backward"])
+            setup_context = formulas()[name]["setup_context"]
+            torch.library.register_autograd(full, backward, setup_context=setup_context, lib=library)
+        with mock.patch.object(_ops, op, call):
+            yield
     finally:
         del library
-        for name, (function, setup_context) in ours.items():
-            if name not in autograd.registrations:
-                in_steps = norm.plain if function == norm.backward else norm.backward_plain
-                autograd.register_autograd(name, function, setup_context=setup_context, plain=in_steps)
+        for name in names:
+            autograd.register_autograd(name, **formulas()[name])
 
 
 class Calls:
@@ -103,7 +126,7 @@ class Calls:
             "native operator": lambda: native(x, shape, weight, bias, EPS)[0],
             "function": lambda: extension_cpp.layer_norm(x, shape, weight, bias, EPS),
             "operator": lambda: operator(x, shape, weight, bias, EPS)[0],
-            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],  # while registered_plainly()
+            "register_autograd": lambda: operator(x, shape, weight, bias, EPS)[0],  # while it is registered so
             "by hand": lambda: by_hand(x, weight, bias),
             "kernel": lambda: operator.redispatch(keys, x, shape, weight, bias, EPS),
             "shim": lambda: operator.redispatch(keys, no_rows, shape, weight, bias, EPS),
@@ -129,16 +152,16 @@ def batch(call: Callable[[], Any], mode: Callable[[], Any], count: int) -> None:
 
 
 def measure(device: str, rounds: int) -> Iterator[dict[str, Any]]:
-    calls = Calls(device)
+    one_call = Calls(device)
     plain = contextlib.ExitStack()
     for name, (mode, left_out) in PASSES.items():
-        make = calls.forward_and_backward if name == "forward and backward" else calls.forward
+        make = one_call.forward_and_backward if name == "forward and backward" else one_call.forward
         one = {way: functools.partial(batch, make(way), mode) for way in WAYS if way not in left_out}
 
         def ready(way: str, one: dict[str, Any] = one) -> None:
             plain.close()
             if way == "register_autograd":
-                plain.enter_context(registered_plainly())
+                plain.enter_context(registered_plainly("layer_norm"))
             one[way](2)  # untimed: the ways before have replaced the caches' content and registered anew
             if device == "cuda":
                 torch.cuda.synchronize()

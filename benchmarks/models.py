@@ -5,11 +5,16 @@ liger_kernel can be imported and knows the model. Each contender also runs under
 "no mask": while it is traced transformers makes the causal mask as a tensor, which PyTorch's attention does not need.
 In eager it makes none.
 
-A step is forward, backward and AdamW (fused), in bfloat16 with random weights and tokens, with the dropout of the
-model's own configuration. Gradients are set to None between steps. All contenders take turns, eager and compiled ones
-side by side. They share one set of weights and optimizer state, so that they fit on one GPU. The peak memory of a step
-includes this set. Before the first step every contender's gradients are judged beside those of the stock model in
-float32 (gradients.py), all without dropout. A --json file that is there gets the models that it has not.
+A step is forward, backward and AdamW (fused), in bfloat16 with random weights and inputs, with the dropout of the
+model's own configuration. bert-large predicts all its tokens, vit-large classifies images. Gradients are set to None
+between steps. All contenders take turns, eager and compiled ones side by side. They share one set of weights and
+optimizer state, so that they fit on one GPU. The peak memory of a step includes this set. Before the first step every
+contender's gradients are judged beside those of the stock model in float32 (gradients.py), all without dropout. A
+--json file that is there gets the models that it has not.
+
+On a GPU a row also has the time of the step's kernels alone, as the profiler sums it. With --host it has the host's
+time of a step: that of a model with as many layers, each so small that the device hardly counts. A step takes at least
+the longer of the two.
 """
 
 import contextlib
@@ -17,6 +22,7 @@ import copy
 import gc
 import importlib
 import os
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +33,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # every model is made from its configuration
 
 import torch
 import transformers
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 import extension_cpp
 from benchmarks import gradients, results, table
 from benchmarks.table import finish
-from benchmarks.timing import BenchmarkParser, take_turns
+from benchmarks.timing import BenchmarkParser, Time, take_turns
 
-SEED = 0  # for weights and tokens
+SEED = 0  # for weights and inputs
+PROFILED = 5  # steps
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Shape:
     model: str  # its name in transformers
     config: dict[str, Any]
     batch: int
-    tokens: int
+    tokens: int  # of each sequence; of an image its patches and the class token
 
 
 LLAMA: dict[str, Any] = {
@@ -53,21 +62,40 @@ LLAMA: dict[str, Any] = {
 LLAMA |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}
 LLAMA |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
 GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "n_positions": 1024}
+ENCODER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+BERT = ENCODER | {"vocab_size": 30522, "max_position_embeddings": 512}
+VIT = ENCODER | {"image_size": 224, "patch_size": 16, "num_labels": 1000}
 
 SHAPES = {
     "llama-3.2-1b": Shape("LlamaForCausalLM", LLAMA, 4, 2048),
     "gpt2-medium": Shape("GPT2LMHeadModel", GPT2, 16, 1024),
+    "bert-large": Shape("BertForMaskedLM", BERT, 32, 512),
+    "vit-large": Shape("ViTForImageClassification", VIT, 64, 197),
 }
-SMALLER = {
-    "llama-3.2-1b": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
-    "gpt2-medium": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300},
+# The same layers with few columns, and a smaller vocabulary or image.
+NARROW_ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+NARROW = {
+    "llama-3.2-1b": NARROW_ENCODER | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300},
+    "gpt2-medium": {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 300},
+    "bert-large": NARROW_ENCODER | {"vocab_size": 300},
+    "vit-large": NARROW_ENCODER | {"image_size": 32, "num_labels": 10},
 }
-SMALL = {name: Shape(shape.model, shape.config | SMALLER[name], 2, 32) for name, shape in SHAPES.items()}
+
+
+def narrow(name: str, batch: int, tokens: int, **layers: int) -> Shape:
+    """The model with few columns, on so few tokens; an image always has five."""
+    shape = SHAPES[name]
+    config = shape.config | NARROW[name] | {key: count for key, count in layers.items() if key in shape.config}
+    return Shape(shape.model, config, batch, 5 if "image_size" in config else tokens)
+
+
+SMALL = {name: narrow(name, 2, 32, num_hidden_layers=2, n_layer=2) for name in SHAPES}
+OF_HOST = {name: narrow(name, 1, 8) for name in SHAPES}
 
 WAYS = ("stock", "converted", "linear loss", "liger")
 MODES = ("", " compiled", " compiled, no mask")
 COLUMNS = ("model", "way", "seconds")
+KEY_BIAS = (".key.bias", ".k_proj.bias")
 CONTENDERS = tuple(way + mode for mode in MODES for way in WAYS)
 
 
@@ -77,7 +105,7 @@ class Contender:
 
     model: torch.nn.Module
     forward: Callable[..., Any]  # the model, or the model compiled
-    tokens: torch.Tensor
+    inputs: dict[str, torch.Tensor]
     optimizer: torch.optim.Optimizer  # its weights are shared by all contenders
     patches: dict[str, Any] = field(default_factory=dict)  # attributes of the model's module to replace while it runs
 
@@ -85,7 +113,7 @@ class Contender:
         """The loss with the present weights. Its backward leaves gradients."""
         module = sys.modules[type(self.model).__module__]
         with mock.patch.multiple(module, **self.patches) if self.patches else contextlib.nullcontext():
-            loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
+            loss = self.forward(**self.inputs).loss
             loss.backward()
         return loss.detach()
 
@@ -95,13 +123,18 @@ class Contender:
         self.optimizer.zero_grad()
 
 
-def make(shape: Shape, device: str) -> tuple[torch.nn.Module, torch.Tensor]:
+def make(shape: Shape, device: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The stock model and its inputs."""
     model_class = getattr(transformers, shape.model)
     torch.manual_seed(SEED)
     config = model_class.config_class(**shape.config, use_cache=False)
     with torch.device(device):
         model = model_class(config).to(torch.bfloat16).train()
-        return model, torch.randint(config.vocab_size, (shape.batch, shape.tokens))
+        if "image_size" in shape.config:
+            images = torch.randn(shape.batch, 3, config.image_size, config.image_size, dtype=torch.bfloat16)
+            return model, {"pixel_values": images, "labels": torch.randint(config.num_labels, (shape.batch,))}
+        tokens = torch.randint(config.vocab_size, (shape.batch, shape.tokens))
+        return model, {"input_ids": tokens, "labels": tokens}
 
 
 def twin(model: torch.nn.Module) -> Any:
@@ -139,14 +172,15 @@ def without_mask(model: Any) -> Any:
 
 
 def contenders_of(
-    stock: Any, tokens: torch.Tensor, names: Sequence[str]
+    stock: Any, inputs: dict[str, torch.Tensor], names: Sequence[str]
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders that can run, and the functions that the converted model's modules call."""
     models: dict[str, tuple[Any, dict[str, Any]]] = {"stock": (stock, {})}
     converted, linear = twin(stock), twin(stock)
     changed, _ = extension_cpp.nn.convert(converted)
-    extension_cpp.nn.convert(linear, loss="linear")
-    models |= {"converted": (converted, {}), "linear loss": (linear, {})}
+    models["converted"] = converted, {}
+    if "linear_cross_entropy" in extension_cpp.nn.convert(linear, loss="linear")[0].get("", ""):
+        models["linear loss"] = linear, {}  # of causal language models
     if any(name.startswith("liger") for name in names) and (found := patched_by_liger(stock)) is not None:
         models["liger"] = found
     optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-4, fused=True)
@@ -157,22 +191,30 @@ def contenders_of(
             model, patches = models[way]
             model = without_mask(model) if mask else model
             forward = torch.compile(model, dynamic=False) if compiled else model
-            contenders[name] = Contender(model, forward, tokens, optimizer, patches)
+            contenders[name] = Contender(model, forward, inputs, optimizer, patches)
     return contenders, changed
 
 
-def exact_gradients(stock: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients in float32, one sequence at a time: a whole batch of activations would not fit beside the rest."""
+def exact_gradients(stock: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients in float32, one sequence at a time: a whole batch of activations would not fit beside the rest.
+
+    The bias of a key has none: it adds one number to all scores of a query, which softmax takes off again. What is
+    computed for it is rounding errors alone.
+    """
     wide = copy.deepcopy(stock).float().eval()
-    for sequence in tokens.split(1):
-        (wide(input_ids=sequence, labels=sequence).loss / len(tokens)).backward()
-    return {name: parameter.grad for name, parameter in wide.named_parameters() if parameter.grad is not None}
+    batch = len(inputs["labels"])
+    for i in range(batch):
+        one = {name: each[i : i + 1] for name, each in inputs.items()}
+        one = {name: each.float() if each.is_floating_point() else each for name, each in one.items()}
+        (wide(**one).loss / batch).backward()
+    found = {name: parameter.grad for name, parameter in wide.named_parameters() if parameter.grad is not None}
+    return {name: each for name, each in found.items() if not name.endswith(KEY_BIAS)}
 
 
-def judge(stock: torch.nn.Module, tokens: torch.Tensor, contenders: dict[str, Contender]) -> dict[str, Any]:
+def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: dict[str, Contender]) -> dict[str, Any]:
     """The first loss and the largest error of each contender's gradients. Liger is left out if it raises or is wrong:
     it may not know this version of transformers. Any other contender ends the program."""
-    exact = exact_gradients(stock, tokens)
+    exact = exact_gradients(stock, inputs)
     has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in stock.modules())
     beside: dict[str, gradients.Error] = {}
     found: dict[str, Any] = {}
@@ -199,14 +241,26 @@ def judge(stock: torch.nn.Module, tokens: torch.Tensor, contenders: dict[str, Co
     return found
 
 
+def kernel_seconds(step: Callable[[], object]) -> float:
+    """The time of the kernels of a step, its copies and fills included: the median of some steps."""
+    sums = []
+    for _ in range(PROFILED):
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        on_gpu = (each for each in profile.events() if each.device_type == DeviceType.CUDA)
+        sums.append(sum(each.self_device_time_total for each in on_gpu if not each.is_user_annotation))
+    return 1e-6 * statistics.median(sums)
+
+
 # All compiled contenders share the code of one class. Beyond the limit they would run in eager, without a word.
 @torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
 def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
     """The figures by contender, and the functions that the converted model's modules call."""
     torch.compiler.reset()
-    stock, tokens = make(shape, device)
-    contenders, changed = contenders_of(stock, tokens, names)
-    figures = judge(stock, tokens, contenders)
+    stock, inputs = make(shape, device)
+    contenders, changed = contenders_of(stock, inputs, names)
+    figures = judge(stock, inputs, contenders)
     times = take_turns({name: each.step for name, each in contenders.items()}, device, rounds)
     for name, contender in contenders.items():
         figures[name]["seconds"] = times[name]
@@ -215,13 +269,23 @@ def measure(shape: Shape, device: str, names: Sequence[str], rounds: int) -> tup
             contender.step()
             torch.cuda.synchronize()
             figures[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
+            figures[name]["kernel_seconds"] = kernel_seconds(contender.step)
     return figures, changed
+
+
+@torch._dynamo.config.patch(recompile_limit=100, fail_on_recompile_limit_hit=True)
+def host_seconds(shape: Shape, device: str, names: Sequence[str], rounds: int) -> dict[str, Time]:
+    """The time of a step by contender, on the host's clock, which waits for no kernel."""
+    torch.compiler.reset()
+    contenders, _ = contenders_of(*make(shape, device), names)
+    return take_turns({name: each.step for name, each in contenders.items()}, "cpu", rounds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = BenchmarkParser("benchmarks.models", __doc__, "out/models-DEVICE.json", 20, "steps")
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES), help="(default: all)")
     parser.add_argument("--small", action="store_true", help="models of a few thousand parameters, to try it out")
+    parser.add_argument("--host", action="store_true", help="the host's time of a step, too")
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="(default: all)")
     options = parser.parse(arguments)
     transformers.logging.set_verbosity_error()
@@ -237,6 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.model:
         shape = (SMALL if options.small else SHAPES)[name]
         figures, changed = measure(shape, options.device, options.contender, options.rounds)
+        if options.host:
+            for way, time in host_seconds(OF_HOST[name], options.device, list(figures), options.rounds).items():
+                figures[way]["host_seconds"] = time
         head = {"model": name, "batch": shape.batch, "tokens": shape.tokens, "converted_modules": len(changed)}
         functions = {words.split()[0] for words in changed.values()}  # without their options
         origin = origin_of(*sorted(functions | {"linear_cross_entropy"}))

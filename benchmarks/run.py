@@ -120,8 +120,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = BenchmarkParser("benchmarks", (__doc__ or "").split("\n\n")[0], "out/bench-DEVICE.json", 15)
     parser.epilog = (
         "A --json file that is there is continued. python -m benchmarks compare, plot and report look at the results; "
-        "host times what a call costs, norm_plans the shapes of the norms' GPU kernels, processes several GPUs, "
-        "python -m benchmarks.models whole models. Each has a --help."
+        "host and host_ops time what a call costs, norm_plans the shapes of the norms' GPU kernels, processes several "
+        "GPUs, python -m benchmarks.models whole models. Each has a --help."
     )
     add_case_options(parser, [spec.name for spec in timed_specs()], [*DTYPES, *MIXED])
     parser.add_argument(

@@ -96,19 +96,22 @@ def number(value: float, digits: int) -> str:
 
 
 def models(rows: list[results.Row], time: Figure = median) -> Table:
-    """Whole models, with ratios to the stock model under torch.compile of the same run."""
+    """Whole models, with ratios to the stock model under torch.compile of the same run. A figure that no row has, has
+    no column."""
     stock = {(row["model"], row["run"]): row for row in rows if row["way"] == "stock compiled"}
     body = []
     for row in rows:
-        peak = row.get("peak_bytes", math.nan)  # of a GPU
+        peak, host = row.get("peak_bytes", math.nan), row.get("host_seconds")
         cells = [f"{row['model']}, {row['batch']} x {row['tokens']}", row["way"], time(row["seconds"])]
+        cells += [number(1e3 * row.get("kernel_seconds", math.nan), 1), time(host) if host else ""]
         cells += [number(peak / 1e9, 1)]
         if beside := stock.get((row["model"], row["run"])):
             ratio = row["seconds"]["median"] / beside["seconds"]["median"]
             cells += [f"{ratio:.2f}", number(peak / beside.get("peak_bytes", math.nan), 2)]
-        body.append(cells)
-    heads = ["model", "", "ms a step", "GB at the peak", "time", "memory"]
-    return heads[: max(map(len, body))], body
+        body.append(cells + [""] * (8 - len(cells)))
+    heads = ["model", "", "ms a step", "ms of kernels", "ms of the host", "GB at the peak", "time", "memory"]
+    used = [i for i in range(len(heads)) if i < 2 or any(cells[i] for cells in body)]
+    return [heads[i] for i in used], [[cells[i] for i in used] for cells in body]
 
 
 def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
@@ -160,6 +163,20 @@ def host(rows: list[results.Row], time: Figure = median) -> Table:
     return ["", "", *passes], body
 
 
+def host_ops(rows: list[results.Row], time: Figure = median) -> Table:
+    """Microseconds: one line for each op; in each pass both ways and their ratio."""
+    passes, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pass", "way"))
+    found = {(row["op"], row["pass"], row["way"]): row["seconds"] for row in rows}
+    body = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        cells = [op]
+        for name in passes:
+            ours, plain = (found[op, name, way] for way in ways)
+            cells += [time(ours, scale=1e6), time(plain, scale=1e6), f"{ours['median'] / plain['median']:.2f}"]
+        body.append(cells)
+    return ["", *(head for name in passes for head in (f"{name}: {ways[0]}", ways[1], "ratio"))], body
+
+
 def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> None:
     """Writes the results, and prints their table with the spread of each time."""
     results.write(path, found)
@@ -173,6 +190,7 @@ def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> Non
 
 # The columns of other kinds of files than python -m benchmarks writes, by the beginning of their names.
 KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
+    "host-ops-": (("op", "way", "pass", "seconds"), host_ops),
     "host-": (("way", "pass", "seconds"), host),
     "models-": (("model", "way", "seconds"), models),
     "linear-loss-": (("way", "seconds"), linear_loss),

@@ -19,6 +19,7 @@ from benchmarks import (
     c_loop,
     compare,
     host,
+    host_ops,
     kernels,
     norm_plans,
     peers,
@@ -28,7 +29,8 @@ from benchmarks import (
     run,
 )
 from benchmarks.table import table
-from tests.opspec import Sample, as_tuple
+from extension_cpp.registration import calls
+from tests.opspec import Sample, all_specs, as_tuple, leaves
 
 TINY = ["--plain-malloc", "--no-compile", "--mib", "1", "--rounds", "9", "--dtype", "float32", "--width", "1025"]
 
@@ -276,7 +278,7 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     path, threads = tmp_path / "deep" / "host-made.json", torch.get_num_threads()
     kernels = []
     registered_plainly = host.registered_plainly
-    monkeypatch.setattr(host, "registered_plainly", lambda: kernels.append(node()) or registered_plainly())
+    monkeypatch.setattr(host, "registered_plainly", lambda op: kernels.append(node()) or registered_plainly(op))
 
     def node() -> str:
         x = torch.ones(2, 2, device=device, requires_grad=True)
@@ -300,27 +302,71 @@ def test_host(tmp_path, device, monkeypatch, capsys) -> None:
     assert f"| native | torch.nn.functional.layer_norm | {time:.1f} |" in table(path)
     # Our registration is active before each turn of the plain one, and at the end.
     assert kernels == ["layer_normBackward"] * 3 * 11 and node() == "layer_normBackward"
-    with registered_plainly():
+    with registered_plainly("layer_norm"):
         assert node() == "GeneratedBackwardFor_extension_cpp_layer_norm_defaultBackward"
 
 
 @pytest.mark.parametrize("way", [way for way in host.WAYS if way != "shim"])  # the shim computes nothing
 def test_the_ways_of_host_do_the_same(way, device) -> None:
-    calls = host.Calls(device)
-    with host.registered_plainly() if way == "register_autograd" else contextlib.nullcontext():
-        output, gradients = calls.forward(way)(), calls.forward_and_backward(way)()
-    torch.testing.assert_close(output[0] if way == "kernel" else output, calls.forward("native")())
-    torch.testing.assert_close(list(gradients), list(calls.forward_and_backward("native")()))
+    one_call = host.Calls(device)
+    with host.registered_plainly("layer_norm") if way == "register_autograd" else contextlib.nullcontext():
+        output, gradients = one_call.forward(way)(), one_call.forward_and_backward(way)()
+    torch.testing.assert_close(output[0] if way == "kernel" else output, one_call.forward("native")())
+    torch.testing.assert_close(list(gradients), list(one_call.forward_and_backward("native")()))
 
 
-def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(device) -> None:
-    calls = host.Calls(device)
-    with host.registered_plainly():
-        y = calls.forward("register_autograd")()
-        grads = torch.autograd.grad(y, calls.leaves, calls.grad_out, create_graph=True)
-    nodes = ["layer_norm", *["layer_norm_backward"] * 3]
-    for tensor, node in zip((y, *grads), nodes, strict=True):
-        assert type(tensor.grad_fn).__name__ == f"GeneratedBackwardFor_extension_cpp_{node}_defaultBackward"
+@pytest.mark.parametrize("spec", all_specs(), ids=str)
+def test_the_plain_registration_of_host_is_pytorchs_for_both_operators(spec, device, monkeypatch) -> None:
+    """Results and gradients are the same, our function is not called, and afterwards ours is registered again."""
+    seen, requires_grad = list[str](), calls._requires_grad
+    monkeypatch.setattr(calls, "_requires_grad", lambda name, args: seen.append(name) or requires_grad(name, args))
+
+    sample = host_ops.sample_of(spec, device)
+    function, both = host_ops.passes(spec, sample).values()
+
+    def once() -> tuple[list[str], list[torch.Tensor]]:
+        """The names of the nodes, and results and gradients."""
+        outputs = [y for y in as_tuple(function()) if y.requires_grad]
+        grads = both()
+        nodes = {type(y.grad_fn).__name__ for y in outputs if "View" not in type(y.grad_fn).__name__}
+        if spec.second_order:
+            ones = [torch.ones_like(y) for y in outputs]
+            again = torch.autograd.grad(outputs, leaves(sample), ones, create_graph=True)
+            nodes |= {type(x.grad_fn).__name__ for x in again if x.grad_fn is not None}
+        return sorted(nodes), [y.detach() for y in (*outputs, *grads)]
+
+    nodes, found = once()
+    assert f"{calls.NAMESPACE}::{spec.name}" in seen
+    seen.clear()
+    with host.registered_plainly(spec.name):
+        plain_nodes, plain = once()
+    own_uses = {"muladd", "dropout", "cumsum", "linear_recurrence", "rotary_embedding"}  # by their own derivatives
+    assert spec.name in own_uses or f"{calls.NAMESPACE}::{spec.name}" not in seen
+    assert once()[0] == nodes and all("extension_cpp" not in node for node in nodes)
+    assert f"GeneratedBackwardFor_extension_cpp_{spec.name}_defaultBackward" in plain_nodes
+    if f"{spec.name}_backwardBackward" in nodes:
+        assert f"GeneratedBackwardFor_extension_cpp_{spec.name}_backward_defaultBackward" in plain_nodes
+    torch.testing.assert_close(plain, found, rtol=0, atol=0)
+
+
+def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(host_ops, "CALLS", 2)
+    path, threads, seen = tmp_path / "host-ops-made.json", torch.get_num_threads(), []
+    registered_plainly = host.registered_plainly
+    monkeypatch.setattr(host_ops, "registered_plainly", lambda op: seen.append(op) or registered_plainly(op))
+    try:
+        words = ["--device", device, "--rounds", "9", "--json", str(path), "--op", "mish", "add_rms_norm"]
+        assert command.main(["host_ops", *words]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(path.read_text())["rows"]
+    assert seen == ["mish"] * 2 * 11 + ["add_rms_norm"] * 2 * 11
+    measured = [(row["op"], row["pass"], row["way"]) for row in found]
+    ways = (host_ops.OURS, host_ops.PLAIN)
+    assert measured == [(op, step, way) for op in ("mish", "add_rms_norm") for step in host_ops.PASSES for way in ways]
+    ours, plain = (row["seconds"]["median"] for row in found[:2])
+    assert f"| mish | {1e6 * ours:.1f} | {1e6 * plain:.1f} | {ours / plain:.2f} |" in table(path)
+    assert "forward and backward: ours" in capsys.readouterr().out
 
 
 def made_up() -> dict:

@@ -30,6 +30,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 import extension_cpp
 from extension_cpp import nn
 from extension_cpp.nn import convert
+from tests.battery import profiled
 
 HALF = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float64, torch.float32, *HALF]
@@ -238,6 +239,18 @@ def test_half_llama_differs_by_its_second_rounding_alone(dtype: torch.dtype, dev
         assert ((got - want).abs() <= bound * eps * got.abs() + torch.finfo(dtype).tiny).all()
         if bound == 1.0:
             assert (got != want).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("original", [transformers.activations.NewGELUActivation(), LlamaRMSNorm(64)], ids=type)
+def test_what_has_the_results_dtype_is_not_cast(original: torch.nn.Module, dtype: torch.dtype, device: str) -> None:
+    """Also not to its own dtype, which costs the host time."""
+    module = copy.deepcopy(original).to(device, dtype)
+    convert(module)
+    x = torch.randn(2, 64, device=device, dtype=dtype, requires_grad=True)
+    names, _ = profiled(lambda: module(x), device)
+    assert any(name.startswith("extension_cpp::") for name in names)
+    assert not {"aten::to", "aten::_to_copy"} & names
 
 
 def test_it_stays_the_same_object_with_its_class_hooks_and_state() -> None:

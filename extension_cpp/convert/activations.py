@@ -51,10 +51,11 @@ class Activation(NamedTuple):
 
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def activation(x: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
-    dtype = result_dtype(results, x)
-    x = x.to(torch.promote_types(x.dtype, dtype))
-    known = KNOWN[function]
-    return getattr(ops, known.function)(x, **known.options).to(dtype)
+    dtype, known = result_dtype(results, x), KNOWN[function]
+    op = getattr(ops, known.function)
+    if dtype is x.dtype:
+        return op(x, **known.options)
+    return op(x.to(torch.promote_types(x.dtype, dtype)), **known.options).to(dtype)
 
 
 def _exact(function: str, x: Tensor) -> Tensor:

@@ -38,15 +38,20 @@ RESULTS = {
 CONTEXTS = ("", "cpu", "cuda")
 
 
-def context_of(device: str) -> int:
-    """The index in CONTEXTS of the rules that apply now."""
+def context_of(x: Tensor) -> int:
+    """The index in CONTEXTS of the rules that apply to x now."""
+    if not torch._C._is_any_autocast_enabled():  # the name of x's device takes longer than all the rest
+        return 0
+    device = x.device.type
     return CONTEXTS.index(device) if device in CONTEXTS and torch.is_autocast_enabled(device) else 0
 
 
 def result_dtype(results: tuple[str, ...], x: Tensor, weight: Tensor | None = None) -> torch.dtype:
     """The dtype that a module's result has now."""
-    device = x.device.type
-    return RESULTS[results[context_of(device)]](x.dtype, x.dtype if weight is None else weight.dtype, device)
+    rule = results[context_of(x)]
+    if rule == "x":
+        return x.dtype
+    return RESULTS[rule](x.dtype, x.dtype if weight is None else weight.dtype, x.device.type)
 
 
 def shape_of(x: Tensor) -> Sequence[int]:

@@ -47,7 +47,7 @@ def can_make_again(linear: Any, gate: Any, up: Any, results: tuple[str, ...]) ->
         return False
     if gate.is_nested or not nn.takes(gate, up):
         return False
-    return context_of(gate.device.type) == 0 and can_be_joined(gate, up, results)
+    return context_of(gate) == 0 and can_be_joined(gate, up, results)
 
 
 class GatedLinear(torch.autograd.Function):

@@ -49,15 +49,17 @@ class Norm(NamedTuple):
 @torch.fx.wrap  # torch.fx records this call as it is: while it traces, tensors have no dtypes
 def norm(x: Tensor, options: Options) -> Tensor:
     dtype = formulas.result_dtype(options.results, x, options.weight)
-    x = x.to(torch.promote_types(x.dtype, dtype))
+    if dtype is not x.dtype:
+        x = x.to(torch.promote_types(x.dtype, dtype))
     op: Any = ops.layer_norm if options.centered else ops.rms_norm
-    return op(x, *_arguments(x, options)).to(dtype)
+    y = op(x, *_arguments(x, options))
+    return y if dtype is y.dtype else y.to(dtype)
 
 
 def add_norm(x: Tensor, residual: Tensor, p: float, training: bool, options: Options) -> tuple[Tensor, Tensor] | None:
     """The norm of ``s = residual + dropout(x, p)``, and ``s``, by one kernel. None if it does not take both tensors, or
     its results would not have the dtypes of the two operations."""
-    is_plain = formulas.context_of(x.device.type) == 0 or x.dtype is torch.float32  # autocast casts other dtypes
+    is_plain = x.dtype is torch.float32 or formulas.context_of(x) == 0  # autocast casts other dtypes
     if not is_plain or not formulas.can_be_joined(x, residual, options.results, options.weight):
         return None
     op: Any = ops.add_layer_norm if options.centered else ops.add_rms_norm

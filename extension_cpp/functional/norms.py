@@ -194,9 +194,11 @@ def _in_one_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
     It is no rule: the norms call it outside autocast, too, where it changes nothing.
     """
+    if x.dtype is residual.dtype:
+        return x, residual
     device = x.device.type
     # PyTorch knows no autocast for the device type meta, and raises.
-    if x.dtype != residual.dtype and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.promote_types(x.dtype, residual.dtype)
         return x.to(dtype), residual.to(dtype)
     return x, residual

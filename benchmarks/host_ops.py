@@ -1,0 +1,87 @@
+"""Times what a call of every op costs the host, beside the same operator under torch.library.register_autograd.
+
+Kernels, formulas and the code before the operator are the same for both. Of the plain registration a backward runs an
+operator without a derivative, so that it costs no more than a user's own. Tensors are so small that the kernels hardly
+count. The two ways take turns; each figure is the time of a batch of calls divided by their number, and waits for a GPU
+only between batches.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import results, table
+from benchmarks.host import CALLS, registered_plainly
+from benchmarks.table import finish
+from benchmarks.timing import BenchmarkParser, take_turns
+from extension_cpp import _ops
+from tests.opspec import OpSpec, Sample, all_specs, as_tuple, leaves
+
+ROWS, COLS = 4, 64
+OURS, PLAIN = "ours", "register_autograd"
+PASSES = ("forward, grad", "forward and backward")
+
+
+def sample_of(spec: OpSpec, device: str) -> Sample:
+    def make(shape: Sequence[int]) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    return spec.bench.sample(make, (ROWS, COLS))
+
+
+def passes(spec: OpSpec, sample: Sample) -> dict[str, Callable[[], Any]]:
+    inputs, is_operator = leaves(sample), spec.function is getattr(_ops, spec.name)
+
+    def function() -> Any:
+        called = getattr(_ops, spec.name) if is_operator else spec.function  # registered_plainly() exchanges the former
+        return called(*sample.args, **sample.kwargs)
+
+    grads = [torch.ones_like(y) for y in as_tuple(function()) if y.requires_grad]
+
+    def both() -> Any:
+        outputs = [y for y in as_tuple(function()) if y.requires_grad]
+        return torch.autograd.grad(outputs, inputs, grads)
+
+    return dict(zip(PASSES, (function, both), strict=True))
+
+
+def batch(call: Callable[[], Any], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+def measure(spec: OpSpec, device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    plainly = contextlib.ExitStack()
+    for name, call in passes(spec, sample_of(spec, device)).items():
+
+        def ready(way: str, call: Callable[[], Any] = call) -> None:
+            plainly.close()
+            if way == PLAIN:
+                plainly.enter_context(registered_plainly(spec.name))
+            batch(call, 2)  # untimed: the operators were registered anew
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        one = functools.partial(batch, call, CALLS)
+        with plainly:
+            times = take_turns({OURS: one, PLAIN: one}, "cpu", rounds, ready)  # the host is timed
+        for way, time in times.items():
+            seconds = {figure: value / CALLS for figure, value in time.items()}
+            yield {"op": spec.name, "pass": name, "way": way, "seconds": seconds}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    specs = {spec.name: spec for spec in all_specs()}
+    parser = BenchmarkParser("benchmarks host_ops", __doc__, "out/host-ops-DEVICE.json", 51, "batches")
+    parser.add_argument("--op", nargs="+", choices=specs, default=list(specs), metavar="OP", help="(default: all)")
+    options = parser.parse(arguments)
+    torch.set_num_threads(1)  # the tensors are too small for more threads, and waiting for them would be timed
+    about = results.about(options.device, shape=f"{ROWS} x {COLS}", calls=CALLS, rounds=options.rounds)
+    origin = results.run(options.device)
+    rows = [row | origin(op) for op in options.op for row in measure(specs[op], options.device, options.rounds)]
+    finish(options.path, {"machine": about, "rows": rows}, table.host_ops)
+    return 0
