@@ -57,11 +57,11 @@ GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
 # compiler two thirds of -O2's time.
 LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
-# Without what no .cu uses and what the compilers would parse three times for each, in half the time that all headers
-# take: C++17's special functions (the macro is the guard of their header in libstdc++), and the conversions of half
-# types, whose work to_acc and from_acc do. PyTorch's own flags for extensions take these away, too. nvcc's
-# -Ofast-compile is not among them: with its mildest level a seventh of the compilers' time goes, and kernels take up to
-# 2.5 times as long.
+# These take away parts of the headers that no .cu uses and that the compilers would parse three times for each .cu:
+# C++17's special functions (the macro is the guard of their header in libstdc++), and the conversions of half types,
+# which to_acc and from_acc replace. Without them the headers take half the time. PyTorch's own flags for extensions
+# take the conversions away, too. nvcc's -Ofast-compile is not used: its mildest level saves a seventh of the compilers'
+# time, and kernels take up to 2.5 times as long.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 # Sources that are compiled as one file. Each alone takes the compilers longer: a .cu 2 s for CUDA's headers, a shim
@@ -120,7 +120,8 @@ HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
 # a shim's time, and those of the instructions half a second of each kernel's.
 SHIMS_HEADER = '#include "common/shim/op.h"\n'
 KERNELS_HEADER = '#include "common/cpu/block.h"\n'
-# The functions that Python calls, and nothing of the C++ library's templates, which do not follow -fvisibility.
+# The library exports the functions that Python calls, and nothing else. -fvisibility alone would leave instantiated
+# templates of the C++ standard library visible.
 EXPORTS = "{ global: extension_cpp_*; local: *; };\n"
 # The newest versions of gcc's C++ library in manylinux_2_N, and N, as in auditwheel's policy.
 CXX_OF_MANYLINUX = {
@@ -547,7 +548,7 @@ def glibc_required(library: Path) -> tuple[int, int]:
     C++ library, which comes with it."""
     table = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
     found = [(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", table)]
-    newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # than what is listed: as this machine's
+    newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # else this machine's glibc
     for name, glibc_of in CXX_OF_MANYLINUX.items():
         for version in map(int, re.findall(rf"{re.escape(name)}(\d+)", table)):
             glibc = next((glibc for newest, glibc in glibc_of.items() if version <= newest), None)

@@ -49,7 +49,7 @@ def _load() -> None:
 
 
 def _build_info() -> str:
-    """As info.read_build has it, whose module takes some milliseconds to import."""
+    """The text that info.read_build parses. This module does not import info, which takes some milliseconds."""
     function = ctypes.CDLL(str(LIBRARY)).extension_cpp_build_info
     function.restype = ctypes.c_char_p
     return function().decode()

@@ -40,7 +40,7 @@ class Finder(importlib.abc.MetaPathFinder):
             except Exception as error:  # the user imported another module, which must not fail because of this one
                 warnings.warn(f"extension_cpp: what follows the import of {self.name} failed: {error}", stacklevel=2)
 
-        loader.exec_module = load_and_run  # type: ignore[method-assign]  # of this object only
+        loader.exec_module = load_and_run  # type: ignore[method-assign]  # for this object only
 
 
 def after_import(name: str, function: Callable[[], None]) -> None:

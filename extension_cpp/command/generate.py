@@ -306,7 +306,7 @@ def _call(launch: Launch, items: str, returned: str) -> str:
     first = launch.inputs[0].name if launch.inputs else launch.outputs[0].name
     empty = " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
     text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n"
-    for each in launch.inputs:  # a named local: the kernel reads it
+    for each in launch.inputs:  # a local: a copy must live until the launch
         if each.is_optional:
             text += f"  const std::optional<Tensor> {each.name}_dense =\n      {each.name} ? "
             text += f"std::optional<Tensor>(as_contiguous(*{each.name})) : std::nullopt;\n"

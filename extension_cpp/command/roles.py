@@ -45,7 +45,7 @@ class Operator:
     operands: dict[str, Operand]  # the tensors of the schema
     results: dict[str, Operand]  # shape is an expression here: "x", or a list of sizes
     grads: list[str] = field(default_factory=list)
-    saved: list[str] = field(default_factory=list)  # of operands and results
+    saved: list[str] = field(default_factory=list)  # names of operands and results
     work: str = "flat"  # rows, flat, or an expression
 
     @property

@@ -66,7 +66,7 @@ C_KEYWORDS = re.findall(
     volatile wchar_t while xor xor_eq
     """,
 )
-TORCH_NAMESPACES = ("aten", "prim", "prims", "at", "c10", "std")  # of operators and of C++
+TORCH_NAMESPACES = ("aten", "prim", "prims", "at", "c10", "std")  # namespaces of operators and of C++
 
 C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
 

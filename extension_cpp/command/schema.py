@@ -16,7 +16,7 @@ TYPES = ("Tensor", *NUMBERS)
 @dataclass(frozen=True)
 class Argument:
     name: str
-    type: str  # of TYPES
+    type: str  # one of TYPES
     is_optional: bool = False
     is_list: bool = False
     is_written: bool = False  # Tensor(a!)

@@ -46,9 +46,9 @@ Placement = int | Mark | None
 Sharding = tuple[Sequence[Placement], Mapping[str, Placement]]  # of the results; of arguments by name
 Rule = Callable[[Call], Iterator[Sharding]]
 
-NESTED: dict[str, Mark] = {}  # of each operator whose mark is not NONE
-SHARDING: dict[str, Rule | Mark] = {}  # of each operator
-AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # of each operator that has one
+NESTED: dict[str, Mark] = {}  # by operator; an operator whose mark is NONE is left out
+SHARDING: dict[str, Rule | Mark] = {}  # by operator
+AUTOCAST_RULES: dict[str, Callable[..., Any]] = {}  # by operator, for those that have a rule
 
 
 def register(

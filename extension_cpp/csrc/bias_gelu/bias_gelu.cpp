@@ -56,7 +56,7 @@ static std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor &grad_out, con
       tanh ? GELU_TANH : GELU,
       dtype};
   const int64_t tiles = column_sums_tiles(cols);
-  // Without rows the GPU's kernel writes zeros, and on the CPU the sums over no parts do.
+  // Without rows grad_bias is 0: on the GPU this kernel writes it, on the CPU the sums below do.
   if (rows > 0 || x.is_cuda())
     launch(op, KERNEL(bias_gelu_backward), args, x,
            std::max<int64_t>(column_sums_parts(rows, cols) * tiles, 1), 1);

@@ -1,4 +1,4 @@
-/* inner > 1: tiles of inner elements. The middle of loss_cpu_kernel.h. */
+/* inner > 1: tiles of inner elements. loss_cpu_kernel.h includes this file. */
 
 /* Gradients of a tile's lanes, in block order. */
 typedef struct {
@@ -63,7 +63,7 @@ ALWAYS_INLINE void NAME(tile_gradient_column)(const NAME(tile_t) * tile, const T
   STORE(out, v, n, stream);
 }
 
-/* A column of any form and width. */
+/* tile_gradient_column() for any flags `form` and any n, as a call instead of inlined code. */
 NOINLINE void NAME(tile_gradient_part)(const NAME(tile_t) * tile, const T *x, T *out,
                                        NAME(map_t) map, ACC weight, const int32_t *at, int32_t c,
                                        int first, int n, int form) {

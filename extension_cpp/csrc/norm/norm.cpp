@@ -115,8 +115,9 @@ struct Outputs {
   Optional mean, rstd;  // x's shape with normalized dimensions of size 1, to broadcast
 };
 
-// `bias` is nullptr for rms_norm, `residual` for ops without one. Dropout is of x with a residual,
-// of y without one. The default of eps is the machine epsilon of the accumulation type.
+// In rms_norm `bias` is nullptr, and in ops without a residual `residual` is. Dropout drops
+// elements of x if there is a residual, otherwise elements of y. The default of eps is the machine
+// epsilon of the accumulation type.
 static Outputs norm_forward(const char *op, bool with_statistics, const Tensor &x,
                             const Tensor *residual, Sizes normalized_shape, const Optional &weight,
                             const Optional *bias, std::optional<double> eps, double p,
@@ -170,8 +171,8 @@ struct Gradients {
   Optional dropped;  // only with a residual: dropout(x)
 };
 
-// `x` is the normalized tensor: sum in ops with a residual. `grad_sum` is nullptr for ops without
-// one, `mean` for rms_norm.
+// `x` is the normalized tensor: the result `sum` in ops with a residual. In other ops `grad_sum` is
+// nullptr. In rms_norm `mean` is nullptr.
 static Gradients norm_backward(const char *op, const Tensor &grad_out, const Optional *grad_sum,
                                const Tensor &x, Sizes normalized_shape, const Tensor *mean,
                                const Tensor &rstd, const Optional &weight, const Optional &bias,
@@ -223,7 +224,8 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
     partial.emplace(allocate({&doubles, 1}, DTYPE_FLOAT64, x));
     args.partial = partial->mutable_data_ptr();
   }
-  // Without rows the GPU's kernel writes zeros, and on the CPU the sums over no parts do.
+  // Without rows the gradients of weight and bias are 0: on the GPU this kernel writes them, on the
+  // CPU the sums below do.
   if (args.rows > 0 || x.is_cuda())
     launch(op, KERNEL(norm_backward), args, x,
            std::max<int64_t>(norm_parts(args.rows, args.cols), 1), 1);

@@ -149,8 +149,8 @@ struct PersistentRows : BackwardRows<T, Norm, FORM, K, ALIGNED> {
 
   Sum row_sum;
   const int64_t first;       // row of this group of threads; the next is first + p.groups
-  Fragment x{}, grad_out{};  // of the next row
-  float2 moments{};          // of the next row
+  Fragment x{}, grad_out{};  // the next row's
+  float2 moments{};          // the next row's
   // The mask of the next row's grad_out or of the current row's grad_dropped. It is computed while
   // loads are in flight.
   Mask mask;

@@ -14,7 +14,7 @@ constexpr int PIPELINE_THREADS = 512;  // per CTA; an SM has one CTA
 struct Place {
   uint32_t x, grad_out;  // addresses of the CTA's slice
   int stage;
-  uint32_t parity;  // of the stage's mbarrier
+  uint32_t parity;  // the phase parity of the stage's mbarrier
 };
 
 template <typename T, typename Norm, Form FORM, int K>

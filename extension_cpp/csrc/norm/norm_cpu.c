@@ -17,7 +17,7 @@ _Static_assert(NORM_BLOCK == (int)BLOCK, "the wide arrays are padded for blocks"
 enum {
   FLUSH_COLS = 4096, /* columns (128 a lane) that a lane array sums before it goes to double */
   FLUSH_ROWS = 64,   /* rows that sums over rows take before they go to double */
-  PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches the output of no longer row */
+  PREFETCHED_ROW = 1 << 17 /* bytes; backward prefetches its output for rows up to this */
 };
 
 /* The moments of a row, or of its differences from a number near its mean. */

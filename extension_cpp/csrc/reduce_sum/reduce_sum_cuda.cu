@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, 3)
                   row_begin = rows.base + row * args.inner + tile_begin;
     const int shift = static_cast<int>(
         reinterpret_cast<uintptr_t>(static_cast<const T *>(args.x) + row_begin) % 16 / sizeof(T));
-    const int column = vector * N - shift;  // of the thread's first element, in the tile
+    const int column = vector * N - shift;  // the column of the thread's first element in the tile
     const int64_t count = (rows.end - row + row_groups - 1) >> (LOG_THREADS - log_vectors);
     double total[N] = {0};
     if (column < width)

@@ -15,8 +15,9 @@ typedef struct {
   ACC scale, softcap, inverse;
 } NAME(map_t);
 
-/* x becomes z - shift. The product is rounded, as the shift was from the largest x: fused, the
- * distance of that x would be the rounding error of its z, and beyond 2^24 exp of it overflows. */
+/* x becomes z - shift. The product x * scale is rounded before the subtraction, as it was for
+ * shift: so the largest x gives exactly 0. A fused subtraction would give the rounding error of its
+ * z, and exp of that may overflow if z is huge. */
 ALWAYS_INLINE void NAME(map_block)(ACC *restrict x, NAME(map_t) map, const ACC *restrict shift,
                                    int form) {
   if (form & SOFTCAP) {
@@ -263,7 +264,7 @@ ALWAYS_INLINE void NAME(tile_column)(ACC *restrict sum, ACC *restrict products,
   NAME(add_exp)(sum, products, v, form);
 }
 
-/* A column of any form. */
+/* tile_column() for any flags `form`, as a call instead of inlined code. */
 NOINLINE void NAME(tile_column_part)(ACC *restrict sum, ACC *restrict products,
                                      const ACC *restrict shift, const ACC *restrict x,
                                      NAME(map_t) map, int form) {

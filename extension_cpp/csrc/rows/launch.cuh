@@ -15,7 +15,7 @@ struct Geometry : Plan {
   int64_t rows;
   int cols;
   float per_col;  // 1 / cols
-  uint64_t hint;  // of loads (common/cuda/cache.cuh)
+  uint64_t hint;  // the cache hint of loads (common/cuda/cache.cuh)
 };
 
 // Registers per thread of a kernel that holds a row. They limit the threads of an SM, and so its

@@ -82,7 +82,7 @@ struct Plan {
   int column_ctas;       // SPLIT: CTAs that sum columns
   int ahead;             // forward: rows from a row to the one to prefetch into the L2; 0: none
   bool has_prefetch;     // PERSISTENT: prefetches rows into the L2 before their loads
-  Hint priority;         // of the lines that are read, in the L2
+  Hint priority;         // how long the L2 keeps the lines that are read
   int parts;             // backward: partial rows of the parameters' gradients
   int64_t release_from;  // ROW: the first row whose L2 lines become evict_normal; rows: none
 };
@@ -139,16 +139,16 @@ constexpr int COLUMNS_X = 32, COLUMNS_Y = 8;  // threads of a CTA of generic_col
 // Forward prefetches into the L2 at a distance of 1 / AHEAD_PARTS of the L2's size. At twice that
 // distance, lines are evicted before they are read. Rows shorter than AHEAD_ROW_BYTES gain nothing.
 constexpr int64_t AHEAD_PARTS = 12, AHEAD_ROW_BYTES = 20 << 10;
-constexpr int64_t FEW_BYTES = 8 << 20;       // of x: larger tensors are faster with two kernels
-constexpr int64_t FEW_ROW_BYTES = 16 << 10;  // of a row: longer ones leave column CTAs too few rows
-constexpr int64_t FEW_ROWS = 1536;           // with more rows, column CTAs take too long
-constexpr int COLUMN_VECTORS = 4;            // width of a column CTA of the split kernel
-constexpr int64_t PIPELINE_BYTES = 52 << 10;  // of rows in flight per SM: more slow writes down
-constexpr int64_t SHARED_BYTES = 216 << 10;   // of stages per CTA, at most
+constexpr int64_t FEW_BYTES = 8 << 20;  // bytes of x: larger tensors are faster with two kernels
+constexpr int64_t FEW_ROW_BYTES = 16 << 10;   // bytes: longer rows leave column CTAs too few rows
+constexpr int64_t FEW_ROWS = 1536;            // with more rows, column CTAs take too long
+constexpr int COLUMN_VECTORS = 4;             // width of a column CTA of the split kernel
+constexpr int64_t PIPELINE_BYTES = 52 << 10;  // in flight per SM: more bytes slow writes down
+constexpr int64_t SHARED_BYTES = 216 << 10;   // the most bytes of stages per CTA
 constexpr int64_t MAX_STAGES = 8;
-constexpr int64_t MEDIUM_BYTES = 32 << 20;     // of x: see hint_backward()
+constexpr int64_t MEDIUM_BYTES = 32 << 20;     // bytes of x: see hint_backward()
 constexpr int64_t FLIGHT_BYTES = 32 << 10;     // that the loads of an SM should keep in flight
-constexpr int64_t WIDE_ROW_BYTES = 128 << 10;  // of a row: evict_last slows down longer ones
+constexpr int64_t WIDE_ROW_BYTES = 128 << 10;  // bytes: evict_last slows down longer rows
 
 // ---- picking ----
 
@@ -313,8 +313,8 @@ inline bool pick_split(Plan &plan, const Problem &p, const Device &device) {
 
 // Reads medium tensors with evict_first, so that grad_x stays in the L2 for the next kernel, and
 // large tensors with evict_last, so that they outlast the lines that are written. float32 needs
-// fewer instructions per byte, so evict_last helps smaller tensors, too, and pipelines that write
-// two tensors read with evict_first.
+// fewer instructions per byte, so that evict_last also helps smaller tensors. float32 pipelines
+// that write two tensors read with evict_first.
 inline void hint_backward(Plan &plan, const Problem &p, const Device &device) {
   const int64_t bytes = p.rows * row_bytes(p);
   const bool is_float = p.dtype == DTYPE_FLOAT32;

@@ -33,7 +33,7 @@ struct StripParams : Args {
 
 // The part of a strip that a thread has.
 struct Strip {
-  int64_t outer, i;    // of the first of the thread's elements
+  int64_t outer, i;    // indices of the first of the thread's elements
   int64_t begin, end;  // the CTA's columns; none if the thread has no elements
   bool is_there;       // whether it has
 

@@ -51,7 +51,7 @@ extern "C" {
 typedef struct {
   const void *data;
   int64_t outer, step, inner;
-  int64_t index; /* of this operand in scan_jump::by */
+  int64_t index; /* the index of this operand in scan_jump::by */
 } scan_input;
 
 typedef struct {

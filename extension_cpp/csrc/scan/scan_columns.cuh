@@ -6,23 +6,24 @@
 
 namespace scans {
 
-// The part of a tile that a thread scans, and the vectors that it copies. A thread scans a run of
-// steps of LINES neighbouring lines, one word at each step. Up to 32 lanes of a segment copy
-// vectors of what they scan: vector k is at step copy_step + k * STEPS of the run. The tile lies in
+// The part of a tile that a thread scans, and the vectors that it copies. A segment is plan.lanes
+// threads side by side, which scan the same run of steps. A thread scans the run for LINES
+// neighbouring lines, one word at each step. Up to 32 neighbouring threads of a segment copy what
+// they scan: vector k of a thread is at step copy_step + k * STEPS of the run. The tile lies in
 // shared memory as (inputs, steps, columns). A gap after each segment puts the words of two
 // segments, which a warp reads at once, into different banks.
 template <typename Op>
 struct ColumnTile {
   using T = typename Op::T;
   using A = typename Op::A;
-  static constexpr int N = WIDTH<T>, LINES = lines_of(N), STEPS = N / LINES;  // of a vector
+  static constexpr int N = WIDTH<T>, LINES = lines_of(N), STEPS = N / LINES;  // in a vector
   static constexpr int GAP = 64, GAPS = max_segments(N) * GAP;                // in bytes
   using Word = Vector<T, LINES>;
   const Params<Op> &p;
   const int segment, lane, width;  // width: bytes of a step
   const int copy_step, copy_column;
   const Outer outer;
-  const int64_t first_step, first_line;  // of the CTA
+  const int64_t first_step, first_line;  // the CTA's first step and line
   const int run;                         // the first step of the run in the tile
   const int steps;  // from first_step to the end of the lines, or one more than the tile has
 

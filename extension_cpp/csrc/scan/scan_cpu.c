@@ -3,7 +3,8 @@
  * tree; a state in double carries on from block to block.
  * inner > 1: lanes are inner elements, and the state of each is in an array. Steps are read one
  * after the other, so that memory is read in rows of a tile.
- * Short rows and few columns are scanned element by element, and so are other strides than 1 read.
+ * Short rows and few columns are scanned element by element. Where the elements of a block are not
+ * neighbours in memory, they are loaded and stored one by one.
  * scan.h says how long lines are cut. */
 #include "scan/scan.h"
 

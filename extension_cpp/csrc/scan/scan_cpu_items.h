@@ -11,7 +11,7 @@
 
 enum { SCAN_NARROW = 8, SCAN_SHORT = 16 };
 
-/* Items are then outer indices. */
+/* Whether lines are narrow. An item is then an outer index with all its lines. */
 ALWAYS_INLINE int scan_is_narrow(const scan_shape *shape) {
   if (shape->inner == 1) return shape->length <= SCAN_SHORT;
   return shape->inner <= SCAN_NARROW && shape->length <= SCAN_PART;
@@ -22,10 +22,11 @@ ALWAYS_INLINE int scan_is_narrow(const scan_shape *shape) {
 /* The lines and parts of a work item. */
 typedef struct {
   const scan_shape *shape;
-  int64_t outer, inner; /* of the first line */
-  int width, lanes;     /* lines; entries of the arrays below: whole blocks, for a row 1 */
-  int64_t part;         /* the first of its parts */
-  int64_t first, steps; /* of the current part */
+  int64_t outer, inner; /* indices of the first line */
+  int width;            /* the number of lines */
+  int lanes;            /* entries of scan_state_t in use: whole blocks for a tile, 1 for a row */
+  int64_t part;         /* the index of the item's first part in the line */
+  int64_t first, steps; /* the first step of the current part, and how many it has */
   int is_last;          /* whether the line ends with the current part */
 } scan_item_t;
 
@@ -73,8 +74,9 @@ typedef struct {
   double a[SCAN_TILE], b[SCAN_TILE];
 } scan_state_t;
 
-/* An op: the state before the first step, one part from a state on, and the state behind a part
- * from the state before it and the part's total, which is a part's state if it begins with none. */
+/* An op. start() sets the state before the first step. part() scans a part from a state on, and
+ * also gives the part's total: its last state if it begins with none. join() turns the state before
+ * a part and the part's total into the state behind it. */
 typedef struct {
   void (*start)(const void *args, const scan_item_t *item, scan_state_t *state);
   void (*part)(const void *args, const scan_item_t *item, const scan_state_t *state,

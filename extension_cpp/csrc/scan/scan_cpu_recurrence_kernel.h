@@ -1,4 +1,4 @@
-/* linear_recurrence and its gradient; the end of scan_cpu_kernel.h. */
+/* linear_recurrence and its gradient. scan_cpu_kernel.h includes this file at its end. */
 
 /* ---- forward ---- */
 

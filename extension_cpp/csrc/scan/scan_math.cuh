@@ -86,7 +86,8 @@ struct Cumsum {
   using Algebra = Sum<A>;
   static constexpr int INPUTS = 1, OUTPUTS = 1;
   static constexpr int ROW_VECTORS = 8, COLUMN_VECTORS = 8;
-  // In 40 registers rows of doubles do not fit, and two lines per thread are slower.
+  // 6 CTAs leave 40 registers per thread: too few for rows of doubles, and slower for columns with
+  // two lines per thread.
   static constexpr int ROW_CTAS = sizeof(T) == 8 ? 5 : 6, COLUMN_CTAS = sizeof(T) == 4 ? 6 : 5;
   static __device__ constexpr int shift(int) { return 0; }
   bool exclusive;

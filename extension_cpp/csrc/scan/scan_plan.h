@@ -45,7 +45,7 @@ struct Plan {
   int64_t tiles;      // per line
   int64_t strips;     // columns: CTAs along inner; rows: 1
   int64_t span;       // outer indices of a group: between two jumps (scan.h)
-  int64_t groups;     // of outer indices
+  int64_t groups;     // the number of groups of outer indices
   int64_t per_group;  // CTAs that have the same steps of the lines of a group
   int64_t ctas;
 };
@@ -75,7 +75,7 @@ inline Plan pick(const scan_shape &shape, int width, int row_vectors, int column
   } else {
     // Short lines have more threads side by side and fewer segments, as long as a line fits in one
     // tile. The number of lines has no influence, because segments fix the order of the joins.
-    const int steps = width / lines_of(width);  // of a thread's vector
+    const int steps = width / lines_of(width);  // the steps of a thread's vector
     plan.lanes = MIN_VECTORS * steps;
     while (plan.lanes < THREADS && THREADS / (2 * plan.lanes) * vectors * steps >= shape.length) {
       plan.lanes *= 2;

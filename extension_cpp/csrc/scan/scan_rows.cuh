@@ -22,7 +22,7 @@ struct RowTile {
   static constexpr int N = WIDTH<T>, K = Op::ROW_VECTORS;
   const Params<Op> &p;
   Outer first_row;
-  int64_t number, first_step;  // of the tile in its rows
+  int64_t number, first_step;  // the tile's number in its rows, and its first step
   int rows;
   int steps;  // from first_step to the end of the rows, or one more than the tile has
 
@@ -137,7 +137,7 @@ struct Run {
   const Params<Op> &p;
   const RowTile<Op> &tile;
   const int first, vectors;        // the run's first vector in the warp; its vectors per row
-  typename RowTile<Op>::Place at;  // of the first vector in the row
+  typename RowTile<Op>::Place at;  // the place of the first vector in the row
   A edges[Op::INPUTS];  // inputs with a shift: the value before or after the run in its row
 
   __device__ explicit Run(const RowTile<Op> &tile)
@@ -240,7 +240,8 @@ __global__ void __launch_bounds__(THREADS, std::min(Op::ROW_CTAS, MAX_CTAS))
   wait_for_copies();
   if (!has_whole_vectors(p, p.length)) tile.gather_rest();
   __syncwarp();
-  Part all = Algebra::identity(), before = all;  // of the run; of earlier lanes in the row
+  Part all = Algebra::identity(),
+       before = all;  // the run's total; the total of earlier lanes in the row
   if (plan.lanes > 1) {
     bool is_begun = false;
     run.for_each_step([] {},

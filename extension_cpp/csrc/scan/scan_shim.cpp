@@ -52,7 +52,7 @@ scan_shape ScanView::divide() {
     if (shape.inner > 1 && !has_one_stride(d, order_[outer_dims])) break;
     shape.inner *= sizes_[d];
   }
-  // Neighbouring dimensions that one stride steps through, with the innermost of them.
+  // Neighbouring dimensions that one stride steps through: their joint size, and the innermost one.
   struct Run {
     int64_t size, d;
   };
@@ -94,8 +94,8 @@ scan_shape ScanView::divide() {
 
 scan_cpu_plan plan_cpu(const scan_shape &shape, int64_t steps) {
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  // As many tiles for each thread, a multiple of 64 elements wide, and as wide as they may be: the
-  // rows of a wide tile are long runs of memory.
+  // Every thread gets the same number of tiles. A tile's width is a multiple of 64 elements, and as
+  // large as SCAN_TILE allows: the rows of a wide tile are long runs of memory.
   const int64_t columns = shape.outer * shape.inner;
   const int64_t tiles = ceil_div(ceil_div(columns, int64_t{SCAN_TILE}), threads) * threads;
   const int64_t share = ceil_div(columns, std::max<int64_t>(tiles, 1));

@@ -1,4 +1,4 @@
-/* Backward of softmax and log_softmax; the end of softmax_cpu_kernel.h. */
+/* Backward of softmax and log_softmax. softmax_cpu_kernel.h includes this file at its end. */
 
 /* Adds grad_out * y to `sum`; for log_softmax, adds grad_out. */
 ALWAYS_INLINE void NAME(product_block)(ACC *restrict sum, const T *grad_out, const T *y, int n,

@@ -11,7 +11,7 @@ static Tensor forward(const Tensor &x) {
   const dtype_t dtype = check_dtype(op, "x", x);
   const Tensor y = allocate_like(x);
   if (x.numel() == 0) return y;
-  const Tensor x_dense = with_strides_of(x, y);  // a named local: the kernel reads it
+  const Tensor x_dense = with_strides_of(x, y);  // a local: a copy must live until the launch
   kernel_template_forward_args args{};
   args.x = x_dense.const_data_ptr();
   args.y = y.mutable_data_ptr();

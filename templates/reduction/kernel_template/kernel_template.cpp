@@ -49,7 +49,7 @@ static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight,
   const Tensor rstd = allocate({row_shape.data(), row_shape.size()}, statistics_dtype(dtype), x);
   if (rstd.numel() == 0) return {y, rstd};
   const Tensor x_rows = as_contiguous(x),
-               weight_row = as_contiguous(weight);  // named locals: the kernel reads them
+               weight_row = as_contiguous(weight);  // locals: copies must live until the launch
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
   args.weight = weight_row.const_data_ptr();

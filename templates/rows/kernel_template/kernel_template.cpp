@@ -29,7 +29,7 @@ static Tensor forward(const Tensor &x) {
   const dtype_t dtype = check_rows(op, x);
   const Tensor y = allocate(row_sizes(x), dtype, x);
   if (y.numel() == 0) return y;
-  const Tensor x_rows = as_contiguous(x);  // a named local: the kernel reads it
+  const Tensor x_rows = as_contiguous(x);  // a local: a copy must live until the launch
   kernel_template_forward_args args{};
   args.x = x_rows.const_data_ptr();
   args.y = y.mutable_data_ptr();

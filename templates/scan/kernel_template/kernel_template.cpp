@@ -31,7 +31,7 @@ static Tensor scan(const char *op, const char *name, const Tensor &x, double dec
   const dtype_t dtype = check_rows(op, name, x, decay);
   const Tensor y = allocate(x.sizes(), dtype, x);
   if (x.numel() == 0) return y;
-  const Tensor x_rows = as_contiguous(x);  // a named local: the kernel reads it
+  const Tensor x_rows = as_contiguous(x);  // a local: a copy must live until the launch
   kernel_template_args args{};
   args.x = x_rows.const_data_ptr();
   args.y = y.mutable_data_ptr();

@@ -1,5 +1,5 @@
-/* Constants that compilers must not know: gcc makes one vmaxps of a comparison with a variable, but
- * a compare and a blend of one with a constant. */
+/* Constants whose values compilers must not know: if c is a variable, gcc compiles `x < c ? c : x`
+ * to one vmaxps; if c is a constant, to a compare and a blend. */
 #include "common/cpu/math.h"
 
 const float exp_zero_float = -88;

@@ -84,7 +84,7 @@ class Match {
   const char *op_;
   std::vector<Given> given_;
   std::vector<Bound> bound_;
-  std::deque<std::string> names_;  // of tensors in lists, which given_ points to
+  std::deque<std::string> names_;  // names of tensors in lists; given_ points to them
 };
 
 // ---- shapes of results ----

@@ -105,7 +105,8 @@ inline Tensor allocate(Sizes sizes, dtype_t dtype, const Tensor &like) {
 // Whether x's elements fill one block of memory without gaps or overlap, dimensions in any order.
 bool is_dense(const Tensor &x);
 
-// As torch.empty_like: x's strides if x is dense, else dense strides in x's order of dimensions.
+// Allocates like torch.empty_like: with x's strides if x is dense, else with dense strides in x's
+// order of dimensions.
 Tensor allocate_like(const Tensor &x);
 
 // x itself if it has the strides of `like`, else a copy with these strides. `like` is dense and has
@@ -282,7 +283,7 @@ void def_with_no_grad(StableLibrary &m, const char *schema, const Function &func
 // Without a C++ function: Python implements the operator.
 void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results = "");
 
-// Register the kernel of an operator, which is that of the function that DEF was given.
+// Register `kernel` for the operator `name`. It must belong to the function that DEF was given.
 void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel);
 void impl_with_no_grad(StableLibrary &m, const char *name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);

@@ -42,7 +42,7 @@ static std::vector<std::string> split(const std::string &list) {
 // The type at the begin of "Tensor(a!)? x=None" as TypeOf writes it: "Tensor?". SymInt[1] is int[].
 static std::string type_of(const std::string &item) {
   std::string type;
-  char inside = '\0';  // of the brackets (...) or [...], whose content does not count
+  char inside = '\0';  // the closing bracket of (...) or [...]; what is inside does not count
   for (const char c : item) {
     if (inside == '\0' && c == ' ') break;
     if (c == ')' || c == ']') inside = '\0';
