@@ -64,51 +64,9 @@ CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # 2.5 times as long.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
-# Sources that are compiled as one file. Each alone takes the compilers longer: a .cu 2 s for CUDA's headers, a shim
-# half a second for PyTorch's templates. An op that is not named here has its own files.
-TOGETHER: dict[str, list[str]] = {
-    "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
-    "together_2.cu": [
-        "common/cuda/column_sums.cu",
-        "common/cuda/error.cu",
-        "dropout/dropout_cuda.cu",
-        "mish/mish_cuda.cu",
-        "muladd/muladd_cuda.cu",
-        "reduce_sum/reduce_sum_cuda.cu",
-        "relu/relu_cuda.cu",
-        "rotary_embedding/rotary_embedding_cuda.cu",
-        "scale_bias_relu/scale_bias_relu_cuda.cu",
-    ],
-    "together_3.cu": [
-        "loss/loss_cuda.cu",
-        "loss/loss_scale_cuda.cu",
-        "norm/norm_cuda.cu",
-        "rows/device.cu",
-        "softmax/softmax_cuda.cu",
-    ],
-    "shims_1.cpp": [
-        "activation/activation.cpp",
-        "bias_gelu/bias_gelu.cpp",
-        "common/shim/op.cpp",
-        "common/shim/registration.cpp",
-        "dropout/dropout.cpp",
-        "gate/gate.cpp",
-        "mish/mish.cpp",
-        "muladd/muladd.cpp",
-        "reduce_sum/reduce_sum.cpp",
-        "relu/relu.cpp",
-        "rotary_embedding/rotary_embedding.cpp",
-        "scale_bias_relu/scale_bias_relu.cpp",
-    ],
-    "shims_2.cpp": [
-        "loss/loss.cpp",
-        "loss/loss_shim.cpp",
-        "loss/token_log_probs.cpp",
-        "scan/scan.cpp",
-        "scan/scan_shim.cpp",
-        "softmax/softmax.cpp",
-    ],
-}
+# Sources are compiled several as one file, up to this many bytes. Each alone takes the compilers longer: a .cu 2 s for
+# CUDA's headers, a shim half a second for PyTorch's templates. A folder with more code has its files compiled alone.
+TOGETHER = 45_000
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
 # late, nothing writable that need not be (full RELRO), and a stack that cannot be executed. The guard is for code that
@@ -389,15 +347,23 @@ def write_objects(
         file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
     def together(suffix: str) -> list[Path]:
-        """All sources with this suffix, those of TOGETHER first, and each of these as one file."""
-        alone, found = set(CSRC.rglob(f"*{suffix}")), []
-        for name, sources in TOGETHER.items():
-            some = [source for source in sources if CSRC / source in alone]  # `remove` may have deleted an op
-            alone -= {CSRC / source for source in some}
-            if some:
-                write_if_new(folder / name, "".join(f'#include "{source}"\n' for source in some))
-                found.append(Path(name))
-        return [*found, *sorted(alone)]
+        """All sources with this suffix, those of small folders in files of about TOGETHER bytes."""
+        alone, groups, space = sorted(CSRC.glob(f"*{suffix}")), [], 0
+        for part in sorted(path for path in CSRC.iterdir() if path.is_dir()):
+            sources, headers = sorted(part.rglob(f"*{suffix}")), part.rglob("*.cuh") if suffix == ".cu" else ()
+            size = sum(source.stat().st_size for source in sources)
+            if size + sum(header.stat().st_size for header in headers) > TOGETHER:
+                alone += sources
+            elif sources:
+                if size > space:
+                    groups.append("")
+                    space = TOGETHER
+                groups[-1] += "".join(f'#include "{source.relative_to(CSRC)}"\n' for source in sources)
+                space -= size
+        names = [Path(f"together_{i}{suffix}") for i in range(1, len(groups) + 1)]
+        for name, text in zip(names, groups, strict=True):
+            write_if_new(folder / name, text)
+        return [*alone, *names]
 
     def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
         if not precompiled:

@@ -379,7 +379,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder)]
     assert steps(folder) == [] and build_library.steps_to_do(ninja) == 0
     levels = ["baseline", "v3", "v4"] if build_library.platform.machine() == "x86_64" else ["baseline"]
-    expected = [f"{level}/muladd/muladd_cpu.c.o" for level in levels] + ["shims_1.cpp.o", build_library.LIBRARY]
+    expected = [f"{level}/muladd/muladd_cpu.c.o" for level in levels] + ["together_1.cpp.o", build_library.LIBRARY]
     with touched(small_tree / "extension_cpp" / "csrc" / "muladd" / "muladd.h"):
         assert sorted(steps(folder)) == sorted(expected)
         assert build_library.steps_to_do(ninja) == len(expected)
@@ -431,7 +431,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
-    target = "together_2.cu.o"  # it has common/cuda/error.cu
+    target = "together_1.cu.o"  # it has common/cuda/error.cu
     compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
     built = run(*compile_target)
     assert built.returncode == 0, built.stdout
