@@ -151,6 +151,15 @@ def c_optimise(cc: list[str]) -> list[str]:
     return ["-O3"] if is_clang(cc) else GCC_OPTIMISE
 
 
+def level_flags(cc: list[str], debug: bool) -> dict[str, list[str]]:
+    """The flags of the kernels at each instruction set."""
+    if debug:
+        return {"baseline": []}
+    levels = X86_LEVELS if machine() == "x86_64" else {"baseline": []}
+    usual = c_optimise(cc)
+    return {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else usual), *own] for name, own in levels.items()}
+
+
 def torch_folder() -> Path:
     """Where torch is installed, found without the seconds that importing it takes."""
     spec = importlib.util.find_spec("torch")
@@ -271,6 +280,8 @@ def escape(path: Path) -> str:
 
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
     """nvcc with its flags, and what the link needs of its toolkit."""
+    if is_cross():
+        raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
     # nvcc wants the compiler itself, not the cache in front of it.
     host = next(word for word in cxx if Path(word).name not in ("ccache", "sccache"))
     command = [*nvcc, *NVCC_FLAGS, "-ccbin", shutil.which(host) or host]
@@ -297,6 +308,21 @@ def machine() -> str:
     if answer.returncode != 0 or not is_named:
         raise BuildError(f"'{shlex.join(command)}' does not name a processor: CC must be gcc or clang, or act alike.")
     return {"powerpc64le": "ppc64le"}.get(name, name)
+
+
+def is_cross() -> bool:
+    return machine() != platform.machine()
+
+
+def library_linker(cxx: list[str], torch: Path) -> tuple[list[str], list[str]]:
+    """The command that links, and its options for a library without GPU code."""
+    command, stdcxx = linker(cxx)
+    options = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
+    if is_cross():
+        options += ["-L."]  # empty libraries of the names that the library asks for
+    else:  # with -z defs undefined symbols are errors of the link, not of the first import
+        options += ["-Wl,-z,defs", f"-L{torch}/lib"]
+    return command, [*options, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
 
 
 def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
@@ -398,15 +424,9 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     torch = torch_folder()
     cc, cxx, nvcc = compiler("CC", "cc", "gcc"), compiler("CXX", "c++", "g++"), find_nvcc()
     debug = switch("DEBUG") == "1"
-    unoptimised = ["-O0", "-g"] if debug else []
-    optimise, optimise_shim = unoptimised or ["-O2"], unoptimised or LESS_OPTIMISED
-    levels = X86_LEVELS if machine() == "x86_64" and not debug else {"baseline": []}
-    optimise_kernel = [] if debug else c_optimise(cc)
-    beyond = {level: LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise_kernel for level, own in levels.items()}
-    flags = {level: [*beyond[level], *own] for level, own in levels.items()}
-    only = ["-DCPU_BASELINE_ONLY"] if debug else []
-    if nvcc and machine() != platform.machine():
-        raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
+    optimise = ["-O0", "-g", "-DCPU_BASELINE_ONLY"] if debug else ["-O2"]
+    optimise_shim = ["-O0", "-g"] if debug else LESS_OPTIMISED
+    levels = level_flags(cc, debug)
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
@@ -418,49 +438,41 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     here = [f"-fmacro-prefix-map={path}/=" for path in (csrc, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
-    write_if_new(folder / "exports.map", EXPORTS)
-    write_if_new(folder / "old_glibc.c", OLD_GLIBC)
-    link_command, stdcxx = linker(cxx)
-    link = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
-    if is_cross := machine() != platform.machine():
-        link += ["-L."]  # empty libraries of the names that the library asks for
-    else:  # with -z defs undefined symbols are errors of the link, not of the first import
-        link += ["-Wl,-z,defs", f"-L{torch}/lib"]
-    link += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
+    for name, text in (("exports.map", EXPORTS), ("old_glibc.c", OLD_GLIBC), ("empty.c", "")):
+        write_if_new(folder / name, text)
+    link_command, link = library_linker(cxx, torch)
     if nvcc:
         shim += ["-DWITH_CUDA", "-DUSE_CUDA"]
         nvcc, toolkit = nvcc_command(nvcc, cxx, debug, archs)
         link += toolkit
+    tail = " -MF $out.d $flags -c $in -o $out"
     commands = {
-        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " $listed",
-        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed",
+        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, include) + " $listed" + tail,
+        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed" + tail,
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
-    after = {"c": "", "cxx": "", "nvcc": ""}
     if nvcc and int(cuda.split(".")[0]) >= 13:  # older ones may not know the option
         # nvcc invents names by chance, and its object remembers the host code's file, named by the process's number.
-        commands["nvcc"] += " -frandom-seed=$out"
-        after["nvcc"] = " && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
+        commands["nvcc"] += f" -frandom-seed=$out{tail} && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
+    else:
+        commands["nvcc"] += tail
     own = own_folder(namespace)
     (folder / own).mkdir(exist_ok=True)
     with (folder / own / "build.ninja").open("w") as file:
         ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
         ninja.variable("listed", "-MMD")  # what ninja tracks: the headers of csrc
         for rule, command in commands.items():
-            command += " -MF $out.d $flags -c $in -o $out" + after[rule]
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
         ninja.rule("link", quote(link_command) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 
         # A cache does not keep what uses a precompiled header.
         precompiled = not {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}
-        objects = write_objects(file, folder, own, flags, info, nvcc is not None, precompiled)
+        objects = write_objects(file, folder, own, levels, info, nvcc is not None, precompiled)
         if link_command != cxx:
             objects.append("old_glibc.c.o")
             file.write("build old_glibc.c.o: c old_glibc.c\n")
-        names = ["libtorch.so", "libtorch_cpu.so"] if is_cross else []
-        if is_cross:
-            write_if_new(folder / "empty.c", "")
-            ninja.rule("empty", quote(cxx, ["-shared", "-x", "c"]) + " $in -Wl,-soname,$out -o $out")
+        names = ["libtorch.so", "libtorch_cpu.so"] if is_cross() else []
+        ninja.rule("empty", quote(cxx, ["-shared", "-x", "c"]) + " $in -Wl,-soname,$out -o $out")
         for name in names:
             ninja.build([name], "empty", ["empty.c"])
         ninja.build([own + LIBRARY], "link", objects, implicit=["exports.map", *names])
@@ -487,7 +499,7 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
     nvcc = find_nvcc()
     archs = "-".join(architectures(nvcc)).replace("+", "") if nvcc else "cpu"
     debug = "debug" if switch("DEBUG") == "1" else "release"
-    other = "" if machine() == platform.machine() else f"-{machine()}"
+    other = f"-{machine()}" if is_cross() else ""
     folder = ROOT / "build" / f"{debug}-{archs}{other}"
     folder.mkdir(parents=True, exist_ok=True)
     write_ninja(folder, namespace)
