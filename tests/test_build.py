@@ -408,6 +408,28 @@ def test_an_op_includes_no_other_op():
         assert others <= allowed.get(folder, shared), f"{path} includes {', '.join(sorted(others))}"
 
 
+def test_each_shim_has_a_namespace_of_its_own():
+    """Several are compiled as one file, those of new ops, too, and one template makes several ops."""
+    for path in [*build_library.CSRC.glob("*/*.cpp"), *ROOT.glob("templates/*/kernel_template/*.cpp")]:
+        if path.parent.name != "rows":  # functions for ctypes, no op
+            assert f"\nnamespace extension_cpp::{path.parent.name} {{\n" in path.read_text(), path
+
+
+@pytest.mark.parametrize("size", [1, 10_000, 10**9])
+def test_each_source_is_compiled_once(size, tmp_path, monkeypatch):
+    """Alone, in files of several, or all in one."""
+    monkeypatch.setenv("USE_CUDA", "0")
+    monkeypatch.setattr(build_library, "TOGETHER", size)
+    build_library.write_ninja(tmp_path)
+    objects = re.findall(r"(?m)^build (\S+\.cpp)\.o: cxx ", (tmp_path / "build.ninja").read_text())
+    groups = [name for name in objects if name.startswith("together_")]
+    assert bool(groups) == (size > 1) and (size < 10**9 or len(groups) == 1)
+    compiled = [name for name in objects if name not in groups]
+    for name in groups:
+        compiled += re.findall(r'#include "(\S+)"', (tmp_path / name).read_text())
+    assert sorted(compiled) == sorted(str(p.relative_to(build_library.CSRC)) for p in build_library.CSRC.rglob("*.cpp"))
+
+
 @pytest.mark.parametrize("op", ["scan", "loss"])
 def test_a_large_folder_has_a_map_of_its_files(op):
     folder = build_library.CSRC / op
