@@ -64,51 +64,9 @@ CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # time, and kernels take up to 2.5 times as long.
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
-# Sources that are compiled as one file. Each alone takes the compilers longer: a .cu 2 s for CUDA's headers, a shim
-# half a second for PyTorch's templates. An op that is not named here has its own files.
-TOGETHER: dict[str, list[str]] = {
-    "together_1.cu": ["activation/activation_cuda.cu", "bias_gelu/bias_gelu_cuda.cu", "gate/gate_cuda.cu"],
-    "together_2.cu": [
-        "common/cuda/column_sums.cu",
-        "common/cuda/error.cu",
-        "dropout/dropout_cuda.cu",
-        "mish/mish_cuda.cu",
-        "muladd/muladd_cuda.cu",
-        "reduce_sum/reduce_sum_cuda.cu",
-        "relu/relu_cuda.cu",
-        "rotary_embedding/rotary_embedding_cuda.cu",
-        "scale_bias_relu/scale_bias_relu_cuda.cu",
-    ],
-    "together_3.cu": [
-        "loss/loss_cuda.cu",
-        "loss/loss_scale_cuda.cu",
-        "norm/norm_cuda.cu",
-        "rows/device.cu",
-        "softmax/softmax_cuda.cu",
-    ],
-    "shims_1.cpp": [
-        "activation/activation.cpp",
-        "bias_gelu/bias_gelu.cpp",
-        "common/shim/op.cpp",
-        "common/shim/registration.cpp",
-        "dropout/dropout.cpp",
-        "gate/gate.cpp",
-        "mish/mish.cpp",
-        "muladd/muladd.cpp",
-        "reduce_sum/reduce_sum.cpp",
-        "relu/relu.cpp",
-        "rotary_embedding/rotary_embedding.cpp",
-        "scale_bias_relu/scale_bias_relu.cpp",
-    ],
-    "shims_2.cpp": [
-        "loss/loss.cpp",
-        "loss/loss_shim.cpp",
-        "loss/token_log_probs.cpp",
-        "scan/scan.cpp",
-        "scan/scan_shim.cpp",
-        "softmax/softmax.cpp",
-    ],
-}
+# Sources are compiled several as one file, up to this many bytes. Each alone takes the compilers longer: a .cu 2 s for
+# CUDA's headers, a shim half a second for PyTorch's templates. A folder with more code has its files compiled alone.
+TOGETHER = 45_000
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
 # late, nothing writable that need not be (full RELRO), and a stack that cannot be executed. The guard is for code that
@@ -192,6 +150,15 @@ def c_flags(cc: list[str]) -> list[str]:
 def c_optimise(cc: list[str]) -> list[str]:
     """What kernels have beyond -O2, but at a level that has CPU_SMALL."""
     return ["-O3"] if is_clang(cc) else GCC_OPTIMISE
+
+
+def level_flags(cc: list[str], debug: bool) -> dict[str, list[str]]:
+    """The flags of the kernels at each instruction set."""
+    if debug:
+        return {"baseline": []}
+    levels = X86_LEVELS if machine() == "x86_64" else {"baseline": []}
+    usual = c_optimise(cc)
+    return {name: [*(LESS_OPTIMISED if "-DCPU_SMALL" in own else usual), *own] for name, own in levels.items()}
 
 
 def torch_folder() -> Path:
@@ -314,6 +281,8 @@ def escape(path: Path) -> str:
 
 def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str]) -> tuple[list[str], list[str]]:
     """nvcc with its flags, and what the link needs of its toolkit."""
+    if is_cross():
+        raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
     # nvcc wants the compiler itself, not the cache in front of it.
     host = next(word for word in cxx if Path(word).name not in ("ccache", "sccache"))
     command = [*nvcc, *NVCC_FLAGS, "-ccbin", shutil.which(host) or host]
@@ -340,6 +309,21 @@ def machine() -> str:
     if answer.returncode != 0 or not is_named:
         raise BuildError(f"'{shlex.join(command)}' does not name a processor: CC must be gcc or clang, or act alike.")
     return {"powerpc64le": "ppc64le"}.get(name, name)
+
+
+def is_cross() -> bool:
+    return machine() != platform.machine()
+
+
+def library_linker(cxx: list[str], torch: Path) -> tuple[list[str], list[str]]:
+    """The command that links, and its options for a library without GPU code."""
+    command, stdcxx = linker(cxx)
+    options = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
+    if is_cross():
+        options += ["-L."]  # empty libraries of the names that the library asks for
+    else:  # with -z defs undefined symbols are errors of the link, not of the first import
+        options += ["-Wl,-z,defs", f"-L{torch}/lib"]
+    return command, [*options, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
 
 
 def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
@@ -390,15 +374,23 @@ def write_objects(
         file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
     def together(suffix: str) -> list[Path]:
-        """All sources with this suffix, those of TOGETHER first, and each of these as one file."""
-        alone, found = set(CSRC.rglob(f"*{suffix}")), []
-        for name, sources in TOGETHER.items():
-            some = [source for source in sources if CSRC / source in alone]  # `remove` may have deleted an op
-            alone -= {CSRC / source for source in some}
-            if some:
-                write_if_new(folder / name, "".join(f'#include "{source}"\n' for source in some))
-                found.append(Path(name))
-        return [*found, *sorted(alone)]
+        """All sources with this suffix, those of small folders in files of about TOGETHER bytes."""
+        alone, groups, space = sorted(CSRC.glob(f"*{suffix}")), [], 0
+        for part in sorted(path for path in CSRC.iterdir() if path.is_dir()):
+            sources, headers = sorted(part.rglob(f"*{suffix}")), part.rglob("*.cuh") if suffix == ".cu" else ()
+            size = sum(source.stat().st_size for source in sources)
+            if size + sum(header.stat().st_size for header in headers) > TOGETHER:
+                alone += sources
+            elif sources:
+                if size > space:
+                    groups.append("")
+                    space = TOGETHER
+                groups[-1] += "".join(f'#include "{source.relative_to(CSRC)}"\n' for source in sources)
+                space -= size
+        names = [Path(f"together_{i}{suffix}") for i in range(1, len(groups) + 1)]
+        for name, text in zip(names, groups, strict=True):
+            write_if_new(folder / name, text)
+        return [*alone, *names]
 
     def precompile(rule: str, header: str, text: str, flags: list[str]) -> str:
         if not precompiled:
@@ -433,15 +425,9 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     torch = torch_folder()
     cc, cxx, nvcc = compiler("CC", "cc", "gcc"), compiler("CXX", "c++", "g++"), find_nvcc()
     debug = switch("DEBUG") == "1"
-    unoptimised = ["-O0", "-g"] if debug else []
-    optimise, optimise_shim = unoptimised or ["-O2"], unoptimised or LESS_OPTIMISED
-    levels = X86_LEVELS if machine() == "x86_64" and not debug else {"baseline": []}
-    optimise_kernel = [] if debug else c_optimise(cc)
-    beyond = {level: LESS_OPTIMISED if "-DCPU_SMALL" in own else optimise_kernel for level, own in levels.items()}
-    flags = {level: [*beyond[level], *own] for level, own in levels.items()}
-    only = ["-DCPU_BASELINE_ONLY"] if debug else []
-    if nvcc and machine() != platform.machine():
-        raise BuildError(f"CC makes code for {machine()}, and GPU code is for this machine's alone: set USE_CUDA=0.")
+    optimise = ["-O0", "-g", "-DCPU_BASELINE_ONLY"] if debug else ["-O2"]
+    optimise_shim = ["-O0", "-g"] if debug else LESS_OPTIMISED
+    levels = level_flags(cc, debug)
     archs = architectures(nvcc) if nvcc else []
     cuda = cuda_version(nvcc) if nvcc else "none"
     info = f"cuda={cuda} architectures={','.join(archs) or 'none'} cpu={','.join(levels)} debug={int(debug)}"
@@ -453,49 +439,41 @@ def write_ninja(folder: Path, namespace: str = NAMESPACE) -> None:
     here = [f"-fmacro-prefix-map={path}/=" for path in (csrc, torch / "include", (torch / "include").resolve())]
     target = "0x{:02x}{:02x}000000000000".format(*TORCH_MINIMUM)
     shim = [f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={target}", f"-DTORCH_EXTENSION_NAME={namespace}"]
-    write_if_new(folder / "exports.map", EXPORTS)
-    write_if_new(folder / "old_glibc.c", OLD_GLIBC)
-    link_command, stdcxx = linker(cxx)
-    link = [*stdcxx, "-shared", "-Wl,--version-script=exports.map", *HARDENED_LINK]
-    if is_cross := machine() != platform.machine():
-        link += ["-L."]  # empty libraries of the names that the library asks for
-    else:  # with -z defs undefined symbols are errors of the link, not of the first import
-        link += ["-Wl,-z,defs", f"-L{torch}/lib"]
-    link += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
+    for name, text in (("exports.map", EXPORTS), ("old_glibc.c", OLD_GLIBC), ("empty.c", "")):
+        write_if_new(folder / name, text)
+    link_command, link = library_linker(cxx, torch)
     if nvcc:
         shim += ["-DWITH_CUDA", "-DUSE_CUDA"]
         nvcc, toolkit = nvcc_command(nvcc, cxx, debug, archs)
         link += toolkit
+    tail = " -MF $out.d $flags -c $in -o $out"
     commands = {
-        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, only, include) + " $listed",
-        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed",
+        "c": quote(cc, c_flags(cc), COMMON_FLAGS, optimise, include) + " $listed" + tail,
+        "cxx": quote(cxx, CXX_FLAGS, COMMON_FLAGS, GUARD_FLAGS, optimise_shim, include, here, shim) + " $listed" + tail,
         "nvcc": quote(nvcc or [], include) + " -MD",
     }
-    after = {"c": "", "cxx": "", "nvcc": ""}
     if nvcc and int(cuda.split(".")[0]) >= 13:  # older ones may not know the option
         # nvcc invents names by chance, and its object remembers the host code's file, named by the process's number.
-        commands["nvcc"] += " -frandom-seed=$out"
-        after["nvcc"] = " && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
+        commands["nvcc"] += f" -frandom-seed=$out{tail} && objcopy --wildcard --strip-symbol='tmpxft_*' $out"
+    else:
+        commands["nvcc"] += tail
     own = own_folder(namespace)
     (folder / own).mkdir(exist_ok=True)
     with (folder / own / "build.ninja").open("w") as file:
         ninja = Writer(file, width=1000)  # type: ignore[arg-type]  # its stub asks for a str
         ninja.variable("listed", "-MMD")  # what ninja tracks: the headers of csrc
         for rule, command in commands.items():
-            command += " -MF $out.d $flags -c $in -o $out" + after[rule]
             ninja.rule(rule, command, depfile="$out.d", deps="gcc", description=f"{rule} $out")
         ninja.rule("link", quote(link_command) + " $in " + quote(link, ["-lm"]) + " -o $out", description="link $out")
 
         # A cache does not keep what uses a precompiled header.
         precompiled = not {Path(word).name for word in (*cc, *cxx)} & {"ccache", "sccache"}
-        objects = write_objects(file, folder, own, flags, info, nvcc is not None, precompiled)
+        objects = write_objects(file, folder, own, levels, info, nvcc is not None, precompiled)
         if link_command != cxx:
             objects.append("old_glibc.c.o")
             file.write("build old_glibc.c.o: c old_glibc.c\n")
-        names = ["libtorch.so", "libtorch_cpu.so"] if is_cross else []
-        if is_cross:
-            write_if_new(folder / "empty.c", "")
-            ninja.rule("empty", quote(cxx, ["-shared", "-x", "c"]) + " $in -Wl,-soname,$out -o $out")
+        names = ["libtorch.so", "libtorch_cpu.so"] if is_cross() else []
+        ninja.rule("empty", quote(cxx, ["-shared", "-x", "c"]) + " $in -Wl,-soname,$out -o $out")
         for name in names:
             ninja.build([name], "empty", ["empty.c"])
         ninja.build([own + LIBRARY], "link", objects, implicit=["exports.map", *names])
@@ -522,7 +500,7 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
     nvcc = find_nvcc()
     archs = "-".join(architectures(nvcc)).replace("+", "") if nvcc else "cpu"
     debug = "debug" if switch("DEBUG") == "1" else "release"
-    other = "" if machine() == platform.machine() else f"-{machine()}"
+    other = f"-{machine()}" if is_cross() else ""
     folder = ROOT / "build" / f"{debug}-{archs}{other}"
     folder.mkdir(parents=True, exist_ok=True)
     write_ninja(folder, namespace)

@@ -379,7 +379,7 @@ def test_header_change_rebuilds_c_and_cpp(small_tree):
     ninja = [sys.executable, "-m", "ninja", "-C", str(folder)]
     assert steps(folder) == [] and build_library.steps_to_do(ninja) == 0
     levels = ["baseline", "v3", "v4"] if build_library.platform.machine() == "x86_64" else ["baseline"]
-    expected = [f"{level}/muladd/muladd_cpu.c.o" for level in levels] + ["shims_1.cpp.o", build_library.LIBRARY]
+    expected = [f"{level}/muladd/muladd_cpu.c.o" for level in levels] + ["together_1.cpp.o", build_library.LIBRARY]
     with touched(small_tree / "extension_cpp" / "csrc" / "muladd" / "muladd.h"):
         assert sorted(steps(folder)) == sorted(expected)
         assert build_library.steps_to_do(ninja) == len(expected)
@@ -408,6 +408,28 @@ def test_an_op_includes_no_other_op():
         assert others <= allowed.get(folder, shared), f"{path} includes {', '.join(sorted(others))}"
 
 
+def test_each_shim_has_a_namespace_of_its_own():
+    """Several are compiled as one file, those of new ops, too, and one template makes several ops."""
+    for path in [*build_library.CSRC.glob("*/*.cpp"), *ROOT.glob("templates/*/kernel_template/*.cpp")]:
+        if path.parent.name != "rows":  # functions for ctypes, no op
+            assert f"\nnamespace extension_cpp::{path.parent.name} {{\n" in path.read_text(), path
+
+
+@pytest.mark.parametrize("size", [1, 10_000, 10**9])
+def test_each_source_is_compiled_once(size, tmp_path, monkeypatch):
+    """Alone, in files of several, or all in one."""
+    monkeypatch.setenv("USE_CUDA", "0")
+    monkeypatch.setattr(build_library, "TOGETHER", size)
+    build_library.write_ninja(tmp_path)
+    objects = re.findall(r"(?m)^build (\S+\.cpp)\.o: cxx ", (tmp_path / "build.ninja").read_text())
+    groups = [name for name in objects if name.startswith("together_")]
+    assert bool(groups) == (size > 1) and (size < 10**9 or len(groups) == 1)
+    compiled = [name for name in objects if name not in groups]
+    for name in groups:
+        compiled += re.findall(r'#include "(\S+)"', (tmp_path / name).read_text())
+    assert sorted(compiled) == sorted(str(p.relative_to(build_library.CSRC)) for p in build_library.CSRC.rglob("*.cpp"))
+
+
 @pytest.mark.parametrize("op", ["scan", "loss"])
 def test_a_large_folder_has_a_map_of_its_files(op):
     folder = build_library.CSRC / op
@@ -431,7 +453,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     folder.mkdir(parents=True)
     monkeypatch.setattr(build_library, "CSRC", tree / "extension_cpp" / "csrc")
     build_library.write_ninja(folder)
-    target = "together_2.cu.o"  # it has common/cuda/error.cu
+    target = "together_1.cu.o"  # it has common/cuda/error.cu
     compile_target = [sys.executable, "-m", "ninja", "-C", folder, target]
     built = run(*compile_target)
     assert built.returncode == 0, built.stdout

@@ -367,9 +367,6 @@ def plan_package(folder: Path, name: str, kind: str) -> Plan:
         texts[f"extension_cpp/{file}.py"] = (template / f"{file}_template.py").read_text()
     row = re.sub(r"\[(`.*?`)\]\(.*?\)", r"\1", documents(kind)[0])  # a new package has no docs/ops.md
     texts["README.md"] = with_row(texts["README.md"], row)
-    # Files from one template have the same names in them, so they are compiled apart.
-    alone = re.sub(r"(?m)^# Sources that .*\n#.*\n(TOGETHER.*= )\{\n(?: .*\n)*\}", r"\1{}", texts["build_library.py"])
-    texts["build_library.py"] = alone
     license_text = texts.pop("LICENSE")  # its copyright line stays as it is
 
     def renamed(text: str) -> str:

@@ -4,7 +4,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::activation {
 
 static Tensor forward(const char *op, activation_t kind, const Tensor &x) {
   const dtype_t dtype = check_dtype(op, "x", x);
@@ -100,4 +100,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "gelu_double_backward", TORCH_BOX(&gelu_double_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::activation

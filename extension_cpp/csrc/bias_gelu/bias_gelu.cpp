@@ -5,7 +5,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::bias_gelu {
 
 // The kernels take contiguous rows, because the bias runs along the last dimension. If x has other
 // strides, the result is copied into them at the end.
@@ -77,4 +77,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::bias_gelu

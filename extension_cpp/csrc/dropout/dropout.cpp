@@ -3,7 +3,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::dropout {
 
 static Tensor dropout(const Tensor &x, double p, const Tensor &seed) {
   const dtype_t dtype = check_dtype("dropout", "x", x);
@@ -26,4 +26,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 
 REGISTER_KERNELS(m) { impl_with_no_grad(m, "dropout", TORCH_BOX(&dropout)); }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::dropout

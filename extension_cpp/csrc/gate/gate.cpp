@@ -4,7 +4,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::gate {
 
 static dtype_t check_inputs(const char *op, const Tensor &gate, const Tensor &up) {
   const dtype_t dtype = check_dtype(op, "gate", gate);
@@ -110,4 +110,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "geglu_backward", TORCH_BOX(&geglu_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::gate

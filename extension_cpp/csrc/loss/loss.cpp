@@ -2,7 +2,7 @@
 // loss.h has the kernels' contract.
 #include "loss/loss_shim.h"
 
-namespace extension_cpp {
+namespace extension_cpp::loss {
 
 // ATen's values. The argument is a number, because PyTorch 2.11 leaks memory for string arguments.
 enum Reduction : int64_t { NONE, MEAN, SUM };
@@ -162,4 +162,4 @@ REGISTER_KERNELS(m) {
   impl(m, "cross_entropy_scale", TORCH_BOX(&cross_entropy_scale));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::loss

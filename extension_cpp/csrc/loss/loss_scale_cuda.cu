@@ -13,10 +13,6 @@ struct Scale {
   }
 };
 
-}  // namespace loss_scale_kernels
-
-using namespace loss_scale_kernels;
-
 extern "C" int loss_scale_cuda(const loss_scale_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -24,3 +20,5 @@ extern "C" int loss_scale_cuda(const loss_scale_args *args, void *stream) {
     return pointwise::launch<T, 1, 1>({args->x}, {args->y}, args->numel, scale, stream);
   });
 }
+
+}  // namespace loss_scale_kernels

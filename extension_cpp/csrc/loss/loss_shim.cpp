@@ -7,7 +7,7 @@
 #include <sstream>
 #include <vector>
 
-namespace extension_cpp {
+namespace extension_cpp::loss {
 
 // ---- checks ----
 
@@ -234,4 +234,4 @@ Tensor launch_backward(const char *op, loss_backward_args &args, const Tensor &l
   return grad_logits;
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::loss

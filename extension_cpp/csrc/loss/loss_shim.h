@@ -9,7 +9,7 @@
 #include "common/shim/op.h"
 #include "loss/loss.h"
 
-namespace extension_cpp {
+namespace extension_cpp::loss {
 
 using Optional = std::optional<Tensor>;
 
@@ -69,6 +69,6 @@ RowResults launch_forward(const char *op, const LossRows &rows, bool with_entrop
 // Launches backward, and returns grad_logits.
 Tensor launch_backward(const char *op, loss_backward_args &args, const Tensor &logits);
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::loss
 
 #endif

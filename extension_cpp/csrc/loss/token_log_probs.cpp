@@ -3,7 +3,7 @@
 
 #include "loss/loss_shim.h"
 
-namespace extension_cpp {
+namespace extension_cpp::loss {
 
 static LossRows token_rows(const char *op, const Tensor &logits, const Tensor &target,
                            double temperature) {
@@ -74,4 +74,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "token_log_probs_backward", TORCH_BOX(&token_log_probs_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::loss

@@ -3,7 +3,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::mish {
 
 static Tensor mish(const Tensor &x) {
   const dtype_t dtype = check_dtype("mish", "x", x);
@@ -58,4 +58,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "mish_double_backward", TORCH_BOX(&mish_double_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::mish

@@ -3,7 +3,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::muladd {
 
 static void check_inputs(const Tensor &a, const Tensor &b) {
   check_dtype("muladd", "a", a);
@@ -73,4 +73,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "muladd_backward", TORCH_BOX(&muladd_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::muladd

@@ -12,7 +12,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::norm {
 
 using Shape = std::vector<int64_t>;
 using Optional = std::optional<Tensor>;
@@ -416,4 +416,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "layer_norm_dropout_backward", TORCH_BOX(&layer_norm_dropout_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::norm

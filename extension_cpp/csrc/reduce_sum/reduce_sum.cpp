@@ -15,7 +15,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::reduce_sum {
 
 struct Group {
   int64_t size;
@@ -219,4 +219,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
 
 REGISTER_KERNELS(m) { impl_with_no_grad(m, "reduce_sum", TORCH_BOX(&reduce_sum)); }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::reduce_sum

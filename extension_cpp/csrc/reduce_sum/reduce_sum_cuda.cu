@@ -334,10 +334,6 @@ void launch_columns(const reduce_sum_args &args, cudaStream_t stream) {
   sum_many_rows<T><<<grid(blocks), THREADS, 0, stream>>>(args, log_vectors, columns(log_vectors));
 }
 
-}  // namespace reduce_sum_kernels
-
-using namespace reduce_sum_kernels;
-
 extern "C" int reduce_sum_cuda(const reduce_sum_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -348,3 +344,5 @@ extern "C" int reduce_sum_cuda(const reduce_sum_args *args, void *stream) {
     return cudaGetLastError();
   });
 }
+
+}  // namespace reduce_sum_kernels

@@ -3,7 +3,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::relu {
 
 static Tensor relu(const Tensor &x) {
   const dtype_t dtype = check_dtype("relu", "x", x);
@@ -37,4 +37,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "relu_backward", TORCH_BOX(&relu_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::relu

@@ -7,7 +7,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::rotary_embedding {
 
 // ---- checks ----
 
@@ -175,4 +175,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "rotary_embedding_backward", TORCH_BOX(&rotary_embedding_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::rotary_embedding

@@ -269,13 +269,11 @@ cudaError_t launch(const rotary_embedding_args &args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace rotary_embedding_kernels
-
-using namespace rotary_embedding_kernels;
-
 extern "C" int rotary_embedding_cuda(const rotary_embedding_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
     return launch<T, 16 / sizeof(T)>(*args, static_cast<cudaStream_t>(stream));
   });
 }
+
+}  // namespace rotary_embedding_kernels

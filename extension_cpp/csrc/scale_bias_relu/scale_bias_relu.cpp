@@ -6,7 +6,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::scale_bias_relu {
 
 // The kernels take contiguous rows, because the bias runs along the last dimension. If x has other
 // strides, the result is copied into them at the end.
@@ -82,4 +82,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "scale_bias_relu_backward", TORCH_BOX(&scale_bias_relu_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::scale_bias_relu

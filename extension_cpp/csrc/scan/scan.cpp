@@ -9,7 +9,7 @@
 #include "common/shim/op.h"
 #include "scan/scan_shim.h"
 
-namespace extension_cpp {
+namespace extension_cpp::scan {
 
 static Tensor cumsum(const Tensor &x, int64_t dim, bool exclusive, bool reverse) {
   const dtype_t dtype = check_dtype("cumsum", "x", x, "; torch.cumsum takes others");
@@ -173,4 +173,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "linear_recurrence_backward", TORCH_BOX(&linear_recurrence_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::scan

@@ -135,10 +135,6 @@ static int64_t state_bytes(const scan_shape &shape) {
   return bytes;
 }
 
-}  // namespace scans
-
-using namespace scans;
-
 extern "C" int cumsum_cuda(const cumsum_args *args, void *stream) {
   return with_params<Cumsum>(args->shape, [&](auto &&p) {
     p.op.exclusive = args->exclusive;
@@ -198,3 +194,5 @@ extern "C" int64_t linear_recurrence_backward_state_bytes_cuda(
     const linear_recurrence_backward_args *args) {
   return state_bytes<RecurrenceBackward>(args->shape);
 }
+
+}  // namespace scans

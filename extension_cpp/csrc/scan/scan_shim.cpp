@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace extension_cpp {
+namespace extension_cpp::scan {
 
 ScanView::ScanView(const Tensor &like, int64_t dim, bool reverse, dtype_t dtype)
     : sizes_(like.sizes().begin(), like.sizes().end()),
@@ -111,4 +111,4 @@ int64_t scan_grain(const scan_shape &shape, const scan_cpu_plan &plan, int64_t b
   return ceil_div(64 << 10, std::max<int64_t>(steps * plan.width * bytes, 1));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::scan

@@ -7,7 +7,7 @@
 #include "common/shim/op.h"
 #include "scan/scan.h"
 
-namespace extension_cpp {
+namespace extension_cpp::scan {
 
 // Divides the dimensions of a dense result, without the scanned one, into `outer` and `inner`, so
 // that a kernel reads and writes all operands in place. `inner` are the dimensions with smaller
@@ -98,6 +98,6 @@ void launch_scan(const char *op, const ScanKernels<Args> &kernels, Args &args, c
   launch(op, kernels.kernel, args, x, items, grain);
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::scan
 
 #endif

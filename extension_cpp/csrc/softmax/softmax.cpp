@@ -6,7 +6,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::softmax {
 
 // The kernels' view of a dense tensor, for any order of its dimensions in memory.
 struct Shape {
@@ -97,4 +97,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "log_softmax_backward", TORCH_BOX(&log_softmax_backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::softmax

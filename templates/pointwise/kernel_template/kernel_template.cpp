@@ -4,7 +4,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::kernel_template {
 
 static Tensor forward(const Tensor &x) {
   const char *op = "kernel_template";
@@ -48,4 +48,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::kernel_template

@@ -26,10 +26,6 @@ struct Backward {
   }
 };
 
-}  // namespace kernel_template_kernels
-
-using namespace kernel_template_kernels;
-
 extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -44,3 +40,5 @@ extern "C" int kernel_template_backward_cuda(const backward_args *args, void *st
                                       Backward{}, stream);
   });
 }
+
+}  // namespace kernel_template_kernels

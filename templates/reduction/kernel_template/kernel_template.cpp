@@ -8,7 +8,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::kernel_template {
 
 static dtype_t check_inputs(const char *op, const Tensor &x, const Tensor &weight) {
   const dtype_t dtype = check_dtype(op, "x", x);
@@ -121,4 +121,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::kernel_template

@@ -73,10 +73,6 @@ __global__ void __launch_bounds__(THREADS) grad_weight_kernel(backward_args args
   static_cast<T *>(args.grad_weight)[c] = from_acc<T>(static_cast<acc_t<T>>(sum));
 }
 
-}  // namespace kernel_template_kernels
-
-using namespace kernel_template_kernels;
-
 extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -102,3 +98,5 @@ extern "C" int kernel_template_backward_cuda(const backward_args *args, void *st
     return cudaGetLastError();
   });
 }
+
+}  // namespace kernel_template_kernels

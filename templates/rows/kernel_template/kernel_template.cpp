@@ -6,7 +6,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::kernel_template {
 
 static dtype_t check_rows(const char *op, const Tensor &x) {
   const dtype_t dtype = check_dtype(op, "x", x);
@@ -73,4 +73,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::kernel_template

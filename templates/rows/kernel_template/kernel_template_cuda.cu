@@ -57,10 +57,6 @@ static unsigned blocks_for(int64_t rows) {
   return static_cast<unsigned>(rows < MOST_BLOCKS ? rows : MOST_BLOCKS);
 }
 
-}  // namespace kernel_template_kernels
-
-using namespace kernel_template_kernels;
-
 extern "C" int kernel_template_forward_cuda(const forward_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -78,3 +74,5 @@ extern "C" int kernel_template_backward_cuda(const backward_args *args, void *st
     return cudaGetLastError();
   });
 }
+
+}  // namespace kernel_template_kernels

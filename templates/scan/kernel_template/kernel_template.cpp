@@ -7,7 +7,7 @@
 
 #include "common/shim/op.h"
 
-namespace extension_cpp {
+namespace extension_cpp::kernel_template {
 
 static dtype_t check_rows(const char *op, const char *name, const Tensor &x, double decay) {
   const dtype_t dtype = check_dtype(op, name, x);
@@ -63,4 +63,4 @@ REGISTER_KERNELS(m) {
   impl_with_no_grad(m, "kernel_template_backward", TORCH_BOX(&backward));
 }
 
-}  // namespace extension_cpp
+}  // namespace extension_cpp::kernel_template

@@ -64,10 +64,6 @@ static unsigned blocks_for(int64_t rows) {
   return static_cast<unsigned>(rows < MOST_BLOCKS ? rows : MOST_BLOCKS);
 }
 
-}  // namespace kernel_template_kernels
-
-using namespace kernel_template_kernels;
-
 extern "C" int kernel_template_cuda(const scan_args *args, void *stream) {
   return with_dtype(args->dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -76,3 +72,5 @@ extern "C" int kernel_template_cuda(const scan_args *args, void *stream) {
     return cudaGetLastError();
   });
 }
+
+}  // namespace kernel_template_kernels
