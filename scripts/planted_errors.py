@@ -277,7 +277,7 @@ SHIMS = [
     ),
     Planted(
         CSRC + "common/shim/op.cpp",
-        "if (a == b && same_strides(out, x)) return;",
+        "if (a == b && same_strides(written, x)) return;",
         "if (a == b) return;",
         "muladd(a, b, c, out=a.t()) of a square matrix is accepted, and overwrites a before it is read.",
         tests="tests/test_muladd.py",
@@ -401,7 +401,7 @@ PYTHON = [
     ),
     Planted(
         "extension_cpp/convert/gated.py",
-        "return context_of(gate.device.type) == 0 and can_be_joined(gate, up, results)",
+        "return context_of(gate) == 0 and can_be_joined(gate, up, results)",
         "return can_be_joined(gate, up, results)",
         "Training a converted gated MLP under autocast raises: backward multiplies a bfloat16 and a float32 matrix.",
         tests="tests/test_convert_parts.py -k made_again",

@@ -400,7 +400,7 @@ def shim(operator: Operator) -> str:
     name = operator.name
     text = f"// {name}: schemas, checks, allocation and registration. {name}.h has the kernels' contract.\n"
     text += f'#include "{name}/{name}.h"\n\n#include <algorithm>\n\n#include "common/shim/match.h"\n\n'
-    text += f"namespace extension_cpp {{\nnamespace {name} {{\n\n" + _forward(operator) + "\n"
+    text += f"namespace extension_cpp::{name} {{\n\n" + _forward(operator) + "\n"
     text += _backward(operator) + "\n" if operator.grads else ""
     define = "DEF_WITH_NO_GRAD" if operator.grads else "DEF"
     schemas = [(name, "forward", forward_schema(operator))]
@@ -411,4 +411,4 @@ def shim(operator: Operator) -> str:
     implement = "impl_with_no_grad" if operator.grads else "impl"
     text += "REGISTER_KERNELS(m) {\n"
     text += "".join(f'  {implement}(m, "{op}", TORCH_BOX(&{function}));\n' for op, function, _ in schemas) + "}\n\n"
-    return text + f"}}  // namespace {name}\n}}  // namespace extension_cpp\n"
+    return text + f"}}  // namespace extension_cpp::{name}\n"
