@@ -366,7 +366,7 @@ def _forward(operator: Operator) -> str:
         for other in operator.operands.values():
             if other is not each and not other.is_optional:
                 text += f'  check_no_partial_overlap(op, "{each.name}", {each.name}, "{other.name}", {other.name});\n'
-    text += f'  const dtype_t dtype = check_dtype(op, "{operator.first}", {operator.first});\n'
+    text += "  const dtype_t dtype = match.dtype();\n"
     for result in operator.results.values():
         shape = cpp_shape(result.shape, operator, of_operands(operator))
         text += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
@@ -388,7 +388,7 @@ def _backward(operator: Operator) -> str:
             sizes = cpp_shape(result.shape, operator, known)
             text += f'  match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}");\n'
     first = launch.inputs[0].name
-    text += f'  const dtype_t dtype = check_dtype(op, "{first}", {first});\n'
+    text += "  const dtype_t dtype = match.dtype();\n"
     for name, made in zip(operator.grads, launch.outputs, strict=True):
         sizes = f"{name}_sizes" if name in operator.sizes_of else f"{name}.sizes()"
         text += f"  const Tensor {made.name} = allocate({sizes}, {_scalar(made)}, {first});\n"

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import _ops
 from ..registration import checks
 from ..registration.autograd import Gradients
+from ..registration.match import FLOATING, SAME, Match
 
 
 def kernel_template(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -31,17 +32,10 @@ def kernel_template(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return _ops.kernel_template(x, weight, eps)[0]
 
 
-def _check_kernel_template(op: str, x: Tensor, weight: Tensor) -> None:
-    """The kernel's checks, with the same sentences."""
-    checks.check_dtype(op, "x", x)
-    checks.check_same(op, "weight", weight, "x", x)
-    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
-    expected = f"expected weight of shape [{x.shape[-1]}], the last dimension of x"
-    checks.check_sizes(op, weight.shape, x.shape[-1:], f"{expected}, but got {list(weight.shape)}")
-
-
 def kernel_template_fake(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    _check_kernel_template("kernel_template", x, weight)
+    match = Match("kernel_template")
+    match("x", x, FLOATING, "[*, cols]")
+    match("weight", weight, SAME, "[cols]")
     statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
     return x.new_empty(x.shape), x.new_empty([*x.shape[:-1], 1], dtype=statistics)
 
@@ -50,8 +44,10 @@ def kernel_template_backward_fake(
     grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_grad_x: bool, needs_grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
     op = "kernel_template_backward"
-    _check_kernel_template(op, x, weight)
-    checks.check_like(op, "grad_out", grad_out, "x", x)
+    match = Match(op)
+    match("x", x, FLOATING, "[*, cols]")
+    match("weight", weight, SAME, "[cols]")
+    match("grad_out", grad_out, SAME, "like x")
     checks.check_device(op, "rstd", rstd, "x", x)
     statistics = torch.float64 if x.dtype is torch.float64 else torch.float32
     as_returned = rstd.dtype == statistics and rstd.is_contiguous()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from ..registration import checks
 from ..registration.autograd import Gradients
+from ..registration.match import FLOATING, SAME, Match
 
 
 def kernel_template(x: Tensor) -> Tensor:
@@ -27,23 +27,16 @@ def kernel_template(x: Tensor) -> Tensor:
     return _ops.kernel_template(x)
 
 
-def _check_kernel_template(op: str, x: Tensor) -> None:
-    """The kernel's checks, with the same sentences."""
-    checks.check_dtype(op, "x", x)
-    checks.check(op, x.dim() > 0, "expected x to have at least one dimension, but got shape []")
-
-
 def kernel_template_fake(x: Tensor) -> Tensor:
-    _check_kernel_template("kernel_template", x)
+    match = Match("kernel_template")
+    match("x", x, FLOATING, "[*, cols]")
     return x.new_empty(x.shape[:-1])
 
 
 def kernel_template_backward_fake(grad_out: Tensor, x: Tensor) -> Tensor:
-    op = "kernel_template_backward"
-    _check_kernel_template(op, x)
-    checks.check_same(op, "grad_out", grad_out, "x", x)
-    expected = f"expected grad_out of shape {list(x.shape[:-1])}, x without its last dimension"
-    checks.check_sizes(op, grad_out.shape, x.shape[:-1], f"{expected}, but got {list(grad_out.shape)}")
+    match = Match("kernel_template_backward")
+    match("x", x, FLOATING, "[*, cols]")
+    match("grad_out", grad_out, SAME, "[*]")
     return x.new_empty(x.shape)
 
 

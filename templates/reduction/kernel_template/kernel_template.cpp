@@ -6,26 +6,9 @@
 #include <tuple>
 #include <vector>
 
-#include "common/shim/op.h"
+#include "common/shim/match.h"
 
 namespace extension_cpp::kernel_template {
-
-static dtype_t check_inputs(const char *op, const Tensor &x, const Tensor &weight) {
-  const dtype_t dtype = check_dtype(op, "x", x);
-  check_same(op, "weight", weight, "x", x);
-  if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
-  if (weight.dim() != 1 || weight.size(0) != x.size(-1)) {
-    const std::string cols = std::to_string(x.size(-1)), got = to_string(weight.sizes());
-    fail(op, "expected weight of shape [" + cols + "], the last dimension of x, but got " + got);
-  }
-  return dtype;
-}
-
-static int64_t row_count(const Tensor &x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  return rows;
-}
 
 // On the CPU a thread gets at least this many rows: 128 KiB of traffic.
 static int64_t row_grain(const Tensor &x) {
@@ -42,7 +25,10 @@ static dtype_t statistics_dtype(dtype_t dtype) {
 
 static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight, double eps) {
   const char *op = "kernel_template";
-  const dtype_t dtype = check_inputs(op, x, weight);
+  Match match(op);
+  match("x", x, FLOATING, "[*, cols]");
+  match("weight", weight, SAME, "[cols]");
+  const dtype_t dtype = match.dtype();
   std::vector<int64_t> row_shape(x.sizes().begin(), x.sizes().end());
   row_shape.back() = 1;  // rstd broadcasts against x
   const Tensor y = allocate(x.sizes(), dtype, x);
@@ -56,8 +42,8 @@ static std::tuple<Tensor, Tensor> forward(const Tensor &x, const Tensor &weight,
   args.y = y.mutable_data_ptr();
   args.rstd = rstd.mutable_data_ptr();
   args.eps = eps;
-  args.rows = row_count(x);
-  args.cols = x.size(-1);
+  args.rows = match.size("*");
+  args.cols = match.size("cols");
   args.dtype = dtype;
   launch(op, KERNEL(kernel_template_forward), args, x, args.rows, row_grain(x));
   return {y, rstd};
@@ -67,9 +53,12 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
                                            const Tensor &weight, const Tensor &rstd,
                                            bool needs_grad_x, bool needs_grad_weight) {
   const char *op = "kernel_template_backward";
-  const dtype_t dtype = check_inputs(op, x, weight);
-  check_like(op, "grad_out", grad_out, "x", x);
-  const int64_t rows = row_count(x), cols = x.size(-1), none = 0;
+  Match match(op);
+  match("x", x, FLOATING, "[*, cols]");
+  match("weight", weight, SAME, "[cols]");
+  match("grad_out", grad_out, SAME, "like x");
+  const dtype_t dtype = match.dtype();
+  const int64_t rows = match.size("*"), cols = match.size("cols"), none = 0;
   check_device(op, "rstd", rstd, "x", x);
   const bool right_type = rstd.scalar_type() == scalar_type(statistics_dtype(dtype));
   if (!right_type || !rstd.is_contiguous() || rstd.numel() != rows) {

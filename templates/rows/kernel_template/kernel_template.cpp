@@ -4,15 +4,9 @@
 
 #include <algorithm>
 
-#include "common/shim/op.h"
+#include "common/shim/match.h"
 
 namespace extension_cpp::kernel_template {
-
-static dtype_t check_rows(const char *op, const Tensor &x) {
-  const dtype_t dtype = check_dtype(op, "x", x);
-  if (x.dim() == 0) fail(op, "expected x to have at least one dimension, but got shape []");
-  return dtype;
-}
 
 // x's sizes without the last.
 static Sizes row_sizes(const Tensor &x) {
@@ -26,7 +20,9 @@ static int64_t row_grain(const Tensor &x) {
 
 static Tensor forward(const Tensor &x) {
   const char *op = "kernel_template";
-  const dtype_t dtype = check_rows(op, x);
+  Match match(op);
+  match("x", x, FLOATING, "[*, cols]");
+  const dtype_t dtype = match.dtype();
   const Tensor y = allocate(row_sizes(x), dtype, x);
   if (y.numel() == 0) return y;
   const Tensor x_rows = as_contiguous(x);  // a local: a copy must live until the launch
@@ -42,13 +38,10 @@ static Tensor forward(const Tensor &x) {
 
 static Tensor backward(const Tensor &grad_out, const Tensor &x) {
   const char *op = "kernel_template_backward";
-  const dtype_t dtype = check_rows(op, x);
-  check_same(op, "grad_out", grad_out, "x", x);
-  const Sizes expected = row_sizes(x), got = grad_out.sizes();
-  if (got.size() != expected.size() || !std::equal(got.begin(), got.end(), expected.begin())) {
-    fail(op, "expected grad_out of shape " + to_string(expected) +
-                 ", x without its last dimension, but got " + to_string(got));
-  }
+  Match match(op);
+  match("x", x, FLOATING, "[*, cols]");
+  match("grad_out", grad_out, SAME, "[*]");
+  const dtype_t dtype = match.dtype();
   const Tensor grad_x = allocate(x.sizes(), dtype, x);
   if (x.numel() == 0) return grad_x;
   const Tensor g = as_contiguous(grad_out), x_rows = as_contiguous(x);

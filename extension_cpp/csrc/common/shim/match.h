@@ -57,6 +57,9 @@ class Match {
   // Fails unless x has these sizes, which are those of the result `like`.
   void sizes(const char *name, const Tensor &x, Sizes sizes, const char *like) const;
 
+  // The first tensor's element type, which is floating.
+  dtype_t dtype() const { return check_dtype(op_, given_[0].name, *given_[0].tensor); }
+
   // The size, or the product of the sizes, that a name or * stands for.
   int64_t size(std::string_view name) const;
 
