@@ -17,7 +17,9 @@ from torch import Tensor
 
 FLOOR = 2 * torch.finfo(torch.bfloat16).eps
 FACTOR = 2
-STOCK = 0.25  # of the stock model: beyond this, twice its distance would let zeros pass
+# The largest distance that the stock model's gradients may have. Others may have twice the stock model's distance,
+# and that must stay below 1, the distance of zeros.
+STOCK = 0.25
 
 
 @dataclass(frozen=True)

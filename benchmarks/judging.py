@@ -49,11 +49,11 @@ class Judge:
         self.dim, self.count = line_dimension(spec), sample.args[0].shape[line_dimension(spec)]
         inner = 1 + torch.randperm(max(self.count - 2, 0), generator=torch.Generator().manual_seed(seed))
         self.lines = sorted({0, self.count - 1, *inner[: LINES - 2].tolist()})
-        self.grads: list[tuple[Tensor, Tensor]] = []  # of each output: now, and before the last call
-        self.outputs: dict[str, tuple[Tensor, ...]] = {}  # of the forward that a backward differentiates
+        self.grads: list[tuple[Tensor, Tensor]] = []  # for each output: now, and before the last call
+        self.outputs: dict[str, tuple[Tensor, ...]] = {}  # results of the forward that a backward differentiates
         self.wrong: dict[str, str] = {}
         self.skipped = {"copy"}
-        self.stock_sums: dict[str, Error] = {}  # of eager PyTorch
+        self.stock_sums: dict[str, Error] = {}  # errors of eager PyTorch
         self._stock: dict[str, Error] = {}
         self._expected: rule.Expected | None = None
         self._sums: rule.Truth | None = None
@@ -82,7 +82,7 @@ class Judge:
             if name != "ours":
                 far_away = self.far_away(name, outputs, values)
                 message = message and far_away
-        except Exception as error:  # of a result of another kind
+        except Exception as error:  # raised for a result of another kind
             message = f"{type(error).__name__}: {error}"
         if message is not None:
             self.wrong[name] = f"wrong, {message}"[:300]

@@ -50,7 +50,7 @@ class Shape:
     model: str  # its name in transformers
     config: dict[str, Any]
     batch: int
-    tokens: int  # of each sequence; of an image its patches and the class token
+    tokens: int  # the length of each sequence; for an image its patches and the class token
 
 
 LLAMA: dict[str, Any] = {
@@ -180,7 +180,7 @@ def contenders_of(
     changed, _ = extension_cpp.nn.convert(converted)
     models["converted"] = converted, {}
     if "linear_cross_entropy" in extension_cpp.nn.convert(linear, loss="linear")[0].get("", ""):
-        models["linear loss"] = linear, {}  # of causal language models
+        models["linear loss"] = linear, {}  # only causal language models have one
     if any(name.startswith("liger") for name in names) and (found := patched_by_liger(stock)) is not None:
         models["liger"] = found
     optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-4, fused=True)
@@ -219,7 +219,7 @@ def judge(stock: torch.nn.Module, inputs: dict[str, torch.Tensor], contenders: d
     beside: dict[str, gradients.Error] = {}
     found: dict[str, Any] = {}
     for name, contender in [*contenders.items()]:
-        contender.model.train(not has_dropout)  # without dropout the mode stays, and nothing is compiled twice
+        contender.model.train(not has_dropout)  # eval mode only if there is dropout: it may compile the model again
         try:
             loss = contender.loss().item()
             errors = gradients.errors({key: each.grad for key, each in stock.named_parameters()}, exact)

@@ -45,7 +45,7 @@ class Case:
     rows: int
     cols: int
     backward: bool
-    threads: int | None  # of the CPU; None: on a GPU
+    threads: int | None  # the CPU's; None: on a GPU
     sizes: str
 
     @property

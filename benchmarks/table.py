@@ -118,7 +118,7 @@ def linear_loss(rows: list[results.Row], time: Figure = median) -> Table:
     (products,) = (row["seconds"]["median"] for row in rows if row["way"] == "products")
     body = []
     for row in rows:
-        ratio, extra = row["seconds"]["median"] / products, row.get("extra_bytes", math.nan)  # of a GPU
+        ratio, extra = row["seconds"]["median"] / products, row.get("extra_bytes", math.nan)  # only of a GPU
         body.append([row["way"], time(row["seconds"]), f"{ratio:.2f}", number(extra / 1e9, 2)])
     return ["", "ms", "beside the products", "GB beyond inputs and gradients"], body
 
@@ -188,7 +188,8 @@ def finish(path: Path, found: dict[str, Any], make: Callable[..., Table]) -> Non
     Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(printed, f"The figures are in {path}.")
 
 
-# The columns of other kinds of files than python -m benchmarks writes, by the beginning of their names.
+# How to print files that another command than `python -m benchmarks` writes, by the beginning of the file's name: the
+# columns of a row, and the function that makes the table.
 KINDS: dict[str, tuple[Sequence[str], Callable[..., Table]]] = {
     "host-ops-": (("op", "way", "pass", "seconds"), host_ops),
     "host-": (("way", "pass", "seconds"), host),

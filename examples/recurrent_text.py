@@ -40,7 +40,7 @@ from extension_cpp.command.demo_model import CannotRun, LanguageModel
 SMALL = {"width": 96, "layers": 2, "context": 256, "batch": 4, "learning_rate": 5e-3}
 LARGE = {"width": 512, "layers": 4, "context": 1024, "batch": 32, "learning_rate": 1e-3}
 SIZES: dict[str, dict[str, Any]] = {"cpu": SMALL, "cuda": LARGE}
-Curve = dict[str, Any]  # of a run: the settings that it shares with the others; losses and milliseconds of each step
+Curve = dict[str, Any]  # a run: the settings that it shares with the others; losses and milliseconds of each step
 LONGEST_MEMORY = 64  # steps in which the slowest state of a new layer forgets about 1 - 1/e of its content
 
 
@@ -70,7 +70,8 @@ def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     return states
 
 
-# dynamic=False: for another shape torch.compile would make a kernel for all shapes, which it cannot for this scan.
+# dynamic=False: otherwise, at a second shape, torch.compile would try one kernel for all shapes. It cannot make one
+# for this scan.
 @torch.compile(fullgraph=True, dynamic=False)
 def states_of(a: Tensor, b: Tensor) -> Tensor:
     return scan(a, b, reverse=False)
@@ -227,7 +228,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     text, settings, remark = prepare(options, SIZES, RunSettings)
     device = settings.device
     if device == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32, for all three
+        torch.set_float32_matmul_precision("high")  # TF32 in the matrix products, whichever recurrence runs
     console.print(f"{len(text.training)} bytes of text, on {demo.describe(device)}. {remark}", highlight=False)
     if "torch" in options.recurrence:
         if not options.no_compile:

@@ -52,7 +52,7 @@ CHECKPOINT_EVERY = 25  # steps; the validation loss is computed at the same step
 WRITTEN = 400  # bytes that the model writes at the end
 VALIDATION_SHARE, VALIDATION_BATCHES = 0.1, 4
 OPS = ("ours", "torch")
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of a checkpoint, which the first process gathers
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # a checkpoint, which the first process gathers
 
 
 @dataclass(frozen=True)

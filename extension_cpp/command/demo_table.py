@@ -24,7 +24,7 @@ COLUMNS = 1024
 ROWS_TIMED = {"cpu": 2**13, "cuda": 2**16}
 ROWS_CHECKED = 2**8
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-SECONDS_A_ROW = 0.4  # of timing, after two rounds of warm-up
+SECONDS_A_ROW = 0.4  # the seconds of timing, after two rounds of warm-up
 
 # The fastest form in eager PyTorch: a function of PyTorch if there is one, else the formula in reference.py.
 EAGER = SimpleNamespace(

@@ -247,7 +247,7 @@ OURS = *FUNCTIONS, nn.AddLayerNorm, nn.AddRMSNorm, nn.SwiGLU, formulas.Generated
 def _original(converted: type) -> type | None:
     """The class that a converted module had."""
     if formulas.is_generated(converted):
-        return converted.original  # type: ignore[attr-defined]  # of the classes that convert makes
+        return converted.original  # type: ignore[attr-defined]  # the classes that convert makes have it
     return ORIGINALS.get(converted) or model_loss.original_class(converted)
 
 

@@ -32,7 +32,7 @@ class RewrittenModule(GeneratedModule):
     """Has a rewritten forward, which calls these methods."""
 
     sites: ClassVar[frozenset[Site]]
-    rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # of each recognised function, and what it computes
+    rotaries: ClassVar[tuple[tuple[Site, Any, Rotary], ...]]  # each recognised function, and what it computes
 
     def _extension_cpp_gated(self, act: Any, gate: Any, up: Any) -> Any:
         """``act(gate) * up``."""
@@ -118,7 +118,7 @@ def rewritten_class(original: type, sites: frozenset[Site]) -> type:
     more = {"sites": sites, "forward": forward, "rotaries": tuple(rotaries), "blank": (_blank, original, sites)}
     try:
         return generated_class(RewrittenModule, original, names | more)
-    except Exception as error:  # of its metaclass or its __init_subclass__
+    except Exception as error:  # raised by its metaclass or its __init_subclass__
         raise Unfit(f"its class cannot be subclassed ({error})") from error
 
 

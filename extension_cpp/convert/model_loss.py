@@ -139,8 +139,8 @@ class Plan(NamedTuple):
     head: str  # the output layer's name
     labels: int  # their position among the arguments
     return_dict: int | None
-    scale: float  # of the logits
-    softcap: float | None  # of the scaled logits
+    scale: float  # by which the logits are multiplied
+    softcap: float | None  # the softcap of the scaled logits
 
 
 class Head(torch.nn.Linear):

@@ -35,7 +35,7 @@ class Site(NamedTuple):
     kind: str  # "gated", "add_norm", "dropout", "rotary"
     name: str  # the module, as an attribute of self, or the function as the forward calls it
     options: tuple[tuple[str, Any], ...] = ()  # constants that the function is called with
-    arguments: int = 4  # of a "rotary": q, k, cos and sin; 3: x, cos and sin; 0: others, which are not replaced
+    arguments: int = 4  # a "rotary" has 4 (q, k, cos, sin) or 3 (x, cos, sin); 0: others, which are not replaced
 
 
 FUNCTIONAL_DROPOUT = Site("dropout", "")  # every torch.nn.functional.dropout of a forward

@@ -88,7 +88,7 @@ def _definition(forward: Callable[..., Any]) -> ast.FunctionDef:
         tree = ast.parse("if True:\n" + "".join(lines))
     except (OSError, TypeError, SyntaxError) as error:
         raise Unfit("the source of its forward is not there") from error
-    definition = tree.body[0].body[0]  # type: ignore[attr-defined]  # of the `if`
+    definition = tree.body[0].body[0]  # type: ignore[attr-defined]  # the body of the `if`
     if not isinstance(definition, ast.FunctionDef):
         raise Unfit("its forward is not a plain function")
     ast.increment_lineno(tree, first - 2)

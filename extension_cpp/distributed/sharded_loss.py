@@ -197,8 +197,8 @@ def row_placements(logits: DTensor, class_dim: int) -> list[Any]:
 
 
 def _on_mesh_of_rows(logits: DTensor, class_dim: int, target: Tensor, weight: Tensor | None) -> tuple[Any, Any]:
-    """As DTensors: a plain target is of this process's rows, as for PyTorch's loss_parallel, and a plain weight is
-    whole."""
+    """The target and the weight as DTensors. A plain target has this process's rows, as for PyTorch's loss_parallel; a
+    plain weight is whole."""
     mesh = logits.device_mesh
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, row_placements(logits, class_dim), run_check=False)
