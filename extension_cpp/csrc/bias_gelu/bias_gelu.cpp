@@ -1,8 +1,6 @@
 // bias_gelu: schemas, checks, allocation and registration. bias_gelu.h has the kernels' contract.
 #include "bias_gelu/bias_gelu.h"
 
-#include <algorithm>
-
 #include "common/shim/op.h"
 
 namespace extension_cpp::bias_gelu {
@@ -58,8 +56,7 @@ static std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor &grad_out, con
   const int64_t tiles = column_sums_tiles(cols);
   // Without rows grad_bias is 0: on the GPU this kernel writes it, on the CPU the sums below do.
   if (rows > 0 || x.is_cuda())
-    launch(op, KERNEL(bias_gelu_backward), args, x,
-           std::max<int64_t>(column_sums_parts(rows, cols) * tiles, 1), 1);
+    launch(op, KERNEL(bias_gelu_backward), args, x, column_sums_parts(rows, cols) * tiles, 1);
   if (needs_grad_bias && !x.is_cuda()) parallel_for(tiles, 1, bias_gelu_grad_bias_cpu, &args);
   return {copy_into(grad_x, grad_x_rows), grad_bias};
 }

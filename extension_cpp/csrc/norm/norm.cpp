@@ -227,8 +227,7 @@ static Gradients norm_backward(const char *op, const Tensor &grad_out, const Opt
   // Without rows the gradients of weight and bias are 0: on the GPU this kernel writes them, on the
   // CPU the sums below do.
   if (args.rows > 0 || x.is_cuda())
-    launch(op, KERNEL(norm_backward), args, x,
-           std::max<int64_t>(norm_parts(args.rows, args.cols), 1), 1);
+    launch(op, KERNEL(norm_backward), args, x, norm_parts(args.rows, args.cols), 1);
   if (needs_sums && !x.is_cuda())
     parallel_for(ceil_div(args.cols, NORM_TILE), 1, norm_grad_weight_cpu, &args);
   return gradients;

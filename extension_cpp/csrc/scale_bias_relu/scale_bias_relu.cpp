@@ -2,8 +2,6 @@
 // contract.
 #include "scale_bias_relu/scale_bias_relu.h"
 
-#include <algorithm>
-
 #include "common/shim/op.h"
 
 namespace extension_cpp::scale_bias_relu {
@@ -61,8 +59,7 @@ static std::tuple<Tensor, Tensor> scale_bias_relu_backward(const Tensor &grad_ou
   const int64_t tiles = column_sums_tiles(cols);
   // Without rows grad_bias is 0: on the GPU this kernel writes it, on the CPU the sums below do.
   if (rows > 0 || x.is_cuda())
-    launch(op, KERNEL(scale_bias_relu_backward), args, x,
-           std::max<int64_t>(column_sums_parts(rows, cols) * tiles, 1), 1);
+    launch(op, KERNEL(scale_bias_relu_backward), args, x, column_sums_parts(rows, cols) * tiles, 1);
   if (needs_grad_bias && !x.is_cuda()) parallel_for(tiles, 1, scale_bias_relu_grad_bias_cpu, &args);
   return {copy_into(grad_x, grad_x_rows), grad_bias};
 }

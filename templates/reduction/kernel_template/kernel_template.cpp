@@ -89,8 +89,7 @@ static std::tuple<Tensor, Tensor> backward(const Tensor &grad_out, const Tensor 
   args.cols = cols;
   args.dtype = dtype;
   // Without rows grad_weight is 0: on the GPU this kernel writes it, on the CPU the sums below do.
-  if (rows > 0 || x.is_cuda())
-    launch(op, KERNEL(kernel_template_backward), args, x, std::max<int64_t>(args.parts, 1), 1);
+  if (rows > 0 || x.is_cuda()) launch(op, KERNEL(kernel_template_backward), args, x, args.parts, 1);
   if (needs_grad_weight && !x.is_cuda()) {
     parallel_for(ceil_div(cols, 32), flat_grain(8), kernel_template_grad_weight_cpu, &args);
   }

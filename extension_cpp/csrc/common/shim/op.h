@@ -163,12 +163,16 @@ void *current_cuda_stream(const Tensor &x);
 void check_cuda(const char *op, int error);
 
 // Runs the kernel on x's device. On the CPU it runs over `items` work items; a thread gets at least
-// `grain`. An op without work returns before: a grid of no CTAs is an error on a GPU.
+// `grain`. An op without work returns before: on a GPU a grid of no CTAs is an error, and the CPU
+// refuses no items, so that tests without a GPU see a missing return.
 template <typename Args>
 void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items,
             int64_t grain) {
-  if (items <= 0) fail(op, "the kernel was launched for nothing: return early if there is no work");
-  if (!x.is_cuda()) return parallel_for(items, grain, kernel.cpu, &args);
+  if (!x.is_cuda()) {
+    if (items <= 0)
+      fail(op, "the kernel was launched for nothing: return early if there is no work");
+    return parallel_for(items, grain, kernel.cpu, &args);
+  }
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   check_cuda(op, kernel.cuda(&args, current_cuda_stream(x)));
 }
