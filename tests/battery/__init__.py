@@ -51,5 +51,5 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
 def both_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
     """An operator and, if it is differentiable, its no-grad overload."""
     name = op._schema.name.split("::")[1].removesuffix("_no_grad")
-    names = (each for each in (name, f"{name}_no_grad") if hasattr(torch.ops.extension_cpp, each))
-    return [getattr(torch.ops.extension_cpp, each).default for each in names]
+    package = getattr(torch.ops, op.namespace)
+    return [getattr(package, each).default for each in (name, f"{name}_no_grad") if hasattr(package, each)]

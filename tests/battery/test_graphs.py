@@ -153,7 +153,9 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
             with mode:
                 promises = as_tuple(op(*fakes, **kwargs))
             for real, fake in zip(reals, promises, strict=True):
-                assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device), f"{op} {what}"
+                for part in ("shape", "dtype", "device"):
+                    promised, given = getattr(fake, part), getattr(real, part)
+                    assert promised == given, f"{op} {what}: the fake's {part} is {promised}, the kernel's {given}"
                 for size, promised, stride in zip(real.shape, fake.stride(), real.stride(), strict=True):
                     assert size == 1 or promised == stride or real.numel() == 0, (
                         f"{op} {what}: the fake promises strides {fake.stride()} for {real.stride()}"
