@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import build_library
 from extension_cpp import __main__ as command
 from extension_cpp.command import generate, roles, schema
 from extension_cpp.command.errors import CannotMake
@@ -115,11 +116,32 @@ def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.Capt
     plant([*PLANTED])
     new = [tree / path for path, text in contents(tree).items() if path not in before and text is not None]
     lint(tree, True, "extension_cpp", new=new)
+    check_syntax(tree / "extension_cpp" / "csrc")
     for name in PLANTED:
         assert command.main(["remove", name]) == 0
     after = contents(tree)
     assert {path for path in before if after[path] != before[path]} <= {Path("extension_cpp/ops.py")}  # its marks stay
     assert after.keys() == before.keys()
+
+
+def check_syntax(csrc: Path) -> None:
+    """Of the C and C++ of the planted ops, without a warning."""
+    warnings = [
+        "-fsyntax-only",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        f"-I{csrc}",
+    ]
+    for name in PLANTED:
+        c = [*build_library.compiler("CC", "cc", "gcc"), "-std=c17", "-DCPU_LEVEL_BASELINE"]
+        run(*c, *warnings, csrc / name / f"{name}_cpu.c")
+    shims = "".join(f'#include "{name}/{name}.cpp"\n' for name in PLANTED)
+    torch = [f"-isystem{build_library.torch_folder()}/include", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    cxx = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", *torch, "-DTORCH_EXTENSION_NAME=extension_cpp"]
+    run(*cxx, *warnings, "-x", "c++", "-", input=shims)
 
 
 WRITE = "write the formula"
@@ -140,14 +162,12 @@ def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[st
     return errors.keys() - missing, missing
 
 
-@pytest.mark.parametrize("names", [["planted_conv"], pytest.param([*PLANTED], marks=pytest.mark.slow)], ids=len)
-def test_only_values_fail_until_the_formula_is_written(tree: Path, names: list[str]) -> None:  # noqa: F811
+@pytest.mark.slow
+def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:  # noqa: F811
     environment = with_objects(tree)
-    plant(names)
+    plant([*PLANTED])
     run(sys.executable, "build_library.py", cwd=tree, env=environment)
-    some = ["tests/battery/test_refusals.py", "tests/battery/test_registration.py", "tests/battery/test_sums.py"]
-    files = [*some, *(f"tests/test_{name}.py" for name in names)] if len(names) == 1 else ["tests/battery"]
-    others, missing = battery(tree, names, *files)
+    others, missing = battery(tree, [*PLANTED], "tests/battery")
     assert not others and missing
 
 

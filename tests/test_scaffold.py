@@ -384,14 +384,13 @@ def environment(device: str) -> dict[str, str]:
 
 
 def with_objects(tree: Path) -> dict[str, str]:
-    """Brings the objects of this tree's build into its copy, so that only what is new is compiled there; returns the
-    environment of that build."""
+    """Brings the objects of this tree's build into its copy, so that only what is new is compiled there, and the shims;
+    returns the environment of that build. GPU code is left out: new code shares a file with that of other ops."""
     build, folder = read_build(), library_objects()
     if build is None or folder is None:  # this library was built elsewhere, or before its sources changed
         return environment("cpu") | {"DEBUG": "1"}
-    shutil.copytree(folder, tree / "build" / folder.name)
-    architectures = ";".join(build.architectures)
-    return environment("cpu") | {"USE_CUDA": str(int(architectures != "")), "TORCH_CUDA_ARCH_LIST": architectures}
+    shutil.copytree(folder, tree / "build" / "release-cpu")
+    return environment("cpu")
 
 
 def check_versions(installed: Path, package: str) -> None:
