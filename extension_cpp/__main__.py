@@ -68,7 +68,7 @@ def parser() -> Parser:
     new.add_argument("name", metavar="NAME", help="the op: lower case, free in C, C++, Python and this package")
     add_kind(new, scaffold.KINDS)
     add_schema(new)
-    new.set_defaults(run=run_new)
+    new.set_defaults(run=run_new, kind=None)
     remove = commands.add_parser(
         "remove",
         help="take an op out of this source tree again",
@@ -107,19 +107,26 @@ def add_schema(command: argparse.ArgumentParser) -> None:
         "--grad", type=lambda text: text.split(","), metavar="NAMES", help="the differentiable arguments"
     )
     group.add_argument("--save", type=lambda text: text.split(","), metavar="NAMES", help="what backward reads")
-    group.add_argument("--work", default="flat", help="the work items: flat (default), rows or items=SHAPE")
+    group.add_argument("--work", help="the work items: flat (default), rows or items=SHAPE")
 
 
 def run_new(options: argparse.Namespace) -> None:
+    of_schema = [name for name in ("dtype", "shape", "role", "grad", "save", "work") if getattr(options, name)]
     if options.schema is None:
-        return scaffold.new(options.name, options.kind)
+        if of_schema:
+            raise scaffold.CannotMake(f"--{of_schema[0]} goes with --schema")
+        return scaffold.new(options.name, options.kind or scaffold.KINDS[0])
+    if options.kind is not None:
+        raise scaffold.CannotMake("expected --schema or --kind, but got both")
     from .command import roles, schema
 
     parsed = schema.parse(options.schema)
     if parsed.name != options.name:
         raise scaffold.CannotMake(f"expected the schema of {options.name}, but got one of {parsed.name}")
     words = options.dtype, options.shape, options.role
-    return scaffold.new(options.name, "", roles.describe(parsed, *words, options.grad, options.save, options.work))
+    return scaffold.new(
+        options.name, "", roles.describe(parsed, *words, options.grad, options.save, options.work or "flat")
+    )
 
 
 def add_plan(command: argparse.ArgumentParser) -> None:

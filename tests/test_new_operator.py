@@ -10,9 +10,11 @@ import build_library
 from extension_cpp import __main__ as command
 from extension_cpp.command import generate, roles, schema
 from extension_cpp.command.errors import CannotMake
+from tests import test_scaffold
 from tests.forked import python
-from tests.test_scaffold import contents, lint, run, tree, with_objects  # noqa: F401 (tree is a fixture)
+from tests.test_scaffold import contents, lint, run, with_objects
 
+tree = test_scaffold.tree  # a fixture
 SCHEMAS = [
     "f(Tensor x) -> Tensor",
     "f(Tensor x, Tensor? bias=None, float eps=1e-05, bool flag=False) -> (Tensor y, Tensor z)",
@@ -66,6 +68,26 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor[] x) -> Tensor"], "x is a list: `new --schema` cannot write it yet"),
         (["f(Tensor x, *, float s) -> Tensor"], "s is a keyword-only argument"),
         (["f(Tensor x) -> (Tensor x)"], "names for the results that no argument has, but got x"),
+        (["f(Tensor x, Tensor? m=None, float s) -> Tensor"], "expected a default for s, because m before it has one"),
+        (["f(Tensor x, int k=1.5) -> Tensor"], "expected a default of int for k, but got 1.5"),
+        (["f(Tensor x, Tensor y=None) -> Tensor"], "expected a default of Tensor for y, but got None"),
+        (["f(Tensor x, Tensor args) -> Tensor"], "and the files leave free, but got 'args'"),
+        (["f(Tensor x, Tensor int64_t) -> Tensor"], "but got 'int64_t'"),
+        (["f(Tensor x, float lambda) -> Tensor"], "but got 'lambda'"),
+        (["f(Tensor x, Tensor x_numel) -> Tensor"], "'x_numel' would stand for two things"),
+        (["f(Tensor x, SymInt n) -> Tensor", "--role", "x=[*, n]"], "'n' would stand for two things"),
+        (["f(Tensor x, Tensor y) -> Tensor", "--role", "x=like:y"], "for x, but got 'like:y'"),
+        (["f(Tensor x) -> Tensor", "--role", "x=[*, *]"], "with * once at most, but got '[*, *]'"),
+        (["f(Tensor x, Tensor index) -> Tensor", "--role", "index=index:z"], "the size of index to name SymInt"),
+        (["f(Tensor x) -> Tensor", "--dtype", "x=int8"], "as the first argument, but got x of int8"),
+        (["f(Tensor x) -> Tensor", "--work", "all"], "expected --work flat, rows or items=SHAPE, but got 'all'"),
+        (["f(Tensor x) -> Tensor", "--work", "rows", "--role", "x=[n]"], "a shape of x with * for --work rows"),
+        (["f(Tensor x) -> Tensor", "--work", "items=[z]"], "the work items to name SymInt arguments, but got 'z'"),
+        (["f(Tensor x) -> (Tensor y, Tensor z)", "--shape", "y=z", "z=y"], "or results before it, but got 'z'"),
+        (["f(Tensor x) -> Tensor", "--shape", "out=[x[0]].y"], "but got '[x[0]].y'"),
+        (["f(Tensor x, Tensor? m) -> Tensor", "--shape", "out=m"], "that are not optional, or results before it"),
+        (["f(Tensor x) -> Tensor", "--grad", "x,x"], "expected --grad to name each tensor once, but got x,x"),
+        (["f(Tensor x) -> Tensor", "--kind", "rows"], "expected --schema or --kind, but got both"),
         (["g(Tensor x) -> Tensor"], "expected the schema of f, but got one of g"),
     ],
 )
@@ -75,6 +97,11 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], words:
     told = capsys.readouterr()
     assert sentence in told.err and told.err.count("\n") == 1 and told.out == ""
     assert contents(Path(generate.__file__).parent) == before
+
+
+def test_options_of_a_schema_go_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["new", "f", "--dtype", "x=int64"]) == 1
+    assert capsys.readouterr().err == "error: --dtype goes with --schema\n"
 
 
 # The names are nobody's: a reader's op may have any other.
@@ -111,7 +138,7 @@ def plant(names: list[str]) -> None:
         assert command.main(["new", name, "--schema", *PLANTED[name]]) == 0
 
 
-def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(tree)
     plant([*PLANTED])
     new = [tree / path for path, text in contents(tree).items() if path not in before and text is not None]
@@ -147,7 +174,7 @@ def check_syntax(csrc: Path) -> None:
 WRITE = "write the formula"
 
 
-def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[str]]:  # noqa: F811
+def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[str]]:
     """The tests of these ops that fail without a word of the formula, and those that say where it is missing."""
     words = " or ".join(names)
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *files, "-k", words, cwd=tree)
@@ -163,7 +190,7 @@ def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[st
 
 
 @pytest.mark.slow
-def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:  # noqa: F811
+def test_only_values_fail_until_the_formula_is_written(tree: Path) -> None:
     environment = with_objects(tree)
     plant([*PLANTED])
     run(sys.executable, "build_library.py", cwd=tree, env=environment)

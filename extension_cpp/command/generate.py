@@ -1,4 +1,4 @@
-"""The C, C++ and CUDA files of an operator that `new --schema` writes, and its Python files (generate_python.py).
+"""What the files of an operator that `new --schema` writes share, and its header and kernels.
 
 The kernels compile and loop, and write zeros. `make format` lays the C code out.
 """
@@ -6,22 +6,12 @@ The kernels compile and loop, and write zeros. `make format` lays the C code out
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .roles import C_TYPES, Operand, Operator, Part, parts
+from .roles import C_TYPES, Operand, Operator, parts, words_of
 from .schema import Argument
 
 # Found by tests/checks.py, which names the line where a result is wrong.
 MARK = "WRITE THE FORMULA HERE: so far these are zeros."
 NUMBER_TYPES = {"int": "int64_t", "SymInt": "int64_t", "float": "double", "bool": "bool"}
-SCALAR_TYPES = {
-    "float64": "Double",
-    "float32": "Float",
-    "int64": "Long",
-    "int32": "Int",
-    "int16": "Short",
-    "int8": "Char",
-    "uint8": "Byte",
-    "bool": "Bool",
-}
 
 
 @dataclass
@@ -45,8 +35,7 @@ class Launch:
     def sizes(self) -> list[str]:
         """The names in the shapes of its tensors, for which the match has a size."""
         checked = self.operator.operands.values() if self.direction == "forward" else self.inputs
-        shapes = (each.shape for each in checked if each.shape.startswith("[") and not each.is_optional)
-        words = (word for shape in shapes for word in shape[1:-1].split(", "))
+        words = (word for each in checked if not each.is_optional for word in words_of(each.shape))
         return [*dict.fromkeys(word for word in words if word != "*" and not word.isdigit())]
 
     @property
@@ -93,6 +82,23 @@ def grads_out(operator: Operator) -> list[Operand]:
         Operand(f"grad_{each.name}", each.dtype, f"like {each.name}" if each.name in saved_results else "")
         for each in operator.differentiable_results
     ]
+
+
+def in_backward(operator: Operator) -> dict[str, str]:
+    """The sizes that backward knows, of tensors by their names."""
+    known = {name: f"{name}.sizes()" for name in operator.saved if name in operator.operands}
+    return known | {name: f"{name}_sizes" for name in operator.sizes_of}
+
+
+def tensors_in(expression: str, operator: Operator) -> set[str]:
+    """The operands whose sizes a shape has."""
+    found: set[str] = set()
+    for part in parts(expression, operator):
+        if part.tensor in operator.results:
+            found |= tensors_in(operator.results[part.tensor].shape, operator)
+        elif part.tensor:
+            found.add(part.tensor)
+    return found
 
 
 def backward_schema(operator: Operator) -> str:
@@ -217,9 +223,9 @@ def cuda(operator: Operator) -> str:
         text += f"{launch.direction}_kernel({launch.name}_args args) {{\n"
         text += lines(_pointers(launch, "args.", "static_cast<{0}>("))
         text += lines(f"(void){each.name};" for each in launch.inputs)
-        text += "  const int64_t step = static_cast<int64_t>(gridDim.x) * THREADS;\n"
-        text += "  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;\n"
-        text += "  for (int64_t i = first; i < args.items; i += step) {\n"
+        text += "  const int64_t grid_step = static_cast<int64_t>(gridDim.x) * THREADS;\n"
+        text += "  const int64_t first_item = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;\n"
+        text += "  for (int64_t i = first_item; i < args.items; i += grid_step) {\n"
         text += f"    // {MARK}\n" + lines(_zeros(launch, "args.", "from_acc<T>(0)"), "    ") + "  }\n}\n"
     text += "\nstatic unsigned blocks_for(int64_t items) {\n"
     text += "  const int64_t blocks = ceil_div(items, THREADS);\n"
@@ -233,182 +239,3 @@ def cuda(operator: Operator) -> str:
         text += f"    {launch.direction}_kernel<T><<<blocks_for(args->items), THREADS, 0, on>>>(*args);\n"
         text += "    return cudaGetLastError();\n  });\n}\n"
     return text
-
-
-# ---- the shim ----
-
-
-def cpp_shape(expression: str, operator: Operator, known: dict[str, str]) -> str:
-    """A shape as a C++ expression. `known` has the sizes of tensors, by their names."""
-    made = [_cpp_part(part, operator, known) for part in parts(expression, operator)]
-    return made[0] if len(made) == 1 and made[0][0] != "{" else f"joined({{{', '.join(made)}}})"
-
-
-def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
-    if not part.tensor:
-        return f"{{{part.number}}}"
-    if part.tensor not in known:  # a result: its own expression
-        return cpp_shape(operator.results[part.tensor].shape, operator, known)
-    sizes = known[part.tensor]
-    if part.is_size:
-        return f"{{size_of({sizes}, {part.begin})}}"
-    bounds = "" if part.begin is None and part.end is None else f", {part.begin or 0}"
-    return f"sizes_of({sizes}{bounds}{'' if part.end is None else f', {part.end}'})"
-
-
-def of_operands(operator: Operator) -> dict[str, str]:
-    return {name: f"{name}.sizes()" for name in operator.operands}
-
-
-def in_backward(operator: Operator) -> dict[str, str]:
-    """The sizes that backward knows, of tensors by their names."""
-    known = {name: f"{name}.sizes()" for name in operator.saved if name in operator.operands}
-    return known | {name: f"{name}_sizes" for name in operator.sizes_of}
-
-
-def tensors_in(expression: str, operator: Operator) -> set[str]:
-    """The operands whose sizes a shape has."""
-    found: set[str] = set()
-    for part in parts(expression, operator):
-        if part.tensor in operator.results:
-            found |= tensors_in(operator.results[part.tensor].shape, operator)
-        elif part.tensor:
-            found.add(part.tensor)
-    return found
-
-
-def _dtypes(operand: Operand, is_first: bool) -> str:
-    if operand.dtype == "same":
-        return "FLOATING" if is_first else "SAME"
-    return {"int64": "INT64", "bool": "BOOL"}.get(
-        operand.dtype, f"any_of(ScalarType::{SCALAR_TYPES.get(operand.dtype)})"
-    )
-
-
-def _scalar(operand: Operand) -> str:
-    return "dtype" if operand.dtype == "same" else f"ScalarType::{SCALAR_TYPES[operand.dtype]}"
-
-
-def _parameter(operand: Operand) -> str:
-    return f"const {'std::optional<Tensor>' if operand.is_optional else 'Tensor'} &{operand.name}"
-
-
-def _returned(names: list[str]) -> str:
-    return "" if not names else names[0] if len(names) == 1 else f"{{{', '.join(names)}}}"
-
-
-def _result_type(count: int) -> str:
-    return "void" if count == 0 else "Tensor" if count == 1 else f"std::tuple<{', '.join(['Tensor'] * count)}>"
-
-
-def _call(launch: Launch, items: str, returned: str) -> str:
-    """From the early return to the launch."""
-    first = launch.inputs[0].name if launch.inputs else launch.outputs[0].name
-    empty = " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
-    text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n"
-    for each in launch.inputs:  # a local: a copy must live until the launch
-        if each.is_optional:
-            text += f"  const std::optional<Tensor> {each.name}_dense =\n      {each.name} ? "
-            text += f"std::optional<Tensor>(as_contiguous(*{each.name})) : std::nullopt;\n"
-        else:
-            text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
-    for each in (each for each in launch.outputs if each.is_written):
-        text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
-    text += f"  {launch.name}_args args{{}};\n"
-    for each in launch.tensors:
-        dense = f"{each.name}_dense" if each in launch.inputs or each.is_written else each.name
-        const = "const" if each in launch.inputs else "mutable"
-        if each.is_optional:
-            text += f"  if ({dense}) args.{each.name} = {dense}->const_data_ptr();\n"
-            text += f"  if ({dense}) args.{each.name}_numel = {dense}->numel();\n"
-        else:
-            text += f"  args.{each.name} = {dense}.{const}_data_ptr();\n  args.{each.name}_numel = {dense}.numel();\n"
-    text += lines(f'args.{name} = match.size("{name}");' for name in launch.sizes)
-    text += lines(f"args.{each.name} = {each.name};" for each in launch.numbers)
-    text += f"  args.items = {items};\n  args.dtype = dtype;\n"
-    text += f"  launch(op, KERNEL({launch.name}), args, {first}, args.items, 1);\n"
-    return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
-
-
-def _items(operator: Operator, launch: Launch) -> str:
-    """How many work items a launch has."""
-    if operator.work == "flat" or launch.direction == "backward":
-        numels = [f"{each.name}.numel()" for each in launch.outputs]
-        return numels[0] if len(numels) == 1 else f"std::max({{{', '.join(numels)}}})"
-    if operator.work == "rows":
-        return 'match.size("*")'
-    shape = cpp_shape(operator.work.removeprefix("items="), operator, of_operands(operator))
-    return f"product_of({shape})"
-
-
-def _matches(operands: list[Operand]) -> str:
-    shapes = (f', "{each.shape}"' if each.shape else "" for each in operands)
-    return lines(
-        f'match("{each.name}", {each.name}, {_dtypes(each, number == 0)}{shape});'
-        for number, (each, shape) in enumerate(zip(operands, shapes, strict=True))
-    )
-
-
-def _forward(operator: Operator) -> str:
-    launch, names = launches(operator)[0], list(operator.results)
-    parameters = [
-        _parameter(operator.operands[each.name]) if each.is_tensor else f"{NUMBER_TYPES[each.type]} {each.name}"
-        for each in operator.schema.arguments
-    ]
-    text = f"static {_result_type(len(names))} forward({', '.join(parameters)}) {{\n"
-    text += f'  const char *op = "{operator.name}";\n  Match match(op);\n' + _matches(list(operator.operands.values()))
-    for each in operator.operands.values():
-        if each.below:
-            sizes = cpp_shape(f"[{each.below}]", operator, of_operands(operator))
-            text += f'  match.index("{each.name}", {each.name}, product_of({sizes}));\n'
-    for each in operator.written:
-        text += f'  check_writable(op, "{each.name}", {each.name});\n'
-        for other in operator.operands.values():
-            if other is not each and not other.is_optional:
-                text += f'  check_no_partial_overlap(op, "{each.name}", {each.name}, "{other.name}", {other.name});\n'
-    text += "  const dtype_t dtype = match.dtype();\n"
-    for result in operator.results.values():
-        shape = cpp_shape(result.shape, operator, of_operands(operator))
-        text += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
-    returned = _returned(names)
-    text += _call(launch, _items(operator, launch), returned)
-    return text + (f"  return {returned};\n" if returned else "") + "}\n"
-
-
-def _backward(operator: Operator) -> str:
-    launch = launches(operator)[1]
-    grads, kept, known = grads_out(operator), saved(operator), in_backward(operator)
-    parameters = [*map(_parameter, [*grads, *kept])]
-    parameters += [f"const std::vector<int64_t> &{name}_sizes" for name in operator.sizes_of]
-    parameters += [f"{NUMBER_TYPES[each.type]} {each.name}" for each in operator.schema.numbers]
-    text = f"static {_result_type(len(launch.outputs))} backward({', '.join(parameters)}) {{\n"
-    text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n' + _matches(launch.inputs)
-    for result, grad in zip(operator.differentiable_results, grads, strict=True):
-        if not grad.shape and tensors_in(result.shape, operator) <= known.keys():
-            sizes = cpp_shape(result.shape, operator, known)
-            text += f'  match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}");\n'
-    first = launch.inputs[0].name
-    text += "  const dtype_t dtype = match.dtype();\n"
-    for name, made in zip(operator.grads, launch.outputs, strict=True):
-        sizes = f"{name}_sizes" if name in operator.sizes_of else f"{name}.sizes()"
-        text += f"  const Tensor {made.name} = allocate({sizes}, {_scalar(made)}, {first});\n"
-    returned = _returned([each.name for each in launch.outputs])
-    return text + _call(launch, _items(operator, launch), returned) + f"  return {returned};\n}}\n"
-
-
-def shim(operator: Operator) -> str:
-    name = operator.name
-    text = f"// {name}: schemas, checks, allocation and registration. {name}.h has the kernels' contract.\n"
-    text += f'#include "{name}/{name}.h"\n\n#include <algorithm>\n\n#include "common/shim/match.h"\n\n'
-    text += f"namespace extension_cpp::{name} {{\n\n" + _forward(operator) + "\n"
-    text += _backward(operator) + "\n" if operator.grads else ""
-    define = "DEF_WITH_NO_GRAD" if operator.grads else "DEF"
-    schemas = [(name, "forward", forward_schema(operator))]
-    if operator.grads:
-        schemas.append((f"{name}_backward", "backward", backward_schema(operator)))
-    text += "STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {\n"
-    text += "".join(f'  {define}(m, "{schema}", &{function});\n' for _, function, schema in schemas) + "}\n\n"
-    implement = "impl_with_no_grad" if operator.grads else "impl"
-    text += "REGISTER_KERNELS(m) {\n"
-    text += "".join(f'  {implement}(m, "{op}", TORCH_BOX(&{function}));\n' for op, function, _ in schemas) + "}\n\n"
-    return text + f"}}  // namespace extension_cpp::{name}\n"

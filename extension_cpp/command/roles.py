@@ -1,12 +1,13 @@
 """What `new --schema` knows of an operator beyond its schema: roles, dtypes and shapes, derivatives and work."""
 
 import ast
+import keyword
 import re
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from .errors import CannotMake
-from .schema import Argument, Schema
+from .schema import C_KEYWORDS, Argument, Schema
 
 # A dtype as an option names it, and the C type. "same" is the dtype of the first tensor, which is floating.
 C_TYPES = {
@@ -99,9 +100,10 @@ def describe(
             raise CannotMake(f"expected a dtype of {', '.join(C_TYPES)}, but got '{each}'")
     operands = {each.name: _operand(each, names[0], dtype) for each in schema.tensors}
     for name, role in pairs(roles, "--role", names).items():
-        _give_role(operands[name], role, operands)
+        _give_role(operands[name], role, names[: names.index(name)])
     if operands[names[0]].dtype != "same":
-        raise CannotMake(f"expected a floating-point tensor as the first argument, but got {names[0]} of {dtype}")
+        got = f"{names[0]} of {operands[names[0]].dtype}"
+        raise CannotMake(f"expected a floating-point tensor as the first argument, but got {got}")
     if operands[names[0]].shape == "" and any(each.shape == "[n]" for each in operands.values()):
         operands[names[0]].shape = "[*, n]"
     if work == "rows" and not operands[names[0]].shape:
@@ -109,11 +111,67 @@ def describe(
     given = pairs(shapes, "--shape", list(schema.results))
     results = {name: Operand(name, dtype.get(name, "same"), given.get(name, names[0])) for name in schema.results}
     operator = Operator(schema, operands, results, list(grads or []), list(saved if saved is not None else names), work)
+    _check_names(operator)
     _check_gradients(operator)
-    for result in results.values():
-        for part in parts(result.shape, operator):
-            _check_part(part, operator, result.name)
+    for number, result in enumerate(results.values()):
+        _check_shape(result.shape, operator, f"the shape of {result.name}", list(results)[:number])
+    for operand in operands.values():
+        if operand.below:
+            _check_shape(f"[{operand.below}]", operator, f"the size of {operand.name}", [])
+    _check_work(operator)
     return operator
+
+
+# Names that the written files have of their own, where those of the schema stand, too.
+RESERVED = {"args", "batch", "ctx", "dtype", "i", "inputs", "items", "j", "make", "match", "number", "op", "output"}
+RESERVED |= {"results", "sample", "shape", "torch"}
+
+
+def _check_names(operator: Operator) -> None:
+    """Names that C, C++, Python and the written files leave free, each for one thing."""
+    sizes = {word for each in operator.operands.values() for word in words_of(each.shape) if word.isidentifier()}
+    names = [*(each.name for each in operator.schema.arguments), *operator.results]
+    for name in (*names, *sizes):
+        is_taken = name in C_KEYWORDS or keyword.iskeyword(name) or name in RESERVED or name.endswith("_t")
+        if is_taken or not re.fullmatch("[a-z][a-z0-9_]*", name):
+            raise CannotMake(
+                f"expected names in lower case that C, C++, Python and the files leave free, but got '{name}'"
+            )
+    tensors = [*operator.operands, *operator.results]
+    made = [*names, *sizes, *(f"{name}_{end}" for name in tensors for end in ("numel", "dense", "sizes"))]
+    made += [f"grad_{name}" for name in tensors]
+    twice = next((name for name in made if made.count(name) > 1), None)
+    if twice is not None:
+        raise CannotMake(
+            f"expected a name for each argument, result and size, but '{twice}' would stand for two things"
+        )
+
+
+def _check_work(operator: Operator) -> None:
+    work = operator.work
+    if work == "rows" and "*" not in words_of(operator.operands[operator.first].shape):
+        raise CannotMake(f"expected a shape of {operator.first} with * for --work rows, such as [*, n]")
+    if work.startswith("items="):
+        _check_shape(work.removeprefix("items="), operator, "the work items", [])
+    elif work not in ("flat", "rows"):
+        raise CannotMake(f"expected --work flat, rows or items=SHAPE, but got '{work}'")
+
+
+def words_of(pattern: str) -> list[str]:
+    """The words of "[*, n, 4]"; none of other roles."""
+    return [word.strip() for word in pattern[1:-1].split(",")] if pattern.startswith("[") else []
+
+
+def _pattern(role: str, name: str) -> str:
+    """A shape's pattern, laid out as match.h reads it."""
+    words = [word for word in words_of(role) if word]
+    if (
+        not role.endswith("]")
+        or any(not re.fullmatch(r"\*|\d+|[a-z]\w*", word) for word in words)
+        or words.count("*") > 1
+    ):
+        raise CannotMake(f"expected sizes of {name} such as [*, rows, 4], with * once at most, but got '{role}'")
+    return f"[{', '.join(words)}]"
 
 
 def _check_supported(schema: Schema) -> None:
@@ -145,27 +203,31 @@ def _operand(argument: Argument, first: str, dtype: dict[str, str]) -> Operand:
     return operand
 
 
-def _give_role(operand: Operand, role: str, operands: dict[str, Operand]) -> None:
+def _give_role(operand: Operand, role: str, before: list[str]) -> None:
+    """The role that an option names. It may refer to tensors that are checked before."""
     word, _, of = role.partition(":")
     of, _, shape = of.partition(":") if word == "index" else (of, "", "")
-    if role.startswith("[") and role.endswith("]"):
-        operand.shape = role
+    if role.startswith("["):
+        operand.shape = _pattern(role, operand.name)
     elif word == "any" and not of:
         operand.shape = ""
     elif word == "index" and of:
-        operand.dtype, operand.shape, operand.below = "int64", shape, of
-    elif word in ("mask", "like") and of in operands:
+        operand.dtype, operand.shape, operand.below = "int64", _pattern(shape, operand.name) if shape else "", of
+    elif word in ("mask", "like") and of in before:
         operand.shape = f"{'like' if word == 'like' else 'broadcasts to'} {of}"
         operand.dtype = "bool" if word == "mask" else operand.dtype
     else:
         raise CannotMake(
-            f"expected a role of any, [sizes], like:TENSOR, mask:TENSOR, index:SIZE or index:SIZE:[sizes] for "
-            f"{operand.name}, but got '{role}'"
+            "expected a role of any, [sizes], like:TENSOR or mask:TENSOR (a tensor before it), index:SIZE or "
+            f"index:SIZE:[sizes] for {operand.name}, but got '{role}'"
         )
 
 
 def _check_gradients(operator: Operator) -> None:
     known = {**operator.operands, **operator.results}
+    for option, listed in (("--grad", operator.grads), ("--save", operator.saved)):
+        if len(listed) != len({*listed}):
+            raise CannotMake(f"expected {option} to name each tensor once, but got {','.join(listed)}")
     for name in operator.saved:
         if name not in known:
             raise CannotMake(f"expected --save with names of {', '.join(known)}, but got '{name}'")
@@ -204,7 +266,8 @@ def parts(expression: str, operator: Operator) -> list[Part]:
         tree = ast.parse(expression, mode="eval").body
     except SyntaxError:
         return _fail_shape(expression, expression)
-    assert isinstance(tree, ast.List)
+    if not isinstance(tree, ast.List):
+        return _fail_shape(expression, expression)
     return [_part(element, expression) for element in tree.elts]
 
 
@@ -241,14 +304,20 @@ def _index(node: ast.expr, expression: str) -> int:
     return value if type(value) is int else _fail_shape(ast.unparse(node), expression)
 
 
-def _check_part(part: Part, operator: Operator, result: str) -> None:
-    if part.tensor:
-        if part.tensor not in {**operator.operands, **operator.results} or part.tensor == result:
-            raise CannotMake(f"expected the shape of {result} to name tensors of the schema, but got '{part.tensor}'")
-        return
-    argument = operator.schema.argument(part.number)
-    if part.number.isdigit() or (argument is not None and argument.type == "SymInt"):
-        return
-    got = f"'{part.number}'" if argument is None else f"{argument.type} {part.number}"
-    hint = "; write SymInt, because an int compiles again for each size" if "int " in got else ""
-    raise CannotMake(f"expected the shape of {result} to name SymInt arguments, but got {got}{hint}")
+def _check_shape(expression: str, operator: Operator, what: str, before: list[str]) -> None:
+    """Refuses what is no shape of tensors of the schema, results in `before`, numbers and SymInt arguments."""
+    for part in parts(expression, operator):
+        if part.tensor:
+            operand = operator.operands.get(part.tensor)
+            if part.tensor not in before and (operand is None or operand.is_optional):
+                raise CannotMake(
+                    f"expected {what} to name tensors of the schema that are not optional, or results before it, "
+                    f"but got '{part.tensor}'"
+                )
+            continue
+        argument = operator.schema.argument(part.number)
+        if part.number.isdigit() or (argument is not None and argument.type == "SymInt"):
+            continue
+        got = f"'{part.number}'" if argument is None else f"{argument.type} {part.number}"
+        hint = "; write SymInt, because an int compiles again for each size" if "int " in got else ""
+        raise CannotMake(f"expected {what} to name SymInt arguments, but got {got}{hint}")

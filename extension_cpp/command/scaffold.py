@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import generate, generate_python
+from . import generate, generate_python, generate_shim, generate_tests
 from .errors import CannotMake
 from .roles import Operator
+from .schema import C_KEYWORDS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # A wheel has the files of a checkout that are needed here in a folder of its own, at the same paths (pyproject.toml).
@@ -54,18 +55,6 @@ SHARED += [
 SHARED += ["tests/guarded.py", "tests/c/guarded_allocator.c"]
 
 LONGEST = 28  # with a longer name a line of Python in a template would have more than 120 columns
-C_KEYWORDS = re.findall(
-    r"\w+",
-    """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class
-    compl concept const const_cast consteval constexpr constinit continue co_await co_return co_yield decltype
-    default delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline
-    int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register
-    reinterpret_cast requires restrict return short signed sizeof static static_assert static_cast struct switch
-    template this thread_local throw true try typedef typeid typename typeof union unsigned using virtual void
-    volatile wchar_t while xor xor_eq
-    """,
-)
 TORCH_NAMESPACES = ("aten", "prim", "prims", "at", "c10", "std")  # namespaces of operators and of C++
 
 C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
@@ -256,13 +245,13 @@ def plan_operator(operator: Operator) -> Plan:
     page, table = TREE / "docs" / "ops.md", package / "reference.py"
     texts = {
         f"{folder}.h": generate.header(operator),
-        f"{folder}.cpp": generate.shim(operator),
+        f"{folder}.cpp": generate_shim.shim(operator),
         f"{folder}_cpu.c": generate.cpu(operator),
         f"{folder}_cpu_kernel.h": generate.cpu_kernel(operator),
         f"{folder}_cuda.cu": generate.cuda(operator),
         f"extension_cpp/functional/{name}.py": generate_python.functional(operator),
-        f"tests/specs/{name}.py": generate_python.spec(operator),
-        f"tests/test_{name}.py": generate_python.test(operator),
+        f"tests/specs/{name}.py": generate_tests.spec(operator),
+        f"tests/test_{name}.py": generate_tests.test(operator),
     }
     plan = Plan({TREE / place: text for place, text in texts.items()})
     entry = generate_python.entry(operator)

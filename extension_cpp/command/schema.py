@@ -9,6 +9,18 @@ from dataclasses import dataclass
 
 from .errors import CannotMake
 
+C_KEYWORDS = re.findall(
+    r"\w+",
+    """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class
+    compl concept const const_cast consteval constexpr constinit continue co_await co_return co_yield decltype
+    default delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline
+    int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register
+    reinterpret_cast requires restrict return short signed sizeof static static_assert static_cast struct switch
+    template this thread_local throw true try typedef typeid typename typeof union unsigned using virtual void
+    volatile wchar_t while xor xor_eq
+    """,
+)
 NUMBERS = ("int", "SymInt", "float", "bool")
 TYPES = ("Tensor", *NUMBERS)
 
@@ -112,7 +124,24 @@ def parse(text: str) -> Schema:
     results = _results(reader)
     if reader.peek():
         raise reader.fail("the end of the schema")
+    _check_defaults(arguments)
     return Schema(name, tuple(arguments), results)
+
+
+def _check_defaults(arguments: list[Argument]) -> None:
+    """The defaults must be of their types, and the last ones, as Python wants them."""
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "SymInt": (int,), "float": (int, float), "bool": (bool,)}
+    before = ""
+    for each in arguments:
+        if each.default is None:
+            if before and not each.keyword_only:
+                raise CannotMake(f"expected a default for {each.name}, because {before} before it has one")
+            continue
+        before = each.name
+        value = ast.literal_eval(each.default)
+        fits = each.is_optional if value is None else each.is_list or type(value) in kinds.get(each.type, ())
+        if not fits:
+            raise CannotMake(f"expected a default of {each.type} for {each.name}, but got {each.default}")
 
 
 def _argument(reader: _Reader, keyword_only: bool, taken: set[str]) -> Argument:

@@ -1,0 +1,201 @@
+"""The spec and the test of an operator that `new --schema` writes."""
+
+from .generate_python import body
+from .roles import Operand, Operator, parts, words_of
+from .schema import Argument
+
+VALUES = {"int": "1", "SymInt": "2", "float": "0.5", "bool": "True"}
+OTHERS = {"int": "2", "SymInt": "1", "float": "0.25", "bool": "False"}  # in the second sample
+
+
+def spec(operator: Operator) -> str:
+    name, first = operator.name, operator.operands[operator.first]
+    options = _options(operator) if len(_options(operator)) > 1 else []
+    imported = f"Bench, ErrorSample, OpSpec, {'Options, ' if options else ''}Sample"
+    text = f"import torch\n\nimport extension_cpp\nfrom tests.opspec import {imported}\n\n\n"
+    text += "def sample_inputs(make, shape):\n" + body(_sizes(first, _words(operator)))
+    made = _sample(operator)
+    if any("number" in line for line in made):
+        made = ["for number in range(2):", *(f"    {line}" for line in made)]
+    text += body(made)
+    text += "\n\ndef error_inputs(device):\n"
+    text += body(_errors(operator))
+    text += f"\n\n{_with_options(operator)}" if options else ""
+    text += f'\n\nSPEC = OpSpec(\n    name="{name}",\n    function=extension_cpp.{name},\n'
+    text += f"    reference=extension_cpp.reference.{name},\n    sample_inputs=sample_inputs,\n"
+    text += "    error_inputs=error_inputs,\n"
+    text += "    bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward="
+    text += (
+        f"{3 if operator.grads else 0}),\n    keeps_strides=False,\n    launches=(1, {int(bool(operator.grads))}),\n"
+    )
+    text += "    second_order=False,\n"
+    if options:
+        values = (f'"{each.name}": ({"True" if each.is_tensor else OTHERS[each.type]},)' for each in options)
+        text += f"    options=Options({{{', '.join(values)}}}, with_options),\n"
+    if not operator.grads:
+        text += "    differentiable=False,\n"
+    if operator.written:
+        text += "    mutates=(" + "".join(f'"{each.name}", ' for each in operator.written).rstrip() + "),\n"
+    dtypes = [f"torch.{each.dtype}" if each.dtype.startswith("float") else "None" for each in _float_results(operator)]
+    if set(dtypes) - {"None"}:
+        text += f"    result_dtypes=({', '.join(dtypes)},),\n"
+    return text + ")\n"
+
+
+def _float_results(operator: Operator) -> list[Operand]:
+    """The results as the battery sees them: the written arguments are the last ones."""
+    return [*operator.results.values(), *operator.written]
+
+
+def _sizes(first: Operand, used: set[str]) -> list[str]:
+    """Lines that take the first tensor's shape apart, and leave where it does not fit."""
+    if not first.shape.startswith("["):
+        return []
+    words = words_of(first.shape)
+    named = len(words) - ("*" in words)
+    test = f"len(shape) < {named}" if "*" in words else f"len(shape) != {named}"
+    numbers = [f"shape[{i}] != {word}" for i, word in enumerate(words) if word.isdigit()]
+    left = (
+        ", ".join(word if word in used else "_" if word.isdigit() else f"_{word}" for word in words)
+        .replace("*", "*batch" if "*" in used else "*_batch")
+        .replace("_*", "*")
+    )
+    unpacked = [f"{left}{',' if len(words) == 1 else ''} = shape"] if used & set(words) else []
+    return [f"if {' or '.join([test, *numbers])}:", "    return", *unpacked]
+
+
+def _words(operator: Operator) -> set[str]:
+    """The names in the shapes of all tensors but the first."""
+    _, *others = operator.operands.values()
+    return {word for each in others for word in words_of(each.shape)}
+
+
+def _shape(operand: Operand, known: set[str]) -> str:
+    """The shape of a sample's tensor as an expression. A name that no other tensor has is 3."""
+    if not operand.shape.startswith("["):
+        return "shape"
+    words = words_of(operand.shape)
+    made = ", ".join("*batch" if word == "*" else word if word in known or word.isdigit() else "3" for word in words)
+    return f"({made}{',' if len(words) == 1 else ''})"
+
+
+def _sample(operator: Operator) -> list[str]:
+    first = operator.operands[operator.first]
+    known = {*words_of(first.shape)}
+    made, lines, numbers = [], [], []
+    for each in operator.schema.arguments:
+        operand = operator.operands.get(each.name)
+        if operand is None:
+            value = each.default if each.default not in (None, "None") else VALUES[each.type]
+            numbers.append(f"{each.name} = ({value}, {OTHERS[each.type]})[number]")
+            made.append(each.name)
+            continue
+        shape = "shape" if operand is first else _shape(operand, known)
+        lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
+        made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
+    return [*numbers, *lines, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
+
+
+def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
+    device = operator.first
+    if operand.dtype == "same":
+        needs = operand.name in operator.grads
+        return f"make({shape})" + ("" if needs or not operator.grads else ".detach()")
+    if operand.dtype.startswith("float"):
+        return f"make({shape}).detach().to(torch.{operand.dtype})"
+    if operand.dtype == "bool":
+        # In the second sample it has one number for each column, and broadcasts.
+        return f"make({shape} if number == 0 else {shape}[-1:]).detach() > 0"
+    below = "3" if not operand.below else f"max({_below(operand.below, operator)}, 1)"
+    drawn = f"torch.randint({below}, tuple({shape}), generator=torch.Generator().manual_seed(number))"
+    return f"{drawn}.to({device}.device, torch.{operand.dtype})"
+
+
+def _below(expression: str, operator: Operator) -> str:
+    part = parts(f"[{expression}]", operator)[0]
+    return f"{part.tensor}.shape[{part.begin}]" if part.tensor else part.number
+
+
+def _rank(operator: Operator) -> str:
+    """A shape that the first tensor may have."""
+    pattern = operator.operands[operator.first].shape
+    rank = len(words_of(pattern)) if pattern.startswith("[") else 2
+    return str((2, 3, 4, 5, 6)[:rank])
+
+
+def _errors(operator: Operator) -> list[str]:
+    first = operator.operands[operator.first]
+    lines = [
+        f"sample = next(sample_inputs(lambda shape: torch.ones(shape, device=device), {_rank(operator)}))",
+        f'op = "extension_cpp::{operator.name}: expected"',
+        "",
+        "def with_argument(place, x):",
+        "    return *sample.args[:place], x, *sample.args[place + 1 :]",
+        "",
+    ]
+    dtypes = "float64, float32, bfloat16 or float16"
+    for place, each in enumerate(operator.schema.arguments):
+        operand = operator.operands.get(each.name)
+        if operand is None:
+            continue
+        if operand is first:
+            wrong, message = "int()", f"{each.name} to be {dtypes}, but got int32"
+        elif operand.dtype == "same":
+            wrong, message = "double()", f"{each.name} to be float32 like {first.name}, but got float64"
+        else:
+            wrong, message = "to(torch.int16)", f"{each.name} to be {operand.dtype}, but got int16"
+        given = f"with_argument({place}, sample.args[{place}].{wrong})"
+        lines.append(f'yield ErrorSample({given}, f"{{op}} {message}")')
+    return lines
+
+
+def test(operator: Operator) -> str:
+    """A test of what the options said: the dtypes of one call's results."""
+    text = f'"""What only {operator.name} promises. tests/battery tests what every op promises."""\n\n'
+    text += "import pytest\nimport torch\n\nimport extension_cpp\n"
+    text += f"from tests.specs.{operator.name} import sample_inputs\n\n\n"
+    text += (
+        '@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)\n'
+    )
+    text += "def test_dtypes(dtype: torch.dtype, device: str) -> None:\n"
+    text += body(
+        [
+            '"""Each result has its dtype, for inputs of any."""',
+            f"x = torch.ones({_rank(operator)}, device=device, dtype=dtype)",
+            "sample = next(sample_inputs(x.new_ones, x.shape))",
+            f"results = extension_cpp.{operator.name}(*sample.args)",
+        ]
+    )
+    if not operator.results:
+        return text + body(["assert results is None"])
+    if len(operator.results) == 1:
+        return text + body([f"assert results.dtype == {_dtypes_of_results(operator)[1:-1]}"])
+    return text + body([f"assert [x.dtype for x in results] == {_dtypes_of_results(operator)}"])
+
+
+def _options(operator: Operator) -> list[Argument]:
+    """What tests/battery/test_options.py takes for an option: numbers and optional tensors."""
+    return [each for each in operator.schema.arguments if each.is_optional or not each.is_tensor]
+
+
+def _with_options(operator: Operator) -> str:
+    """The function of the spec that makes a call with the options that a test chose."""
+    names = ", ".join(f'"{each.name}"' for each in operator.schema.arguments)
+    pattern = operator.operands[operator.first].shape
+    fixed = pattern.startswith("[") and "*" not in pattern
+    shape = f"shape[-{len(pattern.split(', '))}:]" if fixed else "shape"
+    text = "def with_options(make, shape, chosen):\n"
+    text += body([f"sample = next(sample_inputs(make, {shape}))  # with every optional tensor"])
+    text += body([f"args = dict(zip(({names}), sample.args, strict=True))"])
+    texts = []
+    for each in _options(operator):
+        if each.is_tensor:
+            texts.append(f'"{each.name}": args["{each.name}"] if "{each.name}" in chosen else None')
+        else:
+            texts.append(f'"{each.name}": chosen.get("{each.name}", args["{each.name}"])')
+    return text + body([f"args |= {{{', '.join(texts)}}}", "return Sample(tuple(args.values()))"])
+
+
+def _dtypes_of_results(operator: Operator) -> str:
+    found = ("dtype" if each.dtype == "same" else f"torch.{each.dtype}" for each in operator.results.values())
+    return f"[{', '.join(found)}]"
