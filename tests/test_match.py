@@ -138,6 +138,10 @@ SENTENCES: list[tuple[Call, str]] = [
     ((X, (zeros(5, 7), "same", "[m, n]")), "y of shape [m, 8], but got [5, 7]"),
     ((X, (zeros(2, 3, 7), "same", "like x")), "y of shape [2, 3, 8] like x, but got [2, 3, 7]"),
     (
+        (X, (zeros(7, dtype=torch.bool), "bool", "broadcasts to x")),
+        "y of a shape that broadcasts to [2, 3, 8] of x, but got [7]",
+    ),
+    (
         ((zeros(5, 2, 3), "floating", "[n, *]"), (zeros(4), "same", "[n]")),
         "y of shape [5], dimension 0 of x, but got [4]",
     ),
@@ -166,9 +170,10 @@ def test_kernel_and_fake_decide_alike(ops: Any) -> None:
     types = [*[torch.float32] * 8, torch.float16, torch.float64, torch.int64, torch.bool]
     for _ in range(3000):
         sizes = [draw.choice((1, 2, 2, 2)) for _ in range(draw.randrange(4))]
+        others = [draw.choice((1, 2)) for _ in sizes]
         call = tuple(
             (
-                torch.zeros(sizes[draw.randrange(2) :], dtype=draw.choice(types)),
+                torch.zeros(draw.choice((sizes, sizes, others))[draw.randrange(2) :], dtype=draw.choice(types)),
                 draw.choice([*["floating", "same", "same or float32"] * 3, "int64", "bool"]),
                 draw.choice(shapes),
             )
@@ -177,7 +182,7 @@ def test_kernel_and_fake_decide_alike(ops: Any) -> None:
         said = kernel_says(ops, call)
         assert said == fake_says(call), call
         accepted += said == "0"
-    assert accepted > 100
+    assert accepted > 60
 
 
 def test_lists_and_none(ops: Any) -> None:

@@ -152,7 +152,7 @@ def test_what_is_written_is_laid_out_and_removed(tree: Path, capsys: pytest.Capt
 
 
 def check_syntax(csrc: Path) -> None:
-    """Of the C and C++ of the planted ops, without a warning."""
+    """The C and C++ of the planted ops compile without a warning."""
     warnings = [
         "-fsyntax-only",
         "-fvisibility=hidden",

@@ -36,13 +36,15 @@ def spec(operator: Operator) -> str:
         text += "    differentiable=False,\n"
     if operator.written:
         text += "    mutates=(" + "".join(f'"{each.name}", ' for each in operator.written).rstrip() + "),\n"
-    dtypes = [f"torch.{each.dtype}" if each.dtype.startswith("float") else "None" for each in _float_results(operator)]
+    dtypes = [
+        f"torch.{each.dtype}" if each.dtype.startswith("float") else "None" for each in _battery_results(operator)
+    ]
     if set(dtypes) - {"None"}:
         text += f"    result_dtypes=({', '.join(dtypes)},),\n"
     return text + ")\n"
 
 
-def _float_results(operator: Operator) -> list[Operand]:
+def _battery_results(operator: Operator) -> list[Operand]:
     """The results as the battery sees them: the written arguments are the last ones."""
     return [*operator.results.values(), *operator.written]
 
