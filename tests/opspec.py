@@ -3,6 +3,7 @@
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,17 +31,44 @@ def leaves(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def as_tuple(outputs: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-    """The result of a function as a tuple, also if it is one tensor or None."""
-    return outputs if isinstance(outputs, tuple) else () if outputs is None else (outputs,)
+def as_tuple(outputs: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    """The result of a function as a tuple, also if it is one tensor, a list or None."""
+    return (outputs,) if isinstance(outputs, Tensor) else () if outputs is None else tuple(outputs)
 
 
-def on_copies(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
+def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -> Callable[..., Any]:
+    """The function with the tensors of its lists as arguments of their own. All lists have the same length."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, list) for x in args):
+            return function(*args, **kwargs)
+        length, rest = divmod(len(args) - is_list.count(False), is_list.count(True))
+        assert rest == 0, "expected lists of one length and all arguments by position"
+        left = iter(args)
+        return function(*([next(left) for _ in range(length)] if many else next(left) for many in is_list), **kwargs)
+
+    return call
+
+
+def in_single_tensors(samples: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that gives a sample, or yields some, with the tensors of lists as arguments of their own."""
+
+    def one(sample: Sample) -> Sample:
+        args = (x if isinstance(x, list) else [x] for x in sample.args)
+        return Sample(tuple(itertools.chain.from_iterable(args)), sample.kwargs)
+
+    def call(*args: Any) -> Any:
+        found = samples(*args)
+        return one(found) if isinstance(found, Sample) else map(one, found)
+
+    return call
+
+
+def on_copies(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
     """The function on copies of the arguments that it writes. It returns its results and these arguments."""
-    places = [[*inspect.signature(function).parameters].index(name) for name in names]
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        given = [x.clone() if place in places else x for place, x in enumerate(args)]
+        given = [tree_map_only(Tensor, Tensor.clone, x) if place in places else x for place, x in enumerate(args)]
         results = as_tuple(function(*given, **kwargs))
         return *results, *(given[place] for place in places)
 
@@ -146,6 +175,9 @@ class OpSpec:
     launches: tuple[int, int]
     second_order: bool = True
     differentiable: bool = True  # False: no argument gets a gradient, and samples have no leaves
+    # The arguments that are lists of tensors. The battery gets samples, `function` and `reference` with each tensor as
+    # an argument of its own, named "xs[0]". All lists of all samples have two tensors.
+    lists: tuple[str, ...] = ()
     # The arguments that the op writes. The battery calls `function` and `reference` on copies of them, which are then
     # further results; `in_place` is the function itself.
     mutates: tuple[str, ...] = ()
@@ -176,18 +208,45 @@ class OpSpec:
     # Needed if the op has two options or more. An optional tensor is one, and so is the shape of a tensor that
     # broadcasts.
     options: Options | None = field(default=None, hash=False)
+    names: tuple[str, ...] = ()  # of the arguments; __post_init__ finds them
 
     def __post_init__(self) -> None:
-        if self.mutates and self.in_place is None:
-            object.__setattr__(self, "in_place", self.function)
-            object.__setattr__(self, "function", on_copies(self.function, self.mutates))
-            object.__setattr__(self, "reference", on_copies(self.reference, self.mutates))
+        if self.names:  # replace() copies a spec that has been through this
+            return
+        self._set(names=tuple(inspect.signature(self.function).parameters))
+        if self.lists:
+            self._take_lists_apart()
+        if self.mutates:
+            places = [self.names.index(name) for name in self.mutates]
+            self._set(
+                in_place=self.in_place or self.function,
+                function=on_copies(self.function, places),
+                reference=on_copies(self.reference, places),
+            )
         if not self.differentiable:
-            object.__setattr__(self, "sample_inputs", without_gradients(self.sample_inputs))
-            object.__setattr__(self, "bench", replace(self.bench, sample=without_gradients(self.bench.sample)))
-            if self.options:
-                options = replace(self.options, sample=without_gradients(self.options.sample))
-                object.__setattr__(self, "options", options)
+            self._change_samples(without_gradients)
+
+    def _take_lists_apart(self) -> None:
+        is_list = [name in self.lists for name in self.names]
+        names = ([f"{name}[{i}]" for i in range(2)] if name in self.lists else [name] for name in self.names)
+        written = ([f"{name}[{i}]" for i in range(2)] if name in self.lists else [name] for name in self.mutates)
+        self._set(
+            names=tuple(itertools.chain.from_iterable(names)),
+            mutates=tuple(itertools.chain.from_iterable(written)),
+            function=with_single_tensors(self.function, is_list),
+            reference=with_single_tensors(self.reference, is_list),
+        )
+        self._change_samples(in_single_tensors)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _change_samples(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._set(sample_inputs=change(self.sample_inputs))
+        self._set(bench=replace(self.bench, sample=change(self.bench.sample)))
+        if self.options:
+            self._set(options=replace(self.options, sample=change(self.options.sample)))
 
     def __str__(self) -> str:
         return self.name

@@ -54,7 +54,8 @@ def spec(
 
     def errors(device: str) -> Iterator[ErrorSample]:
         args = arguments(lambda shape: torch.zeros(shape, device=device), (4, 6))
-        x = torch.zeros(2, 3, 4, device=device)
+        x: Any = torch.zeros(2, 3, 4, device=device)
+        x = [x, x] if isinstance(args[0], list) else x
         yield ErrorSample((x, *args[1:]), f"spec_kinds::{name}: expected x of 2 dimensions, but got 3")
 
     bench = Bench(lambda make, shape: next(samples(make, shape)), 1, 0)
@@ -127,7 +128,53 @@ for name in ("halve", "halve_without_version"):
     define(f"{name}(Tensor(a!) x) -> ()", halve_kernel, halve_kernel)
 register_mutation("spec_kinds::halve")
 HALVE = spec("halve", halve, halve_reference, one, mutates=("x",))
-SPECS = [TOPK, QUANTIZE, HALVE]
+
+
+def scale_all(xs: list[Tensor], by: Tensor) -> Any:
+    return torch.ops.spec_kinds.scale_all(xs, by)
+
+
+def scale_all_kernel(xs: list[Tensor], by: Tensor) -> list[Tensor]:
+    for x in xs:
+        check_matrix("scale_all", x)
+    return [x * by for x in xs]
+
+
+def halve_all(xs: list[Tensor]) -> None:
+    torch.ops.spec_kinds.halve_all(xs)
+
+
+def halve_all_kernel(xs: list[Tensor]) -> None:
+    for x in xs:
+        check_matrix("halve_all", x)
+    for x in xs:
+        x.data.mul_(0.5)
+
+
+def halve_all_reference(xs: list[Tensor]) -> None:
+    for x in xs:
+        x.mul_(0.5)
+
+
+define("scale_all(Tensor[] xs, Tensor by) -> Tensor[]", scale_all_kernel, scale_all_kernel)
+define("halve_all(Tensor(a!)[] xs) -> ()", halve_all_kernel, halve_all_kernel)
+register_mutation("spec_kinds::halve_all")
+SCALE_ALL = spec(
+    "scale_all",
+    scale_all,
+    scale_all_kernel,
+    lambda make, shape: ([make(shape), make(shape[::-1])], make(())),
+    lists=("xs",),
+)
+HALVE_ALL = spec(
+    "halve_all",
+    halve_all,
+    halve_all_reference,
+    lambda make, shape: ([make(shape), make(shape[::-1])],),
+    lists=("xs",),
+    mutates=("xs",),
+)
+SPECS = [TOPK, QUANTIZE, HALVE, SCALE_ALL, HALVE_ALL]
 
 
 def check_values(spec: OpSpec) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from tests.battery import OPCHECKS, both_overloads, calls_of_every_order, every_differentiable_op, every_dtype, profiled
@@ -52,7 +53,7 @@ def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype,
     for sample in spec.sample_inputs(maker(device, dtype), (5, 33)):
         for each in (sample, *([with_float_weights(sample)] if spec.float_weights and dtype.itemsize == 2 else [])):
             for op, args, kwargs in calls_of_every_order(spec, each, "contiguous").made:
-                args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+                args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
                 expected = as_tuple(op(*args, **kwargs))
                 with forward_ad.dual_level():
                     duals = (
@@ -330,7 +331,7 @@ def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, dev
             for x, y in zip(found[a], found[b], strict=True):
                 assert torch.equal(x, y) and x.stride() == y.stride()
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
-            args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
             # AOT dispatch, the slowest test, is about autograd, and a no-grad overload has none.
             tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
             torch.library.opcheck(both_overloads(called)[1], args, kwargs, test_utils=tests)

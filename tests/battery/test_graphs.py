@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 
 from tests.battery import OPCHECKS, SPECS, both_overloads, calls_of_every_order, every_differentiable_op, every_op
 from tests.checks import (
@@ -146,8 +147,8 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
     """For every operator that the sample reaches, the fake's shape, dtype and strides are those of the real result."""
     mode = FakeTensorMode()
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
-        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
-        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+        args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
         for op in both_overloads(called):
             reals = as_tuple(op(*args, **kwargs))
             with mode:

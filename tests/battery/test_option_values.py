@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from tests.battery import both_overloads, calls_of_every_order, every_dtype, every_op
 from tests.checks import as_tuple, maker
@@ -33,10 +34,10 @@ def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtyp
     for sample in spec.sample_inputs(maker(device, dtype), (3, 5)):
         for called, given, _ in calls_of_every_order(spec, sample, "contiguous").made:
             arguments = called._schema.arguments
-            args = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
+            args = [*tree_map_only(torch.Tensor, torch.Tensor.detach, given)]
             args += [argument.default_value for argument in arguments[len(args) :]]
             mode = FakeTensorMode()
-            fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+            fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
             for i, argument in enumerate(arguments):
                 key = called._schema.name, argument.name
                 if str(argument.type) not in ("float", "Optional[float]") or key in seen:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from tests.battery import both_overloads, calls_of_every_order, every_differentiable_op, every_op
 from tests.checks import (
@@ -92,10 +93,10 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
     refused = 0
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
-            args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
             given = {argument.name: x for argument, x in zip(called._schema.arguments, args, strict=False)}
             mode = FakeTensorMode()
-            fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+            fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
             for op, (i, name) in itertools.product(both_overloads(called), enumerate(given)):
                 for wrong in _wrong(name, args[i], {other: x for other, x in given.items() if other != name}):
                     with pytest.raises(RuntimeError) as error:
