@@ -46,6 +46,11 @@ static void list(const Tensor &x, const std::vector<Tensor> &xs, const std::opti
   match("mask", mask, BOOL, "broadcasts to x");
   match("late", x, FLOATING, "like mask");
 }
+static void two_lists(const std::vector<Tensor> &xs, const std::vector<Tensor> &ys) {
+  Match match("op");
+  match("xs", xs, FLOATING);
+  match("ys", ys, SAME, "like xs");
+}
 static void index(const Tensor &x, int64_t n) { Match("op").index("x", x, n); }
 static Tensor make(const Tensor &x, ScalarType dtype) { return allocate(x.sizes(), dtype, x); }
 static void number_of_cpu(int64_t, int64_t, void *) {}
@@ -57,6 +62,7 @@ static void nothing(const Tensor &x) {
 STABLE_TORCH_LIBRARY(match_tests, m) {
   DEF(m, "ask(Tensor[] tensors, str names, str types, str shapes, str size) -> int", &ask);
   DEF(m, "list(Tensor x, Tensor[] xs, Tensor? mask) -> ()", &list);
+  DEF(m, "two_lists(Tensor[] xs, Tensor[] ys) -> ()", &two_lists);
   DEF(m, "index(Tensor x, int n) -> ()", &index);
   DEF(m, "make(Tensor x, ScalarType dtype) -> Tensor", &make);
   DEF(m, "nothing(Tensor x) -> ()", &nothing);
@@ -64,6 +70,7 @@ STABLE_TORCH_LIBRARY(match_tests, m) {
 REGISTER_KERNELS(m) {
   impl(m, "ask", TORCH_BOX(&ask));
   impl(m, "list", TORCH_BOX(&list));
+  impl(m, "two_lists", TORCH_BOX(&two_lists));
   impl(m, "index", TORCH_BOX(&index));
   impl(m, "make", TORCH_BOX(&make));
   impl(m, "nothing", TORCH_BOX(&nothing));
@@ -199,6 +206,32 @@ def test_lists_and_none(ops: Any) -> None:
     with pytest.raises(RuntimeError) as error:
         matched("xs", [x[0], x], match.SAME, "[n]")
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("xs", "ys", "sentence"),
+    [
+        ([zeros(2), zeros(3)], [zeros(2), zeros(3)], ""),
+        ([zeros(2)], [], "ys to have as many tensors as xs, 1, but got 0"),
+        ([zeros(2), zeros(3)], [zeros(2), zeros(4)], "ys[1] of shape [3] like xs[1], but got [4]"),
+        ([zeros(2), zeros(3).double()], [], "xs[1] to be float32 like xs[0], but got float64"),
+        ([zeros(2).int()], [], "xs[0] to be float64, float32, bfloat16 or float16, but got int32"),
+        ([zeros(2)], [zeros(2).double()], "ys[0] to be float32 like xs[0], but got float64"),
+    ],
+)
+def test_lists_like_lists(ops: Any, xs: list[Tensor], ys: list[Tensor], sentence: str) -> None:
+    def fake(xs: list[Tensor], ys: list[Tensor]) -> None:
+        matched = match.Match("op")
+        matched("xs", xs, match.FLOATING)
+        matched("ys", ys, match.SAME, "like xs")
+
+    for function in (ops.two_lists, fake):
+        if not sentence:
+            function(xs, ys)
+            continue
+        with pytest.raises(RuntimeError) as error:
+            function(xs, ys)
+        assert str(error.value) == f"extension_cpp::op: expected {sentence}"
 
 
 def test_indices_are_read_on_the_cpu(ops: Any) -> None:

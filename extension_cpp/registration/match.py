@@ -59,6 +59,7 @@ class Match:
         self.op = op
         self.given: dict[str, Tensor] = {}
         self.bound: dict[str, Bound] = {}
+        self.lists: dict[str, int] = {}  # the lengths of lists of tensors
 
     def __call__(self, name: str, x: Tensor | Sequence[Tensor] | None, dtypes: Dtypes, shape: str = "") -> None:
         """Fails unless x, or each tensor of the list x, is on the first tensor's device and has one of these dtypes and
@@ -66,15 +67,24 @@ class Match:
         if x is None:
             return
         if not isinstance(x, Tensor):
-            for i, each in enumerate(x):
-                self(f"{name}[{i}]", each, dtypes, shape)
-            return
+            return self._check_list(name, x, dtypes, shape)
         self._check_dtypes(name, x, dtypes)
         self.given[name] = x
         if shape.startswith("["):
             self._check_pattern(name, x, [word for word in shape[1:-1].split(", ") if word])
         elif shape:
             self._check_relation(name, x, *shape.rsplit(" ", 1))
+
+    def _check_list(self, name: str, xs: Sequence[Tensor], dtypes: Dtypes, shape: str) -> None:
+        is_first = not self.given
+        like = shape.removeprefix("like ")
+        if like in self.lists:
+            expected = f"expected {name} to have as many tensors as {like}, {self.lists[like]}"
+            checks.check(self.op, len(xs) == self.lists[like], f"{expected}, but got {len(xs)}")
+        for i, x in enumerate(xs):
+            place = f"[{i}]" if like in self.lists else ""
+            self(f"{name}[{i}]", x, SAME if is_first and i > 0 else dtypes, shape + place)
+        self.lists[name] = len(xs)
 
     def sizes(self, name: str, x: Tensor, sizes: Sequence[Any], like: str) -> None:
         """Fails unless x has these sizes, which are those of the result `like`."""

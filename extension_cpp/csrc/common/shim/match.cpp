@@ -123,9 +123,22 @@ void Match::operator()(const char *name, const std::optional<Tensor> &x, Dtypes 
 
 void Match::operator()(const char *name, const std::vector<Tensor> &list, Dtypes dtypes,
                        const char *shape) {
+  const bool is_first = given_.empty();
+  const std::string relation = shape;
+  const List *like = nullptr;
+  for (const List &other : lists_) {
+    if (relation == std::string("like ") + other.name) like = &other;
+  }
+  if (like && like->length != list.size()) {
+    fail(op_, std::string("expected ") + name + " to have as many tensors as " + like->name + ", " +
+                  std::to_string(like->length) + ", but got " + std::to_string(list.size()));
+  }
+  lists_.push_back({name, list.size()});
   for (size_t i = 0; i < list.size(); ++i) {
-    names_.push_back(std::string(name) + "[" + std::to_string(i) + "]");
-    (*this)(names_.back().c_str(), list[i], dtypes, shape);
+    const std::string place = "[" + std::to_string(i) + "]";
+    names_.push_back(name + place);
+    (*this)(names_.back().c_str(), list[i], is_first && i > 0 ? SAME : dtypes,
+            like ? (relation + place).c_str() : shape);
   }
 }
 

@@ -49,6 +49,8 @@ class Match {
                   const char *shape = "");  // None is allowed
   void operator()(const char *name, const std::vector<Tensor> &list, Dtypes dtypes,
                   const char *shape = "");  // each tensor; in messages it is name[i]
+  // The tensors of the first list have one dtype. "like xs" of another list xs: as many tensors,
+  // and each of the shape of its xs[i].
 
   // Fails if a number of the int64 tensor x is negative, or n or more. Numbers are read on the CPU
   // alone, because on a GPU the call would wait for it: a kernel must leave out what is no index.
@@ -67,6 +69,10 @@ class Match {
   struct Given {
     const char *name;
     const Tensor *tensor;
+  };
+  struct List {
+    const char *name;
+    size_t length;
   };
   // The sizes of dimensions [begin, end) of a tensor.
   struct Bound {
@@ -87,6 +93,7 @@ class Match {
   const char *op_;
   std::vector<Given> given_;
   std::vector<Bound> bound_;
+  std::vector<List> lists_;
   std::deque<std::string> names_;  // names of tensors in lists; given_ points to them
 };
 
