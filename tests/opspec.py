@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +45,9 @@ def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -
         length, rest = divmod(len(args) - is_list.count(False), is_list.count(True))
         assert rest == 0, "expected lists of one length and all arguments by position"
         left = iter(args)
-        return function(*([next(left) for _ in range(length)] if many else next(left) for many in is_list), **kwargs)
+        given = ([next(left) for _ in range(length)] if many else next(left) for many in is_list)
+        results = function(*given, **kwargs)
+        return None if results is None else tuple(tree_leaves(results))
 
     return call
 

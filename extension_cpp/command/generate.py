@@ -47,7 +47,10 @@ def launches(operator: Operator) -> list[Launch]:
     read = [each for each in operator.operands.values() if not each.is_written]
     found = [Launch(operator, "forward", read, [*operator.written, *operator.results.values()])]
     if operator.grads:
-        made = [Operand(f"grad_{name}", operator.operands[name].dtype) for name in operator.grads]
+        made = [
+            Operand(f"grad_{name}", operator.operands[name].dtype, is_optional=operator.operands[name].is_optional)
+            for name in operator.grads
+        ]
         found.append(Launch(operator, "backward", backward_inputs(operator), made))
     return found
 
@@ -104,8 +107,8 @@ def tensors_in(expression: str, operator: Operator) -> set[str]:
 def backward_schema(operator: Operator) -> str:
     grads = [f"Tensor grad_{each.name}" for each in operator.differentiable_results]
     kept = [f"Tensor{'?' if each.is_optional else ''} {each.name}" for each in saved(operator)]
-    sizes = [f"SymInt[] {name}_sizes" for name in operator.sizes_of]
-    numbers = [f"{each.type} {each.name}" for each in operator.schema.numbers]
+    sizes = [f"SymInt[]{'?' if operator.operands[name].is_optional else ''} {name}_sizes" for name in operator.sizes_of]
+    numbers = [f"{each.kind} {each.name}" for each in operator.schema.numbers]
     made = [f"Tensor grad_{name}" for name in operator.grads]
     results = f"({', '.join(made)})" if len(made) > 1 else "Tensor"
     return f"{operator.name}_backward({', '.join([*grads, *kept, *sizes, *numbers])}) -> {results}"
@@ -117,8 +120,9 @@ def forward_schema(operator: Operator) -> str:
         each.text.replace("(!)", f"({next(letters)}!)") if each.is_written else each.text
         for each in operator.schema.arguments
     ]
-    names = [f"Tensor {name}" for name in operator.results]
-    results = "()" if not names else "Tensor" if len(names) == 1 else f"({', '.join(names)})"
+    kind = "Tensor[]" if operator.schema.gives_lists else "Tensor"
+    names = [f"{kind} {name}" for name in operator.results]
+    results = "()" if not names else kind if len(names) == 1 else f"({', '.join(names)})"
     return f"{operator.name}({', '.join(arguments)}) -> {results}"
 
 
@@ -136,6 +140,7 @@ def header(operator: Operator) -> str:
         for each in launch.tensors:
             kind = "floating" if each.dtype == "same" else each.dtype
             notes = [kind, "contiguous", *(["NULL if it is None"] if each.is_optional else [])]
+            notes += ["one tensor of the list"] if each.is_list else []
             text += f" *   {each.name:<12} {each.shape or 'any shape'}: {', '.join(notes)}\n"
     text += " * Nothing is written if there are no work items. */\n#pragma once\n\n#include <stdbool.h>\n\n"
     text += '#include "common/dtype.h"\n#include "common/range.h"\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n\n'
@@ -155,6 +160,7 @@ def _fields(launch: Launch) -> list[str]:
     fields += [f"int64_t {each.name}_numel;" for each in launch.tensors]
     fields += [f"int64_t {name};" for name in launch.sizes]
     fields += [f"{NUMBER_TYPES[each.type]} {each.name};" for each in launch.numbers]
+    fields += [f"bool has_{each.name};" for each in launch.numbers if each.is_optional]
     return [*fields, "int64_t items;", "dtype_t dtype;"]
 
 

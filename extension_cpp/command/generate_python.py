@@ -7,11 +7,14 @@ from .generate import backward_inputs, backward_schema, forward_schema, grads_ou
 from .roles import Operand, Operator, Part, parts
 from .schema import Argument
 
-NUMBERS = {"int": "int", "SymInt": "int", "float": "float", "bool": "bool"}
-
 
 def _annotation(argument: Argument) -> str:
-    return ("Tensor" if argument.is_tensor else NUMBERS[argument.type]) + (" | None" if argument.is_optional else "")
+    kind = "Sequence[Tensor]" if argument.is_list else {"SymInt": "int"}.get(argument.type, argument.type)
+    return kind + _or_none(argument)
+
+
+def _or_none(each: Argument | Operand) -> str:
+    return " | None" if each.is_optional else ""
 
 
 def _parameters(operator: Operator, defaults: bool = False) -> str:
@@ -25,8 +28,9 @@ def _names(operator: Operator) -> str:
     return ", ".join(each.name for each in operator.schema.arguments)
 
 
-def _results_type(count: int) -> str:
-    return "None" if count == 0 else "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+def _results_type(count: int, are_lists: bool = False) -> str:
+    kind = "list[Tensor]" if are_lists else "Tensor"
+    return "None" if count == 0 else kind if count == 1 else f"tuple[{', '.join([kind] * count)}]"
 
 
 def _dtypes(operand: Operand, is_first: bool) -> str:
@@ -78,10 +82,11 @@ def docstring(operator: Operator) -> str:
     for each in operator.schema.arguments:
         operand = operator.operands.get(each.name)
         if operand is None:
-            text += f"    {each.name}: {NUMBERS[each.type]}.\n"
+            text += f"    {each.name}: {_annotation(each)}.\n"
             continue
         kind = "floating point" if operand.dtype == "same" else operand.dtype
         of_shape = f"shape {operand.shape}" if operand.shape.startswith("[") else operand.shape or "any shape"
+        of_shape = f"list of tensors of {of_shape}" if operand.is_list else of_shape
         notes = "; None is allowed" if operand.is_optional else "; it is written" if operand.is_written else ""
         text += f"    {each.name}: {kind}, {of_shape}{notes}.\n"
     results = [
@@ -105,14 +110,14 @@ def functional(operator: Operator) -> str:
     dtypes |= {_dtypes(each, number == 0) for number, each in enumerate(checked)}
     imported = sorted(each for each in dtypes if not each.startswith("("))
     text = f'"""{name}: the public function, and what ops.py registers for its operators."""\n\n'
-    text += "from collections.abc import Sequence\n" if operator.sizes_of else ""
+    text += "from collections.abc import Sequence\n" if operator.sizes_of or operator.schema.has_lists else ""
     text += "from typing import Any\n" if operator.grads else ""
-    text += "\n" if operator.grads else ""
+    text += "\n" if operator.grads or operator.schema.has_lists else ""
     text += "from torch import Tensor\n\n"
     text += "from .. import _ops, reference\nfrom ..registration.autograd import Gradients\n" if operator.grads else ""
     text += "" if operator.grads else "from ..registration.calls import own_ops\n"
     text += f"from ..registration.match import {', '.join([*imported, 'Match'])}\n\n\n"
-    results = _results_type(len(operator.results))
+    results = _results_type(len(operator.results), operator.schema.gives_lists)
     text += f"def {name}({_parameters(operator, defaults=True)}) -> {results}:\n"
     quoted = '"""' + docstring(operator) + '"""'
     text += body(quoted.splitlines())
@@ -132,8 +137,15 @@ def functional(operator: Operator) -> str:
 
 def _fake(operator: Operator) -> str:
     sizes = {name: f"{name}.shape" for name in operator.operands}
-    made = [_new(each, operator.first, python_shape(each.shape, operator, sizes)) for each in operator.results.values()]
-    text = f"def {operator.name}_fake({_parameters(operator)}) -> {_results_type(len(made))}:\n"
+    if operator.schema.gives_lists:
+        made = [f"[{_new(each, 'x', 'x.shape')} for x in {each.shape}]" for each in operator.results.values()]
+    else:
+        shapes = (python_shape(each.shape, operator, sizes) for each in operator.results.values())
+        made = [
+            _new(each, operator.first, shape) for each, shape in zip(operator.results.values(), shapes, strict=True)
+        ]
+    results = _results_type(len(made), operator.schema.gives_lists)
+    text = f"def {operator.name}_fake({_parameters(operator)}) -> {results}:\n"
     text += body(_matches(operator.name, [*operator.operands.values()]))
     return text + (body([f"return {', '.join(made)}"]) if made else "") + "\n\n"
 
@@ -147,9 +159,9 @@ def _backward_fake(operator: Operator) -> str:
     op = f"{operator.name}_backward"
     kept, grads = saved(operator), grads_out(operator)
     parameters = [f"{each.name}: Tensor" for each in grads]
-    parameters += [f"{each.name}: Tensor{' | None' if each.is_optional else ''}" for each in kept]
-    parameters += [f"{name}_sizes: Sequence[int]" for name in operator.sizes_of]
-    parameters += [f"{each.name}: {NUMBERS[each.type]}" for each in operator.schema.numbers]
+    parameters += [f"{each.name}: Tensor{_or_none(each)}" for each in kept]
+    parameters += [f"{name}_sizes: Sequence[int]{_or_none(operator.operands[name])}" for name in operator.sizes_of]
+    parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
     known = {name: text.replace(".sizes()", ".shape") for name, text in in_backward(operator).items()}
     text = f"def {op}_fake({', '.join(parameters)}) -> {_results_type(len(operator.grads))}:\n"
     text += body(_matches(op, backward_inputs(operator)))
@@ -158,10 +170,12 @@ def _backward_fake(operator: Operator) -> str:
             sizes = python_shape(result.shape, operator, known)
             text += body([f'match.sizes("{grad.name}", {grad.name}, {sizes}, "{result.name}")'])
     first = backward_inputs(operator)[0].name
-    made = [
-        _new(Operand(name, operator.operands[name].dtype), first, known.get(name, f"{name}.shape"))
-        for name in operator.grads
-    ]
+    made = []
+    for name in operator.grads:
+        operand, given = operator.operands[name], f"{name}_sizes" if name in operator.sizes_of else name
+        sizes = given if name in operator.sizes_of else f"{name}.shape"
+        sizes = f"[0] if {given} is None else {sizes}" if operand.is_optional else sizes
+        made.append(_new(Operand(name, operand.dtype), first, sizes))
     return text + body([f"return {', '.join(made)}"]) + "\n\n"
 
 
@@ -176,7 +190,9 @@ def _setup_context(operator: Operator) -> str:
 
     kept = ", ".join(place(each.name) for each in saved(operator))
     texts = [f"ctx.save_for_backward({kept})"]
-    texts += [f"ctx.{name}_sizes = {place(name)}.shape" for name in operator.sizes_of]
+    for name in operator.sizes_of:
+        is_none = f"None if {place(name)} is None else " if operator.operands[name].is_optional else ""
+        texts.append(f"ctx.{name}_sizes = {is_none}{place(name)}.shape")
     texts += [f"ctx.{each.name} = {place(each.name)}" for each in operator.schema.numbers]
     whole = [place(each.name) for each in operator.results.values() if each not in operator.differentiable_results]
     texts += [f"ctx.mark_non_differentiable({', '.join(whole)})"] if whole else []
@@ -236,7 +252,8 @@ def entry(operator: Operator) -> str:
 
 def reference(operator: Operator, file: str, line: int) -> str:
     """The function for reference.py. It stands at this line, and says so until it is written."""
-    text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {_results_type(len(operator.results))}:\n"
+    results = _results_type(len(operator.results), operator.schema.gives_lists)
+    text = f"def {operator.name}({_parameters(operator, defaults=True)}) -> {results}:\n"
     return text + f'    raise NotImplementedError("write the formula of {operator.name} in {file}:{line + 1}")\n'
 
 
@@ -250,10 +267,10 @@ def stub(operator: Operator) -> str:
         for each in operator.schema.arguments
     ]
     text = f"def {operator.name}({', '.join(parameters)}, /) -> {_results_type(count)}: ...\n"
-    kept = [f"{each.name}: Tensor{' | None' if each.is_optional else ''}" for each in saved(operator)]
+    kept = [f"{each.name}: Tensor{_or_none(each)}" for each in saved(operator)]
     parameters = [*(f"{each.name}: Tensor" for each in grads_out(operator)), *kept]
-    parameters += [f"{name}_sizes: Sequence[int]" for name in operator.sizes_of]
-    parameters += [f"{each.name}: {NUMBERS[each.type]}" for each in operator.schema.numbers]
+    parameters += [f"{name}_sizes: Sequence[int]{_or_none(operator.operands[name])}" for name in operator.sizes_of]
+    parameters += [f"{each.name}: {_annotation(each)}" for each in operator.schema.numbers]
     results = _results_type(len(operator.grads))
     return text + f"def {operator.name}_backward({', '.join(parameters)}, /) -> {results}: ...\n"
 

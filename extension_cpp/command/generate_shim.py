@@ -13,6 +13,7 @@ from .generate import (
     tensors_in,
 )
 from .roles import Operand, Operator, Part, parts
+from .schema import Argument
 
 SCALAR_TYPES = {
     "float64": "Double",
@@ -60,16 +61,34 @@ def _scalar(operand: Operand) -> str:
     return "dtype" if operand.dtype == "same" else f"ScalarType::{SCALAR_TYPES[operand.dtype]}"
 
 
-def _parameter(operand: Operand) -> str:
-    return f"const {'std::optional<Tensor>' if operand.is_optional else 'Tensor'} &{operand.name}"
+def _parameter(operand: Operand, of_list: bool = False) -> str:
+    """`of_list`: a list itself, and not the tensor of it that one launch gets."""
+    is_list = of_list and operand.is_list
+    kind = "std::optional<Tensor>" if operand.is_optional else "std::vector<Tensor>" if is_list else "Tensor"
+    return f"const {kind} &{operand.name}"
+
+
+def _number(argument: Argument) -> str:
+    kind = NUMBER_TYPES[argument.type]
+    return f"std::optional<{kind}> {argument.name}" if argument.is_optional else f"{kind} {argument.name}"
 
 
 def _returned(names: list[str]) -> str:
     return "" if not names else names[0] if len(names) == 1 else f"{{{', '.join(names)}}}"
 
 
-def _result_type(count: int) -> str:
-    return "void" if count == 0 else "Tensor" if count == 1 else f"std::tuple<{', '.join(['Tensor'] * count)}>"
+def _result_type(count: int, kind: str = "Tensor") -> str:
+    return "void" if count == 0 else kind if count == 1 else f"std::tuple<{', '.join([kind] * count)}>"
+
+
+def _pointer(tensor: Operand, is_input: bool) -> str:
+    name = tensor.name
+    dense = f"{name}_dense" if is_input or tensor.is_written else name
+    if is_input and tensor.is_optional:
+        text = f"  if ({dense}) args.{name} = {dense}->const_data_ptr();\n"
+        return text + f"  if ({dense}) args.{name}_numel = {dense}->numel();\n"
+    const = "const" if is_input else "mutable"
+    return f"  args.{name} = {dense}.{const}_data_ptr();\n  args.{name}_numel = {dense}.numel();\n"
 
 
 def _call(launch: Launch, items: str, returned: str) -> str:
@@ -86,16 +105,12 @@ def _call(launch: Launch, items: str, returned: str) -> str:
     for each in (each for each in launch.outputs if each.is_written):
         text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
     text += f"  {launch.name}_args args{{}};\n"
-    for each in launch.tensors:
-        dense = f"{each.name}_dense" if each in launch.inputs or each.is_written else each.name
-        const = "const" if each in launch.inputs else "mutable"
-        if each.is_optional:
-            text += f"  if ({dense}) args.{each.name} = {dense}->const_data_ptr();\n"
-            text += f"  if ({dense}) args.{each.name}_numel = {dense}->numel();\n"
-        else:
-            text += f"  args.{each.name} = {dense}.{const}_data_ptr();\n  args.{each.name}_numel = {dense}.numel();\n"
+    for tensor in launch.tensors:
+        text += _pointer(tensor, tensor in launch.inputs)
     text += lines(f'args.{name} = match.size("{name}");' for name in launch.sizes)
-    text += lines(f"args.{each.name} = {each.name};" for each in launch.numbers)
+    for number in launch.numbers:
+        text += f"  args.{number.name} = {number.name}{'.value_or(0)' if number.is_optional else ''};\n"
+        text += f"  args.has_{number.name} = {number.name}.has_value();\n" if number.is_optional else ""
     text += f"  args.items = {items};\n  args.dtype = dtype;\n"
     text += f"  launch(op, KERNEL({launch.name}), args, {first}, args.items, 1);\n"
     return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
@@ -120,38 +135,78 @@ def _matches(operands: list[Operand]) -> str:
     )
 
 
-def _forward(operator: Operator) -> str:
-    launch, names = launches(operator)[0], list(operator.results)
-    parameters = [
-        _parameter(operator.operands[each.name]) if each.is_tensor else f"{NUMBER_TYPES[each.type]} {each.name}"
-        for each in operator.schema.arguments
-    ]
-    text = f"static {_result_type(len(names))} forward({', '.join(parameters)}) {{\n"
-    text += f'  const char *op = "{operator.name}";\n  Match match(op);\n' + _matches(list(operator.operands.values()))
+def _checks(operator: Operator) -> str:
+    """The op's name and its checks."""
+    text = f'  const char *op = "{operator.name}";\n  Match match(op);\n' + _matches(list(operator.operands.values()))
     for each in operator.operands.values():
         if each.below:
             sizes = cpp_shape(f"[{each.below}]", operator, of_operands(operator))
             text += f'  match.index("{each.name}", {each.name}, product_of({sizes}));\n'
     for each in operator.written:
-        text += f'  check_writable(op, "{each.name}", {each.name});\n'
-        for other in operator.operands.values():
-            if other is not each and not other.is_optional:
-                text += f'  check_no_partial_overlap(op, "{each.name}", {each.name}, "{other.name}", {other.name});\n'
-    text += "  const dtype_t dtype = match.dtype();\n"
+        others = [other for other in operator.operands.values() if other is not each and not other.is_optional]
+        if each.is_list:
+            text += f"  for (size_t i = 0; i < {each.name}.size(); ++i) {{\n"
+            text += '    const std::string place = "[" + std::to_string(i) + "]";\n'
+        text += f"  check_writable(op, {_named(each)});\n"
+        text += lines(f"check_no_partial_overlap(op, {_named(each)}, {_named(other)});" for other in others)
+        text += "  }\n" if each.is_list else ""
+    return text
+
+
+def _named(operand: Operand) -> str:
+    """A tensor behind its name. Of a list it is that at i."""
+    name = operand.name
+    return f'("{name}" + place).c_str(), {name}[i]' if operand.is_list else f'"{name}", {name}'
+
+
+def _one_call(operator: Operator) -> str:
+    """The results and the launch."""
+    text = "  const dtype_t dtype = match.dtype();\n"
     for result in operator.results.values():
         shape = cpp_shape(result.shape, operator, of_operands(operator))
         text += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
-    returned = _returned(names)
+    launch, returned = launches(operator)[0], _returned([*operator.results])
     text += _call(launch, _items(operator, launch), returned)
     return text + (f"  return {returned};\n" if returned else "") + "}\n"
+
+
+def _forward(operator: Operator) -> str:
+    count = len(operator.results)
+    parameters = [
+        _parameter(operator.operands[each.name], of_list=True) if each.is_tensor else _number(each)
+        for each in operator.schema.arguments
+    ]
+    if not operator.schema.has_lists:
+        text = f"static {_result_type(count)} forward({', '.join(parameters)}) {{\n"
+        return text + _checks(operator) + _one_call(operator)
+    singles = [
+        _parameter(operator.operands[each.name]) if each.is_tensor else _number(each)
+        for each in operator.schema.arguments
+    ]
+    text = "// Reads and writes one tensor of each list.\n"
+    text += f"static {_result_type(count)} one(const Match &match, {', '.join(singles)}) {{\n"
+    text += f'  const char *op = "{operator.name}";\n' + _one_call(operator)
+    text += f"\nstatic {_result_type(count, 'std::vector<Tensor>')} forward({', '.join(parameters)}) {{\n"
+    text += _checks(operator) + lines(f"std::vector<Tensor> {name};" for name in operator.results)
+    lists = {each.name for each in operator.operands.values() if each.is_list}
+    given = (f"{each.name}[i]" if each.name in lists else each.name for each in operator.schema.arguments)
+    text += f"  for (size_t i = 0; i < {operator.first}.size(); ++i) {{\n"
+    call = f"one(match, {', '.join(given)})"
+    made = ", ".join(f"{name}_i" for name in operator.results)
+    kept = f"const auto [{made}] = " if count > 1 else f"const Tensor {made} = " if count else ""
+    text += f"    {kept}{call};\n"
+    text += lines((f"{name}.push_back({name}_i);" for name in operator.results), "    ") + "  }\n"
+    return text + (f"  return {_returned([*operator.results])};\n" if count else "") + "}\n"
 
 
 def _backward(operator: Operator) -> str:
     launch = launches(operator)[1]
     grads, kept, known = grads_out(operator), saved(operator), in_backward(operator)
     parameters = [*map(_parameter, [*grads, *kept])]
-    parameters += [f"const std::vector<int64_t> &{name}_sizes" for name in operator.sizes_of]
-    parameters += [f"{NUMBER_TYPES[each.type]} {each.name}" for each in operator.schema.numbers]
+    for name in operator.sizes_of:
+        kind = "std::optional<std::vector<int64_t>>" if operator.operands[name].is_optional else "std::vector<int64_t>"
+        parameters.append(f"const {kind} &{name}_sizes")
+    parameters += [_number(each) for each in operator.schema.numbers]
     text = f"static {_result_type(len(launch.outputs))} backward({', '.join(parameters)}) {{\n"
     text += f'  const char *op = "{operator.name}_backward";\n  Match match(op);\n' + _matches(launch.inputs)
     for result, grad in zip(operator.differentiable_results, grads, strict=True):
@@ -161,10 +216,19 @@ def _backward(operator: Operator) -> str:
     first = launch.inputs[0].name
     text += "  const dtype_t dtype = match.dtype();\n"
     for name, made in zip(operator.grads, launch.outputs, strict=True):
-        sizes = f"{name}_sizes" if name in operator.sizes_of else f"{name}.sizes()"
-        text += f"  const Tensor {made.name} = allocate({sizes}, {_scalar(made)}, {first});\n"
+        text += f"  const Tensor {made.name} = {_gradient(name, made, operator, first)};\n"
     returned = _returned([each.name for each in launch.outputs])
     return text + _call(launch, _items(operator, launch), returned) + f"  return {returned};\n}}\n"
+
+
+def _gradient(name: str, made: Operand, operator: Operator, like: str) -> str:
+    """The allocation of a gradient. That of a tensor that is None has no elements."""
+    is_saved = name not in operator.sizes_of
+    if not made.is_optional:
+        return f"allocate({f'{name}.sizes()' if is_saved else f'{name}_sizes'}, {_scalar(made)}, {like})"
+    given, sizes = (name, f"{name}->sizes()") if is_saved else (f"{name}_sizes", f"*{name}_sizes")
+    rest = f"{_scalar(made)}, {like})"
+    return f"{given} ? allocate({sizes}, {rest} : allocate(std::vector<int64_t>{{0}}, {rest}"
 
 
 def shim(operator: Operator) -> str:

@@ -25,28 +25,34 @@ def spec(operator: Operator) -> str:
     text += f"    reference=extension_cpp.reference.{name},\n    sample_inputs=sample_inputs,\n"
     text += "    error_inputs=error_inputs,\n"
     text += "    bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward="
-    text += (
-        f"{3 if operator.grads else 0}),\n    keeps_strides=False,\n    launches=(1, {int(bool(operator.grads))}),\n"
-    )
+    text += f"{3 if operator.grads else 0}),\n    keeps_strides=False,\n"
+    text += f"    launches=({2 if operator.schema.has_lists else 1}, {int(bool(operator.grads))}),\n"
     text += "    second_order=False,\n"
     if options:
         values = (f'"{each.name}": ({"True" if each.is_tensor else OTHERS[each.type]},)' for each in options)
         text += f"    options=Options({{{', '.join(values)}}}, with_options),\n"
     if not operator.grads:
         text += "    differentiable=False,\n"
+    lists = [each.name for each in operator.operands.values() if each.is_list]
+    text += f"    lists={_quoted(lists)},\n" if lists else ""
     if operator.written:
-        text += "    mutates=(" + "".join(f'"{each.name}", ' for each in operator.written).rstrip() + "),\n"
+        text += "    mutates=" + _quoted([each.name for each in operator.written]) + ",\n"
     dtypes = [
         f"torch.{each.dtype}" if each.dtype.startswith("float") else "None" for each in _battery_results(operator)
     ]
     if set(dtypes) - {"None"}:
-        text += f"    result_dtypes=({', '.join(dtypes)},),\n"
+        text += f"    result_dtypes=({', '.join(dtypes)}{',' if len(dtypes) == 1 else ''}),\n"
     return text + ")\n"
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
-    """The results as the battery sees them: the written arguments are the last ones."""
-    return [*operator.results.values(), *operator.written]
+    """The results as the battery sees them: the written arguments are the last ones, and a list is two tensors."""
+    copies = 2 if operator.schema.has_lists else 1
+    return [each for each in (*operator.results.values(), *operator.written) for _ in range(copies)]
+
+
+def _quoted(names: list[str]) -> str:
+    return "(" + ", ".join(f'"{name}"' for name in names) + (",)" if len(names) == 1 else ")")
 
 
 def _sizes(first: Operand, used: set[str]) -> list[str]:
@@ -99,6 +105,14 @@ def _sample(operator: Operator) -> list[str]:
 
 
 def _tensor(operand: Operand, shape: str, operator: Operator) -> str:
+    """A sample's argument as an expression."""
+    if operand.is_list:
+        shapes = "(shape, shape[:1])" if operand.name == operator.first else f"(x.shape for x in {operator.first})"
+        return f"[{_one_tensor(operand, 'each', operator)} for each in {shapes}]"
+    return _one_tensor(operand, shape, operator)
+
+
+def _one_tensor(operand: Operand, shape: str, operator: Operator) -> str:
     device = operator.first
     if operand.dtype == "same":
         needs = operand.name in operator.grads
@@ -140,13 +154,15 @@ def _errors(operator: Operator) -> list[str]:
         operand = operator.operands.get(each.name)
         if operand is None:
             continue
+        name, like = (f"{x.name}[0]" if x.is_list else x.name for x in (operand, first))
         if operand is first:
-            wrong, message = "int()", f"{each.name} to be {dtypes}, but got int32"
+            wrong, message = "int()", f"{name} to be {dtypes}, but got int32"
         elif operand.dtype == "same":
-            wrong, message = "double()", f"{each.name} to be float32 like {first.name}, but got float64"
+            wrong, message = "double()", f"{name} to be float32 like {like}, but got float64"
         else:
-            wrong, message = "to(torch.int16)", f"{each.name} to be {operand.dtype}, but got int16"
-        given = f"with_argument({place}, sample.args[{place}].{wrong})"
+            wrong, message = "to(torch.int16)", f"{name} to be {operand.dtype}, but got int16"
+        argument = f"[x.{wrong} for x in sample.args[{place}]]" if operand.is_list else f"sample.args[{place}].{wrong}"
+        given = f"with_argument({place}, {argument})"
         lines.append(f'yield ErrorSample({given}, f"{{op}} {message}")')
     return lines
 
@@ -170,6 +186,10 @@ def test(operator: Operator) -> str:
     )
     if not operator.results:
         return text + body(["assert results is None"])
+    if operator.schema.gives_lists:
+        many = f"({'results,' if len(operator.results) == 1 else '*results,'})"
+        expected = f"[{', '.join(f'[{each}] * 2' for each in _dtypes_of_results(operator)[1:-1].split(', '))}]"
+        return text + body([f"assert [[x.dtype for x in each] for each in {many}] == {expected}"])
     if len(operator.results) == 1:
         return text + body([f"assert results.dtype == {_dtypes_of_results(operator)[1:-1]}"])
     return text + body([f"assert [x.dtype for x in results] == {_dtypes_of_results(operator)}"])

@@ -35,6 +35,7 @@ class Operand:
     shape: str = ""  # a pattern of match.h
     is_optional: bool = False
     is_written: bool = False
+    is_list: bool = False
     below: str = ""  # an index: the expression of which its numbers are below
 
 
@@ -98,7 +99,7 @@ def describe(
     for each in dtype.values():
         if each not in C_TYPES:
             raise CannotMake(f"expected a dtype of {', '.join(C_TYPES)}, but got '{each}'")
-    operands = {each.name: _operand(each, names[0], dtype) for each in schema.tensors}
+    operands = {each.name: _operand(each, schema.tensors[0], dtype) for each in schema.tensors}
     for name, role in pairs(roles, "--role", names).items():
         _give_role(operands[name], role, names[: names.index(name)])
     if operands[names[0]].dtype != "same":
@@ -112,6 +113,7 @@ def describe(
     results = {name: Operand(name, dtype.get(name, "same"), given.get(name, names[0])) for name in schema.results}
     operator = Operator(schema, operands, results, list(grads or []), list(saved if saved is not None else names), work)
     _check_names(operator)
+    _check_roles_of_lists(operator)
     _check_gradients(operator)
     for number, result in enumerate(results.values()):
         _check_shape(result.shape, operator, f"the shape of {result.name}", list(results)[:number])
@@ -157,6 +159,32 @@ def _check_work(operator: Operator) -> None:
         raise CannotMake(f"expected --work flat, rows or items=SHAPE, but got '{work}'")
 
 
+def _check_roles_of_lists(operator: Operator) -> None:
+    if not operator.schema.has_lists:
+        return
+    if operator.work != "flat":
+        raise CannotMake(f"expected --work flat with lists, but got {operator.work}")
+    lists = [each.name for each in operator.operands.values() if each.is_list]
+    for each in operator.operands.values():
+        relation, _, of = each.shape.rpartition(" ")
+        fits = each.shape == "" or (each.is_list and relation == "like" and of in lists)
+        if not fits or each.below:
+            got = each.shape or f"index:{each.below}"
+            raise CannotMake(
+                f"expected the role any or, of lists, like:LIST beside lists, but got {got} of {each.name}"
+            )
+    for each in operator.results.values():
+        if each.shape not in lists:
+            raise CannotMake(
+                f"expected the shape of {each.name} to be a list of {', '.join(lists)}, but got {each.shape}"
+            )
+    if operator.grads:
+        raise CannotMake(
+            "expected no --grad with lists: torch.library.register_autograd takes them, but torch.func.grad and vmap "
+            "then raise, and jvp gives 0"
+        )
+
+
 def words_of(pattern: str) -> list[str]:
     """The words of "[*, n, 4]"; none of other roles."""
     return [word.strip() for word in pattern[1:-1].split(",")] if pattern.startswith("[") else []
@@ -176,10 +204,13 @@ def _pattern(role: str, name: str) -> str:
 
 def _check_supported(schema: Schema) -> None:
     for each in schema.arguments:
-        kind = "a keyword-only argument" if each.keyword_only else "a list" if each.is_list else ""
-        kind = "an optional number" if each.is_optional and not each.is_tensor else kind
-        if kind:
-            raise CannotMake(f"{each.name} is {kind}: `new --schema` cannot write it yet, so begin with --kind")
+        if each.keyword_only:
+            raise CannotMake(
+                f"{each.name} is a keyword-only argument: write the schema without *, as Python names it, too"
+            )
+        if each.is_list and (not each.is_tensor or each.is_optional):
+            raise CannotMake(f"{each.name} is {each.kind}: of lists `new --schema` writes Tensor[] alone")
+    _check_lists(schema)
     if not schema.tensors or schema.tensors[0].is_optional:
         raise CannotMake("expected a first tensor that is not optional")
     if any(each.is_written for each in schema.tensors) == bool(schema.results):
@@ -189,17 +220,32 @@ def _check_supported(schema: Schema) -> None:
         raise CannotMake(f"expected names for the results that no argument has, but got {min(taken)}")
 
 
-def _operand(argument: Argument, first: str, dtype: dict[str, str]) -> Operand:
+def _check_lists(schema: Schema) -> None:
+    """A kernel is launched for each place of the lists, so all are read and written by place."""
+    if not schema.has_lists:
+        return
+    if not schema.tensors or not schema.tensors[0].is_list:
+        raise CannotMake("expected a list as the first tensor, because the others have its length")
+    if schema.results and not schema.gives_lists:
+        raise CannotMake("expected results of Tensor[], one tensor for each of the list")
+    single = next((each.name for each in schema.arguments if each.is_written and not each.is_list), None)
+    if single is not None:
+        raise CannotMake(f"expected {single} to be a list, because each of the launches would write it")
+
+
+def _operand(argument: Argument, first: Argument, dtype: dict[str, str]) -> Operand:
     name = argument.name
-    operand = Operand(name, dtype.get(name, "same"), "", argument.is_optional, argument.is_written)
-    if name == first:
+    operand = Operand(name, dtype.get(name, "same"), "", argument.is_optional, argument.is_written, argument.is_list)
+    if argument is first:
         return operand
     if MASK.fullmatch(name):
-        operand.dtype, operand.shape = dtype.get(name, "bool"), f"broadcasts to {first}"
+        operand.dtype, operand.shape = dtype.get(name, "bool"), f"broadcasts to {first.name}"
     elif INDEX.fullmatch(name):
         operand.dtype = dtype.get(name, "int64")
     else:
-        operand.shape = "[n]" if name in VECTORS else f"like {first}"
+        operand.shape = "[n]" if name in VECTORS and not first.is_list else f"like {first.name}"
+    if first.is_list and not argument.is_list:
+        operand.shape = ""
     return operand
 
 
@@ -236,8 +282,6 @@ def _check_gradients(operator: Operator) -> None:
         if operand is None or operand.dtype not in DIFFERENTIABLE:
             got = f"'{name}'" if operand is None else f"{name}, which is {operand.dtype}"
             raise CannotMake(f"expected --grad with names of floating-point tensors of the schema, but got {got}")
-        if operand.is_optional:
-            raise CannotMake(f"{name} is optional: `new --schema` cannot write its gradient yet")
     if operator.grads and operator.written:
         raise CannotMake("expected no --grad: an operator that writes into an argument has no derivative")
     if operator.grads and not operator.differentiable_results:

@@ -40,11 +40,15 @@ class Argument:
         return self.type == "Tensor"
 
     @property
+    def kind(self) -> str:
+        """Its type as in a schema: "int?"."""
+        written = "(!)" if self.is_written else ""
+        return f"{self.type}{written}{'[]' if self.is_list else ''}{'?' if self.is_optional else ''}"
+
+    @property
     def text(self) -> str:
         """As in a schema."""
-        kind = self.type + ("(!)" if self.is_written else "") + ("[]" if self.is_list else "")
-        default = "" if self.default is None else f"={self.default}"
-        return f"{kind}{'?' if self.is_optional else ''} {self.name}{default}"
+        return f"{self.kind} {self.name}" + ("" if self.default is None else f"={self.default}")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Schema:
     name: str
     arguments: tuple[Argument, ...]
     results: tuple[str, ...]  # the names; a single result without a name is "out"
+    gives_lists: bool = False  # each result is a list of tensors
+
+    @property
+    def has_lists(self) -> bool:
+        return self.gives_lists or any(each.is_list for each in self.arguments)
 
     @property
     def tensors(self) -> list[Argument]:
@@ -121,11 +130,11 @@ def parse(text: str) -> Schema:
             reader.expect(",")
         arguments.append(_argument(reader, keyword_only, {each.name for each in arguments}))
     reader.expect("->")
-    results = _results(reader)
+    results, gives_lists = _results(reader)
     if reader.peek():
         raise reader.fail("the end of the schema")
     _check_defaults(arguments)
-    return Schema(name, tuple(arguments), results)
+    return Schema(name, tuple(arguments), results, gives_lists)
 
 
 def _check_defaults(arguments: list[Argument]) -> None:
@@ -179,14 +188,20 @@ def _default(reader: _Reader) -> str:
     return f"[{', '.join(words)}]"
 
 
-def _results(reader: _Reader) -> tuple[str, ...]:
+def _results(reader: _Reader) -> tuple[tuple[str, ...], bool]:
+    """The names, and whether each result is a list."""
     if not reader.accept("("):
         reader.expect("Tensor")
-        return (reader.take() if reader.peek() else "out",)
+        is_list = reader.accept("[]")
+        return (reader.take() if reader.peek() else "out",), is_list
     names: list[str] = []
+    are_lists: set[bool] = set()
     while not reader.accept(")"):
         if names:
             reader.expect(",")
         reader.expect("Tensor")
+        are_lists.add(reader.accept("[]"))
         names.append(reader.name("the result's name"))
-    return tuple(names)
+    if len(are_lists) > 1:
+        raise CannotMake("expected results that are all tensors or all lists of tensors")
+    return tuple(names), True in are_lists

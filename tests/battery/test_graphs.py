@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.battery import OPCHECKS, SPECS, both_overloads, calls_of_every_order, every_differentiable_op, every_op
 from tests.checks import (
@@ -254,6 +254,8 @@ def test_captured_graphs_train(
     runs all samples where gradients are recorded, and one sample per op under no_grad, where the same code decides."""
     if capture == "jit.trace" and sys.version_info >= (3, 14):
         pytest.skip("torch.jit does not support Python 3.14")
+    if capture == "jit.trace" and spec.lists and spec.mutates:
+        pytest.skip("torch.jit.trace loses calls of custom operators that write into lists")
     every = gradients or request.config.getoption("--slow")
     for sample in itertools.islice(spec.sample_inputs(maker(device, torch.float32), (5, 33)), None if every else 1):
         module, x = OneCall(spec, sample), sample.args[0].detach()
@@ -265,7 +267,7 @@ def test_captured_graphs_train(
             leaf = x.clone().requires_grad_(spec.differentiable)
             outputs = each(leaf)
             if not spec.differentiable:
-                results.append([*outputs])
+                results.append(tree_leaves(outputs))  # torch.fx gives a list as one result
                 continue
             trained = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(trained, [random_grad()(output) for output in trained])

@@ -37,16 +37,14 @@ def _on_meta(sample: ErrorSample) -> ErrorSample:
     """The same call on meta tensors. Tensors that share memory also share it there."""
     storages: dict[int, torch.Tensor] = {}
 
-    def one(x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
+    def one(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
         flat = torch.empty(storage.nbytes() // x.itemsize, dtype=x.dtype, device="meta")
         flat = storages.setdefault(storage.data_ptr(), flat)
         return flat.as_strided(x.shape, x.stride(), x.storage_offset()).requires_grad_(x.requires_grad)
 
-    kwargs = {key: one(x) for key, x in sample.kwargs.items()}
-    return ErrorSample(tuple(one(x) for x in sample.args), sample.message, kwargs)
+    args, kwargs = tree_map_only(torch.Tensor, one, (sample.args, sample.kwargs))
+    return ErrorSample(args, sample.message, kwargs)
 
 
 @every_op
@@ -65,6 +63,8 @@ def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> Non
 
 def _wrong(name: str, x: Any, others: dict[str, Any]) -> Iterator[Any]:
     """Values of argument `name` that an operator must refuse, given its other arguments."""
+    if isinstance(x, list) and x and isinstance(x[0], torch.Tensor):
+        yield from ([wrong, *x[1:]] for wrong in (x[0].cfloat(), x[0].int()) if x[0].is_floating_point())
     if isinstance(x, torch.Tensor):
         yield x.cfloat() if x.is_floating_point() else x.float()
         yield x.int()
@@ -104,7 +104,7 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
                     message = str(error.value)
                     assert message.startswith(f"{called._schema.name}: expected "), message
                     assert re.search(rf"\b({name}|dim|seed)\b", message), message
-                    fake = mode.from_tensor(wrong) if isinstance(wrong, torch.Tensor) else wrong
+                    fake = tree_map_only(torch.Tensor, mode.from_tensor, wrong)
                     with mode, pytest.raises(RuntimeError) as fake_error:
                         op(*fakes[:i], fake, *fakes[i + 1 :], **kwargs)
                     assert str(fake_error.value) == message

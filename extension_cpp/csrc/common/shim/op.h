@@ -163,8 +163,8 @@ void *current_cuda_stream(const Tensor &x);
 void check_cuda(const char *op, int error);
 
 // Runs the kernel on x's device. On the CPU it runs over `items` work items; a thread gets at least
-// `grain`. An op without work returns before it launches. On a GPU a grid of no CTAs is an error. On
-// the CPU 0 items are refused, so that tests without a GPU see a missing return.
+// `grain`. An op without work returns before it launches. On a GPU a grid of no CTAs is an error.
+// On the CPU 0 items are refused, so that tests without a GPU see a missing return.
 template <typename Args>
 void launch(const char *op, const Kernel<Args> &kernel, Args &args, const Tensor &x, int64_t items,
             int64_t grain) {
