@@ -81,11 +81,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """A test of an op whose kernels lack the formula says where it is to be written."""
     report = yield
-    spec = item.callspec.params.get("spec") if hasattr(item, "callspec") else None
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    spec = values.get("spec")
     if report.failed and spec is not None:
         from tests.judge import unwritten
 
-        place = unwritten(spec.name)
+        place = unwritten(spec.name, values.get("device"))
         if place:
             report.longrepr.addsection("kernels", place)
     return report

@@ -180,6 +180,7 @@ class OpSpec:
     # The arguments that are lists of tensors. The battery gets samples, `function` and `reference` with each tensor as
     # an argument of its own, named "xs[0]". All lists of all samples have two tensors.
     lists: tuple[str, ...] = ()
+    unknown_sizes: bool = False  # the shape of a result depends on values
     # The arguments that the op writes. The battery calls `function` and `reference` on copies of them, which are then
     # further results; `in_place` is the function itself.
     mutates: tuple[str, ...] = ()

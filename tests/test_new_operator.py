@@ -75,6 +75,8 @@ def test_the_column_of_a_wrong_schema_is_named(text: str, sentence: str) -> None
         (["f(Tensor[] x) -> Tensor[]", "--role", "x=[n]"], "beside lists, but got [n] of x"),
         (["f(Tensor[] x) -> Tensor[]", "--shape", "out=[x[0]]"], "the shape of out to be a list of x, but got [x[0]]"),
         (["f(Tensor[] x) -> Tensor[]", "--work", "rows"], "expected --work flat with lists, but got rows"),
+        (["f(Tensor x) -> Tensor", "--shape", "out=[?]"], "expected --work items=... with a size of ?"),
+        (["f(Tensor x) -> Tensor", "--work", "items=[?]"], "the work items to name SymInt arguments, but got '?'"),
         (["f(Tensor x, int[] k) -> Tensor"], "k is int[]: of lists `new --schema` writes Tensor[] alone"),
         (["f(Tensor x, *, float s) -> Tensor"], "s is a keyword-only argument: write the schema without *"),
         (["f(Tensor x) -> (Tensor x)"], "names for the results that no argument has, but got x"),
@@ -138,6 +140,10 @@ PLANTED = {
     ],
     "planted_lists": ["planted_lists(Tensor[] xs, Tensor[] ys, float alpha=1.0) -> Tensor[]"],
     "planted_decay": ["planted_decay(Tensor(a!)[] ps, Tensor rate, Tensor(b!)[] ms) -> ()", "--dtype", "ms=float32"],
+    "planted_count": [
+        *["planted_count(Tensor boxes, float least=0.5) -> Tensor", "--dtype", "out=int64", "--shape", "out=[?]"],
+        *["--work", "items=[1]", "--role", "boxes=[n, 4]"],
+    ],
     "planted_round": [
         *["planted_round(Tensor x) -> (Tensor q, Tensor scale)", "--dtype", "q=int8", "scale=float32"],
         *["--role", "x=[*, n]", "--shape", "scale=[*x[:-1]]", "--work", "rows"],
@@ -156,6 +162,7 @@ FORMULAS = {
     "planted_scale": "x = x.clone() if scale is None else x * scale\nreturn x if mask is None else x * mask",
     "planted_lists": "return [x + alpha * y for x, y in zip(xs, ys, strict=True)]",
     "planted_decay": "for p, m in zip(ps, ms, strict=True):\n    p.sub_(rate.sum())\n    m.add_(p)",
+    "planted_count": "return (boxes.sum(1) > least).nonzero()[:, 0]",
     "planted_round": "return x.sign().to(torch.int8), x.abs().sum(-1).float()",
 }
 
@@ -237,5 +244,6 @@ def test_a_zero_of_an_unwritten_kernel_is_located(tmp_path: Path, monkeypatch: p
     (folder / "planted_op_cuda.cu").write_text(f"//\n// {generate.MARK}\n")
     monkeypatch.setattr(judge, "ROOT", tmp_path)
     place = "extension_cpp/csrc/planted_op/planted_op_cuda.cu:2"
-    assert judge.unwritten("planted_op") == f"write the formula in {place}"
-    assert judge.unwritten("relu") == ""
+    for device in ("cuda", None):
+        assert judge.unwritten("planted_op", device) == f"write the formula in {place}"
+    assert judge.unwritten("planted_op", "cpu") == judge.unwritten("relu", None) == ""

@@ -142,6 +142,9 @@ def header(operator: Operator) -> str:
             notes = [kind, "contiguous", *(["NULL if it is None"] if each.is_optional else [])]
             notes += ["one tensor of the list"] if each.is_list else []
             text += f" *   {each.name:<12} {each.shape or 'any shape'}: {', '.join(notes)}\n"
+    if operator.has_unknown_size:
+        text += " * There are two launches. The first writes the unknown size to *count, where no result is allocated\n"
+        text += " * yet. In the second, count is NULL.\n"
     text += " * Nothing is written if there are no work items. */\n#pragma once\n\n#include <stdbool.h>\n\n"
     text += '#include "common/dtype.h"\n#include "common/range.h"\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n\n'
     for launch in launches(operator):
@@ -161,6 +164,7 @@ def _fields(launch: Launch) -> list[str]:
     fields += [f"int64_t {name};" for name in launch.sizes]
     fields += [f"{NUMBER_TYPES[each.type]} {each.name};" for each in launch.numbers]
     fields += [f"bool has_{each.name};" for each in launch.numbers if each.is_optional]
+    fields += ["int64_t *count;"] if launch.operator.has_unknown_size else []
     return [*fields, "int64_t items;", "dtype_t dtype;"]
 
 
@@ -213,6 +217,8 @@ def cpu_kernel(operator: Operator) -> str:
         text += f"(const {launch.direction}_args *args, int64_t i) {{\n"
         text += lines(_pointers(launch, "args->", "({0})"))
         text += lines(f"(void){each.name};" for each in launch.inputs)
+        if operator.has_unknown_size:
+            text += "  if (args->count != NULL) {\n    if (i == 0) *args->count = 0;\n    return;\n  }\n"
         text += f"  /* {MARK} */\n" + lines(_zeros(launch, "args->", "NARROW(0)")) + "}\n"
     return text
 
@@ -232,6 +238,8 @@ def cuda(operator: Operator) -> str:
         text += "  const int64_t grid_step = static_cast<int64_t>(gridDim.x) * THREADS;\n"
         text += "  const int64_t first_item = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;\n"
         text += "  for (int64_t i = first_item; i < args.items; i += grid_step) {\n"
+        if operator.has_unknown_size:
+            text += "    if (args.count != nullptr) {\n      if (i == 0) *args.count = 0;\n      continue;\n    }\n"
         text += f"    // {MARK}\n" + lines(_zeros(launch, "args.", "from_acc<T>(0)"), "    ") + "  }\n}\n"
     text += "\nstatic unsigned blocks_for(int64_t items) {\n"
     text += "  const int64_t blocks = ceil_div(items, THREADS);\n"

@@ -58,7 +58,7 @@ def python_shape(expression: str, operator: Operator, known: dict[str, str]) -> 
 
 def _python_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
     if not part.tensor:
-        return part.number
+        return part.number.replace("?", "unknown_size")
     if part.tensor not in known:
         return f"*{python_shape(operator.results[part.tensor].shape, operator, known)}"
     sizes = known[part.tensor]
@@ -147,6 +147,7 @@ def _fake(operator: Operator) -> str:
     results = _results_type(len(made), operator.schema.gives_lists)
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {results}:\n"
     text += body(_matches(operator.name, [*operator.operands.values()]))
+    text += body(["unknown_size = torch.library.get_ctx().new_dynamic_size()"]) if operator.has_unknown_size else ""
     return text + (body([f"return {', '.join(made)}"]) if made else "") + "\n\n"
 
 

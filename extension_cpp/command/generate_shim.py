@@ -35,7 +35,7 @@ def cpp_shape(expression: str, operator: Operator, known: dict[str, str]) -> str
 
 def _cpp_part(part: Part, operator: Operator, known: dict[str, str]) -> str:
     if not part.tensor:
-        return f"{{{part.number}}}"
+        return f"{{{part.number.replace('?', 'unknown_size')}}}"
     if part.tensor not in known:  # a result: its own expression
         return cpp_shape(operator.results[part.tensor].shape, operator, known)
     sizes = known[part.tensor]
@@ -93,9 +93,20 @@ def _pointer(tensor: Operand, is_input: bool) -> str:
 
 def _call(launch: Launch, items: str, returned: str) -> str:
     """From the early return to the launch."""
-    first = launch.inputs[0].name if launch.inputs else launch.outputs[0].name
     empty = " && ".join(f"{each.name}.numel() == 0" for each in launch.outputs)
-    text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n"
+    text = f"  if ({empty}) return{f' {returned}' if returned else ''};\n" + _arguments(launch, items)
+    text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
+    return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
+
+
+def _launch(launch: Launch) -> str:
+    first = launch.inputs[0].name if launch.inputs else launch.outputs[0].name
+    return f"  launch(op, KERNEL({launch.name}), args, {first}, args.items, 1);\n"
+
+
+def _arguments(launch: Launch, items: str) -> str:
+    """Dense copies, and the struct without pointers to what is written."""
+    text = ""
     for each in launch.inputs:  # a local: a copy must live until the launch
         if each.is_optional:
             text += f"  const std::optional<Tensor> {each.name}_dense =\n      {each.name} ? "
@@ -105,15 +116,12 @@ def _call(launch: Launch, items: str, returned: str) -> str:
     for each in (each for each in launch.outputs if each.is_written):
         text += f"  const Tensor {each.name}_dense = as_contiguous({each.name});\n"
     text += f"  {launch.name}_args args{{}};\n"
-    for tensor in launch.tensors:
-        text += _pointer(tensor, tensor in launch.inputs)
+    text += "".join(_pointer(each, True) for each in launch.inputs)
     text += lines(f'args.{name} = match.size("{name}");' for name in launch.sizes)
     for number in launch.numbers:
         text += f"  args.{number.name} = {number.name}{'.value_or(0)' if number.is_optional else ''};\n"
         text += f"  args.has_{number.name} = {number.name}.has_value();\n" if number.is_optional else ""
-    text += f"  args.items = {items};\n  args.dtype = dtype;\n"
-    text += f"  launch(op, KERNEL({launch.name}), args, {first}, args.items, 1);\n"
-    return text + lines(f"copy_into({each.name}, {each.name}_dense);" for each in launch.outputs if each.is_written)
+    return text + f"  args.items = {items};\n  args.dtype = dtype;\n"
 
 
 def _items(operator: Operator, launch: Launch) -> str:
@@ -161,12 +169,21 @@ def _named(operand: Operand) -> str:
 
 def _one_call(operator: Operator) -> str:
     """The results and the launch."""
-    text = "  const dtype_t dtype = match.dtype();\n"
+    made = ""
     for result in operator.results.values():
         shape = cpp_shape(result.shape, operator, of_operands(operator))
-        text += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
+        made += f"  const Tensor {result.name} = allocate({shape}, {_scalar(result)}, {operator.first});\n"
     launch, returned = launches(operator)[0], _returned([*operator.results])
-    text += _call(launch, _items(operator, launch), returned)
+    text, items = "  const dtype_t dtype = match.dtype();\n", _items(operator, launch)
+    if operator.has_unknown_size:
+        text += _arguments(launch, items) + "  int64_t unknown_size = 0;\n  if (args.items > 0) {\n"
+        text += f"    const Tensor count = allocate(std::vector<int64_t>{{1}}, ScalarType::Long, {operator.first});\n"
+        text += "    args.count = static_cast<int64_t *>(count.mutable_data_ptr());\n"
+        text += _launch(launch) + "    unknown_size = number_of(count);\n    args.count = nullptr;\n  }\n" + made
+        text += f"  if ({' && '.join(f'{name}.numel() == 0' for name in operator.results)}) return {returned};\n"
+        text += "".join(_pointer(each, False) for each in launch.outputs) + _launch(launch)
+    else:
+        text += made + _call(launch, items, returned)
     return text + (f"  return {returned};\n" if returned else "") + "}\n"
 
 

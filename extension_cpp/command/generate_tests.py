@@ -35,6 +35,7 @@ def spec(operator: Operator) -> str:
         text += "    differentiable=False,\n"
     lists = [each.name for each in operator.operands.values() if each.is_list]
     text += f"    lists={_quoted(lists)},\n" if lists else ""
+    text += "    unknown_sizes=True,\n" if operator.has_unknown_size else ""
     if operator.written:
         text += "    mutates=" + _quoted([each.name for each in operator.written]) + ",\n"
     dtypes = [
@@ -62,20 +63,25 @@ def _sizes(first: Operand, used: set[str]) -> list[str]:
     words = words_of(first.shape)
     named = len(words) - ("*" in words)
     test = f"len(shape) < {named}" if "*" in words else f"len(shape) != {named}"
-    numbers = [f"shape[{i}] != {word}" for i, word in enumerate(words) if word.isdigit()]
     left = (
-        ", ".join(word if word in used else "_" if word.isdigit() else f"_{word}" for word in words)
+        ", ".join("_" if word.isdigit() else word if word in used else f"_{word}" for word in words)
         .replace("*", "*batch" if "*" in used else "*_batch")
         .replace("_*", "*")
     )
     unpacked = [f"{left}{',' if len(words) == 1 else ''} = shape"] if used & set(words) else []
-    return [f"if {' or '.join([test, *numbers])}:", "    return", *unpacked]
+    return [f"if {test}:", "    return", *unpacked]
 
 
 def _words(operator: Operator) -> set[str]:
-    """The names in the shapes of all tensors but the first."""
-    _, *others = operator.operands.values()
-    return {word for each in others for word in words_of(each.shape)}
+    """The names in the shapes of all tensors but the first, and in that if it has a number."""
+    first, *others = operator.operands.values()
+    shapes = [*others, *([first] if _has_number(first) else [])]
+    return {word for each in shapes for word in words_of(each.shape)}
+
+
+def _has_number(operand: Operand) -> bool:
+    """Whether the tests' shapes have a size that the tensor may not have."""
+    return any(word.isdigit() for word in words_of(operand.shape))
 
 
 def _shape(operand: Operand, known: set[str]) -> str:
@@ -98,7 +104,7 @@ def _sample(operator: Operator) -> list[str]:
             numbers.append(f"{each.name} = ({value}, {OTHERS[each.type]})[number]")
             made.append(each.name)
             continue
-        shape = "shape" if operand is first else _shape(operand, known)
+        shape = "shape" if operand is first and not _has_number(first) else _shape(operand, known)
         lines.append(f"{each.name} = {_tensor(operand, shape, operator)}")
         made.append(f"{each.name} if number == 0 else None" if operand.is_optional else each.name)
     return [*numbers, *lines, f"yield Sample(({', '.join(made)}{',' if len(made) == 1 else ''}))"]
@@ -135,8 +141,8 @@ def _below(expression: str, operator: Operator) -> str:
 def _rank(operator: Operator) -> str:
     """A shape that the first tensor may have."""
     pattern = operator.operands[operator.first].shape
-    rank = len(words_of(pattern)) if pattern.startswith("[") else 2
-    return str((2, 3, 4, 5, 6)[:rank])
+    words = words_of(pattern) or ["", ""]
+    return str(tuple(int(word) if word.isdigit() else size for size, word in enumerate(words, 2)))
 
 
 def _errors(operator: Operator) -> list[str]:

@@ -55,6 +55,10 @@ class Operator:
         return self.schema.name
 
     @property
+    def has_unknown_size(self) -> bool:
+        return any("?" in each.shape for each in self.results.values())
+
+    @property
     def first(self) -> str:
         return next(iter(self.operands))
 
@@ -126,7 +130,7 @@ def describe(
 
 # Names that the written files have of their own, where those of the schema stand, too.
 RESERVED = {"args", "batch", "ctx", "dtype", "i", "inputs", "items", "j", "make", "match", "number", "op", "output"}
-RESERVED |= {"results", "sample", "shape", "torch"}
+RESERVED |= {"results", "sample", "shape", "torch", "unknown_size"}
 
 
 def _check_names(operator: Operator) -> None:
@@ -299,7 +303,7 @@ class Part:
     begin: int | None = None
     end: int | None = None
     is_size: bool = False
-    number: str = ""
+    number: str = ""  # "?": a size that depends on the data
 
 
 def parts(expression: str, operator: Operator) -> list[Part]:
@@ -307,7 +311,7 @@ def parts(expression: str, operator: Operator) -> list[Part]:
     if not expression.startswith("["):
         return [Part(expression)]
     try:
-        tree = ast.parse(expression, mode="eval").body
+        tree = ast.parse(expression.replace("?", "unknown_size"), mode="eval").body
     except SyntaxError:
         return _fail_shape(expression, expression)
     if not isinstance(tree, ast.List):
@@ -317,7 +321,7 @@ def parts(expression: str, operator: Operator) -> list[Part]:
 
 def _fail_shape(got: str, expression: str) -> NoReturn:
     raise CannotMake(
-        "expected a shape of a tensor's name or a list of numbers, arguments, x[0], *x and *x[:-1], but got "
+        "expected a shape of a tensor's name or a list of numbers, arguments, x[0], *x, *x[:-1] and ?, but got "
         f"'{got}' in '{expression}'"
     )
 
@@ -326,7 +330,7 @@ def _part(node: ast.expr, expression: str) -> Part:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Part(number=str(node.value))
     if isinstance(node, ast.Name):
-        return Part(number=node.id)
+        return Part(number="?" if node.id == "unknown_size" else node.id)
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         return Part(node.value.id, _index(node.slice, expression), is_size=True)
     if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name):
@@ -348,6 +352,15 @@ def _index(node: ast.expr, expression: str) -> int:
     return value if type(value) is int else _fail_shape(ast.unparse(node), expression)
 
 
+def _check_unknown_size(operator: Operator) -> None:
+    if not operator.work.startswith("items="):
+        raise CannotMake(
+            "expected --work items=... with a size of ?, because the results cannot tell how much there is"
+        )
+    if operator.grads:
+        raise CannotMake("expected no --grad with a size of ?: backward could not check the shape of its gradient")
+
+
 def _check_shape(expression: str, operator: Operator, what: str, before: list[str]) -> None:
     """Refuses what is no shape of tensors of the schema, results in `before`, numbers and SymInt arguments."""
     for part in parts(expression, operator):
@@ -361,6 +374,9 @@ def _check_shape(expression: str, operator: Operator, what: str, before: list[st
             continue
         argument = operator.schema.argument(part.number)
         if part.number.isdigit() or (argument is not None and argument.type == "SymInt"):
+            continue
+        if part.number == "?" and what.startswith("the shape of"):
+            _check_unknown_size(operator)
             continue
         got = f"'{part.number}'" if argument is None else f"{argument.type} {part.number}"
         hint = "; write SymInt, because an int compiles again for each size" if "int " in got else ""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
 
 from tests.checks import Calls, Strides, as_tuple, leaves, random_grad
@@ -30,6 +32,11 @@ def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[st
                 torch.cuda.synchronize()
     on_gpu = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return {event.name for event in profiler.events()}, [name for name in on_gpu if not name.startswith("Mem")]
+
+
+def fake_mode(spec: OpSpec) -> FakeTensorMode:
+    """A mode for tensors of known sizes, in which an op may give a result whose size depends on values."""
+    return FakeTensorMode(shape_env=ShapeEnv() if spec.unknown_sizes else None, static_shapes=True)
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:

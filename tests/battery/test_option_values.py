@@ -4,10 +4,9 @@ import math
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from tests.battery import both_overloads, calls_of_every_order, every_dtype, every_op
+from tests.battery import both_overloads, calls_of_every_order, every_dtype, every_op, fake_mode
 from tests.checks import as_tuple, maker
 from tests.opspec import DTYPES, OpSpec
 
@@ -36,7 +35,7 @@ def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtyp
             arguments = called._schema.arguments
             args = [*tree_map_only(torch.Tensor, torch.Tensor.detach, given)]
             args += [argument.default_value for argument in arguments[len(args) :]]
-            mode = FakeTensorMode()
+            mode = fake_mode(spec)
             fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
             for i, argument in enumerate(arguments):
                 key = called._schema.name, argument.name
@@ -48,6 +47,8 @@ def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtyp
                         real = outcome(op, (*args[:i], value, *args[i + 1 :]))
                         with mode:
                             fake = outcome(op, (*fakes[:i], value, *fakes[i + 1 :]))
+                        if spec.unknown_sizes:  # only the values can tell the shape
+                            fake, real = (x if isinstance(x, str) else "no error" for x in (fake, real))
                         assert fake == real, f"{op} {argument.name}={value}: the fake {fake}, the kernel {real}"
     schema = getattr(torch.ops.extension_cpp, spec.name).default._schema
     names = {each.name for each in schema.arguments if str(each.type) in ("float", "Optional[float]")}

@@ -323,6 +323,12 @@ Rows as_rows(const Tensor &x, int64_t row_dims) {
   return {copy, row_stride(copy, row_dims)};
 }
 
+int64_t number_of(const Tensor &x) {
+  int64_t number;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_item_int64(x.get(), &number));
+  return number;
+}
+
 Tensor copy_into(const Tensor &to, const Tensor &from) {
   Tensor target = to;
   return to.get() == from.get() ? to : torch::stable::copy_(target, from);

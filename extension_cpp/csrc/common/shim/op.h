@@ -129,6 +129,9 @@ Rows as_rows(const Tensor &x, int64_t row_dims);
 // `to` with the values of `from`. Copies nothing if they are the same tensor.
 Tensor copy_into(const Tensor &to, const Tensor &from);
 
+// The number of an int64 tensor of one element. On a GPU the call waits for it.
+int64_t number_of(const Tensor &x);
+
 // Fails if two elements of `x`, which the op writes, share memory (an expanded tensor).
 void check_writable(const char *op, const char *name, const Tensor &x);
 
