@@ -254,6 +254,8 @@ def test_side_stream_and_cuda_graph(spec: OpSpec, device: str) -> None:
         results = as_tuple(spec.function(*sample.args, **sample.kwargs))
     stream.synchronize()
     assert all(map(torch.equal, results, expected))
+    if spec.unknown_sizes:  # the call waits for a number, which a graph cannot hold
+        return
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         captured = as_tuple(spec.function(*sample.args, **sample.kwargs))
