@@ -26,7 +26,8 @@ def spec(operator: Operator) -> str:
     text += "    error_inputs=error_inputs,\n"
     text += "    bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=2, backward="
     text += f"{3 if operator.grads else 0}),\n    keeps_strides=False,\n"
-    text += f"    launches=({2 if operator.schema.has_lists or operator.has_unknown_size else 1}, {int(bool(operator.grads))}),\n"
+    launches = 2 if operator.schema.has_lists or operator.has_unknown_size else 1
+    text += f"    launches=({launches}, {int(bool(operator.grads))}),\n"
     text += "    second_order=False,\n"
     if options:
         values = (f'"{each.name}": ({"True" if each.is_tensor else OTHERS[each.type]},)' for each in options)

@@ -23,57 +23,51 @@ struct GradientParams : Geometry {
 template <typename T, int K, bool ALIGNED>
 __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     loss_gradient_rows(const __grid_constant__ GradientParams p) {
-  using Slice = RowSlice<T, ALIGNED>;
-  using Sum = RowSum<float, 4>;
-  __shared__ typename Sum::Shared shared;
-  const int rank = p.cluster > 1 ? cluster_rank() : 0;
+  using Opening = RowOpening<T, K, ALIGNED>;
+  __shared__ typename Opening::Shared shared;
+  const Opening at(p, shared);
   const loss_rows &rows = p.args.rows;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;
-  Sum row_sum(shared, p.cluster, rank);
-  const Slice slice(p.cols, row, p.slice, rank);
-  const RowWindow<T, K, ALIGNED> window(slice);
   RowFragment<T, K, ALIGNED> x{};
-  const T *const from_row = static_cast<const T *>(rows.logits) + row * p.cols;
+  const T *const from_row = static_cast<const T *>(rows.logits) + at.row * p.cols;
   // In place, threads overwrite the row after the first sum. So every thread reads the target's
   // logit before this sum, as the start of its maximum.
   float own = -INFINITY, sum[1] = {0}, z_target = 0;
-  if (is_row) {
-    x.load(from_row, window, p.hint);
-    if (p.ahead > 0 && row + p.ahead < p.rows) {
-      prefetch_slice(from_row + static_cast<int64_t>(p.ahead) * p.cols, slice, p.hint);
+  if (at.is_row) {
+    x.load(from_row, at.window, p.hint);
+    if (p.ahead > 0 && at.row + p.ahead < p.rows) {
+      prefetch_slice(from_row + static_cast<int64_t>(p.ahead) * p.cols, at.slice, p.hint);
     }
-    const Target target(rows, row, true);
+    const Target target(rows, at.row, true);
     if (target.is_class) own = z_target = to_acc(from_row[target.c]);
   }
-  row_sum.wait_for_others();
-  x.for_each(window, [&](auto &values, int, int) {
+  at.sum.wait_for_others();
+  x.for_each(at.window, [&](auto &values, int, int) {
     for (const float value : values) own = max(own, value);
   });
-  own = row_sum.max_cta(own, 0);
-  x.for_each(window, [&](auto &values, int, int) {
+  own = at.sum.max_cta(own, 0);
+  x.for_each(at.window, [&](auto &values, int, int) {
     for (const float value : values) sum[0] += exponential(value - finite_maximum(own));
   });
-  row_sum.sum_cta(sum, 1);
+  at.sum.sum_cta(sum, 1);
   float most = own;
-  if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
-  if (!is_row) return;
-  const Target target(rows, row, true);
+  if (p.cluster > 1) join_cluster(at.sum, most, sum[0], 2);
+  if (!at.is_row) return;
+  const Target target(rows, at.row, true);
   RowGradient<float> gradient;
   gradient.from = finite_maximum(most);
   gradient.log_sum = logarithm(sum[0]);
   gradient.set(rows, target, *static_cast<const float *>(p.args.grad_scale));
-  if (threadIdx.x == 0 && rank == 0) {
-    write_results<PLAIN, float>(p.args, row, target, z_target, gradient.from, gradient.log_sum, 0,
-                                0, 0);
+  if (threadIdx.x == 0 && at.rank == 0) {
+    write_results<PLAIN, float>(p.args, at.row, target, z_target, gradient.from, gradient.log_sum,
+                                0, 0, 0);
   }
-  T *const out = static_cast<T *>(p.args.grad_logits) + row * p.cols;
+  T *const out = static_cast<T *>(p.args.grad_logits) + at.row * p.cols;
   const Logit<PLAIN, float> logit(rows);
-  x.for_each(window, [&](auto &values, int column, int) {
+  x.for_each(at.window, [&](auto &values, int column, int) {
     gradient.apply(values, rows, logit, column);
     store_at(out, column, values);
   });
-  if (row >= p.release_from) release_row(out, slice);
+  if (at.row >= p.release_from) release_row(out, at.slice);
 }
 
 // ---- launches ----

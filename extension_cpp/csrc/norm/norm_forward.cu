@@ -93,50 +93,46 @@ constexpr int row_registers() {
 template <typename T, typename Norm, Form FORM, int K, bool ALIGNED>
 __global__ void __maxnreg__((row_registers<Norm, FORM, K, ALIGNED>()))
     row_kernel(const __grid_constant__ ForwardParams<T> p) {
-  using Slice = RowSlice<T, ALIGNED>;
-  using Sum = RowSum<float, 4>;
-  __shared__ typename Sum::Shared shared;
-  const int rank = p.cluster > 1 ? cluster_rank() : 0;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;  // lanes without a row still take part in the warp's sums
-  Sum row_sum(shared, p.cluster, rank);
-  const Slice slice(p.cols, row, p.slice, rank);
-  const RowWindow<T, K, ALIGNED> window(slice);
+  using Opening = RowOpening<T, K, ALIGNED>;
+  __shared__ typename Opening::Shared shared;
+  const Opening at(p, shared);
   RowFragment<T, K, ALIGNED> x{}, residual;
   RowMask<K, VECTOR<T>> mask;
-  if (is_row) {
-    x.load(p.x_row(row), window, p.hint);
-    if (FORM == Form::RESIDUAL) residual.load(p.residual_row(row), window, p.hint);
-    mask.template make<FORM>(p, row, window);
-    if (p.ahead > 0 && row + p.ahead < p.rows) {
-      prefetch_slice(p.x_row(row + p.ahead), slice, p.hint);
+  if (at.is_row) {
+    x.load(p.x_row(at.row), at.window, p.hint);
+    if (FORM == Form::RESIDUAL) residual.load(p.residual_row(at.row), at.window, p.hint);
+    mask.template make<FORM>(p, at.row, at.window);
+    if (p.ahead > 0 && at.row + p.ahead < p.rows) {
+      prefetch_slice(p.x_row(at.row + p.ahead), at.slice, p.hint);
     }
-    if (FORM == Form::RESIDUAL) add_residual(x, residual, mask, p, row, window);
+    if (FORM == Form::RESIDUAL) add_residual(x, residual, mask, p, at.row, at.window);
   }
-  row_sum.wait_for_others();
+  at.sum.wait_for_others();
   const auto for_each = [&](auto &&f) {
-    x.for_each(window, [&](auto &values, int, int) {
+    x.for_each(at.window, [&](auto &values, int, int) {
 #pragma unroll
       for (const float value : values) f(value);
     });
   };
   int turn = 0;
-  const auto columns = [&](int cta) { return Slice(p.cols, row, p.slice, cta).count(); };
+  const auto columns = [&](int cta) {
+    return RowSlice<T, ALIGNED>(p.cols, at.row, p.slice, cta).count();
+  };
   const Statistics<float> statistics =
-      Norm::statistics(for_each, row_sum, turn, columns, p.per_col, static_cast<float>(p.eps));
-  if (!is_row) return;
-  if (threadIdx.x == 0 && rank == 0 && p.rstd != nullptr) {
-    if (p.mean != nullptr) static_cast<float *>(p.mean)[row] = statistics.mean;
-    static_cast<float *>(p.rstd)[row] = statistics.rstd;
+      Norm::statistics(for_each, at.sum, turn, columns, p.per_col, static_cast<float>(p.eps));
+  if (!at.is_row) return;
+  if (threadIdx.x == 0 && at.rank == 0 && p.rstd != nullptr) {
+    if (p.mean != nullptr) static_cast<float *>(p.mean)[at.row] = statistics.mean;
+    static_cast<float *>(p.rstd)[at.row] = statistics.rstd;
   }
   if (sizeof(T) == 2 && p.weight_dtype == DTYPE_FLOAT32) {
-    write_row<Norm, FORM, float>(p, row, window, x, mask, statistics);
+    write_row<Norm, FORM, float>(p, at.row, at.window, x, mask, statistics);
   } else {
-    write_row<Norm, FORM, T>(p, row, window, x, mask, statistics);
+    write_row<Norm, FORM, T>(p, at.row, at.window, x, mask, statistics);
   }
-  if (row < p.release_from) return;
-  release_row(p.x_row(row), slice);
-  if (FORM == Form::RESIDUAL) release_row(p.residual_row(row), slice);
+  if (at.row < p.release_from) return;
+  release_row(p.x_row(at.row), at.slice);
+  if (FORM == Form::RESIDUAL) release_row(p.residual_row(at.row), at.slice);
 }
 
 cudaError_t forward(const norm_forward_args &args, Form form, const Plan &plan,

@@ -385,6 +385,29 @@ class RowSum {
   }
 };
 
+// What a kernel that holds rows in registers opens with: the row of this thread, its part of the
+// row, and the sums over the row. Lanes without a row still take part in the warp's sums.
+template <typename T, int K, bool ALIGNED>
+struct RowOpening {
+  using Sum = RowSum<float, 4>;
+  using Shared = typename Sum::Shared;
+  const int rank;  // of this CTA in the row's cluster
+  const int64_t row;
+  const bool is_row;
+  const Sum sum;
+  const RowSlice<T, ALIGNED> slice;
+  const RowWindow<T, K, ALIGNED> window;
+
+  template <typename Params>
+  __device__ RowOpening(const Params &p, Shared &shared)
+      : rank(p.cluster > 1 ? cluster_rank() : 0),
+        row(static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y),
+        is_row(row < p.rows),
+        sum(shared, p.cluster, rank),
+        slice(p.cols, row, p.slice, rank),
+        window(slice) {}
+};
+
 }  // namespace rows
 
 #endif

@@ -38,34 +38,28 @@ template <typename T, int K, bool ALIGNED>
 __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     softmax_rows(const __grid_constant__ RowParams<T> p) {
   constexpr int N = VECTOR<T>;
-  using Slice = RowSlice<T, ALIGNED>;
-  using Sum = RowSum<float, 4>;
-  __shared__ typename Sum::Shared shared;
-  const int rank = p.cluster > 1 ? cluster_rank() : 0;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;  // lanes without a row still take part in the warp's sums
-  Sum row_sum(shared, p.cluster, rank);
-  const Slice slice(p.cols, row, p.slice, rank);
-  const RowWindow<T, K, ALIGNED> window(slice);
+  using Opening = RowOpening<T, K, ALIGNED>;
+  __shared__ typename Opening::Shared shared;
+  const Opening at(p, shared);
   RowFragment<T, K, ALIGNED> x{};
-  if (is_row) {
-    x.load(p.x + row * p.cols, window, p.hint);
-    if (p.ahead > 0 && row + p.ahead < p.rows) {
-      prefetch_slice(p.x + (row + p.ahead) * p.cols, slice, p.hint);
+  if (at.is_row) {
+    x.load(p.x + at.row * p.cols, at.window, p.hint);
+    if (p.ahead > 0 && at.row + p.ahead < p.rows) {
+      prefetch_slice(p.x + (at.row + p.ahead) * p.cols, at.slice, p.hint);
     }
   }
-  row_sum.wait_for_others();
+  at.sum.wait_for_others();
   float own = -INFINITY, sum[1] = {0};
-  x.for_each(window, [&](auto &values, int, int) {
+  x.for_each(at.window, [&](auto &values, int, int) {
     for (const float value : values) own = max(own, value);
   });
-  own = row_sum.max_cta(own, 0);
+  own = at.sum.max_cta(own, 0);
   // Exponentials (log: distances) stay in registers if there is room. Otherwise they are computed
   // again.
   constexpr bool KEEPS = K <= 4;
   float kept[KEEPS ? K : 1][N], kept_edge = 0;
   const float from = finite_maximum(own);
-  x.for_each(window, [&](auto &values, int, int k) {
+  x.for_each(at.window, [&](auto &values, int, int k) {
     constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
     for (int j = 0; j < M; ++j) {
@@ -79,15 +73,15 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
       }
     }
   });
-  row_sum.sum_cta(sum, 1);
+  at.sum.sum_cta(sum, 1);
   float most = own;
-  if (p.cluster > 1) join_cluster(row_sum, most, sum[0], 2);
-  if (!is_row) return;
+  if (p.cluster > 1) join_cluster(at.sum, most, sum[0], 2);
+  if (!at.is_row) return;
   // Converts values relative to the CTA's maximum into results: by a factor (log: an offset).
   const float factor = rescale(own, most) / sum[0];
   const float offset = from - finite_maximum(most) - logarithm(sum[0]);
-  T *const y = p.out + row * p.cols;
-  x.for_each(window, [&](auto &values, int column, int k) {
+  T *const y = p.out + at.row * p.cols;
+  x.for_each(at.window, [&](auto &values, int column, int k) {
     constexpr int M = sizeof(values) / sizeof(float);
 #pragma unroll
     for (int j = 0; j < M; ++j) {
@@ -99,30 +93,24 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     }
     store_at(y, column, values);
   });
-  if (row >= p.release_from) release_row(p.x + row * p.cols, slice);
+  if (at.row >= p.release_from) release_row(p.x + at.row * p.cols, at.slice);
 }
 
 template <typename T, int K, bool ALIGNED>
 __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     softmax_backward_rows(const __grid_constant__ RowParams<T> p) {
-  using Slice = RowSlice<T, ALIGNED>;
-  using Sum = RowSum<float, 4>;
-  __shared__ typename Sum::Shared shared;
-  const int rank = p.cluster > 1 ? cluster_rank() : 0;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / p.cluster) * blockDim.y + threadIdx.y;
-  const bool is_row = row < p.rows;
-  Sum row_sum(shared, p.cluster, rank);
-  const Slice slice(p.cols, row, p.slice, rank);
-  const RowWindow<T, K, ALIGNED> window(slice);
+  using Opening = RowOpening<T, K, ALIGNED>;
+  __shared__ typename Opening::Shared shared;
+  const Opening at(p, shared);
   RowFragment<T, K, ALIGNED> y{}, grad_out{};
-  if (is_row) {
-    y.load(p.x + row * p.cols, window, p.hint);
-    grad_out.load(p.grad_out + row * p.cols, window, p.hint);
+  if (at.is_row) {
+    y.load(p.x + at.row * p.cols, at.window, p.hint);
+    grad_out.load(p.grad_out + at.row * p.cols, at.window, p.hint);
   }
-  row_sum.wait_for_others();
+  at.sum.wait_for_others();
   // Calls f(grads, values, column) with the values of grad_out and of y in the same columns.
   const auto for_each_pair = [&](auto &&f) {
-    grad_out.for_each(window, [&](auto &grads, int column, int k) {
+    grad_out.for_each(at.window, [&](auto &grads, int column, int k) {
       float values[sizeof(grads) / sizeof(float)];
       y.unpack(values, k);
       f(grads, values, column);
@@ -135,13 +123,13 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
       sum[0] += backward_term(grads[j], values[j], p.is_log);
     }
   });
-  row_sum.sum_cta(sum, 0);
+  at.sum.sum_cta(sum, 0);
   if (p.cluster > 1) {
-    row_sum.send_to_all({sum[0], 0}, 1);
-    row_sum.collect(sum, 1);
+    at.sum.send_to_all({sum[0], 0}, 1);
+    at.sum.collect(sum, 1);
   }
-  if (!is_row) return;
-  T *const grad_x = p.out + row * p.cols;
+  if (!at.is_row) return;
+  T *const grad_x = p.out + at.row * p.cols;
   for_each_pair([&](auto &grads, auto &values, int column) {
 #pragma unroll
     for (int j = 0; j < sizeof(grads) / sizeof(float); ++j) {
@@ -149,9 +137,9 @@ __global__ void __maxnreg__((row_registers(K, ALIGNED)))
     }
     store_at(grad_x, column, grads);
   });
-  if (row < p.release_from) return;
-  release_row(p.x + row * p.cols, slice);
-  release_row(p.grad_out + row * p.cols, slice);
+  if (at.row < p.release_from) return;
+  release_row(p.x + at.row * p.cols, at.slice);
+  release_row(p.grad_out + at.row * p.cols, at.slice);
 }
 
 // ---- strips ----
