@@ -246,6 +246,22 @@ def test_planted_errors_of_fakes(spec: OpSpec, kernel: Any, fake: Any, message: 
         check_fakes(replace(spec, function=define(name + schema, kernel, fake)), "cpu")
 
 
+def take(x: Tensor, k: int) -> Tensor:
+    check_matrix("take", x)
+    return x[:, :k].clone()
+
+
+@pytest.mark.parametrize("kind", ["SymInt", "int"])
+def test_an_int_in_a_shape_names_its_guard(kind: str) -> None:
+    name = f"take_{kind}"
+    op = define(f"{name}(Tensor x, {kind} k) -> Tensor", take, lambda x, k: x.new_empty(x.shape[0], k))
+    takes = spec(name, lambda x, k: op(x, k), take, lambda make, shape: (make(shape), shape[1] // 2))
+    if kind == "SymInt":
+        return check_compile(takes, "cpu")
+    with pytest.raises(torch._dynamo.exc.RecompileError, match=r"(?s)guard failure.*\bk\b"):
+        check_compile(takes, "cpu")
+
+
 def test_planted_errors_of_writes() -> None:
     check_versions(HALVE, "cpu")
     check_gaps(HALVE, "cpu")
