@@ -128,6 +128,32 @@ def test_other_schemas_are_refused(schema) -> None:
         register_autograd(f"autograd_test::{name}", _backward)
 
 
+def test_lists_in_torchs_own_registration() -> None:
+    """What docs/registration.md says of torch.library.register_autograd and a list of tensors."""
+    op = "autograd_test::total_of_list"
+    library.define("total_of_list(Tensor[] xs) -> Tensor")
+    library.impl("total_of_list", lambda xs: torch.stack(xs).sum(0), "CPU")
+    torch.library.register_autograd(
+        op,
+        lambda ctx, grad: [grad] * ctx.count,
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "count", len(inputs[0])),
+        lib=library,
+    )
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.ops.autograd_test.total_of_list([x, x])
+
+    x = torch.ones(3)
+    leaf = x.clone().requires_grad_()
+    assert torch.autograd.grad(twice(leaf).sum(), leaf)[0].tolist() == [2] * 3
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: twice(x).sum())(x)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(twice)(torch.ones(2, 3))
+    value, tangent = torch.func.jvp(twice, (x,), (x,))
+    assert value.tolist() == [2] * 3 and tangent.tolist() == [0] * 3
+
+
 # layer_norm has three outputs; one of them has a derivative.
 
 
