@@ -30,7 +30,7 @@ def spec(operator: Operator) -> str:
     text += f"    launches=({launches}, {int(bool(operator.grads))}),\n"
     text += "    second_order=False,\n"
     if options:
-        values = (f'"{each.name}": ({"True" if each.is_tensor else OTHERS[each.type]},)' for each in options)
+        values = (f'"{each.name}": ({"True" if each.is_tensor else _other(each, operator)},)' for each in options)
         text += f"    options=Options({{{', '.join(values)}}}, with_options),\n"
     if not operator.grads:
         text += "    differentiable=False,\n"
@@ -45,6 +45,12 @@ def spec(operator: Operator) -> str:
     if set(dtypes) - {"None"}:
         text += f"    result_dtypes=({', '.join(dtypes)}{',' if len(dtypes) == 1 else ''}),\n"
     return text + ")\n"
+
+
+def _other(number: Argument, operator: Operator) -> str:
+    """The value of a number in the second sample. An index stays below a larger one."""
+    bounds = any(number.name == each.below for each in operator.operands.values())
+    return "3" if bounds else OTHERS[number.type]
 
 
 def _battery_results(operator: Operator) -> list[Operand]:
@@ -102,7 +108,7 @@ def _sample(operator: Operator) -> list[str]:
         operand = operator.operands.get(each.name)
         if operand is None:
             value = each.default if each.default not in (None, "None") else VALUES[each.type]
-            numbers.append(f"{each.name} = ({value}, {OTHERS[each.type]})[number]")
+            numbers.append(f"{each.name} = ({value}, {_other(each, operator)})[number]")
             made.append(each.name)
             continue
         shape = "shape" if operand is first and not _has_number(first) else _shape(operand, known)
