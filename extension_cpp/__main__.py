@@ -97,8 +97,8 @@ def add_check(commands: Any) -> None:
         "check",
         help="try an operator that somebody else registered",
         description="Imports MODULE, calls the operator with samples, and prints a line for each check: opcheck, "
-        "values beside the reference in float64, gradients, other sizes and layouts, cached results, what is written after "
-        "the call, time. docs/check.md says more. Exit status 1: a check refuses the operator.",
+        "values beside the reference in float64, gradients, other sizes and layouts, cached results, what is written "
+        "after the call, time. docs/check.md says more. Exit status 1: a check refuses the operator.",
     )
     check.add_argument("module", metavar="MODULE", help="the module whose import registers the operator")
     check.add_argument("operator", metavar="OP", help="such as my_package::my_op, or aten::mul.Tensor")

@@ -49,7 +49,7 @@ def find(name: str) -> torch._ops.OpOverload:
     packet = getattr(getattr(torch.ops, namespace), op, None) if namespace and op else None
     if packet is None:
         raise CannotCheck(f"expected an operator as ns::op, but nothing registered {name}")
-    known = packet.overloads()
+    known = [each for each in packet.overloads() if torch._C._dispatch_has_kernel(getattr(packet, each).name())]
     if not overload and len(known) > 1 and "default" not in known:
         raise CannotCheck(f"expected one of {', '.join(f'{namespace}::{op}.{each}' for each in known)}, but got {name}")
     overload = overload or ("default" if "default" in known else known[0])
@@ -66,7 +66,7 @@ def as_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     return (args[:-1], args[-1]) if args and isinstance(args[-1], dict) else (args, {})
 
 
-def evaluated(text: str) -> tuple[Sequence[Any], dict[str, Any]]:
+def evaluated(text: str, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
     try:
         return as_arguments(eval(text, {"torch": torch}))
     except Exception as error:
@@ -88,7 +88,7 @@ def of_file(path: str) -> Any:
 def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[int], Any]]:
     """The functions that draw a sample for a seed: of each --sample, and of each sample of the file."""
     for text in texts:
-        yield lambda seed, text=text: evaluated(text)
+        yield functools.partial(evaluated, text)
 
     def every(seed: int, dtype: torch.dtype) -> list[Any]:
         if callable(spec):
@@ -96,9 +96,12 @@ def sources(texts: Sequence[str], spec: Any, device: str) -> Iterator[Callable[[
         make = checks.maker(device, dtype, seed=seed)
         return [sample for shape in SHAPES for sample in spec.sample_inputs(make, shape)]
 
+    def one(dtype: torch.dtype, number: int, seed: int) -> tuple[Sequence[Any], dict[str, Any]]:
+        return as_arguments(every(seed, dtype)[number])
+
     for dtype in () if spec is None else getattr(spec, "dtypes", opspec.DTYPES):
         for number in range(len(every(0, dtype))):
-            yield lambda seed, dtype=dtype, number=number: as_arguments(every(seed, dtype)[number])
+            yield functools.partial(one, dtype, number)
 
 
 def devices(op: torch._ops.OpOverload, only: str | None) -> list[str]:

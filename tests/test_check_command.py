@@ -1,0 +1,296 @@
+"""python -m extension_cpp check: right operators pass, planted cheats are refused, and bad commands get a sentence."""
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from extension_cpp import __main__ as command
+from extension_cpp.command import check_battery
+
+SAMPLE = "(torch.randn(6, 33), 3.0)"
+NORM = ("extension_cpp", "extension_cpp::rms_norm", "--reference", "torch.nn.functional:rms_norm", "--sample")
+REFERENCE = f"{__name__}:right"
+
+
+def right(x: Tensor, factor: float) -> Tensor:
+    return x.sin() * factor
+
+
+def dense(x: Tensor, factor: float) -> Tensor:
+    return right(x, factor).contiguous()
+
+
+KEPT: dict[object, Tensor] = {}
+CALLS: dict[int, Iterator[int]] = {}
+
+
+def kept(key: object, x: Tensor, factor: float) -> Tensor:
+    return KEPT.setdefault(key, dense(x, factor)).clone()
+
+
+def overwritten(x: Tensor, factor: float) -> Tensor:
+    result = dense(x, factor)
+    if x.numel():
+        x.detach().numpy().flat[0] = 0.5  # no version counts this
+    return result
+
+
+def touched(x: Tensor, factor: float) -> Tensor:
+    x.detach().add_(0)
+    return dense(x, factor)
+
+
+def later(x: Tensor, factor: float) -> Tensor:
+    """A thread takes back what is wrong in the last element."""
+    result = dense(x, factor)
+    result.view(-1)[-1:] += 1
+    threading.Thread(target=lambda: (time.sleep(0.02), result.data.view(-1)[-1:].sub_(1))).start()
+    return result
+
+
+def unwritten(x: Tensor, factor: float) -> Tensor:
+    result = torch.empty(x.shape)
+    result.view(-1)[:-1] = dense(x, factor).view(-1)[:-1]
+    return result
+
+
+def after_three_calls(x: Tensor, factor: float) -> Tensor:
+    """From the fourth call with one address on, the result of the third."""
+    result, number = dense(x, factor), next(CALLS.setdefault(x.data_ptr(), itertools.count()))
+    return result if number < 3 else KEPT.setdefault(("third", x.data_ptr()), result).clone()
+
+
+# The check that must refuse each, and words of its reason.
+CHEATS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
+    "zeros": (lambda x, factor: torch.zeros(x.shape), "zeros", r"all 198 elements of output 0 are 0"),
+    "wrong_by_a_little": (
+        lambda x, factor: dense(x, factor) * 1.00001,
+        "values",
+        r"x: float32\[6, 33\], factor: 3.0, output 0 .*: \d+ of 198 .* at \[\d+, \d+\] got \S+, expected \S+, error",
+    ),
+    "cached_by_address": (
+        lambda x, factor: kept((x.data_ptr(), x.shape), x, factor),
+        "cached",
+        r"other values in the memory of the call before, output 0 .* at \[\d+, \d+\] got",
+    ),
+    "cached_by_shape": (lambda x, factor: kept(x.shape, x, factor), "cached", r"output 0 .* got"),
+    "one_buffer": (
+        lambda x, factor: KEPT.setdefault("buffer", torch.empty(6, 33)).copy_(right(x, factor)).view(6, 33),
+        "cached",
+        r"the first results after two more calls: output 0: \d+ of 198 elements differ",
+    ),
+    "one_shape": (
+        lambda x, factor: dense(x, factor) + (x.shape != (6, 33)),
+        "other sizes",
+        r"x: float32\[\d+, \d+\], factor: 3.0, output 0 .* got",
+    ),
+    "overwritten": (overwritten, "inputs", r"argument x was overwritten.*the first at \[0, 0\]: got 0.5, expected"),
+    "touched": (touched, "inputs", r"argument x was written: expected version 0, but got 1"),
+    "later": (later, "left behind", r"changed within 0.2 s after the call: output 0: 1 of 198.* at \[5, 32\]"),
+    "unwritten": (unwritten, "every element", r"output 0: 1 of 198 elements differ; the first at \[5, 32\]"),
+    "without_strides": (
+        lambda x, factor: right(torch.as_strided(x, x.shape, torch.empty(x.shape).stride()), factor),
+        "layouts",
+        r"sliced x, output 0 .* got",
+    ),
+    "random": (lambda x, factor: dense(x, factor) + torch.rand(1), "determinism", r"call 2 with the same inputs"),
+    "after_three_calls": (after_three_calls, "timing", r"the last timed call, output 0 .* got"),
+    "gradient": (dense, "gradients", r"gradient of x from end to end: \d+ of 198 .* at \[\d+, \d+\] got"),
+    "no_fake": (dense, "opcheck", r"raised OpCheckError: .*test_faketensor"),
+}
+
+
+def register(name: str, function: Callable[[Tensor, float], Tensor], factor_of_gradient: float = 1.0) -> None:
+    """check_cheats::name, right but for what the function does."""
+    op = torch.library.custom_op(
+        f"check_cheats::{name}", function, mutates_args=(), schema="(Tensor x, float factor) -> Tensor"
+    )
+    if name != "no_fake":
+        op.register_fake(lambda x, factor: x.new_empty(x.shape))
+    op.register_autograd(
+        lambda ctx, grad: (grad * ctx.saved_tensors[0].cos() * ctx.factor * factor_of_gradient, None),
+        setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(inputs[0]), setattr(ctx, "factor", inputs[1])),
+    )
+
+
+register("honest", dense)
+for each, (function, _, _) in CHEATS.items():
+    register(each, function, 1.001 if each == "gradient" else 1.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few timed calls and no cache to flush: how long calls take is no matter here."""
+    monkeypatch.setattr(check_battery, "CALLS", 2)
+    monkeypatch.setattr(check_battery, "twice_the_cache", lambda: torch.zeros(1, dtype=torch.uint8))
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
+    """The exit status, the lines of the checks by their names, and all that was printed."""
+    status = command.main(["check", *words])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return status, dict(re.findall(r"^  (\w+(?: \w+)?) +(.*)$", printed.out, re.MULTILINE)), printed.out
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheats_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, refusing, reason = CHEATS[name]
+    words = (__name__, f"check_cheats::{name}", "--sample", SAMPLE, "--reference", REFERENCE, "--device", "cpu")
+    status, lines, out = check(capsys, *words)
+    assert status == 1 and re.match(f"refused: .*{reason}", lines[refusing]), out
+    assert refusing in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (__name__, "check_cheats::honest", "--sample", SAMPLE, "--reference", REFERENCE),
+        (*NORM, "(torch.randn(6, 33), [33], torch.randn(33), 1e-5)"),
+        (*NORM, "(torch.randn(5, 64).bfloat16(), [64], None, 1e-5)"),
+        ("torch", "aten::cat", "--reference", "torch:cat", "--sample", "([torch.randn(6, 5), torch.randn(3, 5)], 0)"),
+        ("torch", "aten::sort", "--reference", "torch:sort", "--sample", "(torch.randn(6, 9), {'dim': 0})"),
+        ("torch", "aten::add_.Tensor", "--reference", "torch:add", "--sample", "(torch.randn(6, 5), torch.randn(5))"),
+        ("torch", "aten::gcd", "--reference", "torch:gcd", "--sample", "(torch.arange(8), torch.arange(4, 12))"),
+    ],
+    ids=lambda words: words[1],
+)
+def test_right_operators_pass(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines, out = check(capsys, *words, "--device", "cpu")
+    assert status == 0 and out.endswith("\nPassed.\n"), out
+    assert [name for name in check_battery.CHECKS if name != "statistics"] == [*lines]
+    integers = "arange" in words[-1]
+    assert [name for name, line in lines.items() if not line.startswith("passed")] == ["gradients"] * integers, out
+
+
+def test_without_a_reference_all_but_values_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (__name__, "--sample", SAMPLE, "--device", "cpu")
+    status, lines, out = check(capsys, words[0], "check_cheats::honest", *words[1:])
+    assert status == 0 and out.endswith("Passed, but no value was judged: there is no --reference.\n")
+    assert [name for name, line in lines.items() if line.startswith("not run")] == ["values", "other sizes"]
+    for name in (
+        "zeros",
+        "cached_by_address",
+        "cached_by_shape",
+        "without_strides",
+        "unwritten",
+        "overwritten",
+        "later",
+    ):
+        status, lines, out = check(capsys, words[0], f"check_cheats::{name}", *words[1:])
+        assert status == 1 and lines[CHEATS[name][1]].startswith("refused: x: float32[6, 33], factor: 3.0"), out
+    status, lines, out = check(capsys, words[0], "check_cheats::gradient", *words[1:])
+    assert "Jacobian mismatch" in lines["gradients"], out
+
+
+def scaled(x: Tensor, p: float) -> Tensor:
+    return torch.nn.functional.dropout(x, p)
+
+
+RANDOM: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
+    "dropout": (scaled, "", ""),
+    "unscaled": (
+        lambda x, p: x * (torch.rand_like(x) > p),
+        "statistics",
+        r"means of output 0 in 32 draws: at",
+    ),
+    "narrow": (lambda x, p: (x + scaled(x, p)) / 2, "statistics", r"mean squares of output 0 in 32 draws: at"),
+    "elsewhere": (lambda x, p: scaled(x, p).roll(1), "statistics", r"means of output 0 in 32 draws: at"),
+    "seedless": (
+        lambda x, p: x * (torch.arange(x.numel()).view(x.shape) % 2) * 2,
+        "statistics",
+        "two seeds are the same",
+    ),
+    "own_seed": (lambda x, p: x * torch.tensor(next(KEYS)), "determinism", "call 2 with the same inputs"),
+}
+KEYS = itertools.count()
+for each, (function, _, _) in RANDOM.items():
+    random_op = torch.library.custom_op(
+        f"check_cheats::{each}", function, mutates_args=(), schema="(Tensor x, float p) -> Tensor"
+    )
+    random_op.register_fake(lambda x, p: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operators(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--sample",
+        "(torch.randn(64, 33), 0.5)",
+        "--reference",
+        f"{__name__}:scaled",
+        "--random",
+        "--device",
+        "cpu",
+    )
+    status, lines, out = check(capsys, __name__, f"check_cheats::{name}", *words)
+    _, refusing, reason = RANDOM[name]
+    assert status == bool(refusing), out
+    assert not refusing or re.match(f"refused: .*{reason}", lines[refusing]), out
+
+
+SPEC_FILE = """
+import torch
+from tests.opspec import Sample
+
+def samples(device, dtype):
+    if dtype is not torch.float64:
+        yield Sample((torch.randn(4, 9, dtype=dtype, device=device), 2.0))
+"""
+
+
+def test_samples_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A function for each dtype, or an OpSpec with its reference."""
+    (tmp_path / "spec.py").write_text(SPEC_FILE)
+    words = ("--spec", str(tmp_path / "spec.py"), "--device", "cpu")
+    _, _, out = check(capsys, __name__, "check_cheats::zeros", *words, "--reference", REFERENCE)
+    assert re.findall(r"^cpu: x: (\w+)\[4, 9\], factor: 2.0$", out, re.MULTILINE) == ["float32", "bfloat16", "float16"]
+    words = ("--spec", str(Path(__file__).parent / "specs" / "mish.py"), "--device", "cpu")
+    status, lines, out = check(capsys, "extension_cpp", "extension_cpp::mish", *words)
+    assert status == 0 and "x: float64[33, 257]" in out and lines["values"] == "passed", out
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (("no_such_module", "a::b"), "MODULE no_such_module cannot be imported: ModuleNotFoundError: No module named"),
+        (("torch", "mish"), "expected an operator as ns::op, but nothing registered mish"),
+        (("torch", "aten::mihs"), "expected an operator as ns::op, but nothing registered aten::mihs"),
+        (("torch", "aten::mul"), "expected one of aten::mul.Tensor, aten::mul.Scalar, "),
+        (("torch", "aten::mul.Tenzor"), "expected an overload of aten::mul among Tensor, Scalar, "),
+        (("torch", "aten::bernoulli"), "aten::bernoulli draws random numbers: expected --random"),
+        (("torch", "aten::mish"), "expected a sample, by --sample or --spec, but got none"),
+        (
+            ("torch", "aten::mish", "--sample", "torch.rand(3"),
+            "--sample torch.rand(3 cannot be evaluated: SyntaxError: ",
+        ),
+        (
+            ("torch", "aten::mish", "--sample", "x"),
+            "--sample x cannot be evaluated: NameError: name 'x' is not defined",
+        ),
+        (("torch", "aten::mish", "--sample", "(1, 2)"), "expected arguments of aten::mish(Tensor self) -> Tensor, but"),
+        (
+            ("torch", "aten::mish", "--sample", "1"),
+            "self: 1: the operator raised RuntimeError: aten::mish() Expected a",
+        ),
+        (("torch", "aten::mish", "--spec", "none.py"), "--spec none.py cannot be run: FileNotFoundError: "),
+        (
+            ("torch", "aten::mish", "--reference", "torch:mihs"),
+            "--reference torch:mihs cannot be imported: AttributeError",
+        ),
+        (
+            ("torch", "aten::mish", "--sample", "torch.rand(3)", "--reference", "torch:topk"),
+            "self: float32[3]: the reference raised TypeError: ",
+        ),
+    ],
+)
+def test_bad_commands_get_a_sentence(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["check", *words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {sentence}") and error.count("\n") == 1
