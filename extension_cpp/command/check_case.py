@@ -113,7 +113,8 @@ class Checked:
             raise CannotCheck(f"expected real tensors, but got {self.words(sample)}")
         self.count = self.every = len(self.tried("operator", self.call, sample))
         if reference is not None:
-            count = len(self.tried("reference", self.right, opspec.Sample(tuple(map(on_cpu, sample.args)))))
+            double = judge.convert(opspec.Sample(tuple(map(on_cpu, sample.args))), torch.float64)
+            count = len(self.tried("reference", self.right, double))
             if not 0 < count <= self.count:
                 raise CannotCheck(
                     f"expected as many results as the operator's {self.count}, but the reference has {count}"
