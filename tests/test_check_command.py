@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from extension_cpp import __main__ as command
 from extension_cpp.command import check_battery
+from tests.forked import python
 
 SAMPLE = "(torch.randn(6, 33), 3.0)"
 NORM = ("extension_cpp", "extension_cpp::rms_norm", "--reference", "torch.nn.functional:rms_norm", "--sample")
@@ -323,3 +325,38 @@ def test_bad_commands_get_a_sentence(words: tuple[str, ...], sentence: str, caps
     assert command.main(["check", *words]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: {sentence}") and error.count("\n") == 1
+
+
+OTHER_PACKAGE = """
+import torch
+from tests.help import factor
+
+@torch.library.custom_op("check_other::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    from tests import help  # at run time, too, `tests` is the one beside this file
+    return help.factor * x
+
+double.register_fake(torch.empty_like)
+
+def right(x):
+    from tests.help import factor
+    return factor * x
+"""
+
+
+def test_from_a_wheel_beside_other_tests(tmp_path: Path) -> None:
+    """The judge lies in the wheel (pyproject.toml), and `tests` of the package that is checked stay what they are."""
+    installed, root = tmp_path / "extension_cpp", Path(__file__).resolve().parent.parent
+    ignored = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "tree")
+    shutil.copytree(root / "extension_cpp", installed, ignore=ignored)
+    in_wheel = re.findall(r'^    "(tests/\w+\.py)",$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    for file in in_wheel:
+        (installed / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / file, installed / "tree" / file)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    (tmp_path / "tests" / "help.py").write_text("factor = 2.0\n")
+    (tmp_path / "other_package.py").write_text(OTHER_PACKAGE)
+    words = ("other_package", "check_other::double", "--reference", "other_package:right", "--sample", "torch.randn(9)")
+    done = python("-m", "extension_cpp", "check", *words, "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("\nPassed.\n"), done.stdout + done.stderr
