@@ -193,12 +193,12 @@ class Checked:
     def expect(self, sample: Any) -> Any:
         return judge.expect(self.spec, opspec.Sample(tuple(map(on_cpu, sample.args))), checks.random_grad())
 
-    def judged(self, sample: Any, what: str = "", expected: Any = None, call: Any = None) -> None:
+    def judged(self, sample: Any, what: str = "", expected: Any = None, call: Any = None, limits: bool = False) -> None:
         """Calls the operator, and asserts that its results are right; for leaves of the sample its gradients, too."""
         expected = expected or self.expect(sample)
         ours = judge.run(call or self.call, sample, checks.random_grad())
         ours = judge.Result(tuple(map(on_cpu, ours.outputs)), list(map(on_cpu, ours.gradients)))
-        judge.assert_right(ours, expected, f"{self.words(sample)}{what and ', '}{what}")
+        judge.assert_right(ours, expected, f"{self.words(sample)}{what and ', '}{what}", limits)
 
     def same(self, now: Sequence[Tensor], before: Sequence[Tensor], sample: Any, what: str) -> None:
         """Refuses results that are not those of before."""
