@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,32 @@ def register(name: str, function: Callable[[Tensor, float], Tensor], factor_of_g
     )
 
 
+def sum_of_float32(x: Tensor, factor: float) -> Tensor:
+    """The last bits depend on the layout."""
+    assert x.dtype is torch.float32
+    return (x.flatten().cumsum(0)[-1] if x.is_contiguous() else x.double().sum().float()) * factor
+
+
 register("honest", dense)
+torch.library.custom_op(
+    "check_cheats::sum_of_float32", sum_of_float32, mutates_args=(), schema="(Tensor x, float factor) -> Tensor"
+).register_fake(lambda x, factor: x.new_empty(()))
+
+
+def mean_first(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.mean(-1), x.sin()
+
+
+def keep_x(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.mark_non_differentiable(output[0])
+
+
+MEAN_FIRST = torch.library.custom_op(
+    "check_cheats::mean_first", mean_first, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
+)
+MEAN_FIRST.register_fake(lambda x: (x.new_empty(x.shape[:-1]), torch.empty_like(x)))
+MEAN_FIRST.register_autograd(lambda ctx, _, grad: grad * ctx.saved_tensors[0].cos(), setup_context=keep_x)
 for each, (function, _, _) in CHEATS.items():
     register(each, function, 1.001 if each == "gradient" else 1.0)
 
@@ -192,6 +218,8 @@ RIGHT = [
         "(torch.randn(6, 33), [33], None, 1e-5)",
     ),
     ("extension_cpp", "extension_cpp::mish", "torch.nn.functional:mish", "torch.randn(5, 64).bfloat16()"),
+    (__name__, "check_cheats::mean_first", f"{__name__}:mean_first", "torch.randn(4, 7)"),
+    ("torch", "aten::pow.Scalar", "torch:pow", "(2.0, torch.randn(4, 7))"),
     ("torch", "aten::cat", "torch:cat", "([torch.randn(6, 5), torch.randn(3, 5)], 0)"),
     ("torch", "aten::sort", "torch:sort", "(torch.randn(6, 9), {'dim': 0})"),
     (
@@ -228,6 +256,8 @@ def test_without_a_reference_all_but_values_runs(capsys: pytest.CaptureFixture[s
     status, lines, out = check(capsys, words[0], "check_cheats::honest", *words[1:])
     assert status == 0 and out.endswith("Passed, but no value was judged: there is no --reference.\n")
     assert [name for name, line in lines.items() if line.startswith("not run")] == ["values", "other sizes"]
+    status, _, out = check(capsys, words[0], "check_cheats::sum_of_float32", *words[1:])
+    assert status == 0, out
     for name in ("zeros", "cached_by_address", "cached_by_shape", "without_strides"):
         status, lines, out = check(capsys, words[0], f"check_cheats::{name}", *words[1:])
         assert status == 1 and lines[CHEATS[name][1]].startswith("refused: x: float32[6, 33], factor: 3.0"), out
@@ -278,6 +308,28 @@ def test_random_operators(name: str, capsys: pytest.CaptureFixture[str]) -> None
     _, refusing, reason = RANDOM[name]
     assert status == bool(refusing), out
     assert not refusing or re.match(f"refused: .*{reason}", lines[refusing]), out
+
+
+@pytest.mark.parametrize(
+    "op, reference, message",
+    [
+        ("floor", "rounded_down", "expected torch.int64, but got torch.float32"),
+        ("argmax", "first_index", "expected torch.float64, but got torch.int64"),
+    ],
+)
+def test_integers_and_numbers_are_not_the_same(
+    op: str, reference: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("torch", f"aten::{op}", "--reference", f"{__name__}:{reference}", "--sample", "torch.randn(9)")
+    assert message in check(capsys, *words, "--device", "cpu")[1]["values"]
+
+
+def rounded_down(x: Tensor) -> Tensor:
+    return x.floor().long()
+
+
+def first_index(x: Tensor) -> Tensor:
+    return x.argmax().double()
 
 
 SPEC_FILE = """
