@@ -16,6 +16,7 @@ from torch import Tensor
 from extension_cpp import __main__ as command
 from extension_cpp.command import check as check_samples
 from extension_cpp.command import check_battery
+from tests import judge
 from tests.forked import python
 
 SAMPLE = "(torch.randn(6, 33), 3.0)"
@@ -70,6 +71,12 @@ def after_three_calls(x: Tensor, factor: float) -> Tensor:
     return result if number < 3 else KEPT.setdefault(("third", x.data_ptr()), result).clone()
 
 
+def raises(x: Tensor, factor: float) -> Tensor:
+    if x.shape != (6, 33):
+        raise ValueError("no")
+    return dense(x, factor)
+
+
 # The check that must refuse each, and words of its reason.
 CHEATS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
     "zeros": (lambda x, factor: torch.zeros(x.shape), "zeros", r"all elements of the results are 0"),
@@ -106,11 +113,13 @@ CHEATS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
     "random": (lambda x, factor: dense(x, factor) + torch.rand(1), "determinism", r"call 2 with the same inputs"),
     "after_three_calls": (after_three_calls, "timing", r"the last timed call, output 0 .* got"),
     "gradient": (dense, "gradients", r"gradient of x from end to end: \d+ of 198 .* at \[\d+, \d+\] got"),
+    "no_gradient": (dense, "gradients", r"no gradient of x, and the reference has one"),
+    "raises": (raises, "other sizes", r"it takes none of 10 other sizes; x: float32\[.*: raised ValueError: no"),
     "no_fake": (dense, "opcheck", r"raised OpCheckError: .*test_faketensor"),
 }
 
 
-def register(name: str, function: Callable[[Tensor, float], Tensor], factor_of_gradient: float = 1.0) -> None:
+def register(name: str, function: Callable[[Tensor, float], Tensor], share: float | None = 1.0) -> None:
     """check_cheats::name, right but for what the function does."""
     op = torch.library.custom_op(
         f"check_cheats::{name}", function, mutates_args=(), schema="(Tensor x, float factor) -> Tensor"
@@ -118,7 +127,7 @@ def register(name: str, function: Callable[[Tensor, float], Tensor], factor_of_g
     if name != "no_fake":
         op.register_fake(lambda x, factor: x.new_empty(x.shape))
     op.register_autograd(
-        lambda ctx, grad: (grad * ctx.saved_tensors[0].cos() * ctx.factor * factor_of_gradient, None),
+        lambda ctx, grad: (share and grad * ctx.saved_tensors[0].cos() * ctx.factor * share, None),
         setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(inputs[0]), setattr(ctx, "factor", inputs[1])),
     )
 
@@ -136,7 +145,7 @@ torch.library.custom_op(
 
 
 def mean_first(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.mean(-1), x.sin()
+    return x.mean(-1), x.sin() + 100 - 100  # an error that needs the sizes of terms
 
 
 def keep_x(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
@@ -150,7 +159,7 @@ MEAN_FIRST = torch.library.custom_op(
 MEAN_FIRST.register_fake(lambda x: (x.new_empty(x.shape[:-1]), torch.empty_like(x)))
 MEAN_FIRST.register_autograd(lambda ctx, _, grad: grad * ctx.saved_tensors[0].cos(), setup_context=keep_x)
 for each, (function, _, _) in CHEATS.items():
-    register(each, function, 1.001 if each == "gradient" else 1.0)
+    register(each, function, {"gradient": 1.001, "no_gradient": None}.get(each, 1.0))
 
 
 class Doubled(torch.autograd.Function):
@@ -208,6 +217,10 @@ def layer_norm_in_steps(
     return (x - mean) * rstd * weight + bias, mean, rstd
 
 
+def add_in_place(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+
+
 TWO_INTEGERS = "(torch.randint(1, 99, (5, 8)), torch.randint(1, 99, (8,)))"
 RIGHT = [
     (__name__, "check_cheats::honest", REFERENCE, SAMPLE),
@@ -234,6 +247,7 @@ RIGHT = [
         f"{__name__}:layer_norm_in_steps",
         "(torch.randn(6, 33), [33], torch.randn(33), torch.randn(33), 1e-5)",
     ),
+    ("torch", "aten::add_.Tensor", f"{__name__}:add_in_place", "(torch.randn(6, 5), torch.randn(5))"),
     ("torch", "aten::add_.Tensor", "torch:add", "(torch.randn(6, 5), torch.randn(5))"),
     ("torch", "aten::gcd", "torch:gcd", TWO_INTEGERS),
 ]
@@ -247,6 +261,7 @@ def test_right_operators_pass(
     status, lines, out = check(capsys, *words)
     assert status == 0 and out.endswith("\nPassed.\n"), out
     assert [name for name in check_battery.CHECKS if name != "statistics"] == [*lines]
+    assert lines["other sizes"].startswith("passed: 10 others" if "norm" in op else "passed: "), out
     not_run = [name for name, line in lines.items() if not line.startswith("passed")]
     assert not_run == (["gradients"] if sample == TWO_INTEGERS else []), out
 
@@ -308,6 +323,16 @@ def test_random_operators(name: str, capsys: pytest.CaptureFixture[str]) -> None
     _, refusing, reason = RANDOM[name]
     assert status == bool(refusing), out
     assert not refusing or re.match(f"refused: .*{reason}", lines[refusing]), out
+
+
+def test_a_sample_that_shows_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("torch", "aten::sin", "--reference", "torch:sin", "--sample", "torch.zeros(9)", "--device", "cpu")
+    assert "zeros are right, so this sample shows nothing" in check(capsys, *words)[1]["zeros"]
+
+
+def test_changed_numbers_keep_their_dtype() -> None:
+    """An operator that is compared with itself may take float32 alone."""
+    assert judge.Rounded(torch.float32).changed(torch.ones(3)).dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -377,6 +402,7 @@ def test_samples_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
             ("torch", "aten::mish", "--sample", "1"),
             "self: 1: the operator raised RuntimeError: aten::mish() Expected a",
         ),
+        (("torch", "aten::sin", "--sample", "1j * torch.rand(3)"), "expected real tensors, but got self: complex64[3]"),
         (("torch", "aten::mish", "--spec", "none.py"), "--spec none.py cannot be run: FileNotFoundError: "),
         (
             ("torch", "aten::mish", "--reference", "torch:mihs"),
