@@ -3,7 +3,6 @@
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,32 +11,9 @@ import torch
 
 from benchmarks import results
 from extension_cpp.__main__ import Parser, positive
+from extension_cpp.command.once import once_cpu, once_cuda
 
 Time = dict[str, float]  # seconds of one call: the median, and low and high, the 10th and the 90th percentile
-
-
-def _once_cpu(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-@functools.cache
-def _other_memory() -> torch.Tensor:
-    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-
-def _once_cuda(call: Callable[[], object], ahead: bool) -> float:
-    _other_memory().zero_()  # several times the L2, else a call would find part of its input there from the call before
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    if ahead:  # the host launches the call during this wait, so that the events enclose device time alone
-        torch.cuda._sleep(10_000_000)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e-3
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
@@ -84,7 +60,7 @@ def take_turns(
     On a GPU the time begins with the call's first kernel. Without `ahead` it begins with the call, and so includes the
     device's wait for the host.
     """
-    once = functools.partial(_once_cuda, ahead=ahead) if device == "cuda" else _once_cpu
+    once = functools.partial(once_cuda, ahead=ahead) if device == "cuda" else once_cpu
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items():
@@ -100,7 +76,7 @@ def take_turns(
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    return _once_cuda(call, ahead=True) if device == "cuda" else _once_cpu(call)
+    return once_cuda(call, ahead=True) if device == "cuda" else once_cpu(call)
 
 
 def single(name: str, call: Callable[[], object], device: str, judge: Judge) -> Time:

@@ -1,4 +1,4 @@
-"""The command line: python -m extension_cpp demo, info, new, remove, new-package."""
+"""The command line: python -m extension_cpp demo, info, new, remove, new-package, check."""
 
 import argparse
 import importlib.util
@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import extension_cpp
 
@@ -88,7 +88,31 @@ def parser() -> Parser:
     package.add_argument("--name", required=True, help="the package, its C++ namespace and torch.ops.NAME")
     add_kind(package, scaffold.OP_KINDS)
     package.set_defaults(run=lambda options: scaffold.new_package(options.folder, options.name, options.kind))
+    add_check(commands)
     return top
+
+
+def add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="try an operator that somebody else registered",
+        description="Imports MODULE, calls the operator with samples, and prints a line for each check: opcheck, "
+        "values beside the reference in float64, gradients, other sizes and layouts, cached results, what is written "
+        "after the call, time. docs/check.md says more. Exit status 1: a check refuses the operator.",
+    )
+    check.add_argument("module", metavar="MODULE", help="the module whose import registers the operator")
+    check.add_argument("operator", metavar="OP", help="such as my_package::my_op, or aten::mul.Tensor")
+    check.add_argument("--reference", metavar="MODULE:FUNCTION", help="the same in plain PyTorch, for float64 tensors")
+    check.add_argument(
+        "--sample",
+        action="append",
+        default=[],
+        help='the arguments, such as "(torch.randn(64, 1024), 1e-5)"; may be given several times',
+    )
+    check.add_argument("--spec", metavar="FILE", help="a Python file with `spec`, an OpSpec, or samples(device, dtype)")
+    check.add_argument("--random", action="store_true", help="its results are random: compare statistics and seeds")
+    check.add_argument("--device", choices=("cpu", "cuda"), help="default: all where the operator has a kernel")
+    check.set_defaults(run=run_check)
 
 
 def add_schema(command: argparse.ArgumentParser) -> None:
@@ -190,6 +214,15 @@ def run_info(options: argparse.Namespace) -> int:
     if options.plan and not extension_cpp.load_error:
         return info.run_plan(*plan_arguments(options), options.backward, options.weights)
     return info.run(str(extension_cpp.load_error or ""), options.schemas)
+
+
+def run_check(options: argparse.Namespace) -> int:
+    from .command import check
+
+    try:
+        return check.run(options)
+    except check.CannotCheck as error:
+        return fail(error)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

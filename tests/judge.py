@@ -167,7 +167,8 @@ class Rounded(TorchDispatchMode):
             return x
         step = self.eps * (2 * torch.rand(x.shape, generator=self.generator, dtype=torch.float64) - 1).to(x.device)
         size = x.abs()
-        return torch.where(size > self.info.max, x.sign() * math.inf, x + (size + self.info.smallest_normal) * step)
+        moved = torch.where(size > self.info.max, x.sign() * math.inf, x + (size + self.info.smallest_normal) * step)
+        return moved.to(x.dtype)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -200,13 +201,23 @@ def perturbed(reference: Callable[..., Any], call: Call, exact: Result) -> list[
     return [Terms(change, C_OF_DRAWS) for change in changes]
 
 
+def dtype_of(sample: Sample) -> torch.dtype:
+    """The dtype of the first argument that is floating point."""
+    tensors = (x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor))
+    return next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
+
+
 def expect(spec: OpSpec, sample: Sample, grad_out: Callable[[Tensor], Tensor]) -> Expected:
     """What a call should give, from the reference in float64."""
     reference, double = spec.by_hand or spec.reference, convert(sample, torch.float64)
-    exact = run(reference, double, grad_out)
-    differentiable = [output for output in exact.outputs if output.is_floating_point() and exact.gradients]
-    grads = [grad_out(output).detach() for output in differentiable]
-    call = Call(double, exact.outputs, grads, sample.args[0].dtype)
+    grads: list[Tensor] = []  # of the results that require grad, in their order
+
+    def kept(output: Tensor) -> Tensor:
+        grads.append(grad_out(output).detach())
+        return grads[-1]
+
+    exact = run(reference, double, kept)
+    call = Call(double, exact.outputs, grads, dtype_of(sample))
     if spec.terms is None:
         return Expected(spec, call, Truth(exact, lambda: perturbed(reference, call, exact)))
     return Expected(spec, call, Truth(exact, functools.partial(terms_of, spec, call)))
@@ -224,7 +235,8 @@ def assert_right(ours: Result, expected: Expected, what: str, limits: bool = Fal
         for number, ((name, got), (_, exact)) in enumerate(zip(ours.tensors(), truth.exact.tensors(), strict=True)):
             where = f"{what}, {name} {kind}"
             assert got.shape == exact.shape, f"{where}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
-            is_exact = not got.is_floating_point() or (number in expected.spec.exact and name.startswith("output"))
+            is_number = got.is_floating_point() and exact.is_floating_point()
+            is_exact = not is_number or (number in expected.spec.exact and name.startswith("output"))
             message = unequal(got, exact) if is_exact else wrong(got, number, truth, limits, nan_for_inf)
             if message:
                 raise AssertionError(f"{where}: {message}")

@@ -12,6 +12,7 @@ import torch
 
 import extension_cpp
 from benchmarks import compare, results, timing
+from extension_cpp.command import once
 from scripts import matrix, release
 from tests.forked import python
 
@@ -32,7 +33,7 @@ def test_only_the_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(f"ready {name}")
         pass_time(1000.0)
 
-    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(once, "time", types.SimpleNamespace(perf_counter=lambda: now))
     times = timing.take_turns({"a": lambda: call("a", 1.0), "b": lambda: call("b", 2.0)}, "cpu", 9, ready)
     assert times == {name: {"median": t, "low": t, "high": t} for name, t in (("a", 1.0), ("b", 2.0))}
     assert calls == ["ready a", "a", "ready b", "b"] * 11

@@ -1,0 +1,208 @@
+"""One call of an operator that somebody else registered: its samples, what it gives, and what it should give.
+
+The judge is that of the tests (tests/judge.py), of this checkout or of its copy in the wheel.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from .scaffold import TREE
+
+
+class Refused(Exception):
+    """What is wrong with the operator."""
+
+
+class NotRun(Exception):
+    """Why a check says nothing of this operator."""
+
+
+class CannotCheck(Exception):
+    """Says in one sentence why nothing can be checked."""
+
+
+def of_tests(*names: str) -> list[Any]:
+    """Modules of this tree's tests. If the operator's own package has other `tests`, those stay importable."""
+    found = importlib.util.find_spec("tests")
+    if found is not None and found.origin == str(TREE / "tests" / "__init__.py"):
+        return [importlib.import_module(f"tests.{name}") for name in names]
+    theirs = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "tests"}
+    sys.path.insert(0, str(TREE))
+    try:
+        return [importlib.import_module(f"tests.{name}") for name in names]
+    finally:
+        sys.path.remove(str(TREE))
+        if found is not None:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+                del sys.modules[name]
+        sys.modules.update(theirs)
+
+
+judge, checks, opspec = of_tests("judge", "checks", "opspec")
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+
+
+def in_words(x: Any) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
+def is_written(argument: Any) -> bool:
+    """Whether the schema says that the operator writes an argument, or returns one that it wrote."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def is_plain(x: Any) -> bool:
+    """Whether an argument is one value: a list of numbers is, a list of tensors is not."""
+    return isinstance(x, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in x)
+
+
+def tensors(results: Any) -> list[Tensor]:
+    """All results of a call. A number is a tensor without dimensions."""
+    leaves = [x for x in tree_leaves(results) if x is not None]
+    return [torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else torch.as_tensor(x) for x in leaves]
+
+
+def on_cpu(x: Any) -> Any:
+    return x.detach().to("cpu", copy=True).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+class Checked:
+    """An operator on one device, with one of its samples.
+
+    `source` draws the arguments for a seed: positional ones and those by name. A sample has them as a flat list, which
+    has the tensors of a list one by one. What the operator writes, it writes into copies; these are further results.
+    """
+
+    def __init__(
+        self,
+        op: torch._ops.OpOverload,
+        source: Callable[[int], tuple[Sequence[Any], dict[str, Any]]],
+        reference: Callable[..., Any] | None,
+        device: str,
+        random: bool,
+    ) -> None:
+        self.op, self.source, self.reference, self.device, self.random = op, source, reference, device, random
+        self.is_judged = reference is not None and not random
+        self.names: list[str] = []  # of the flat arguments
+        self.written: list[int] = []
+        self.count = sys.maxsize  # the results that are compared
+        self.flags: list[bool] = []  # which of them require grad, while gradients are compared
+        args, self.keys = source(0)
+        schema = {argument.name: argument for argument in op._schema.arguments}
+        if len(args) > len(schema) or self.keys.keys() - schema.keys():
+            raise CannotCheck(f"expected arguments of {op._schema}, but got {len(args)} and {[*self.keys]} by name")
+        for name, value in [*zip(schema, args, strict=False), *self.keys.items()]:
+            count = len(tree_flatten(value, is_plain)[0])
+            self.written += range(len(self.names), len(self.names) + count) if is_written(schema[name]) else []
+            self.names += [name if count == 1 else f"{name}[{i}]" for i in range(count)]
+        sample = self.draw()
+        self.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in sample.args]
+        if any(dtype is not None and dtype.is_complex for dtype in self.dtypes):
+            raise CannotCheck(f"expected real tensors, but got {self.words(sample)}")
+        self.count = self.every = len(self.tried("operator", self.call, sample))
+        if reference is not None:
+            double = judge.convert(opspec.Sample(tuple(map(on_cpu, sample.args))), torch.float64)
+            count = len(self.tried("reference", self.right, double))
+            if not 0 < count <= self.count:
+                raise CannotCheck(
+                    f"expected as many results as the operator's {self.count}, but the reference has {count}"
+                )
+            self.count = count
+        self.spec = opspec.OpSpec(
+            name=op._schema.name,
+            function=self.call,
+            reference=self.right if self.is_judged else self.itself,
+            sample_inputs=lambda make, shape: iter(()),
+            error_inputs=lambda device: iter(()),
+            bench=None,
+            keeps_strides=False,
+            launches=(0, 0),
+        )
+
+    def tried(self, who: str, call: Callable[..., Any], sample: Any) -> Any:
+        try:
+            return call(*sample.args)
+        except Exception as error:
+            raise CannotCheck(f"{self.words(sample)}: the {who} raised {sentence(error)}") from error
+
+    def draw(self, seed: int = 0) -> Any:
+        """A sample in memory of its own."""
+        torch.manual_seed(seed)
+        args, kwargs = self.source(seed)
+        values = [*args, *kwargs.values()]
+        flat, self.tree = tree_flatten(values, lambda x: x is not values and is_plain(x))
+        moved = (x.detach().to(self.device, copy=True) if isinstance(x, Tensor) else x for x in flat)
+        return opspec.Sample(tuple(moved))
+
+    def words(self, sample: Any) -> str:
+        return ", ".join(f"{name}: {in_words(x)}" for name, x in zip(self.names, sample.args, strict=True))
+
+    def places(self, sample: Any, floating: bool = False) -> list[int]:
+        """Where tensors are among the arguments."""
+        found = [i for i, x in enumerate(sample.args) if isinstance(x, Tensor)]
+        return [i for i in found if not floating or sample.args[i].is_floating_point()]
+
+    def arguments(self, flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        values = tree_unflatten(list(flat), self.tree)
+        count = len(values) - len(self.keys)
+        return values[:count], dict(zip(self.keys, values[count:], strict=True))
+
+    def with_copies(self, flat: Sequence[Any]) -> list[Any]:
+        return [x.clone() if i in self.written else x for i, x in enumerate(flat)]
+
+    def call(self, *flat: Any, seed: int = 0) -> tuple[Tensor, ...]:
+        """The operator's results, then what it wrote: as many as the reference gives."""
+        given = self.with_copies(flat)
+        args, kwargs = self.arguments(given)
+        if self.random:
+            torch.manual_seed(seed)
+        results, returns = self.op(*args, **kwargs), self.op._schema.returns
+        own = [x for x, each in zip(opspec.as_tuple(results), returns, strict=False) if not is_written(each)]
+        return (*tensors(own), *(given[i] for i in self.written))[: self.count]
+
+    def right(self, *flat: Any) -> tuple[Tensor, ...]:
+        """The reference's results, then what it wrote, if its results are fewer than the operator's."""
+        given = self.with_copies(flat)
+        args, kwargs = self.arguments(given)
+        assert self.reference is not None
+        results = tensors(self.reference(*args, **kwargs))
+        if len(results) < self.count:
+            results += [given[i] for i in self.written]
+        flags = self.flags or [True] * len(results)
+        return tuple(x if flag else x.detach() for x, flag in zip(results, flags, strict=True))
+
+    def itself(self, *flat: Any) -> tuple[Tensor, ...]:
+        """In place of a reference: the operator on contiguous copies, in the dtypes of the sample."""
+        given = [
+            x.to(self.device, dtype).contiguous() if dtype else x for x, dtype in zip(flat, self.dtypes, strict=True)
+        ]
+        return tuple(x.double().cpu() if x.is_floating_point() else x.cpu() for x in self.call(*given))
+
+    def expect(self, sample: Any) -> Any:
+        return judge.expect(self.spec, opspec.Sample(tuple(map(on_cpu, sample.args))), checks.random_grad())
+
+    def judged(self, sample: Any, what: str = "", expected: Any = None, call: Any = None, limits: bool = False) -> None:
+        """Calls the operator, and asserts that its results are right; for leaves of the sample its gradients, too."""
+        expected = expected or self.expect(sample)
+        ours = judge.run(call or self.call, sample, checks.random_grad())
+        ours = judge.Result(tuple(map(on_cpu, ours.outputs)), list(map(on_cpu, ours.gradients)))
+        judge.assert_right(ours, expected, f"{self.words(sample)}{what and ', '}{what}", limits)
+
+    def same(self, now: Sequence[Tensor], before: Sequence[Tensor], sample: Any, what: str) -> None:
+        """Refuses results that are not those of before."""
+        for i, (x, y) in enumerate(zip(now, before, strict=True)):
+            shapes = f"shape {list(x.shape)}, expected {list(y.shape)}" if x.shape != y.shape else None
+            if message := shapes or judge.unequal(x, y):
+                raise Refused(f"{self.words(sample)}: {what}: output {i}: {message}")

@@ -1,0 +1,31 @@
+"""The time of one call, on the CPU or on the GPU with an L2 that holds nothing of the call before."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def once_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@functools.cache
+def _other_memory() -> torch.Tensor:
+    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+def once_cuda(call: Callable[[], object], ahead: bool) -> float:
+    _other_memory().zero_()  # several times the L2, else a call would find part of its input there from the call before
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    if ahead:  # the host launches the call during this wait, so that the events enclose device time alone
+        torch.cuda._sleep(10_000_000)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3
