@@ -480,3 +480,24 @@ def test_forward_mode_under_vmap_calls_no_operator(device: str) -> None:
     x = torch.randn(0, 4, device=device)
     tangents = torch.func.vmap(lambda x: torch.func.jvp(extension_cpp.relu, (x,), (torch.ones_like(x),))[1])(x)
     assert tangents.shape == x.shape
+
+
+def test_compiled_graphs_call_no_autograd_kernel() -> None:
+    """A graph of torch.compile is differentiated as a whole, so an Autograd kernel would only cost time."""
+    called: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if "extension_cpp" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    backend = aot_autograd(fw_compiler=compiler)
+    torch.compile(extension_cpp.gelu, backend=backend, fullgraph=True)(x).sum().backward()
+    assert called == ["extension_cpp.gelu_no_grad.default", "extension_cpp.gelu_backward_no_grad.default"]
+    exported = torch.export.export(ExportedGelu(), (x,)).module()
+    assert "torch.ops.extension_cpp.gelu.default" in exported.code  # it may be trained
+
+
+class ExportedGelu(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return extension_cpp.gelu(x)

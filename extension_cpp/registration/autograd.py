@@ -18,8 +18,12 @@ from typing import Any
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.library import Library
+from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
 from .calls import CASTING, DIRECT, NO_GRAD, overload_of
@@ -244,6 +248,22 @@ def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> 
     return in_order
 
 
+def _overload_with_all_results(op: Any) -> Any:
+    """The no-grad overload, or None if there is none or it returns less."""
+    if op._schema.name + NO_GRAD not in torch._C._dispatch_get_all_op_names():
+        return None
+    overload = overload_of(op._schema.name + NO_GRAD)
+    return overload if len(overload._schema.returns) == len(op._schema.returns) else None
+
+
+def _is_compiled(args: Iterable[Any]) -> bool:
+    """Whether torch.compile traces this call of plain tensors. Its graph then holds the no-grad overload, which runs
+    without an Autograd kernel; an exported graph holds the operator, because it may be trained."""
+    if TracingContext.try_get() is None or torch.compiler._is_exporting_flag:
+        return False
+    return all(not isinstance(x, Tensor) or type(x) in (Tensor, Parameter, FakeTensor, FunctionalTensor) for x in args)
+
+
 def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Callable[..., Any] | None) -> Any:
     """The autograd.Function of an operator.
 
@@ -253,6 +273,7 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
     keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
+    no_grad = _overload_with_all_results(op)
 
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
@@ -260,6 +281,8 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
             # Function switches gradients off, also for the transforms at the levels below, which record their own.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = op.redispatch(keys, *inputs, **keywords)
+        elif no_grad is not None and _is_compiled(inputs):
+            output = no_grad(*inputs, **keywords)
         else:
             output = op.redispatch(keys, *inputs, **keywords)
         ctx.needs_input_grad = ctx.needs_input_grad[:-1]
