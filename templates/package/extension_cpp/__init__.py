@@ -19,9 +19,10 @@ def _load() -> str:
 
     torch.ops.load_library(LIBRARY)
     library = ctypes.CDLL(str(LIBRARY))
-    library.extension_cpp_schema_errors.restype = library.extension_cpp_build_info.restype = ctypes.c_char_p
+    library.extension_cpp_schema_errors.restype = ctypes.c_char_p
     if said := library.extension_cpp_schema_errors().decode():
         raise ImportError(said)
+    library.extension_cpp_build_info.restype = ctypes.c_char_p
     cuda = library.extension_cpp_build_info().decode().split()[0].removeprefix("cuda=")  # "13.0" or "none"
     return "+cpu" if cuda == "none" else f"+cu{cuda.replace('.', '')}"
 
