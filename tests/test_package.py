@@ -10,9 +10,11 @@ import pytest
 
 from extension_cpp import __main__ as command
 from extension_cpp.command import package
+from tests import test_scaffold
 from tests.test_new_operator import battery
-from tests.test_scaffold import LONG, ROOT, contents, environment, lint, refused, run, run_python
+from tests.test_scaffold import LONG, contents, environment, lint, refused, run, run_python
 
+tree = test_scaffold.tree  # a fixture
 FIRST = ["--schema", "planted_scale(Tensor x, float scale=1.0) -> Tensor", "--grad", "x"]
 SECOND = ["--schema", "planted_pick(Tensor logits, SymInt k) -> (Tensor weights, Tensor indices)"]
 SECOND += ["--dtype", "indices=int64", "--shape", "weights=[*logits[:-1], k]", "indices=weights"]
@@ -24,30 +26,26 @@ def make(folder: Path, *words: str, name: str = "my_kernels") -> Path:
     return folder
 
 
-def without_torch(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a Python whose torch cannot be imported."""
-    (folder / "torch.py").write_text("raise AssertionError('this command imports torch')")
-    path = {"PYTHONPATH": f"{folder}:{ROOT}"}
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=ROOT,
-        env=environment("cpu") | path,
-        capture_output=True,
-        text=True,
-    )
+def without_torch(tree: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command of a tree in a Python whose torch cannot be imported."""
+    (tree.parent / "torch.py").write_text("raise AssertionError('this command imports torch')")
+    path = {"PYTHONPATH": str(tree.parent)}
+    command = [sys.executable, "-m", "extension_cpp", *map(str, words)]
+    return subprocess.run(command, cwd=tree, env=environment("cpu") | path, capture_output=True, text=True)
 
 
-def test_commands_that_write_sources_import_no_torch(tmp_path: Path) -> None:
-    done = without_torch(tmp_path, "extension_cpp", "new-package", tmp_path / "made", "--name", "my_kernels", *FIRST)
+def test_commands_that_write_sources_import_no_torch(tree: Path) -> None:
+    """And change the tree that --in names, by its own command."""
+    folder, whole = tree.parent / "made", contents(tree)
+    done = without_torch(tree, "new-package", folder, "--name", "my_kernels", *FIRST)
     assert done.returncode == 0, done.stderr
-    before = contents(tmp_path / "made")
-    place = ["--in", tmp_path / "made" / "docs"]
+    before = contents(folder)
     for words in (["new", "planted_pick", *SECOND], ["remove", "planted_pick"]):
-        done = without_torch(tmp_path, "extension_cpp", *words, *place)
+        done = without_torch(tree, *words, "--in", folder / "docs")
         assert done.returncode == 0, done.stderr
-        assert f"in {tmp_path / 'made'}:\n" in done.stdout and "my_kernels/ops.py" in done.stdout
-    after = contents(tmp_path / "made")
-    assert after.keys() == before.keys()
+        assert f"in {folder}:\n" in done.stdout and "my_kernels/ops.py" in done.stdout
+    after = contents(folder)
+    assert after.keys() == before.keys() and contents(tree) == whole
     assert {path for path in before if after[path] != before[path]} <= {Path("my_kernels/ops.py")}  # its marks stay
 
 
@@ -115,7 +113,9 @@ def test_an_update_brings_what_the_user_left_alone(
     copies = package.copies()
     assert command.main(["new-package", "--update", str(folder)]) == 0
     assert "Changed" not in capsys.readouterr().out  # the version is the same
-    (folder / "tests" / "judge.py").write_text("# mine\n")
+    judge = folder / "tests" / "judge.py"
+    original = judge.read_text()
+    judge.write_text("# mine\n")
     (folder / "my_kernels" / "csrc" / "library.cpp").unlink()
     (folder / "my_kernels" / "ops.py").write_text("# mine\n")
     (folder / "tests" / "new_here.py").write_text("# mine\n")
@@ -140,6 +140,9 @@ def test_an_update_brings_what_the_user_left_alone(
     assert command.main(["new-package", "--update", str(folder)]) == 0  # nothing is new, and the same files stay
     assert contents(folder) == after
     assert capsys.readouterr().out.split("because you changed them:\n")[1].split("Next")[0].split() == left
+    judge.write_text(original)
+    assert command.main(["new-package", "--update", str(folder)]) == 0
+    assert judge.read_text().endswith("# later\n")
 
 
 @pytest.mark.slow
