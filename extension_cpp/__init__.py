@@ -69,32 +69,40 @@ def _is_command() -> bool:
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "extension_cpp"
 
 
+def _writes_sources() -> bool:
+    """Whether Python runs a command that only writes source files: to load torch and the library would take seconds."""
+    return _is_command() and sys.argv[1:2] in (["new"], ["remove"], ["new-package"])
+
+
 def _attach_distributed() -> None:
     from . import distributed as distributed
 
 
 __all__ = ["nn", "reference"]
 load_error: ImportError | None = None
-try:
-    _load()
-    # The operators must exist before these modules register fakes and gradients for them.
-    from . import after_import, nn, reference
-    from . import layers as layers
-    from . import ops as ops
-    from .ops import *  # noqa: F403  # ops.__all__ lists the names
-    from .registration import nested as nested
+if not _writes_sources():
+    try:
+        _load()
+        # The operators must exist before these modules register fakes and gradients for them.
+        from . import after_import, nn, reference
+        from . import layers as layers
+        from . import ops as ops
+        from .ops import *  # noqa: F403  # ops.__all__ lists the names
+        from .registration import nested as nested
 
-    __all__ += ops.__all__
-    __version__ += _tag(_build_info())
-    # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
-    after_import.after_import("torch.distributed.tensor", _attach_distributed)
-except (ImportError, AttributeError, RuntimeError) as error:
-    # torch raises the last two if the operator of a fake or a gradient does not exist.
-    load_error = (
-        error
-        if isinstance(error, ImportError)
-        else ImportError(f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build.")
-    )
-    # The command prints the error as one sentence, and its info says more.
-    if not _is_command():
-        raise load_error from error.__cause__
+        __all__ += ops.__all__
+        __version__ += _tag(_build_info())
+        # Registers rules for DTensors when they are imported. Users without DTensors do not pay for the import.
+        after_import.after_import("torch.distributed.tensor", _attach_distributed)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        # torch raises the last two if the operator of a fake or a gradient does not exist.
+        load_error = (
+            error
+            if isinstance(error, ImportError)
+            else ImportError(
+                f"extension_cpp's library is older than its sources: {error}. In a checkout run: make build."
+            )
+        )
+        # The command prints the error as one sentence, and its info says more.
+        if not _is_command():
+            raise load_error from error.__cause__

@@ -11,15 +11,10 @@ from typing import Any, NoReturn
 
 import extension_cpp
 
-from .command import scaffold
+from .command import package, scaffold
+from .command.new import Parser, add_new, add_remove, add_schema, dispatch
 
 DEMO_NEEDS = ("rich", "matplotlib")
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One sentence, where argparse would put the usage in front of it."""
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 def positive(text: str) -> int:
@@ -58,36 +53,16 @@ def parser() -> Parser:
     information.add_argument("--schemas", action="store_true", help="print the schema of every operator, too")
     add_plan(information)
     information.set_defaults(run=run_info)
-    new = commands.add_parser(
-        "new",
-        help="add an op to this source tree, from a template",
-        description="Copies a template under another name: kernels, schema, Python function, reference, spec, test and "
-        "README's row; for the kind accessor a folder of examples/. What it writes compiles and passes its tests as it "
-        "stands; then change the arithmetic. Needs nothing compiled.",
+    new = add_new(
+        commands,
+        "Makes an op of a schema, or copies a template under another name: kernels, schema, Python function, "
+        "reference, spec, test and documents; for the kind accessor a folder of examples/. What it writes compiles; a "
+        "template passes its tests as it stands. Needs nothing compiled.",
     )
-    new.add_argument("name", metavar="NAME", help="the op: lower case, free in C, C++, Python and this package")
     add_kind(new, scaffold.KINDS)
-    add_schema(new)
-    new.set_defaults(run=run_new, kind=None)
-    remove = commands.add_parser(
-        "remove",
-        help="take an op out of this source tree again",
-        description="Deletes all that `new` wrote: the op's kernels, spec and test, and its parts of ops.py, "
-        "reference.py, README and docs/ops.md; and what was compiled of it. Refuses an op that other code "
-        "uses. Needs nothing compiled.",
-    )
-    remove.add_argument("name", metavar="NAME", help="the op")
-    remove.set_defaults(run=lambda options: scaffold.remove(options.name))
-    package = commands.add_parser(
-        "new-package",
-        help="write a package of its own, with one op from a template",
-        description="Writes a stand-alone package: build script, tests, CI script and one op, whose wheel is one file "
-        "for every Python from 3.10 and every torch from 2.10.",
-    )
-    package.add_argument("folder", metavar="DIR", type=Path, help="where to: a folder that does not exist or is empty")
-    package.add_argument("--name", required=True, help="the package, its C++ namespace and torch.ops.NAME")
-    add_kind(package, scaffold.OP_KINDS)
-    package.set_defaults(run=lambda options: scaffold.new_package(options.folder, options.name, options.kind))
+    new.set_defaults(run=scaffold.run_new, kind=None)
+    add_remove(commands)
+    add_package(commands)
     add_check(commands)
     return top
 
@@ -115,44 +90,6 @@ def add_check(commands: Any) -> None:
     check.set_defaults(run=run_check)
 
 
-def add_schema(command: argparse.ArgumentParser) -> None:
-    """What --schema makes an operator of, in place of a template."""
-    group = command.add_argument_group(
-        "an operator of your own", "in place of --kind; docs/TEMPLATE_USAGE.md says more"
-    )
-    group.add_argument("--schema", help='PyTorch\'s text, such as "topk(Tensor x, SymInt k) -> (Tensor y, Tensor i)"')
-    for option, form, text in (
-        ("--dtype", "NAME=DTYPE", "of results and arguments (default: that of the first tensor)"),
-        ("--shape", "NAME=SHAPE", 'of results: "x", or "[*x[:-1], k]" (default: the first tensor\'s)'),
-        ("--role", "NAME=ROLE", 'of arguments: "[*, n]", like:x, mask:x, index:SIZE or any'),
-    ):
-        group.add_argument(option, nargs="+", default=[], metavar=form, help=text)
-    group.add_argument(
-        "--grad", type=lambda text: text.split(","), metavar="NAMES", help="the differentiable arguments"
-    )
-    group.add_argument("--save", type=lambda text: text.split(","), metavar="NAMES", help="what backward reads")
-    group.add_argument("--work", help="the work items: flat (default), rows or items=SHAPE")
-
-
-def run_new(options: argparse.Namespace) -> None:
-    of_schema = [name for name in ("dtype", "shape", "role", "grad", "save", "work") if getattr(options, name)]
-    if options.schema is None:
-        if of_schema:
-            raise scaffold.CannotMake(f"--{of_schema[0]} goes with --schema")
-        return scaffold.new(options.name, options.kind or scaffold.KINDS[0])
-    if options.kind is not None:
-        raise scaffold.CannotMake("expected --schema or --kind, but got both")
-    from .command import roles, schema
-
-    parsed = schema.parse(options.schema)
-    if parsed.name != options.name:
-        raise scaffold.CannotMake(f"expected the schema of {options.name}, but got one of {parsed.name}")
-    words = options.dtype, options.shape, options.role
-    return scaffold.new(
-        options.name, "", roles.describe(parsed, *words, options.grad, options.save, options.work or "flat")
-    )
-
-
 def add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--plan",
@@ -178,6 +115,24 @@ def plan_arguments(options: argparse.Namespace) -> tuple[str, str, int, int]:
     if match is None:
         raise SystemExit(f"error: expected ROWSxCOLS such as 4096x5120, but got '{shape}'")
     return op, dtype, int(match[1]), int(match[2])
+
+
+def add_package(commands: "argparse._SubParsersAction[Parser]") -> None:
+    command = commands.add_parser(
+        "new-package",
+        help="write a package of its own, with one op",
+        description="Writes a stand-alone package: build script, tests, CI script and one op, whose wheel is one file "
+        "for every Python from 3.10 and every torch from 2.10. With --update: brings a package this version of the "
+        "files that it has a copy of.",
+    )
+    command.add_argument("folder", metavar="DIR", type=Path, help="where to: a folder that does not exist or is empty")
+    command.add_argument("--name", help="the package, its C++ namespace and torch.ops.NAME")
+    command.add_argument("--op", help="the name of its first op (default: the schema's or the template's own)")
+    command.add_argument("--update", action="store_true", help="update the copied files of the package in DIR")
+    command.add_argument("--dry-run", action="store_true", help="with --update: list the files, and write nothing")
+    add_kind(command, scaffold.OP_KINDS)
+    add_schema(command)
+    command.set_defaults(run=package.run, kind=None)
 
 
 def add_kind(command: argparse.ArgumentParser, kinds: Sequence[str]) -> None:
@@ -225,14 +180,8 @@ def run_check(options: argparse.Namespace) -> int:
         return fail(error)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    if options.command is None:
-        parser().error(f"expected one of the commands {', '.join(options.commands)}")
-    try:
-        return options.run(options) or 0
-    except scaffold.CannotMake as error:
-        return fail(error)
+def main(words: Sequence[str] | None = None) -> int:
+    return dispatch(parser(), words)
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

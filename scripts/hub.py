@@ -19,13 +19,14 @@ import build_library
 ROOT = build_library.ROOT
 PACKAGE = ROOT / "extension_cpp"
 NAME, VERSION = "extension-cpp", 1  # of the kernel repository. Within a version layers keep their names and results.
-# The command line is for the installed package.
-LEFT_OUT = ("__main__.py", "demo.py", "demo_model.py", "demo_table.py", "scaffold.py")
+# The command line is for the installed package; what the others import of it is here.
+OF_COMMAND = ("__init__.py", "info.py")
 NEWEST_GLIBC = "manylinux_2_28"  # the newest glibc that `kernels` allows
 
 
 def python_files() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.name not in LEFT_OUT)
+    found = (path for path in PACKAGE.rglob("*.py") if path.name != "__main__.py")
+    return sorted(path for path in found if path.parent.name != "command" or path.name in OF_COMMAND)
 
 
 def namespace_for(backend: str) -> str:

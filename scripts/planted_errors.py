@@ -412,7 +412,7 @@ PYTHON = [
 
 TOOLS = [
     Planted(
-        "extension_cpp/command/scaffold.py",
+        "extension_cpp/command/tree.py",
         'if text.startswith("#!"):',
         'if path.suffix == ".sh":',
         "new-package: .ci/run of the package cannot be executed.",

@@ -237,7 +237,8 @@ def in_a_fresh_shell(document: Path, folder: Path) -> str:
     `make test`, which take minutes, make only reads what it would do.
     """
     checkout = folder / "a checkout"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "build", "dist", "out", "site", "__pycache__"))
+    left_out = ".git", ".venv", ".matrix", ".*_cache", ".hypothesis", "build", "dist", "out", "site", "__pycache__"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*left_out))
     script = (checkout / "build_library.py").read_text().replace('build(ROOT / "extension_cpp" / LIBRARY)', "pass")
     (checkout / "build_library.py").write_text(script)
     site = checkout / ".venv" / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"

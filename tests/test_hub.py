@@ -86,7 +86,7 @@ def test_the_copy_names_the_package_nowhere(variant) -> None:
         assert found is None, f"{path.name}: {found[0]}"
     for path in hub.build_library.CSRC.rglob("*"):
         assert path.is_dir() or not re.search(r"STABLE_TORCH_LIBRARY\w*\(extension_cpp\b", path.read_text()), path
-    assert not {path.name for path in variant.rglob("*.py")} & set(hub.LEFT_OUT)
+    assert {path.name for path in variant.rglob("command/*.py")} == set(hub.OF_COMMAND)
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""What `python -m extension_cpp` runs: demo, info, new, new-package and remove."""
+"""What `python -m extension_cpp` runs: demo, info, new, remove and new-package."""

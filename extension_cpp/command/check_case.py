@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .scaffold import TREE
+from .tree import TREE
 
 
 class Refused(Exception):

@@ -38,7 +38,7 @@ NONE = Mark("none")
 # or it refuses jagged tensors, and says that they must be padded.
 BY_ROWS, PADDED = Mark("by rows"), Mark("padded")
 
-# Rules for DTensors (functional/sharding_rules.py). The arguments are by name, defaults included; a tensor among them
+# Rules for DTensors. The arguments are by name, defaults included; a tensor among them
 # has shape, ndim and tensor_meta.dtype. A placement is a dimension, PARTIAL, or None: replicated.
 PARTIAL = Mark("partial")
 Call = dict[str, Any]

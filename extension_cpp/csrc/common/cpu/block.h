@@ -274,8 +274,7 @@ ALWAYS_INLINE void prefetch(const void *p, int64_t ahead, int64_t bytes) {
 }
 
 /* LOAD in a loop over all elements, which also prefetches 2 KiB ahead. Where a block is much work,
- * the hardware prefetcher does not look far enough ahead
- * (docs/decisions/013-cpu-streaming-and-prefetch.md). */
+ * the hardware prefetcher does not look far enough ahead. */
 #define READ(v, p, n) (prefetch(p, 2048, BLOCK * (int64_t)sizeof *(p)), LOAD(v, p, n))
 
 /* Calls block(args, i, n, stream) for the elements of [begin, end): n = BLOCK, and less for the

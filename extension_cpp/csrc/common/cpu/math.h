@@ -3,7 +3,7 @@
  *
  * exp(x) = 2^n * p(r), n = round(x / ln 2), r = x - n ln 2 in two parts (Cody and Waite), |r| <=
  * ln2/2. The polynomial is Sollya's fpminimax for exp's relative error on that interval
- * (scripts/exp_polynomial.sollya). */
+ * (exp_polynomial.sollya). */
 #ifndef EXTENSION_CPP_CPU_MATH_H
 #define EXTENSION_CPP_CPU_MATH_H
 
@@ -43,7 +43,7 @@ ALWAYS_INLINE float exp_scaled_float(float x) {
 }
 
 /* The same by 2^(x / ln 2), which takes a third fewer operations: for 16-bit results. The relative
- * error is 2^-18.4 + 2^-24 |x| (scripts/exp2_polynomial.sollya). */
+ * error is 2^-18.4 + 2^-24 |x| (exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp_scaled_short_float(float x) {
   const float shifted = fma_float(x, 0x1.715476p0f, 0x1.8p23f + 64); /* n + 64 in the low bits */
   const float r = fma_float(x, 0x1.715476p0f, (0x1.8p23f + 64) - shifted);
@@ -82,7 +82,7 @@ ALWAYS_INLINE float exp_softmax_float(float x) {
 }
 
 /* 2^r for |r| <= 1/2. The relative error is 2^-22.7 with degree 5. Degree 4 (2^-18.4) suffices for
- * 16-bit types (scripts/exp2_polynomial.sollya). */
+ * 16-bit types (exp2_polynomial.sollya). */
 ALWAYS_INLINE float exp2_polynomial(float r, int degree) {
   float p;
   if (degree == 5) {
@@ -153,7 +153,7 @@ ALWAYS_INLINE double exp2_parts_double(double x, int degree, double *power) {
 #define EXP_ZERO(x) _Generic((x), float : exp_zero_float, double : -750.0)
 
 /* log(x) for normal x > 0; NaN stays NaN. x = 2^n (1 + r), |log(1 + r)| <= ln2/2
- * (scripts/log_polynomial.py). */
+ * (log_polynomial.py). */
 ALWAYS_INLINE float log_float(float x) {
   const uint32_t above = float_bits(x) - 0x3f3504f3; /* sqrt(1/2) */
   const float n = (float)((int32_t)above >> 23);

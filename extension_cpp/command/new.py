@@ -1,0 +1,265 @@
+"""`new` and `remove`: an op from a schema into the tree in which the user stands, and out of it again.
+
+A package made by new-package has its own copy of this file, of the files that it imports, and of the code that ops
+share. So the command runs in the tree that it changes: what it writes fits what is there.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from . import generate, generate_python, generate_shim, generate_tests, roles, schema, tree
+from .errors import CannotMake
+from .roles import Operator
+from .tree import Addition, Plan
+
+NEXT = """
+Next:
+  make test ARGS="-k {name}"    builds it and tests it{state}
+  Write the formula into {name}_cpu_kernel.h, {name}_cuda.cu and reference.py, and say what it is in {name}.h and
+  functional/{name}.py (docstring and derivatives); what it alone promises, into its test.
+docs/TEMPLATE_USAGE.md says more. "python -m extension_cpp remove {name}" takes it out again."""
+NEXT_WITHOUT = """
+Next:
+  make build    without it: until then the library still holds the op"""
+UNWRITTEN = "; the tests of its values say where the formula is missing"
+OF_SCHEMA = ("dtype", "shape", "role", "grad", "save", "work")
+
+
+# ---- the command line ----
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence, where argparse would put the usage in front of it."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def add_place(command: argparse.ArgumentParser) -> None:
+    text = "a folder in the tree to change (default: the current folder)"
+    command.add_argument("--in", dest="place", metavar="DIR", type=Path, default=Path(), help=text)
+
+
+def add_new(commands: "argparse._SubParsersAction[Parser]", description: str) -> Parser:
+    new = commands.add_parser("new", help="add an op to the tree in which you are", description=description)
+    new.add_argument("name", metavar="NAME", help="the op: lower case, free in C, C++, Python and this package")
+    add_place(new)
+    add_schema(new)
+    new.set_defaults(run=run_new, kind=None)
+    return new
+
+
+def add_remove(commands: "argparse._SubParsersAction[Parser]") -> None:
+    remove = commands.add_parser(
+        "remove",
+        help="take an op out of the tree in which you are",
+        description="Deletes all that `new` wrote: the op's kernels, spec and test, and its parts of ops.py, "
+        "reference.py, README and docs/ops.md; and what was compiled of it. Refuses an op that other code "
+        "uses. Needs nothing compiled.",
+    )
+    remove.add_argument("name", metavar="NAME", help="the op")
+    add_place(remove)
+    remove.set_defaults(run=run_remove)
+
+
+def add_schema(command: argparse.ArgumentParser) -> None:
+    """What --schema makes an operator of, in place of a template."""
+    group = command.add_argument_group(
+        "an operator of your own", "in place of --kind; docs/TEMPLATE_USAGE.md says more"
+    )
+    group.add_argument("--schema", help='PyTorch\'s text, such as "topk(Tensor x, SymInt k) -> (Tensor y, Tensor i)"')
+    for option, form, text in (
+        ("--dtype", "NAME=DTYPE", "of results and arguments (default: that of the first tensor)"),
+        ("--shape", "NAME=SHAPE", 'of results: "x", or "[*x[:-1], k]" (default: the first tensor\'s)'),
+        ("--role", "NAME=ROLE", 'of arguments: "[*, n]", like:x, mask:x, index:SIZE or any'),
+    ):
+        group.add_argument(option, nargs="+", default=[], metavar=form, help=text)
+    group.add_argument(
+        "--grad", type=lambda text: text.split(","), metavar="NAMES", help="the differentiable arguments"
+    )
+    group.add_argument("--save", type=lambda text: text.split(","), metavar="NAMES", help="what backward reads")
+    group.add_argument("--work", help="the work items: flat (default), rows or items=SHAPE")
+
+
+def described(options: argparse.Namespace, name: str | None) -> Operator | None:
+    """The operator of --schema, which must have this name if there is one; None without --schema."""
+    given = [option for option in OF_SCHEMA if getattr(options, option)]
+    if options.schema is None:
+        if given:
+            raise CannotMake(f"--{given[0]} goes with --schema")
+        return None
+    if options.kind is not None:
+        raise CannotMake("expected --schema or --kind, but got both")
+    parsed = schema.parse(options.schema)
+    if name not in (None, parsed.name):
+        raise CannotMake(f"expected the schema of {name}, but got one of {parsed.name}")
+    words = options.dtype, options.shape, options.role
+    return roles.describe(parsed, *words, options.grad, options.save, options.work or "flat")
+
+
+def run_new(options: argparse.Namespace) -> int:
+    status = run_elsewhere(options)
+    if status is not None:
+        return status
+    operator = described(options, options.name)
+    if operator is None:
+        raise CannotMake("expected --schema: a package has no templates")
+    new(from_schema(operator), UNWRITTEN)
+    return 0
+
+
+def run_remove(options: argparse.Namespace) -> int:
+    status = run_elsewhere(options)
+    if status is None:
+        remove(options.name)
+    return status or 0
+
+
+def run_elsewhere(options: argparse.Namespace) -> int | None:
+    """The exit status of the same command of the tree that the user means, if that tree is not this one."""
+    place = options.place.resolve()
+    found = tree.tree_of(place)
+    if found is None:
+        raise CannotMake(
+            f"'{options.command}' works on a checkout of extension_cpp or a package made by "
+            f"new-package, and {place} is in neither: go there, or name it with --in DIR"
+        )
+    root, name = found
+    if root.samefile(tree.TREE):
+        return None
+    if not (root / name / "command" / Path(__file__).name).exists():
+        raise CannotMake(
+            f"the package {name} in {root} has no command of its own; 'new-package --update {root}' brings it"
+        )
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = [sys.executable, "-m", name, *options.words, "--in", str(root)]
+    return subprocess.run(words, cwd=root, env=os.environ | {"PYTHONPATH": path}).returncode
+
+
+def dispatch(parser: Parser, words: Sequence[str] | None) -> int:
+    """Runs one of the parser's commands and returns its exit status."""
+    words = sys.argv[1:] if words is None else words
+    options = parser.parse_args(words)
+    if options.command is None:
+        parser.error(f"expected one of the commands {', '.join(options.commands)}")
+    options.words = words
+    try:
+        return options.run(options) or 0
+    except CannotMake as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+# ---- an op in ----
+
+
+def from_schema(operator: Operator) -> Addition:
+    """An op whose kernels write zeros until the user writes the formula."""
+    name, folder = operator.name, f"extension_cpp/csrc/{operator.name}/{operator.name}"
+    tree.check_identifier("op", name.removesuffix("_"))
+    row, section = generate_python.documents(operator)
+    files = {
+        f"{folder}.h": generate.header(operator),
+        f"{folder}.cpp": generate_shim.shim(operator),
+        f"{folder}_cpu.c": generate.cpu(operator),
+        f"{folder}_cpu_kernel.h": generate.cpu_kernel(operator),
+        f"{folder}_cuda.cu": generate.cuda(operator),
+        f"extension_cpp/functional/{name}.py": generate_python.functional(operator),
+        f"tests/specs/{name}.py": generate_tests.spec(operator),
+        f"tests/test_{name}.py": generate_tests.test(operator),
+    }
+    return Addition(
+        name,
+        files,
+        entry=generate_python.entry(operator),
+        reference=lambda line: generate_python.reference(operator, "extension_cpp/reference.py", line),
+        stub=generate_python.stub(operator),
+        row=row,
+        section=section,
+        names={f"{name}_functions", name},
+        own={"Any", "FLOATING", "Gradients", "Match", "SAME", "Tensor", "torch"},
+    )
+
+
+def new(op: Addition, state: str) -> None:
+    """Adds an op to this tree. `state` says what its tests do before the user writes anything."""
+    texts = tree.sources()
+    tree.check_free(op, texts, lambda place: (tree.TREE / place).exists())
+    changed = tree.with_op(texts, op)
+    new, old = ({tree.TREE / place: text for place, text in each.items()} for each in (op.files, changed))
+    plan = Plan(new, old)
+    tree.write(plan)
+    tree.report(plan, tree.TREE)
+    print(NEXT.format(name=op.name, state=state))
+
+
+# ---- and out ----
+
+
+def plan_removal(name: str) -> Plan:
+    """The reverse of `new`: takes out only what `new` writes, and nothing that other code uses."""
+    tree.check_identifier("op", name.removesuffix("_"))
+    package = tree.TREE / "extension_cpp"
+    folder, page = package / "csrc" / name, tree.TREE / "docs" / "ops.md"
+    if not (folder / f"{name}.cpp").exists():
+        example = " (an example is a folder: delete it)" if (tree.TREE / "examples" / name).exists() else ""
+        raise CannotMake(f"there is no op '{name}': no {folder.relative_to(tree.TREE)}/{name}.cpp{example}")
+    places = f"extension_cpp/functional/{name}.py", f"tests/specs/{name}.py", f"tests/test_{name}.py"
+    python = (tree.TREE / place for place in places)
+    plan = Plan(removed=[path for path in (*sorted(folder.rglob("*")), *python) if path.is_file()])
+    for path in (*plan.removed, *compiled(name)):
+        if path.resolve() != tree.TREE.resolve() / path.relative_to(tree.TREE):
+            raise CannotMake(f"{path} is behind a symbolic link, and 'remove' deletes only what 'new' wrote")
+    check_unused(name, plan)
+    stub = package / "_ops.pyi"
+    types = rf"(?:^def {name}(?:_double)?(?:_backward)?\((?:.|\n)*?: \.\.\.\n)+"
+    if f"\ndef {name}(" in stub.read_text():  # an operator that is not differentiable has no entry
+        plan.changed[stub] = tree.cut(stub, stub.read_text(), types, f"the types of {name}")
+    for path, pattern, what in (
+        *((package / "ops.py", f"^{re.escape(line)}", f"'{line.strip()}'") for line in tree.imports_of(name)),
+        (package / "ops.py", rf"\n^# ---- {name} ----\n.*?(?=\n^# ---- |\Z)", f"a section '# ---- {name} ----'"),
+        (package / "ops.py", rf'^    "{name}",\n', f"{name} in __all__"),
+        (package / "reference.py", rf"\n\n^def {name}\(.*?(?=\n\n^(?:def|class|@) ?|\Z)", f"a function {name}"),
+        (page, rf"^\| \[`{name}\([^\n]*\n", f"a row of {name}"),
+        (page, rf"\n^## {name}\n.*?(?=\n^## |\Z)", f"a section {name}"),
+    ):
+        plan.changed[path] = tree.cut(path, plan.changed.get(path, path.read_text()), pattern, what)
+    readme = tree.TREE / "README.md"
+    text = readme.read_text()
+    if tree.with_count(text, -1) != text:  # a package's does not count them
+        plan.changed[readme] = tree.with_count(text, -1)
+    return plan
+
+
+def compiled(name: str) -> list[Path]:
+    """The folders with what was compiled of an op."""
+    return [*tree.TREE.glob(f"build/*/{name}"), *tree.TREE.glob(f"build/*/*/{name}")]
+
+
+def check_unused(name: str, plan: Plan) -> None:
+    """Refuses to take out an op that other code calls. A test that calls it fails by itself."""
+    modules = "ops|extension_cpp|reference|_ops"
+    word = re.compile(rf'\b(?:{modules})\.{name}(?:_\w+)?\b|#include "{name}/|Gate\([^)]*"{name}"')
+    sources = [path for part in ("extension_cpp", "benchmarks", "examples") for path in (tree.TREE / part).rglob("*")]
+    for path in sorted(sources):
+        if path in plan.removed or path.suffix not in (".py", *tree.C_SUFFIXES) or "build" in path.parts:
+            continue
+        found = word.search(path.read_text())
+        if found is not None:
+            raise CannotMake(f"{path.relative_to(tree.TREE)} uses {found[0]}; take that out first")
+
+
+def remove(name: str) -> None:
+    """Takes an op out of this tree: what `new` wrote, and what was compiled of it."""
+    plan = plan_removal(name)
+    tree.write(plan)
+    for folder in (tree.TREE / "extension_cpp" / "csrc" / name, *compiled(name)):
+        shutil.rmtree(folder)
+    tree.report(plan, tree.TREE)
+    print(NEXT_WITHOUT)

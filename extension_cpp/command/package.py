@@ -1,0 +1,147 @@
+"""`new-package`: writes a package of its own with one op, and brings it a later version of the files that it copied."""
+
+import argparse
+import hashlib
+import re
+import shlex
+from pathlib import Path
+
+import extension_cpp
+
+from . import scaffold, tree
+from .errors import CannotMake
+from .tree import Plan
+
+# The files of a new package: from templates/package; and those that are the same as this package's. The user edits the
+# first. Of the others --update brings a later version.
+OWN = [".github/workflows/ci.yml", "CHANGELOG.md", "MANIFEST.in", "README.md", "pyproject.toml", "requirements.txt"]
+OWN += ["docs/ops.md", "extension_cpp/__init__.py", "extension_cpp/_ops.pyi", "extension_cpp/ops.py"]
+OWN += ["extension_cpp/reference.py"]
+COPIED = ["Makefile", "benchmark.py", "extension_cpp/__main__.py"]  # of templates/package
+SHARED = [".ci/run", ".clang-format", ".gitignore", "LICENSE"]
+SHARED += ["build_library.py", "check_environment.py", "setup.py"]
+SHARED += ["extension_cpp/_namespace.py", "extension_cpp/_ops.py", "extension_cpp/py.typed"]
+SHARED += ["extension_cpp/command/errors.py", "extension_cpp/command/generate*.py", "extension_cpp/command/new.py"]
+SHARED += ["extension_cpp/command/roles.py", "extension_cpp/command/schema.py", "extension_cpp/command/tree.py"]
+SHARED += ["extension_cpp/command/__init__.py"]
+SHARED += ["extension_cpp/functional/__init__.py", "extension_cpp/registration/*.py"]
+SHARED += ["extension_cpp/csrc/library.cpp", "extension_cpp/csrc/common/*.h", "extension_cpp/csrc/common/*/*"]
+SHARED += ["tests/__init__.py", "tests/checks.py", "tests/conftest.py", "tests/forked.py", "tests/judge.py"]
+SHARED += ["tests/opspec.py", "tests/specs/__init__.py", "tests/battery/*.py"]
+SHARED += ["tests/test_judge.py", "tests/test_library.py", "tests/guarded.py", "tests/c/guarded_allocator.c"]
+# What says in a package which files are copies, of which version, and what they were when they were written.
+MANIFEST = "copied.sha256"
+
+NEXT = """
+Next:
+  cd {folder}
+  make test    builds it in a .venv of its own and tests it; PYTHON=/path/to/python: in an environment of yours
+  Then put your arithmetic into {name}/csrc/{op}/, and your formula into {name}/reference.py.
+  python -m {name} new my_op --schema "my_op(Tensor x) -> Tensor"    adds another op. README.md says more."""
+
+
+def renamed(text: str, name: str) -> str:
+    text = text.replace("docs/TEMPLATE_USAGE.md", "README.md")
+    return re.sub("extension_cpp|EXTENSION_CPP", lambda found: name if found[0].islower() else name.upper(), text)
+
+
+def copies() -> dict[str, str]:
+    """The files that a package has a copy of, by their places."""
+    texts = {place: (tree.TREE / "templates" / "package" / place).read_text() for place in COPIED}
+    found = (path for pattern in SHARED for path in tree.TREE.glob(pattern) if path.is_file())
+    return texts | {str(path.relative_to(tree.TREE)): path.read_text() for path in found}
+
+
+def under(folder: Path, texts: dict[str, str], name: str) -> dict[Path, str]:
+    """The texts of a package of this name, laid out, by their paths in its folder."""
+    license_text = texts.get("LICENSE")  # its copyright line stays as it is
+    found = {folder / renamed(place, name): renamed(text, name) for place, text in sorted(texts.items())}
+    return tree.laid_out(found) | ({folder / "LICENSE": license_text} if license_text is not None else {})
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def manifest(texts: dict[str, str]) -> str:
+    """The text of the MANIFEST, of digests by places; `sha256sum --check` reads it, too."""
+    lines = (f"{found}  {place}\n" for place, found in sorted(texts.items()))
+    return f"# Written by new-package of extension_cpp {extension_cpp.__version__.split('+')[0]}\n" + "".join(lines)
+
+
+def plan_package(folder: Path, name: str, op: tree.Addition) -> Plan:
+    tree.check_identifier("package", name)
+    if name in ("tests", "build", "dist", "docs", "build_library", "benchmark"):
+        raise CannotMake(f"expected a name that is free for the package, but its tree has '{name}' for something else")
+    scaffold.check_module("package", name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CannotMake(f"{folder} exists; nothing is overwritten, so name a folder that does not, or an empty one")
+    own = {place: (tree.TREE / "templates" / "package" / place).read_text() for place in OWN}
+    shared = copies()
+    texts = own | shared
+    tree.check_free(op, texts, lambda place: any(f"{each}/".startswith(f"{place}/") for each in texts))
+    own = {place: text.replace("kernel_template", op.name) for place, text in own.items()} | op.files
+    own |= tree.with_op(own, op)
+    copied = under(folder, shared, name)
+    plan = Plan(under(folder, own, name) | copied)
+    plan.new[folder / MANIFEST] = manifest(
+        {str(path.relative_to(folder)): digest(text.encode()) for path, text in copied.items()}
+    )
+    return plan
+
+
+def plan_update(root: Path, name: str) -> tuple[Plan, list[Path]]:
+    """What an update changes, and the copied files that stay because the user changed them."""
+    lines = [line.split("  ", 1) for line in (root / MANIFEST).read_text().splitlines() if not line.startswith("#")]
+    before = {place: known for known, place in lines}
+    texts = under(root, copies(), name)
+    digests = {str(path.relative_to(root)): digest(text.encode()) for path, text in texts.items()}
+    plan, left = Plan(), []
+    for place in sorted({*digests, *before}):
+        path = root / place
+        now = digest(path.read_bytes()) if path.is_file() else None
+        if now == digests.get(place):
+            continue
+        if now != before.get(place):
+            left.append(path)
+        elif now is None:
+            plan.new[path] = texts[path]
+        elif path in texts:
+            plan.changed[path] = texts[path]
+        else:
+            plan.removed.append(path)
+    # A file that stays keeps the digest of the version from which the user's began.
+    kept = {str(path.relative_to(root)): before.get(str(path.relative_to(root)), "") for path in left}
+    text = manifest(digests | {place: known for place, known in kept.items() if known})
+    if text != (root / MANIFEST).read_text():
+        plan.changed[root / MANIFEST] = text
+    return plan, left
+
+
+def update(folder: Path, dry_run: bool) -> None:
+    found = tree.tree_of(folder.resolve())
+    if found is None or not (found[0] / MANIFEST).is_file():
+        raise CannotMake(f"expected a package that new-package wrote, with a file {MANIFEST}, but got {folder}")
+    root = found[0]
+    plan, left = plan_update(*found)
+    if not dry_run:
+        tree.write(plan)
+    tree.report(plan, root)
+    if left:
+        print("Left as they are, because you changed them:")
+        print("".join(f"  {path.relative_to(root)}\n" for path in left), end="")
+    print("Nothing was written." if dry_run else "Next:\n  make test")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Runs `new-package`."""
+    if options.update:
+        return update(options.folder, options.dry_run)
+    if options.name is None or options.dry_run:
+        raise CannotMake("--dry-run goes with --update" if options.dry_run else "expected --name, or --update")
+    op = scaffold.addition(options, options.op)
+    plan = plan_package(options.folder, options.name, op)
+    tree.write(plan)
+    tree.report(plan, options.folder)
+    print(NEXT.format(folder=shlex.quote(str(options.folder)), name=options.name, op=op.name))
+    return None

@@ -1,0 +1,290 @@
+"""The tree that `new` and `remove` change: its place, the names that are free there, the edits, and the writing.
+
+This module needs neither torch nor the library. All is read and checked before the first byte is written. If something
+stops the writing, what was written is taken back.
+"""
+
+import builtins
+import contextlib
+import keyword
+import re
+import signal
+import subprocess
+import symtable
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .errors import CannotMake
+from .schema import C_KEYWORDS
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# A wheel has the files of a checkout that are needed here in a folder of its own, at the same paths (pyproject.toml).
+INSTALLED = PACKAGE / "tree"
+TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
+
+# The files of a tree that name each op.
+EDITED = ("extension_cpp/ops.py", "extension_cpp/reference.py", "extension_cpp/_ops.pyi", "docs/ops.md", "README.md")
+
+LONGEST = 28  # with a longer name a line of Python in a template would have more than 120 columns
+C_SUFFIXES = (".c", ".h", ".cpp", ".cu", ".cuh")
+
+
+@dataclass
+class Plan:
+    """New and changed files, by path, with the text that each will have; and the files to delete."""
+
+    new: dict[Path, str] = field(default_factory=dict)
+    changed: dict[Path, str] = field(default_factory=dict)
+    removed: list[Path] = field(default_factory=list)
+
+
+@dataclass
+class Addition:
+    """What one op adds to a tree: files by their places, and its parts of the EDITED files."""
+
+    name: str
+    files: dict[str, str]
+    entry: str
+    reference: Callable[[int], str]  # of the line at which it will stand
+    stub: str
+    row: str
+    section: str
+    names: set[str]  # what ops.py gets
+    own: set[str]  # what its own module has beside the function
+
+
+def tree_of(folder: Path) -> tuple[Path, str] | None:
+    """The root of the tree around a folder, and the name of its package."""
+    for root in (folder, *folder.parents):
+        build = root / "build_library.py"
+        found = re.search(r'^NAMESPACE = "(\w+)"', build.read_text(), re.MULTILINE) if build.is_file() else None
+        if found is not None:
+            return root, found[1]
+    return None
+
+
+# ---- names ----
+
+
+def check_identifier(what: str, name: str) -> None:
+    """Refuses a name that C, C++ or Python does not allow, or that would be a bad name."""
+    if not name:
+        raise CannotMake(f"expected a name for the {what}, but got an empty one")
+    if len(name) > LONGEST:
+        raise CannotMake(f"expected a name of at most {LONGEST} characters for the {what}, but got {len(name)}")
+    if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise CannotMake(
+            f"expected the {what}'s name to be lower-case letters from a to z and digits, a letter first, words joined "
+            f"by single underscores, but got {name!r}"
+        )
+    if name in C_KEYWORDS or keyword.iskeyword(name):
+        raise CannotMake(f"expected a name that is free for the {what}, but '{name}' is a keyword of C, C++ or Python")
+
+
+def top_level_names(text: str) -> set[str]:
+    """What the text of a Python file defines or imports."""
+    symbols = symtable.symtable(text, "text", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+
+
+def sources() -> dict[str, str]:
+    """The files of this tree that name ops, by their places."""
+    shims = (TREE / "extension_cpp" / "csrc").rglob("*.cpp")
+    places = [*EDITED, "extension_cpp/__init__.py", *(str(path.relative_to(TREE)) for path in sorted(shims))]
+    return {place: (TREE / place).read_text() for place in places}
+
+
+def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool]) -> None:
+    """Refuses an op's name that something has in the tree of these texts, or that hides a builtin in ops.py."""
+    name = op.name
+    folders = ("", "extension_cpp/", "extension_cpp/csrc/", "examples/")
+    modules = f"extension_cpp/{name}.py", f"extension_cpp/functional/{name}.py"
+    for place in (*(folder + name for folder in folders), *modules):
+        if exists(place):
+            raise CannotMake(f"the name '{name}' is taken: {place} exists")
+    if name in dir(builtins):
+        raise CannotMake(f"the name '{name}' is taken: it is a builtin of Python")
+    for place, text in texts.items():
+        if not place.endswith(".cpp"):
+            continue
+        found = set(re.findall(r'\b(?:m\.def|DEF\w*)\((?:\s*m,)?\s*"(\w+)', text))
+        taken = (found | {f"{op}_no_grad" for op in found}) & {name, f"{name}_backward"}
+        if taken:
+            raise CannotMake(f"the name '{name}' is taken: {place} has the op {min(taken)}")
+    if name in op.own:
+        raise CannotMake(f"the name '{name}' is taken: the op's own code needs it")
+    for place in ("extension_cpp/ops.py", "extension_cpp/reference.py", "extension_cpp/__init__.py"):
+        taken = op.names & top_level_names(texts[place])
+        if taken:
+            raise CannotMake(f"the name '{name}' is taken: {place} has {min(taken)}")
+    for place in op.files:
+        if exists(place):
+            raise CannotMake(f"{place} exists; nothing is overwritten")
+
+
+# ---- edits ----
+
+
+def imports_of(name: str) -> list[str]:
+    """What ops.py imports for an op."""
+    return [f"from .functional import {name} as {name}_functions\n", f"from .functional.{name} import {name}\n"]
+
+
+def with_entry(text: str, name: str, entry: str) -> str:
+    """ops.py with one more operator: its imports, its name in __all__, its entry."""
+    listed = re.search(r"^__all__ = \[.*\n(?: .*\n)*", text, re.MULTILINE)
+    if listed is None:
+        raise CannotMake("extension_cpp/ops.py has no __all__")
+    text = f'{text[: listed.end()]}    "{name}",\n{text[listed.end() :]}\n{entry}'
+    imports = re.findall(r"^from \.functional.*\n", text, re.MULTILINE)
+    before = "".join(imports) + "from .registration.entries"
+    return text.replace(before, "".join(sorted(imports + imports_of(name))) + "from .registration.entries", 1)
+
+
+def with_marks(text: str, marks: Iterable[str]) -> str:
+    """ops.py that imports these marks of registration/entries.py, too."""
+    imported = re.search(r"^from \.registration\.entries import (?:\(([^)]*)\)|([\w, ]*).*)\n", text, re.MULTILINE)
+    if imported is None:
+        raise CannotMake("extension_cpp/ops.py imports nothing from .registration.entries")
+    names = {*re.findall(r"\w+", imported[1] or imported[2]), *marks}
+    ordered = sorted(names, key=lambda name: (not name.isupper(), name.lower()))
+    line = f"from .registration.entries import {', '.join(ordered)}\n"
+    if len(line) > 121:
+        line = "from .registration.entries import (\n" + "".join(f"    {name},\n" for name in ordered) + ")\n"
+    return text[: imported.start()] + line + text[imported.end() :]
+
+
+def with_row(text: str, row: str) -> str:
+    """The text of a page with one more row under its table of functions."""
+    table = re.search(r"^\| function \|.*\n(?:\|.*\n)*", text, re.MULTILINE)
+    if table is None:
+        raise CannotMake("the page of the operators has no table that begins with '| function |'")
+    return text[: table.end()] + row + text[table.end() :]
+
+
+def with_count(text: str, more: int) -> str:
+    """README.md, which says how many operators there are."""
+    return re.sub(r"\*\*(\d+) fast operators\*\*", lambda n: f"**{int(n[1]) + more} fast operators**", text)
+
+
+def with_section(text: str, section: str) -> str:
+    """docs/ops.md with one more section after the sections of the other ops."""
+    before, modules, after = text.partition("\n## Modules\n")  # which a package's page does not have
+    return f"{before}\n{section}{modules}{after}"
+
+
+def cut(path: Path, text: str, pattern: str, what: str) -> str:
+    """The text of this file without the one passage that matches a pattern."""
+    text, count = re.subn(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    if count != 1:
+        raise CannotMake(f"expected {path.relative_to(TREE)} to have {what} once, but found it {count} times")
+    return text
+
+
+def with_op(texts: dict[str, str], op: Addition) -> dict[str, str]:
+    """The EDITED files of these texts with one more op."""
+    ops, table, stub, page, readme = EDITED
+    marks = re.findall(r"=([A-Z][A-Z0-9_]+),", op.entry)
+    reference = texts[table] + "\n\n"
+    changed = {
+        ops: with_marks(with_entry(texts[ops], op.name, op.entry), marks),
+        table: reference + op.reference(reference.count("\n") + 1),
+        stub: texts[stub] + op.stub,
+        page: with_row(with_section(texts[page], op.section), op.row),
+        readme: with_count(texts[readme], 1),
+    }
+    return {place: text for place, text in changed.items() if text != texts[place]}
+
+
+# ---- writing ----
+
+
+def laid_out(texts: dict[Path, str]) -> dict[Path, str]:
+    """The texts, formatted as `make lint` wants them: line breaks depend on the name's length.
+
+    Without clang-format and ruff the texts are returned as they are; `make format` formats them later.
+    """
+    ruff = ["ruff", "format", "--quiet", "--isolated", "--line-length=120", "--target-version=py310"]
+    clang_format = ["clang-format", "-i", f"--style=file:{TREE / '.clang-format'}"]
+    with tempfile.TemporaryDirectory() as folder:
+        copies = {path: Path(folder, f"{number}{path.suffix}") for number, path in enumerate(texts)}
+        for (program, *options), suffixes in ((ruff, (".py", ".pyi")), (clang_format, C_SUFFIXES)):
+            files = [copies[path] for path in texts if path.suffix in suffixes]
+            for path in (path for path in texts if path.suffix in suffixes):
+                copies[path].write_text(texts[path])
+            program = str(Path(sysconfig.get_path("scripts"), program))
+            if files and Path(program).exists():
+                subprocess.run([program, *options, *files], capture_output=True, check=True)
+        return {path: copies[path].read_text() if copies[path].exists() else texts[path] for path in texts}
+
+
+def make_folder(folder: Path, made: list[Path]) -> None:
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, made)
+    folder.mkdir()
+    made.append(folder)
+
+
+@contextlib.contextmanager
+def on_signals(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)  # a shell's exit status of a process that this signal ended
+
+
+def undo(made: list[Path], before: dict[Path, bytes]) -> None:
+    with on_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # a second one must not stop this
+        for path, content in before.items():
+            path.write_bytes(content)
+        for path in reversed(made):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+
+
+def write(plan: Plan) -> None:
+    """Writes all files of the plan or, if something stops it, none."""
+    taken = next((path for path in plan.new if path.exists()), None)
+    if taken is not None:
+        raise CannotMake(f"{taken} exists; nothing is overwritten")
+    made: list[Path] = []
+    before = {path: path.read_bytes() for path in (*plan.changed, *plan.removed)}
+    path = None
+    try:
+        with on_signals(stop, signal.SIGTERM):
+            for path, text in laid_out(plan.new).items():
+                make_folder(path.parent, made)
+                made.append(path)
+                path.write_text(text)
+                if text.startswith("#!"):
+                    path.chmod(0o755)
+            for path, text in laid_out(plan.changed).items():
+                path.write_text(text)
+            for path in plan.removed:
+                path.unlink()
+    except BaseException as error:
+        undo(made, before)
+        if isinstance(error, OSError):  # a full disk has no file's name
+            where = error.filename or path
+            raise CannotMake(f"cannot write {where}: {error.strerror}; everything is as it was") from error
+        raise
+
+
+def report(plan: Plan, root: Path) -> None:
+    for heading, paths in (("Wrote", plan.new), ("Removed", plan.removed), ("Changed", plan.changed)):
+        if paths:
+            print(f"{heading} in {root}:")
+            print("".join(f"  {path.relative_to(root)}\n" for path in paths), end="")

@@ -1,0 +1,5 @@
+"""The types of _ops.py."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
