@@ -50,8 +50,9 @@ class Match {
   void operator()(const char *name, const std::vector<Tensor> &list, Dtypes dtypes,
                   const char *shape = "");  // each tensor; in messages it is name[i]
 
-  // Fails if a number of the int64 tensor x is negative, or n or more. Numbers are read on the CPU
-  // alone, because on a GPU the call would wait for it: a kernel must leave out what is no index.
+  // Fails if a number of the int64 tensor x is negative, or n or more; the message says where the
+  // first is. Numbers are read on the CPU alone, because on a GPU the call would wait for it: a
+  // kernel must leave out what is no index.
   void index(const char *name, const Tensor &x, int64_t n) const;
 
   // Fails unless x has these sizes, which are those of the result `like`.
