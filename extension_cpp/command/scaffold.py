@@ -32,10 +32,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = PACKAGE / "tree"
 TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 
-OP_KINDS = ("pointwise", "rows", "reduction", "scan")
+OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace")
 KINDS = (*OP_KINDS, "accessor")
 # What the templates compute.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
+FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step"}
 
 # The files of a new package: its own, from templates/package, and those that are the same as this package's.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]
@@ -214,8 +215,9 @@ def plan_op(name: str, kind: str) -> Plan:
     plan.changed[package / "ops.py"] = with_entry((package / "ops.py").read_text(), name, entry)
     section = section_of(template / "reference_template.py", "def ", name)
     plan.changed[package / "reference.py"] = (package / "reference.py").read_text() + f"\n\n{section}"
-    stub = section_of(template / "stub_template.pyi", "def ", name)
-    plan.changed[package / "_ops.pyi"] = (package / "_ops.pyi").read_text() + stub
+    if (stub := template / "stub_template.pyi").exists():  # an operator that is not differentiable has no entry
+        text = (package / "_ops.pyi").read_text()
+        plan.changed[package / "_ops.pyi"] = text + section_of(stub, "def ", name)
     plan.changed[TREE / "README.md"] = with_count((TREE / "README.md").read_text(), 1)
     row, section = (PLACEHOLDER.sub(name, text) for text in documents(kind))
     page = TREE / "docs" / "ops.md"
