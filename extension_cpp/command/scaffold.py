@@ -32,11 +32,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = PACKAGE / "tree"
 TREE = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 
-OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace")
+OP_KINDS = ("pointwise", "rows", "reduction", "scan", "index", "inplace", "stencil", "segments")
 KINDS = (*OP_KINDS, "accessor")
 # What the templates compute.
 FIRST_OP = {"pointwise": "square", "rows": "mean_square", "reduction": "rms_norm", "scan": "decayed_sum"}
-FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step"}
+FIRST_OP |= {"index": "gather_rows", "inplace": "momentum_step", "stencil": "causal_conv"}
+FIRST_OP |= {"segments": "segment_sum"}
 
 # The files of a new package: its own, from templates/package, and those that are the same as this package's.
 OWN = ["MANIFEST.in", "Makefile", "README.md", "extension_cpp/__init__.py", "pyproject.toml", "requirements.txt"]

@@ -1,7 +1,8 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Sample
+from tests.judge import of_absolute_values
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
 
 
 def numbers(x, count):
@@ -33,6 +34,12 @@ def bench(make, shape):
     return Sample((x, numbers(x, shape[0])))
 
 
+def terms(call):
+    """The result is a copy. The gradient is added in float64 and rounded once."""
+    sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
+    return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
+
+
 SPEC = OpSpec(
     name="kernel_template",
     function=extension_cpp.kernel_template,
@@ -42,6 +49,7 @@ SPEC = OpSpec(
     bench=Bench(bench, forward=2, backward=2),
     keeps_strides=False,
     launches=(1, 1),
+    terms=terms,
     exact=(0,),
     positional=True,  # the test of huge tensors is in test_kernel_template.py
 )

@@ -1,7 +1,7 @@
 import torch
 
 import extension_cpp
-from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
 
 
 def sample_inputs(make, shape):
@@ -27,6 +27,13 @@ def error_inputs(device):
         yield ErrorSample((param, grad.cpu(), momentum, 0.5), f"{op} grad on {param.device} like param, but got cpu")
 
 
+def terms(call):
+    """Two products and two sums in a row, of numbers that are rounded as lr and beta are: five roundings."""
+    param, grad, momentum, lr, *beta = call.sample.args
+    size = (beta[0] if beta else 0.9) * momentum.abs() + grad.abs()
+    return [Terms(param.abs() + lr * size, 3), Terms(size, 3)], {}
+
+
 SPEC = OpSpec(
     name="kernel_template",
     function=extension_cpp.kernel_template,
@@ -39,5 +46,6 @@ SPEC = OpSpec(
     second_order=False,
     differentiable=False,
     mutates=("param", "momentum"),
+    terms=terms,
     options=Options({"lr": (0.0, 0.25), "beta": (0.0, 0.5)}, with_options),
 )
