@@ -423,7 +423,7 @@ AS_IT_STANDS = ["--assert=plain"]
 # The tests of the battery that look at Python code which all templates share, or that compile graphs to C++.
 REPEATED = "captured or inductor or torch_func"
 # What the quick tier runs of the other kinds: values, fakes, refusals, and what they alone promise.
-FEW = "right_for_every_shape or opcheck or refuse or real_strides or versions or test_made"
+FEW = "right_for_every_shape or opcheck or refuse_what or sentence or real_strides or test_mutation or test_made"
 
 
 def selected(words: str, config: pytest.Config) -> str:
