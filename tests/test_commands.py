@@ -89,7 +89,7 @@ def test_demo_fails_where_the_losses_part(monkeypatch, tmp_path, capsys, step, d
 
 
 def test_demo_shows_every_function():
-    """All of this package. One that `new` made, whose bits nobody recorded, may have arguments that it does not know."""
+    """All of this package. One by `new`, whose bits nobody recorded, may have arguments that it does not know."""
     shown = [case.name for case in demo_table.cases()]
     assert len(set(shown)) == len(shown)
     bits = json.loads((PACKAGE.parent / "tests" / "recorded_bits.json").read_text())

@@ -26,7 +26,12 @@ def kernel_template(param: Tensor, grad: Tensor, momentum: Tensor, lr: float, be
     Not differentiable: call it under ``torch.no_grad()``. It counts a version of what it writes, so that a backward
     which saved the former numbers raises.
     """
-    own_ops.kernel_template.default(param, grad, momentum, lr, beta)
+    op = own_ops.kernel_template.default
+    try:
+        op(param, grad, momentum, lr, beta)
+    except Exception:
+        checks.check_tensors(op._schema, (param, grad, momentum))  # in our words, if one is no dense tensor
+        raise
 
 
 def kernel_template_fake(param: Tensor, grad: Tensor, momentum: Tensor, lr: float, beta: float = 0.9) -> None:
