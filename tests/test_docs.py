@@ -33,6 +33,7 @@ import yaml
 import extension_cpp
 from benchmarks import plot, published
 from extension_cpp.__main__ import parser
+from extension_cpp.command import scaffold
 from scripts import document_ops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,7 +277,9 @@ def test_readme_has_one_table_and_one_picture_and_names_the_templates() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(re.findall(r"^\|[-|]+\|$", text, re.MULTILINE)) == text.count("![") == 1
     kinds = {path.parent.name for path in ROOT.glob("templates/*/ops_template.py")}
-    assert all(f"`{kind}`" in text for kind in kinds) and len(kinds) == 5
+    assert all(f"`{kind}`" in text for kind in kinds) and len(kinds) == len(scaffold.KINDS)
+    counts = ["five", "six", "seven", "eight", "nine", "ten"]
+    assert f"There are {counts[len(kinds) - 5]} [templates]" in text
     assert f"**{len({*extension_cpp.__all__} - {'nn', 'reference'})} fast operators**" in text
 
 

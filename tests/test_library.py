@@ -97,7 +97,7 @@ def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
                 continue
             args = [*sample.args[:place], other, *sample.args[place + 1 :]]
             with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
-                spec.function(*args, **sample.kwargs)
+                (spec.in_place or spec.function)(*args, **sample.kwargs)
             sentence = f"expected {argument.name} to be a tensor, but got {got}"
             assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"
 
@@ -126,7 +126,7 @@ def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
                 other.requires_grad_()
             args = [*sample.args[:place], other, *sample.args[place + 1 :]]
             with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
-                spec.function(*args, **sample.kwargs)
+                (spec.in_place or spec.function)(*args, **sample.kwargs)
             to_be = "dense or jagged" if "nested" in got else "dense"
             sentence = f"expected {argument.name} to be {to_be}, but got {got}"
             assert str(error.value) == f"extension_cpp::{spec.name}: {sentence}"

@@ -238,7 +238,7 @@ def test_indices_are_read_on_the_cpu(ops: Any) -> None:
     numbers = torch.arange(6).view(2, 3)
     ops.index(numbers.t(), 6)
     ops.index(numbers[:0], 0)
-    for x, n, got in ((numbers.t(), 5, 5), (-numbers, 6, -1), (numbers[:, 2], 5, 5)):
+    for x, n, got in ((numbers.t(), 5, "5 at [2, 1]"), (-numbers, 6, "-1 at [0, 1]"), (numbers[:, 2], 5, "5 at [1]")):
         with pytest.raises(RuntimeError) as error:
             ops.index(x, n)
         assert str(error.value) == f"extension_cpp::op: expected x to have numbers from 0 to below {n}, but got {got}"

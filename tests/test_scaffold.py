@@ -289,16 +289,24 @@ def test_what_is_behind_a_link_stays(tree, tmp_path, capsys, monkeypatch, place)
 @pytest.mark.parametrize("name", ["ab", "my_template", LONG])
 def test_any_name_is_laid_out_and_leaves_no_trace(tree, capsys, name):
     before = contents(tree)
-    for kind, suffix in (("pointwise", ""), ("reduction", "0"), ("accessor", "1"), ("rows", "2"), ("scan", "3")):
+    for kind, suffix in zip(scaffold.KINDS, ["", *"0123456789"], strict=False):
         assert command.main(["new", (name[:-1] if suffix else name) + suffix, "--kind", kind]) == 0
+    example = f"{name[:-1]}{suffix}"
     assert "docs/TEMPLATE_USAGE.md" in capsys.readouterr().out
     new = [path for path, text in contents(tree).items() if before.get(path, b"") != text and text is not None]
     for path in new:
         assert not TRACES.search((tree / path).read_text()) and not TRACES.search(str(path)), path
-    lint(tree, name == LONG, "extension_cpp", f"examples/{name[:-1]}1", new=[tree / path for path in new])
+    lint(tree, name == LONG, "extension_cpp", f"examples/{example}", new=[tree / path for path in new])
 
 
-@pytest.mark.parametrize("name, kind", [("ab", "pointwise"), *((LONG, kind) for kind in scaffold.OP_KINDS[1:])])
+# The kinds whose packages the quick tier makes, and whose ops run the whole battery there. Of the others it sees the
+# files in a tree, and the tests that FEW names.
+QUICK = ("pointwise", "rows", "reduction", "scan")
+PACKAGES = [("ab", "pointwise"), *((LONG, kind) for kind in QUICK[1:])]
+PACKAGES += [pytest.param(LONG, kind, marks=pytest.mark.slow) for kind in scaffold.OP_KINDS if kind not in QUICK]
+
+
+@pytest.mark.parametrize("name, kind", PACKAGES)
 def test_any_package_is_laid_out_and_leaves_no_trace(tmp_path, name, kind):
     folder = tmp_path / "a pâckage"
     assert command.main(["new-package", str(folder), "--name", name, "--kind", kind]) == 0
@@ -332,19 +340,19 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
     readme = by_hand / "README.md"
     readme.write_text(changes.with_count(readme.read_text(), 1))
     assert command.main(["new", "planted_op", "--kind", kind]) == 0
-    edited = {Path("docs/ops.md"), Path("extension_cpp/_ops.pyi")}  # by `make docs`
+    edited = {Path("docs/ops.md"), *([Path("extension_cpp/_ops.pyi")] if kind != "inplace" else [])}  # by `make docs`
     one, other = contents(by_hand), contents(tree)
     assert one.keys() == other.keys()
     assert {path for path in one if one[path] != other[path]} == edited
 
 
-@pytest.mark.parametrize("kind", scaffold.OP_KINDS)
-def test_removed_leaves_nothing(tree, capsys, kind):
-    """One of two ops at a time, with what was compiled of it."""
+def test_removed_leaves_nothing(tree, capsys):
+    """One op at a time out of a tree with all kinds, and two of one, with what was compiled of it."""
     before = contents(tree)
-    for name in ("other_op", "planted_op"):
+    names = {"other_op": scaffold.OP_KINDS[0]} | {f"planted_{kind}": kind for kind in scaffold.OP_KINDS}
+    for name, kind in names.items():
         assert command.main(["new", name, "--kind", kind]) == 0
-    for name in ("planted_op", "other_op"):
+    for name in (*list(names)[1::2], *list(names)[::2]):
         for folder in (f"build/release-cpu/v4/{name}", f"build/release-cpu/{name}"):
             (tree / folder).mkdir(parents=True)
         capsys.readouterr()
@@ -413,6 +421,8 @@ def test_library_that_is_older_than_its_sources(tree):
 AS_IT_STANDS = ["--assert=plain"]
 # The tests of the battery that look at Python code which all templates share, or that compile graphs to C++.
 REPEATED = "captured or inductor or torch_func"
+# What the quick tier runs of the other kinds: values, fakes, refusals, and what they alone promise.
+FEW = "right_for_every_shape or opcheck or refuse_what or sentence or real_strides or test_mutation or test_made"
 
 
 def selected(words: str, config: pytest.Config) -> str:
@@ -425,24 +435,27 @@ NAME_LISTS = ["operators_are_documented", "function_is_documented", "demo_shows_
 
 
 def test_new_ops_compile_and_pass(tree, pytestconfig):
-    """Three templates as they stand, in a tree whose lists of names they do not break."""
+    """Templates as they stand, in a tree whose lists of names they do not break. test_new_package has reduction."""
     same_build = with_objects(tree)
     ops = {"kernel_template": "pointwise", "my_kernel_template": "rows", "kernel_template_scan": "scan"}
-    for name, kind in ops.items():  # names that contain the placeholder
+    others = {f"made_{kind}": kind for kind in scaffold.OP_KINDS if kind not in QUICK}
+    ops |= others
+    for name, kind in ops.items():  # names that contain the placeholder, and others
         assert command.main(["new", name, "--kind", kind]) == 0
     assert "my_my_" not in "".join(str(path) for path in contents(tree))
     run(sys.executable, "build_library.py", cwd=tree, env=same_build)
     test = ["-m", "pytest", "-q", *AS_IT_STANDS, "-p", "no:cacheprovider", "--device", "cpu"]
     # Files that look at every op, and those of the templates; collecting the others, too, takes seconds. These name the
     # templates or the specs, and have no test for an op as it comes from a template.
-    about_ops = re.compile("|".join(["all_specs", "timed_specs", "kernel_template", *NAME_LISTS]))
-    others = {"examples", "norm_kernels", "scaffold", "scan", "scan_kernels", "sharding"}
+    about_ops = re.compile("|".join(["all_specs", "timed_specs", *ops, *NAME_LISTS]))
+    without = {"examples", "norm_kernels", "scaffold", "scan", "scan_kernels", "sharding"}
     files = [
         path
         for path in (tree / "tests").glob("test_*.py")
-        if path.stem.removeprefix("test_") not in others and about_ops.search(path.name + path.read_text())
+        if path.stem.removeprefix("test_") not in without and about_ops.search(path.name + path.read_text())
     ]
     words = selected(" or ".join(["kernel_template", *NAME_LISTS]), pytestconfig)
+    words += f" or ({' or '.join(others)})" + ("" if pytestconfig.getoption("--slow") else f" and ({FEW})")
     done = run_python(*test, "tests/battery", *files, "-k", words, cwd=tree)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 

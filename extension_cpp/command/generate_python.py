@@ -115,13 +115,14 @@ def functional(operator: Operator) -> str:
     text += "\n" if operator.grads or operator.schema.has_lists else ""
     text += "from torch import Tensor\n\n"
     text += "from .. import _ops, reference\nfrom ..registration.autograd import Gradients\n" if operator.grads else ""
-    text += "" if operator.grads else "from ..registration.calls import own_ops\n"
+    text += "from ..registration import checks\n" if operator.written else ""
+    text += "" if operator.grads else "from ..registration.calls import call\n"
     text += f"from ..registration.match import {', '.join([*imported, 'Match'])}\n\n\n"
     results = _results_type(len(operator.results), operator.schema.gives_lists)
     text += f"def {name}({_parameters(operator, defaults=True)}) -> {results}:\n"
     quoted = '"""' + docstring(operator) + '"""'
     text += body(quoted.splitlines())
-    call = f"{f'_ops.{name}' if operator.grads else f'own_ops.{name}.default'}({_names(operator)})"
+    call = f"_ops.{name}({_names(operator)})" if operator.grads else f'call("{name}", {_names(operator)})'
     count = len(operator.results)
     if count > 1 and not operator.grads:
         text += f"    results = {call}\n"
@@ -147,8 +148,28 @@ def _fake(operator: Operator) -> str:
     results = _results_type(len(made), operator.schema.gives_lists)
     text = f"def {operator.name}_fake({_parameters(operator)}) -> {results}:\n"
     text += body(_matches(operator.name, [*operator.operands.values()]))
+    for each in operator.written:
+        text += body(_checks_of_memory(each, operator))
     text += body(["unknown_size = torch.library.get_ctx().new_dynamic_size()"]) if operator.has_unknown_size else ""
     return text + (body([f"return {', '.join(made)}"]) if made else "") + "\n\n"
+
+
+def _checks_of_memory(written: Operand, operator: Operator) -> list[str]:
+    """Those of check_writable and check_no_partial_overlap in the shim."""
+    others = [each for each in operator.operands.values() if each is not written and not each.is_optional]
+    texts = [f'checks.check_writable("{operator.name}", {_named(written)})']
+    texts += [
+        f'checks.check_no_partial_overlap("{operator.name}", {_named(written)}, {_named(each)})' for each in others
+    ]
+    if written.is_list:
+        return [f"for i in range(len({written.name})):", *(f"    {text}" for text in texts)]
+    return texts
+
+
+def _named(operand: Operand) -> str:
+    """A tensor behind its name. Of a list it is that at i."""
+    name = operand.name
+    return f'f"{name}[{{i}}]", {name}[i]' if operand.is_list else f'"{name}", {name}'
 
 
 def _new(operand: Operand, like: str, shape: str) -> str:

@@ -129,7 +129,23 @@ def describe(
 
 
 # Names that the written files have of their own, where those of the schema stand, too.
-RESERVED = {"args", "batch", "ctx", "dtype", "i", "inputs", "items", "j", "make", "match", "number", "op", "output"}
+RESERVED = {
+    "args",
+    "batch",
+    "call",
+    "checks",
+    "ctx",
+    "dtype",
+    "i",
+    "inputs",
+    "items",
+    "j",
+    "make",
+    "match",
+    "number",
+    "op",
+    "output",
+}
 RESERVED |= {"results", "sample", "shape", "torch", "unknown_size"}
 
 

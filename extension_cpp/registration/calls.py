@@ -73,6 +73,16 @@ def is_recorded(args: tuple[Any, ...] | None = None) -> bool:
     return (args is None or not _PLAIN.issuperset(map(type, args))) and symbolic_trace.is_fx_symbolic_tracing()
 
 
+def call(name: str, *args: Any) -> Any:
+    """Calls an operator of this package that has no no-grad overload."""
+    op = getattr(own_ops, name).default
+    try:
+        return op(*args)
+    except Exception:
+        checks.check_tensors(op._schema, args)
+        raise
+
+
 def _thread_without_modes() -> tuple[int, int]:
     """The keys that a thread's calls include and exclude while nothing is switched on. Autocast is excluded."""
     found: list[int] = []

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from .._namespace import NAMESPACE
 from . import checks
 from .autograd import library_for
-from .calls import NO_GRAD, operators, own_ops
+from .calls import NO_GRAD, overload_of
 from .entries import BY_ROWS, NESTED, PADDED, Mark
 
 
@@ -65,6 +66,6 @@ def _like(values: Tensor, nested: NestedTensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, nested.offsets(), nested.lengths())
 
 
-for _name in vars(operators()):
-    for _op in (_name, _name + NO_GRAD):
-        register_nested(getattr(own_ops, _op).default)
+for _op in torch._C._dispatch_get_all_op_names():
+    if _op.startswith(f"{NAMESPACE}::") and "." not in _op:
+        register_nested(overload_of(_op))

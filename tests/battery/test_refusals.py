@@ -57,7 +57,7 @@ def test_fakes_refuse_what_kernels_refuse(spec: OpSpec, fake_device: str) -> Non
         for sample in map(_on_meta, samples) if fake_device == "meta" else samples:
             for gradients in (True, *(() if re.search("requires? grad", sample.message) else (False,))):
                 with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError) as error:
-                    spec.function(*sample.args, **sample.kwargs)
+                    (spec.in_place or spec.function)(*sample.args, **sample.kwargs)
                 assert str(error.value) == sample.message
 
 

@@ -224,8 +224,16 @@ void Match::index(const char *name, const Tensor &x, int64_t n) const {
   const auto wrong =
       std::find_if(data, data + numbers.numel(), [n](int64_t i) { return i < 0 || i >= n; });
   if (wrong != data + numbers.numel()) {
+    std::vector<int64_t> place = sizes_of(x.sizes());
+    int64_t left = wrong - data;
+    for (auto size = place.rbegin(); size != place.rend(); ++size) {
+      const int64_t here = left % *size;
+      left /= *size;
+      *size = here;
+    }
     fail(op_, "expected " + std::string(name) + " to have numbers from 0 to below " +
-                  std::to_string(n) + ", but got " + std::to_string(*wrong));
+                  std::to_string(n) + ", but got " + std::to_string(*wrong) + " at " +
+                  to_string({place.data(), place.size()}));
   }
 }
 

@@ -52,8 +52,9 @@ class Match {
   // The tensors of the first list have one dtype. "like xs" of another list xs: as many tensors,
   // and each of the shape of its xs[i].
 
-  // Fails if a number of the int64 tensor x is negative, or n or more. Numbers are read on the CPU
-  // alone, because on a GPU the call would wait for it: a kernel must leave out what is no index.
+  // Fails if a number of the int64 tensor x is negative, or n or more; the message says where the
+  // first is. Numbers are read on the CPU alone, because on a GPU the call would wait for it: a
+  // kernel must leave out what is no index.
   void index(const char *name, const Tensor &x, int64_t n) const;
 
   // Fails unless x has these sizes, which are those of the result `like`.

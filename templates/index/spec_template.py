@@ -1,0 +1,55 @@
+import torch
+
+import extension_cpp
+from tests.judge import of_absolute_values
+from tests.opspec import Bench, ErrorSample, OpSpec, Sample, Terms
+
+
+def numbers(x, count):
+    """An index of some of x's rows, in any order: some rows occur several times, and others do not."""
+    drawn = torch.randint(max(len(x), 1), (count if len(x) else 0,), generator=torch.Generator().manual_seed(0))
+    return drawn.to(x.device)
+
+
+def sample_inputs(make, shape):
+    if len(shape) > 0:
+        for count in (shape[0], 2 * shape[0] + 1):
+            x = make(shape)
+            yield Sample((x, numbers(x, count)))
+
+
+def error_inputs(device):
+    x, index = torch.ones(2, 3, device=device), torch.tensor([1, 0, 1], device=device)
+    op = "extension_cpp::kernel_template: expected"
+    yield ErrorSample((x.int(), index), f"{op} x to be float64, float32, bfloat16 or float16, but got int32")
+    yield ErrorSample((x[0, 0], index), f"{op} x to have at least one dimension, but got shape []")
+    yield ErrorSample((x, index.int()), f"{op} index to be int64, but got int32")
+    yield ErrorSample((x, index[None]), f"{op} index of shape [count], but got [1, 3]")
+    if device != "cpu":
+        yield ErrorSample((x, index.cpu()), f"{op} index on {x.device} like x, but got cpu")
+
+
+def bench(make, shape):
+    x = make(shape)
+    return Sample((x, numbers(x, shape[0])))
+
+
+def terms(call):
+    """The result is a copy. The gradient is added in float64 and rounded once."""
+    sizes = of_absolute_values(extension_cpp.reference.kernel_template, call)
+    return [Terms(sizes.outputs[0], 1)], {0: Terms(sizes.gradients[0], 1)}
+
+
+SPEC = OpSpec(
+    name="kernel_template",
+    function=extension_cpp.kernel_template,
+    reference=extension_cpp.reference.kernel_template,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    bench=Bench(bench, forward=2, backward=2),
+    keeps_strides=False,
+    launches=(1, 1),
+    terms=terms,
+    exact=(0,),
+    positional=True,  # the test of huge tensors is in test_kernel_template.py
+)

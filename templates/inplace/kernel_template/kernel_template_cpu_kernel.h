@@ -1,0 +1,20 @@
+/* Compiled once per element type by kernel_template_cpu.c (for_each_dtype.h defines T, ACC,
+ * NAME, LOAD and STORE). Each block is read before it is written. Stores are not streamed: the
+ * lines were read, and are in the cache. */
+
+ALWAYS_INLINE void NAME(step_block)(const kernel_template_args *args, int64_t i, int n,
+                                    int stream) {
+  const ACC lr = (ACC)args->lr, beta = (ACC)args->beta;
+  ACC param[BLOCK], grad[BLOCK], momentum[BLOCK];
+  READ(param, (const T *)args->param + i, n);
+  READ(grad, (const T *)args->grad + i, n);
+  READ(momentum, (const T *)args->momentum + i, n);
+  for (int k = 0; k < BLOCK; ++k) momentum[k] = beta * momentum[k] + grad[k];
+  for (int k = 0; k < BLOCK; ++k) param[k] = param[k] - lr * momentum[k];
+  STORE((T *)args->param + i, param, n, stream);
+  STORE((T *)args->momentum + i, momentum, n, stream);
+}
+
+static void NAME(step)(const kernel_template_args *args, int64_t begin, int64_t end) {
+  FOR_BLOCKS(NAME(step_block), args, begin, end, (T *)args->param + begin, 0);
+}

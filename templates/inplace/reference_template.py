@@ -1,0 +1,8 @@
+"""Every op in plain PyTorch, with the same signature. It documents the op, and its tests compare with it in float64."""
+
+from torch import Tensor
+
+
+def kernel_template(param: Tensor, grad: Tensor, momentum: Tensor, lr: float, beta: float = 0.9) -> None:
+    momentum.copy_(beta * momentum + grad)
+    param.copy_(param - lr * momentum)

@@ -1,0 +1,51 @@
+import torch
+
+import extension_cpp
+from tests.opspec import Bench, ErrorSample, OpSpec, Options, Sample, Terms
+
+
+def sample_inputs(make, shape):
+    yield Sample((make(shape), make(shape), make(shape), 0.5))
+    yield Sample((make(shape), make(shape), make(shape), 0.25, 0.5))
+
+
+def with_options(make, shape, chosen):
+    return Sample((make(shape), make(shape), make(shape), chosen.get("lr", 0.5), chosen.get("beta", 0.9)))
+
+
+def error_inputs(device):
+    param, grad, momentum = (torch.ones(2, 3, device=device) for _ in range(3))
+    op = "extension_cpp::kernel_template: expected"
+    dtypes = "float64, float32, bfloat16 or float16"
+    yield ErrorSample((param.int(), grad, momentum, 0.5), f"{op} param to be {dtypes}, but got int32")
+    yield ErrorSample((param, grad.double(), momentum, 0.5), f"{op} grad to be float32 like param, but got float64")
+    yield ErrorSample((param, grad[:1], momentum, 0.5), f"{op} grad of shape [2, 3] like param, but got [1, 3]")
+    yield ErrorSample((param, grad, momentum[0], 0.5), f"{op} momentum of shape [2, 3] like param, but got [3]")
+    shared = f"{op} param without internal overlap, but got stride 0 in dimension 0"
+    yield ErrorSample((param[:1].expand(2, 3), grad, momentum, 0.5), shared)
+    if device != "cpu":
+        yield ErrorSample((param, grad.cpu(), momentum, 0.5), f"{op} grad on {param.device} like param, but got cpu")
+
+
+def terms(call):
+    """Two products and two sums in a row, of numbers that are rounded as lr and beta are: five roundings."""
+    param, grad, momentum, lr, *beta = call.sample.args
+    size = (beta[0] if beta else 0.9) * momentum.abs() + grad.abs()
+    return [Terms(param.abs() + lr * size, 3), Terms(size, 3)], {}
+
+
+SPEC = OpSpec(
+    name="kernel_template",
+    function=extension_cpp.kernel_template,
+    reference=extension_cpp.reference.kernel_template,
+    sample_inputs=sample_inputs,
+    error_inputs=error_inputs,
+    bench=Bench(lambda make, shape: next(sample_inputs(make, shape)), forward=5, backward=0, flat=True),
+    keeps_strides=False,
+    launches=(1, 0),
+    second_order=False,
+    differentiable=False,
+    mutates=("param", "momentum"),
+    terms=terms,
+    options=Options({"lr": (0.0, 0.25), "beta": (0.0, 0.5)}, with_options),
+)

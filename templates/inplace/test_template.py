@@ -1,0 +1,62 @@
+"""What only kernel_template promises. tests/battery tests what every op promises."""
+
+import pytest
+import torch
+
+import extension_cpp
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_known_values(dtype: torch.dtype, device: str) -> None:
+    """Two steps with small numbers, which are exact in every dtype."""
+    param, momentum = (torch.tensor([x, 8.0], dtype=dtype, device=device) for x in (4.0, 2.0))
+    grad = torch.tensor([1.0, -2.0], dtype=dtype, device=device)
+    for _ in range(2):
+        extension_cpp.kernel_template(param, grad, momentum, 0.5, 0.5)
+    assert momentum.tolist() == [2.0, -1.0] and param.tolist() == [2.0, 7.5]
+    assert grad.tolist() == [1.0, -2.0]
+
+
+@pytest.mark.parametrize("size", [64, 70_001])
+def test_steps_of_pytorch(size: int, device: str) -> None:
+    """torch.optim.SGD takes the same steps. Its momentum begins with the first gradient, as ours does from 0."""
+    torch.manual_seed(0)
+    ours = torch.randn(size, dtype=torch.float64, device=device)
+    theirs = torch.nn.Parameter(ours.clone())
+    momentum, optimizer = torch.zeros_like(ours), torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        theirs.grad = torch.randn_like(ours)
+        optimizer.step()
+        extension_cpp.kernel_template(ours, theirs.grad, momentum, 0.1)
+    torch.testing.assert_close(ours, theirs.detach())
+
+
+def test_a_dense_param_is_written_without_a_copy(device: str) -> None:
+    """Transposed, too, if the others have its strides: no call of PyTorch allocates or copies."""
+    param, grad, momentum = (torch.ones(3, 5, device=device).t() for _ in range(3))
+    with torch.profiler.profile() as profiler:
+        extension_cpp.kernel_template(param, grad, momentum, 0.5)
+    assert not [event.name for event in profiler.events() if event.name.startswith("aten::")]
+    assert torch.allclose(param, torch.full_like(param, 0.05)) and param.stride() == (1, 5)
+
+
+def test_grad_may_be_the_momentum(device: str) -> None:
+    param, momentum = torch.ones(33, device=device), torch.ones(33, device=device)
+    extension_cpp.kernel_template(param, momentum, momentum, 0.5, 0.5)
+    assert torch.equal(momentum, torch.full_like(param, 1.5)) and torch.equal(param, torch.full_like(param, 0.25))
+
+
+def test_a_backward_that_saved_the_param_raises(device: str) -> None:
+    param, x = torch.ones(3, device=device), torch.ones(3, device=device, requires_grad=True)
+    y = (x * param).sum()
+    extension_cpp.kernel_template(param, torch.ones_like(param), torch.zeros_like(param), 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_param_that_requires_grad_is_written_under_no_grad(device: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    grad, momentum = torch.ones(3, device=device), torch.zeros(3, device=device)
+    with torch.no_grad():
+        extension_cpp.kernel_template(param, grad, momentum, 0.5)
+    assert param.tolist() == [0.5, 0.5, 0.5]

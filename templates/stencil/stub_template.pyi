@@ -1,0 +1,6 @@
+from torch import Tensor
+
+def kernel_template(x: Tensor, weight: Tensor, bias: Tensor | None = ..., /) -> Tensor: ...
+def kernel_template_backward(
+    grad_out: Tensor, x: Tensor, weight: Tensor, needs_grad_x: bool, needs_grad_weight: bool, needs_grad_bias: bool, /
+) -> tuple[Tensor, Tensor, Tensor]: ...
