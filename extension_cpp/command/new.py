@@ -183,7 +183,7 @@ def from_schema(operator: Operator) -> Addition:
         row=row,
         section=section,
         names={f"{name}_functions", name},
-        own={"Any", "FLOATING", "Gradients", "Match", "SAME", "Tensor", "torch"},
+        own={"Any", "FLOATING", "call", "checks", "Gradients", "Match", "SAME", "Tensor", "torch"},
     )
 
 
