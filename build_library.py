@@ -290,8 +290,8 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
     # The level is for the host's code, which only launches kernels; theirs is always -O3.
     command += ["-O0", "-g", "-lineinfo"] if debug else ["-O1"]
     if tuple(int(part) for part in cuda_version(nvcc).split(".")) >= (12, 8):
-        # The machine code, too, not PTX alone: 51 MB become 8.5 in a second; mode size takes half a minute, for 5.9.
-        # Drivers from CUDA 12.4 on read it.
+        # Compresses the machine code as well as the PTX. `balance` takes a second and makes 8.5 MB of 51 MB; `size`
+        # takes half a minute and makes 5.9 MB. Drivers from CUDA 12.4 on can read it.
         command += ["--compress-mode=balance", "-Xfatbin", "-compress-all"]
     for architecture in archs:
         command += gencode(architecture)
@@ -327,7 +327,7 @@ def library_linker(cxx: list[str], torch: Path) -> tuple[list[str], list[str]]:
 
 
 def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
-    """The command that links, and the C++ library that it takes: the system's, or with GLIBC gcc's static one."""
+    """The command that links, and its arguments for the C++ library: -lstdc++, or gcc's static one if GLIBC is set."""
     glibc = os.environ.get("GLIBC", "")
     if not glibc:
         return cxx, ["-lstdc++"]

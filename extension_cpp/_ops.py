@@ -1,4 +1,5 @@
-"""The operators as Python functions: what calls.operators makes of them. Their types may be in _ops.pyi."""
+"""The operators as Python functions, made by calls.operators(). _ops.pyi has the types of those with a no-grad
+overload."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -135,7 +135,8 @@ def called_ops() -> frozenset[str]:
 
 
 def compile_program(build: str, folder: Path, levels: Collection[str], everything: bool = False) -> Path:
-    """With the flags of `build` at these levels, and if told so for the tests, and else with those of the library."""
+    """Builds the program: the kernels of `levels` with the flags of `build`, other kernels with the library's flags.
+    The tests have the library's flags, too, unless `everything` is set."""
     compiler = build_library.compiler("CC", "cc", "gcc")
     include = [f"-I{build_library.CSRC}", f"-I{SOURCES}"]
     optimised = ["-O2", *build_library.c_optimise(compiler)]
@@ -252,7 +253,7 @@ def test_every_float(run, level, test):
 @pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
 @pytest.mark.parametrize("test", [test for test in TESTS if test != "loads" and not test.endswith("_sizes")])
 def test_same_bits_on_all_levels_with_fma(run, test):
-    """v3 and v4 agree in every bit. Without fma the last ones differ, but not where there is nothing to fuse."""
+    """v3 and v4 agree in every bit. Without fma the last bits differ, except in tests that have no product to fuse."""
     v3 = bits(run("plain", "v3", test, STEPS["plain"]))
     assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
     if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges", "loss_reduce"):
@@ -278,7 +279,8 @@ def aarch64_program(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("test", IN_AN_EMULATOR)
 def test_aarch64(run, aarch64_program, test):
-    """Right, and bit for bit what v3 computes, but for float64, where both call their C library."""
+    """Results on aarch64 are right. Except in float64 they also have the same bits as those of v3. In float64 both
+    programs call exp and the like in their own C libraries, which may differ."""
     step = STEPS["sanitized"]
     emulated = subprocess.run(
         [CROSS[1], "-L", "/usr/aarch64-linux-gnu", str(aarch64_program), test, str(step)],

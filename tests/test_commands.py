@@ -236,7 +236,8 @@ def test_parse_build():
 
 
 def test_plan(capsys):
-    """What csrc/rows/plan.h picks: a CTA per row forward, CTAs that loop over rows backward, a cluster if wide."""
+    """`info --plan` prints the choice of csrc/rows/plan.h: a row kernel with one CTA or a cluster of 16 per row for
+    forward, and the split kernel for a small backward."""
 
     def plan(*words: str) -> dict[str, str]:
         assert command.main(["info", "--plan", *words]) == 0

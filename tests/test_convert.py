@@ -168,8 +168,8 @@ def test_models_with_dropout(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_in_bfloat16(name: str, device: str) -> None:
-    """As near to float64 as the unconverted model is: our norms round no more often than the originals do. The error
-    of all gradients together, which hundreds of roundings make, none of them large, and which so scatters little."""
+    """As near to float64 as the unconverted model is, because our norms round no more often than the originals. The
+    test compares the error of all gradients together. Many small roundings make it, so it varies little."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     assert convert(models["converted"]).changed
@@ -179,7 +179,8 @@ def test_models_in_bfloat16(name: str, device: str) -> None:
         for who, each in found.items()
     }
     assert all(each.dtype == torch.bfloat16 for part, each in found["converted"].items() if part != "loss")
-    # Two ways to round the same step: over draws of weights the one is 0.66 to 1.38 times as far off as the other.
+    # Both models round the same step, in different ways. For random weights, the ratio of their errors was between 0.66
+    # and 1.38.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 

@@ -1,4 +1,5 @@
-"""nn.convert on causal language models: the loss of the logits, and of the hidden states without logits."""
+"""nn.convert on causal language models, with both losses: cross_entropy of the logits, and linear_cross_entropy of the
+hidden states, which holds a part of the logits at a time."""
 
 import copy
 import inspect
@@ -67,8 +68,8 @@ def loss_and_gradients(model: Any, inputs: dict[str, Any], run: Callable[..., An
     return {"loss": loss.detach()} | dict(zip(parameters, gradients, strict=True))
 
 
-# Beside the norms' roundings, for which check_same has 192: a logit sums 32 products, a row 61 classes, a gradient 32
-# rows or 61 classes, which is no more again.
+# check_same allows 192 roundings for the norms. A logit sums 32 products, a row has 61 classes, and a gradient sums 32
+# rows or 61 classes. These add at most as many roundings again, so eps is doubled.
 EPS = 2 * torch.finfo(torch.float32).eps
 
 
@@ -76,7 +77,8 @@ EPS = 2 * torch.finfo(torch.float32).eps
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_gradients_and_state(name: str, loss: str, items: Any, device: str) -> None:
-    """Beside the unconverted model; with ignored rows, and a sum over a number of items."""
+    """The converted model has the loss, gradients and state of the original. Some labels are ignored. The loss is a
+    mean, or a sum divided by num_items_in_batch."""
     stock = make(name, device=device)
     model = copy.deepcopy(stock)
     changed, left = convert(model, loss=loss)

@@ -1,4 +1,4 @@
-"""Every example runs, on the CPU at least, and shows what it says."""
+"""Runs every example, at least on the CPU, and checks that its output has the results that it promises."""
 
 import json
 import os

@@ -80,7 +80,7 @@ def objects_of(mutant: Mutant) -> list[str]:
         name, *inputs = entry.replace(": #deps", "\n").split("\n")
         parts = Path(name).parts
         sources = [Path(line.strip()).relative_to("../..") for line in inputs if line.strip().startswith("../../")]
-        # Several .cu or .cpp are compiled as one file, whose name is none of theirs.
+        # Several .cu or .cpp files may be compiled as one file, and its name is not that of any source.
         together = any(source.suffix in (".cu", ".cpp") and source.parent.name == folder for source in sources)
         is_its_own = folder in parts or together or Path(name).stem == mutant.file.name
         if is_its_own and parts[0] not in others and mutant.file in sources:

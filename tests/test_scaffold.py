@@ -391,8 +391,8 @@ def environment(device: str) -> dict[str, str]:
 
 
 def with_objects(tree: Path) -> dict[str, str]:
-    """Brings the objects of this tree's build into its copy, so that only what is new is compiled there, and the shims;
-    returns the environment of that build. GPU code is left out: new code shares a file with that of other ops."""
+    """Copies the objects of this tree's build into `tree`, so that only new code and the shims are compiled there.
+    Returns the environment for that build. It has no GPU code, because new code shares a file with other ops' code."""
     build, folder = read_build(), library_objects()
     if build is None or folder is None:  # this library was built elsewhere, or before its sources changed
         return environment("cpu") | {"DEBUG": "1"}

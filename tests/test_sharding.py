@@ -32,7 +32,7 @@ from extension_cpp.registration.entries import NONE, SHARDING
 from tests.checks import as_tuple, maker, random_grad
 from tests.opspec import OpSpec, Sample, all_specs
 
-DEVICE = "cpu"  # of this process, which of_two and of_four start
+DEVICE = "cpu"  # the device type that this process tests; process() sets it
 SHAPE = (4, 6, 8)
 POINTWISE = ("muladd", "relu", "mish", "silu", "gelu", "swiglu", "geglu", "scale_bias_relu", "bias_gelu")
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -38,8 +38,9 @@ NONE = Mark("none")
 # or it refuses jagged tensors, and says that they must be padded.
 BY_ROWS, PADDED = Mark("by rows"), Mark("padded")
 
-# Rules for DTensors. The arguments are by name, defaults included; a tensor among them
-# has shape, ndim and tensor_meta.dtype. A placement is a dimension, PARTIAL, or None: replicated.
+# Rules for DTensors. A rule gets the call as a dictionary: each argument by name, defaults included. In place of a
+# tensor it has an object with shape, ndim and tensor_meta.dtype. A placement is the dimension that is sharded, PARTIAL,
+# or None if the tensor is replicated.
 PARTIAL = Mark("partial")
 Call = dict[str, Any]
 Placement = int | Mark | None

@@ -35,7 +35,8 @@ def test_every_pair_of_options(spec: OpSpec, dtype: torch.dtype, device: str) ->
         with torch.no_grad():
             outputs = as_tuple(spec.function(*sample.args, **sample.kwargs))
         for output, with_gradients in zip(outputs, ours.outputs, strict=True):
-            # PyTorch's matrix products take other paths without the gradients that follow: 16 eps for 33 products.
+            # Without gradients PyTorch may choose another kernel for a matrix product, and so another order of
+            # additions. A sum of 33 products may then differ by 16 eps.
             tolerance = 16 * torch.finfo(output.dtype).eps if spec.has_products else 0.0
             assert torch.allclose(output, with_gradients, tolerance, tolerance), (
                 f"{spec.name} {shape} {chosen}: without gradients"

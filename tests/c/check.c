@@ -189,7 +189,7 @@ void buffer_check_elements(const buffer_t *buffer, dtype_t dtype, const void *ex
       "%s: not the elements that it held before", what);
 }
 
-/* Each byte is the first one, and so the pattern. */
+/* True if each byte is PATTERN: the first byte is, and each byte equals the next one. */
 static int holds_pattern(const unsigned char *p, size_t bytes) {
   return bytes == 0 || (*p == PATTERN && memcmp(p, p + 1, bytes - 1) == 0);
 }

@@ -253,8 +253,8 @@ static void new_outputs(const loss_case *c, buffer_t out[]) {
     out[k] = buffer_new(bytes_of(c, k), k >= FORWARD_GRAD ? (size_t)c->offset * size : 0);
 }
 
-/* Number i of an output; lse, which is two numbers, as float64. The second is NaN if the first is
- * infinite. */
+/* Element i of an output, as a double. lse is stored as two numbers, and this returns their sum. If
+ * the first is infinite, the second is NaN, and this returns the first. */
 static double value_of(const loss_case *c, int output, const void *data, int64_t i) {
   if (output != LSE) return element(dtype_of(c, output), data, i);
   const double lse = element(c->acc, data, 2 * i);
@@ -395,7 +395,7 @@ void test_loss_ranges(uint32_t step) {
   }
 }
 
-/* Sums and means of rows, with and without targets and weights. */
+/* Sums and means of the losses of rows: with targets, with targets and weights, with neither. */
 void test_loss_reduce(uint32_t step) {
   static const int64_t sizes[] = {0, 1, 5, 8192, 20001};
   (void)step;

@@ -286,8 +286,9 @@ static void new_outputs(const norm_case *c, buffer_t *out) {
   }
 }
 
-/* Forward, and backward for every set of gradients; if streamed, for all gradients, and for the
- * other sets at one offset each. Returns a hash of all results. */
+/* Runs forward, then backward for every set of gradients. If the stores are streamed, most sets run
+ * at one of the offsets only; forward and the set of all gradients run at every offset. Returns a
+ * hash of all results. */
 static uint64_t run_case(const norm_case *c) {
   const int forms = c->centered ? 8 : 4;
   uint64_t hash = 0;

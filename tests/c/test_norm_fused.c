@@ -1,6 +1,7 @@
-/* The fused norms against the same computation, one kernel after the other. With p = 0.5 kept
- * elements are scaled by 2, which is exact, so both round alike and the bits must be equal. Only
- * the gradient of the sum is rounded once less in 16-bit types. */
+/* Compares each fused norm with the same computation by separate kernels. With p = 0.5 dropout
+ * scales kept elements by 2, which is exact, so both must give the same bits. There are two
+ * exceptions. In 16-bit types only the separate kernels round the norm's grad_x before grad_sum is
+ * added. Small float16 numbers may differ in the last bit (see same()). */
 #include "check.h"
 #include "dropout/dropout.h"
 #include "norm/norm.h"
@@ -125,8 +126,8 @@ static void run_composed(const fused_case *c, const buffer_t *in, void *const *w
   buffer_free(&dropped);
 }
 
-/* The same bits. But a 16-bit number below 2^-14 is rounded less finely before it is doubled than
- * after. */
+/* 1 if a and b have the same bits. float16 numbers below 2^-14 are subnormal: rounding before the
+ * doubling loses one bit more than rounding after it. So these may differ by 2^-24. */
 static int same(const fused_case *c, const buffer_t *a, const buffer_t *b) {
   if (c->dtype != DTYPE_FLOAT16 || a->bytes != output_bytes(c, Y))
     return memcmp(a->data, b->data, a->bytes) == 0;

@@ -15,7 +15,8 @@ ALWAYS_INLINE void NAME(forward_block)(activation_t kind, const NAME(part_t) * p
   READ(gate, part->gate + i, n);
   READ(up, part->up + i, n);
   for (int k = 0; k < BLOCK; ++k) gate[k] = NAME(activation_value)(kind, gate[k]) * up[k];
-  /* In gelu a NaN's bits may come from exp; elsewhere exp gets none. */
+  /* store_clean needs every NaN to have 0 in its lower bits. In gelu a NaN passes through exp,
+   * which may set them. The other activations never pass a NaN to exp. */
   if (kind == GELU) {
     STORE(part->y + i, gate, n, stream);
   } else {

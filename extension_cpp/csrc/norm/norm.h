@@ -128,8 +128,9 @@ static inline int64_t norm_partial_cpu(const norm_backward_args *args) {
   return norm_parts(args->rows, args->cols) * norm_partial_part(args);
 }
 
-/* The work items: columns (begin and end are multiples of NORM_BLOCK, or end is cols); rows; parts;
- * tiles, which run after all parts and only for weight gradients. */
+/* What [begin, end) counts. norm_widen_cpu: columns (begin and end are multiples of NORM_BLOCK, or
+ * end is cols). norm_forward_cpu: rows. norm_backward_cpu: parts. norm_grad_weight_cpu: tiles; it
+ * runs after all parts, and only for weight gradients. */
 void norm_widen_cpu(int64_t begin, int64_t end, void *args);
 void norm_forward_cpu(int64_t begin, int64_t end, void *args);
 void norm_backward_cpu(int64_t begin, int64_t end, void *args);

@@ -49,8 +49,8 @@ NOINLINE void NAME(load_part)(ACC *restrict v, const T *restrict p, int n) {
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) < n ? v[k] : -(ACC)INFINITY;
 }
 
-/* Loads the last n elements of a row into the last lanes, by column. There are BLOCK elements
- * before the row's end, so this needs no loop over n. Sets the other lanes to -inf. */
+/* Loads the last n elements of a row, which end at p + n, into the last n columns of the block.
+ * At least BLOCK elements end there, so one full load suffices. Sets the other columns to -inf. */
 ALWAYS_INLINE void NAME(load_last)(ACC *restrict v, const T *restrict p, int n) {
   LOAD(v, p + n - BLOCK, BLOCK);
   for (int k = 0; k < BLOCK; ++k) v[k] = NAME(column)(k) >= BLOCK - n ? v[k] : -(ACC)INFINITY;
@@ -99,7 +99,8 @@ typedef struct {
   double sum, products;
 } NAME(sums_t);
 
-/* The largest of `cols` elements at x. `last`: BLOCK elements lie before the last one. */
+/* The largest of `cols` elements at x. `last`: the row has at least BLOCK elements up to
+ * x + cols. */
 ALWAYS_INLINE ACC NAME(chunk_max)(const T *x, int64_t cols, int last) {
   ACC max[BLOCK];
   int64_t c = 0;

@@ -24,7 +24,7 @@ enum class Kernel {
   ROW,         // forward: part of a warp, a CTA or a cluster holds a row in registers
   PERSISTENT,  // backward: CTAs loop over rows and load them into registers
   PIPELINE,    // backward of wide rows: clusters loop over rows in stages of shared memory
-  SPLIT,       // backward of few rows, or of grad_x alone: row CTAs and column CTAs
+  SPLIT,       // backward of few rows: some CTAs take rows, others columns; of grad_x alone: rows
   GENERIC,     // the fallback: float64, tensors of different alignment, rows too wide for a cluster
 };
 

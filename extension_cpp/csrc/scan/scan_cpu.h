@@ -1,7 +1,8 @@
 /* The scans of a block in registers, for scan_cpu_kernel.h.
  *
- * A tree of fixed shape, whatever the width of a register: first inside 4 neighbouring elements, in
- * two steps, then 4 elements get the total of the 4 before them, 8 that of 8, 16 that of 16. */
+ * The order of the additions is the same for every register width. First, each group of 4 elements
+ * is scanned, in two steps. Then groups are joined in pairs: the total of the first group is added
+ * to each element of the second. This joins groups of 4, then of 8, then of 16. */
 #ifndef EXTENSION_CPP_SCAN_CPU_H
 #define EXTENSION_CPP_SCAN_CPU_H
 
@@ -35,10 +36,10 @@ ALWAYS_INLINE void store_lanes(float *p, lanes_t x) { *(memory_lanes_t *)p = x; 
 #define ONE (ZERO + 1)
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Inside 4 neighbours, lanes move up by 1 or by 2. Of 8 neighbours, the second 4 get the last of
- * the first 4; of 16, the second 8 get the last of the first 8. Into the other lanes comes `in`,
- * whose lanes are equal. UP_FROM(a, b): b's lanes move up by 1, and the last of a comes in.
- * LAST(x): all get the last. */
+/* UP_1 and UP_2 move lanes up by 1 or 2 within groups of 4. LAST_OF_4 gives the second half of each
+ * 8 lanes the last lane of the first half. LAST_OF_8 does the same in groups of 16. Every other
+ * lane gets `in`, whose lanes are all equal. UP_FROM(a, b) moves b's lanes up by 1 and puts the
+ * last lane of a first. LAST(x) copies x's last lane to all lanes. */
 #if LANES == 16
 #define UP_1(x, in) SHUFFLE(x, in, 16, 0, 1, 2, 16, 4, 5, 6, 16, 8, 9, 10, 16, 12, 13, 14)
 #define UP_2(x, in) SHUFFLE(x, in, 16, 16, 0, 1, 16, 16, 4, 5, 16, 16, 8, 9, 16, 16, 12, 13)

@@ -155,7 +155,8 @@ static void NAME(recurrence)(const linear_recurrence_args *args, int64_t begin, 
 
 /* ---- backward: u_k = grad_h_k + a_(k-1) u_(k-1) in the order of the kernel ---- */
 
-/* The first block of a line one step later, `before` in front of it. */
+/* Fills a block with `before` and then the first elements of x, so that lane k holds element
+ * k - 1. Lanes from n on get `rest`. */
 NOINLINE const T *NAME(gather_first)(T *restrict block, scan_input x, int n, ACC before, ACC rest) {
   block[0] = NAME(narrow)(before);
   for (int k = 1; k < BLOCK; ++k)
@@ -178,7 +179,7 @@ ALWAYS_INLINE void NAME(load_earlier)(ACC *v, scan_input x, int64_t i, int n, in
   NAME(load_stride)(v, from, step, n, rest);
 }
 
-/* The block of x one step later; behind the last step of a line it has `end`. */
+/* Loads the block of x that begins at step i + 1. The lane past the end of the line gets `end`. */
 ALWAYS_INLINE void NAME(load_later)(ACC *v, scan_input x, int64_t i, int n, int is_end, ACC end) {
   NAME(load_stride)(v, (const T *)x.data + (i + 1) * x.step, x.step, n - is_end, end);
 }
@@ -210,7 +211,7 @@ NOINLINE pair_sum_t NAME(recur_row_backward)(const linear_recurrence_backward_ar
   return sum;
 }
 
-/* h one step later, of a block of columns; behind the last step h0. */
+/* Loads h at step i + 1 for the columns from c on. After the last step (is_end), loads h0. */
 ALWAYS_INLINE void NAME(later_columns)(ACC *v, scan_input h, const ACC *h0, int64_t i, int c, int n,
                                        int64_t ahead, int is_end) {
   if (is_end) {

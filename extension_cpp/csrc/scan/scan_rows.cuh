@@ -15,7 +15,7 @@ __device__ inline uint4 &row_vector(int i, int w) {
   return held[(i * WARPS + threadIdx.x / 32) * WARP + w + w / Op::ROW_VECTORS];
 }
 
-// The rows of a CTA, and the steps that it scans of them.
+// The part of the tensor that one CTA scans: some rows, and one tile of steps of each row.
 template <typename Op>
 struct RowTile {
   using T = typename Op::T;
@@ -24,10 +24,10 @@ struct RowTile {
   Outer first_row;
   int64_t number, first_step;  // the tile's number in its rows, and its first step
   int rows;
-  int steps;  // from first_step to the end of the rows, or one more than the tile has
+  int steps;  // to the end of the rows, but at most one more than a tile has
 
-  // The first tile of all rows comes before the second one of any, so that a tile finds most of
-  // what it waits for. There are at most 2^31 - 1 CTAs, so that these are divisions of 32 bits.
+  // CTAs are numbered so that the first tiles of all rows come before any second tile. So most of
+  // what a tile waits for is ready. There are at most 2^31 - 1 CTAs, so 32-bit divisions suffice.
   __device__ explicit RowTile(const Params<Op> &p) : p(p) {
     const auto per_group = static_cast<unsigned>(p.plan.per_group);
     const unsigned group = blockIdx.x / per_group, in_group = blockIdx.x % per_group;

@@ -69,7 +69,7 @@ ALWAYS_INLINE uint32_t clean_bfloat16_bits(float x) {
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 
-/* float16 without F16C, in integer arithmetic. Equal to the instruction on every input. */
+/* float16 conversions without F16C. Each equals the F16C instruction on every input. */
 ALWAYS_INLINE float float16_to_float(uint16_t half) {
   const uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
   const uint32_t sign = (uint32_t)(half & 0x8000) << 16;

@@ -232,8 +232,9 @@ cudaError_t launch(const void *const (&in)[IN], void *const (&out)[OUT], int64_t
   }
 }
 
-// launch<T, IN, OUT> for inputs of `rows` rows: in[j] + r * strides[j] is row r. The outputs are
-// dense. A launch with gaps has fewer than 2^32 elements.
+// As launch, for inputs with gaps between their rows: row r of input j begins at in[j] + r *
+// strides[j]. The outputs have no gaps. If an input has gaps, the rows are divided among launches
+// of fewer than 2^32 elements, because row_of() has a 32-bit index.
 template <typename T, int IN, int OUT, typename F>
 cudaError_t launch_rows(const void *const (&in)[IN], const int64_t (&strides)[IN],
                         void *const (&out)[OUT], int64_t rows, int64_t cols, F f, void *stream) {
