@@ -19,7 +19,7 @@ FLOOR = 2 * torch.finfo(torch.bfloat16).eps
 FACTOR = 2
 # The largest distance that the stock model's gradients may have. Others may have twice the stock model's distance,
 # and that must stay below 1, the distance of zeros.
-STOCK = 0.25
+STOCK = 0.4
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""python -m benchmarks on tiny tensors: what it writes, continues and keeps; compare; one sentence per error."""
+"""Runs `python -m benchmarks` on tiny tensors. Tests the results it writes, how a run continues a file, and what an
+interrupted run keeps. Also tests `compare`, and that each error is one sentence."""
 
 import contextlib
 import copy
