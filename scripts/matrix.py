@@ -32,7 +32,8 @@ NOT_NEEDED = re.compile(
 )
 # What is copied for the tests beside the installed package. Those that need more of the checkout are left out.
 FOLDERS, FILES = ("benchmarks", "examples", "tests"), ("build_library.py", "pyproject.toml")
-OF_THE_CHECKOUT = re.compile(r"^ *(?:from|import) (?:build_library|check_environment|scripts|tests.test_docs)\b", re.M)
+BUILDS = "build_library|check_environment|scripts|tests.test_(?:docs|scaffold|new_operator)"
+OF_THE_CHECKOUT = re.compile(rf"^ *(?:from|import) (?:{BUILDS})\b", re.MULTILINE)
 
 ASK_PYTHON = "import sys, venv, ensurepip; print(sys.version_info[0], sys.version_info[1])"
 ASK_ENVIRONMENT = """

@@ -31,9 +31,9 @@ def leaves(sample: Sample) -> list[Tensor]:
     return [x for x in (*sample.args, *sample.kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def as_tuple(outputs: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     """The result of a function as a tuple, also if it is one tensor, a list or None."""
-    return (outputs,) if isinstance(outputs, Tensor) else () if outputs is None else tuple(outputs)
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else () if outputs is None else (outputs,)
 
 
 def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -> Callable[..., Any]:

@@ -421,8 +421,8 @@ def test_library_that_is_older_than_its_sources(tree):
 AS_IT_STANDS = ["--assert=plain"]
 # The tests of the battery that look at Python code which all templates share, or that compile graphs to C++.
 REPEATED = "captured or inductor or torch_func"
-# What the quick tier runs of the other kinds: values, fakes, refusals, and what they alone promise.
-FEW = "right_for_every_shape or opcheck or refuse_what or sentence or real_strides or test_mutation or test_made"
+# What the quick tier runs of the templates: values, gradients, fakes, refusals, and what they alone promise.
+FEW = "right_for_every_shape or opcheck or gradcheck or refuse_what or sentence or real_strides or test_mutation"
 
 
 def selected(words: str, config: pytest.Config) -> str:
@@ -437,10 +437,9 @@ NAME_LISTS = ["operators_are_documented", "function_is_documented", "demo_shows_
 def test_new_ops_compile_and_pass(tree, pytestconfig):
     """Templates as they stand, in a tree whose lists of names they do not break. test_new_package has reduction."""
     same_build = with_objects(tree)
-    ops = {"kernel_template": "pointwise", "my_kernel_template": "rows", "kernel_template_scan": "scan"}
-    others = {f"made_{kind}": kind for kind in scaffold.OP_KINDS if kind not in QUICK}
-    ops |= others
-    for name, kind in ops.items():  # names that contain the placeholder, and others
+    kinds = [kind for kind in scaffold.OP_KINDS if kind not in ("rows", "reduction")]
+    ops = {"my_kernel_template": "rows"} | {f"kernel_template_{kind}": kind for kind in kinds}
+    for name, kind in ops.items():  # names that contain the placeholder
         assert command.main(["new", name, "--kind", kind]) == 0
     assert "my_my_" not in "".join(str(path) for path in contents(tree))
     run(sys.executable, "build_library.py", cwd=tree, env=same_build)
@@ -454,8 +453,10 @@ def test_new_ops_compile_and_pass(tree, pytestconfig):
         for path in (tree / "tests").glob("test_*.py")
         if path.stem.removeprefix("test_") not in without and about_ops.search(path.name + path.read_text())
     ]
-    words = selected(" or ".join(["kernel_template", *NAME_LISTS]), pytestconfig)
-    words += f" or ({' or '.join(others)})" + ("" if pytestconfig.getoption("--slow") else f" and ({FEW})")
+    words = f"kernel_template or {' or '.join(NAME_LISTS)}"
+    if not pytestconfig.getoption("--slow"):
+        own = " or ".join(f"test_{name}" for name in ops)
+        words = f"kernel_template and ({FEW} or {own}) or {' or '.join(NAME_LISTS)}"
     done = run_python(*test, "tests/battery", *files, "-k", words, cwd=tree)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
