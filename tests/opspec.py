@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +46,8 @@ def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -
         left = iter(args)
         given = ([next(left) for _ in range(length)] if many else next(left) for many in is_list)
         results = function(*given, **kwargs)
-        return None if results is None else tuple(tree_leaves(results))
+        lists = (x if isinstance(x, (tuple, list)) else (x,) for x in as_tuple(results))
+        return None if results is None else tuple(itertools.chain.from_iterable(lists))
 
     return call
 
@@ -66,11 +66,16 @@ def in_single_tensors(samples: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _copy(x: Any) -> Any:
+    return [each.clone() for each in x] if isinstance(x, list) else x.clone()
+
+
 def on_copies(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
     """The function on copies of the arguments that it writes. It returns its results and these arguments."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        given = [tree_map_only(Tensor, Tensor.clone, x) if place in places else x for place, x in enumerate(args)]
+        # By hand: torch.compile of 2.11 takes tree_map_only(Tensor, Tensor.clone, x) for x.
+        given = [_copy(x) if place in places else x for place, x in enumerate(args)]
         results = as_tuple(function(*given, **kwargs))
         return *results, *(given[place] for place in places)
 
