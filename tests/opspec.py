@@ -70,14 +70,16 @@ def _copy(x: Any) -> Any:
     return [each.clone() for each in x] if isinstance(x, list) else x.clone()
 
 
-def on_copies(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
-    """The function on copies of the arguments that it writes. It returns its results and these arguments."""
+def on_copies(function: Callable[..., Any], is_written: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function on copies of the arguments that it writes. It returns its results and these arguments.
+
+    Whether one is written is a bool for each: torch.compile of 2.11 says wrongly whether a number is in a list of them.
+    """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        # By hand: torch.compile of 2.11 takes tree_map_only(Tensor, Tensor.clone, x) for x.
-        given = [_copy(x) if place in places else x for place, x in enumerate(args)]
+        given = [_copy(x) if written else x for written, x in zip(is_written, args, strict=False)]
         results = as_tuple(function(*given, **kwargs))
-        return *results, *(given[place] for place in places)
+        return *results, *(x for written, x in zip(is_written, given, strict=False) if written)
 
     return call
 
@@ -225,11 +227,12 @@ class OpSpec:
         if self.lists:
             self._take_lists_apart()
         if self.mutates:
-            places = [self.names.index(name) for name in self.mutates]
+            is_written = [name in self.mutates for name in self.names]
             self._set(
+                mutates=tuple(name for name in self.names if name in self.mutates),
                 in_place=self.in_place or self.function,
-                function=on_copies(self.function, places),
-                reference=on_copies(self.reference, places),
+                function=on_copies(self.function, is_written),
+                reference=on_copies(self.reference, is_written),
             )
         if not self.differentiable:
             self._change_samples(without_gradients)
