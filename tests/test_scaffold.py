@@ -419,15 +419,8 @@ def test_library_that_is_older_than_its_sources(tree):
 
 # To rewrite the assertions of a copy of the tests takes seconds, and says more only of those that fail.
 AS_IT_STANDS = ["--assert=plain"]
-# The tests of the battery that look at Python code which all templates share, or that compile graphs to C++.
-REPEATED = "captured or inductor or torch_func"
 # What the quick tier runs of the templates: values, gradients, fakes, refusals, and what they alone promise.
 FEW = "right_for_every_shape or opcheck or gradcheck or refuse_what or sentence or real_strides or test_mutation"
-
-
-def selected(words: str, config: pytest.Config) -> str:
-    """What -k takes: in the quick tier not what repeats."""
-    return words if config.getoption("--slow") else f"({words}) and not ({REPEATED})"
 
 
 # Tests that compare the names of all ops with a list, and take no more than a second. An op made by `new` is in none.
@@ -435,9 +428,9 @@ NAME_LISTS = ["operators_are_documented", "function_is_documented", "demo_shows_
 
 
 def test_new_ops_compile_and_pass(tree, pytestconfig):
-    """Templates as they stand, in a tree whose lists of names they do not break. test_new_package has reduction."""
+    """Templates as they stand, in a tree whose lists of names they do not break."""
     same_build = with_objects(tree)
-    kinds = [kind for kind in scaffold.OP_KINDS if kind not in ("rows", "reduction")]
+    kinds = [kind for kind in scaffold.OP_KINDS if kind != "rows"]
     ops = {"my_kernel_template": "rows"} | {f"kernel_template_{kind}": kind for kind in kinds}
     for name, kind in ops.items():  # names that contain the placeholder
         assert command.main(["new", name, "--kind", kind]) == 0
@@ -463,14 +456,13 @@ def test_new_ops_compile_and_pass(tree, pytestconfig):
 
 @pytest.mark.parametrize("kind", scaffold.OP_KINDS)
 def test_new_package_compiles_and_passes(tmp_path, kind, device, pytestconfig):
-    if device == "cpu" and kind != "reduction":
-        pytest.skip("test_new_ops_compile_and_pass has the same kernels on the CPU")
+    if device == "cpu" and not (kind == "reduction" and pytestconfig.getoption("--slow")):
+        pytest.skip("test_new_ops_compile_and_pass has the same kernels on the CPU; the slow tier builds one package")
     folder = tmp_path / "a pâckage"
     run_python("-m", "extension_cpp", "new-package", folder, "--name", "my_kernels", "--kind", kind, cwd=ROOT)
     with_device = environment(device) | ({"DEBUG": "1"} if device == "cpu" else {})
     run(sys.executable, "build_library.py", cwd=folder, env=with_device)
     some = "not ahead_of_time" if "not ahead_of_time" in pytestconfig.getoption("keyword") else "test"
-    some = some if device == "cuda" else selected("test", pytestconfig)
     done = run_python("-m", "pytest", "-q", *AS_IT_STANDS, "--device", device, "-k", some, cwd=folder, env=with_device)
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
     if device == "cpu":

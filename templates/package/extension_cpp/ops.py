@@ -3,7 +3,7 @@
 This is the table of the operators. The functions are in functional/. registration/entries.py says what an entry is.
 """
 
-from .registration.entries import register  # noqa: F401
+from .registration.entries import register  # noqa: F401  # for the entries
 
 __all__ = [
     # The public functions. `new` adds a name here, and an entry below.
