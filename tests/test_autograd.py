@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import extension_cpp
 from extension_cpp import _ops
 from extension_cpp.registration.autograd import _AFTER_AUTOGRAD, Gradients, register_autograd
-from extension_cpp.registration.calls import operators
+from extension_cpp.registration.calls import operators, overloads_of, without_suffix
 from tests.forked import python
 
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
@@ -282,31 +282,33 @@ def test_functions_fill_in_defaults() -> None:
     assert torch.equal(y, _ops.cumsum(x, 1, False, False)) and grad[0].tolist() == [4, 3, 2, 1]
 
 
-# No-grad overloads.
+# Overloads without an Autograd kernel.
 
 
-def test_what_autograd_knows_has_a_no_grad_overload() -> None:
-    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. It lacks the results that
-    only backward reads."""
+def test_what_autograd_knows_has_overloads() -> None:
+    """Every operator with an Autograd kernel has a no-grad overload with the same arguments. Where this lacks the
+    results that only backward reads, there is an overload with all results, too."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")]
-    overloads = {name for name in names if name.endswith("_no_grad")}
-    writing_or_not_differentiable = {
-        f"extension_cpp::{n}" for n in ("muladd.out", "cross_entropy_chunk", "cross_entropy_scale")
-    }
-    assert {f"{name}_no_grad" for name in set(names) - overloads - writing_or_not_differentiable} == overloads != set()
-    assert {f"extension_cpp::{name}_no_grad" for name in vars(operators("extension_cpp"))} == overloads
-    for overload in overloads:
-        name = overload.removesuffix("_no_grad")
-        (arguments, results), (overload_arguments, overload_results) = (
-            str(torch._C._get_schema(op, "")).split("(", 1)[1].rsplit(" -> ", 1) for op in (name, overload)
-        )
-        assert overload_arguments == arguments
-        kept = {"layer_norm": 1, "rms_norm": 1, "layer_norm_dropout": 1, "add_layer_norm": 2, "add_rms_norm": 2}
-        kept |= {"cross_entropy": 1, "linear_cross_entropy": 1, "token_log_probs": 2}
-        assert overload_results.count("Tensor") == kept.get(name.split("::")[1], results.count("Tensor"))
-        for key in ("CPU", "CUDA", "Meta", "AutocastCPU", "AutocastCUDA"):
-            assert has(overload, key) == has(name, key), f"{overload}: {key}"
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("extension_cpp::")}
+    bare = {name for name in names if name == without_suffix(name)}
+    bare -= {f"extension_cpp::{n}" for n in ("muladd.out", "cross_entropy_chunk", "cross_entropy_scale")}
+    kept = {"layer_norm": 1, "rms_norm": 1, "layer_norm_dropout": 1, "add_layer_norm": 2, "add_rms_norm": 2}
+    kept |= {"cross_entropy": 1, "linear_cross_entropy": 1, "token_log_probs": 2}
+    assert bare == {f"extension_cpp::{name}" for name in vars(operators("extension_cpp"))}
+    for name in bare:
+        arguments, results = str(torch._C._get_schema(name, "")).split("(", 1)[1].rsplit(" -> ", 1)
+        count = results.count("Tensor")
+        counts = []
+        for overload in overloads_of(name):
+            overload_arguments, of_overload = str(overload._schema).split("(", 1)[1].rsplit(" -> ", 1)
+            assert overload_arguments == arguments
+            counts.append(of_overload.count("Tensor"))
+            for key in ("CPU", "CUDA", "Meta"):
+                assert has(overload._schema.name, key) == has(name, key), f"{overload}: {key}"
+        few = kept.get(name.split("::")[1])
+        assert counts == ([count] if few is None else [count, few])
+        for key in ("AutocastCPU", "AutocastCUDA"):
+            assert has(f"{name}_no_grad", key) == has(name, key), f"{name}_no_grad: {key}"
 
 
 def test_integer_results_are_not_differentiable() -> None:
@@ -380,7 +382,7 @@ def test_compiled_graphs_have_no_grad_overloads_where_nothing_is_recorded(tensor
     torch._dynamo.reset()
     compiled, graphs = compiled_graphs(layer_norm)
     assert_equal(gradients(compiled, tensors), gradients(layer_norm, tensors))
-    names = {"forward": ["extension_cpp.layer_norm.default"]}
+    names = {"forward": ["extension_cpp.layer_norm_all_results.default"]}
     names["backward"] = ["extension_cpp.layer_norm_backward_no_grad.default"]
     assert graphs == names
     with torch.no_grad():

@@ -217,7 +217,7 @@ def test_a_schema_that_does_not_fit_its_function_is_named(tmp_path: Path) -> Non
     expected = [f"extension_cpp::{sentence}" for sentence in said]
     assert loaded.stdout.splitlines() == expected, loaded.stderr
     assert loaded.stderr.splitlines()[-1] == str(
-        sorted(f"wrong::{name}" for name in ("all", "all_no_grad", "nothing", "split", "two"))
+        sorted(f"wrong::{name}" for name in ("all", "all_no_grad", "nothing", "split", "split_all_results", "two"))
     )
 
 

@@ -240,17 +240,17 @@ def _search(pattern: str, path: str) -> re.Match[str] | None:
 
 
 def schemas() -> list[str]:
-    """The schemas of all registered operators except the no-grad overloads. Defaults are as Python writes them: PyTorch
-    prints 1e-05 with 17 digits."""
+    """The schemas of all registered operators, without the overloads that have no Autograd kernel. Defaults are as
+    Python writes them: PyTorch prints 1e-05 with 17 digits."""
     import torch
 
     from .._namespace import NAMESPACE
-    from ..registration.calls import NO_GRAD, own_ops
+    from ..registration.calls import own_ops, without_suffix
 
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
-        if namespace == NAMESPACE and not name.endswith(NO_GRAD):
+        if namespace == NAMESPACE and name == without_suffix(name):
             packet = getattr(own_ops, name.split(".")[0])
             found |= {str(getattr(packet, overload)._schema) for overload in packet.overloads()}
     return sorted(re.sub(r"(?<==)\d+\.\d*(e[-+]\d+)?", lambda number: repr(float(number[0])), each) for each in found)

@@ -112,7 +112,8 @@ def check_free(op: Addition, texts: dict[str, str], exists: Callable[[str], bool
         if not place.endswith(".cpp"):
             continue
         found = set(re.findall(r'\b(?:m\.def|DEF\w*)\((?:\s*m,)?\s*"(\w+)', text))
-        taken = (found | {f"{op}_no_grad" for op in found}) & {name, f"{name}_backward"}
+        overloads = {f"{op}{suffix}" for op in found for suffix in ("_no_grad", "_all_results")}
+        taken = (found | overloads) & {name, f"{name}_backward"}
         if taken:
             raise CannotMake(f"the name '{name}' is taken: {place} has the op {min(taken)}")
     if name in op.own:

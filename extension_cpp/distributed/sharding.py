@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from .._namespace import NAMESPACE
 from ..registration import checks
-from ..registration.calls import NO_GRAD, own_ops
+from ..registration.calls import own_ops, without_suffix
 from ..registration.entries import NONE, SHARDING, Call, Mark, Placement, Rule, Sharding
 
 
@@ -76,8 +76,8 @@ def overloads() -> dict[str, Any]:
 
 
 for _name, _op in overloads().items():
-    _rule = SHARDING.get(_name.removesuffix(NO_GRAD), NONE)
-    register(_op, _refuse(_name.removesuffix(NO_GRAD)) if isinstance(_rule, Mark) else _rule)
+    _rule = SHARDING.get(without_suffix(_name), NONE)
+    register(_op, _refuse(without_suffix(_name)) if isinstance(_rule, Mark) else _rule)
 
 
 # ---- what functions and autograd do on DTensors beside calling the operator; sharded_loss.py has the losses ----

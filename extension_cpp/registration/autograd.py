@@ -26,7 +26,7 @@ from torch.library import Library
 from torch.nn import Parameter
 
 from .._namespace import NAMESPACE
-from .calls import CASTING, DIRECT, NO_GRAD, overload_of
+from .calls import CASTING, DIRECT, NO_GRAD, overload_of, overloads_of
 
 
 def keys_below(key: DispatchKey) -> DispatchKeySet:
@@ -63,7 +63,7 @@ def library_for(key: str, op: str) -> Library:
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.library.register_fake for an operator and, if it has one, its no-grad overload.
+    """torch.library.register_fake for an operator and its overloads without an Autograd kernel.
 
     The fake gets all arguments, defaults included, and returns the operator's results.
     """
@@ -78,19 +78,26 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             return function(*args, *defaults[len(args) :], **keywords)
 
         torch.library.register_fake(op, fake, lib=library_for(f"Fake {op}", op))
-        if op + NO_GRAD not in torch._C._dispatch_get_all_op_names():
-            return fake
-        results_of_op, count = (len(overload_of(name)._schema.returns) for name in (op, op + NO_GRAD))
-
-        def of_overload(*args: Any, **keywords: Any) -> Any:
-            results = fake(*args, **keywords)
-            return results[0] if count == 1 else results[:count]
-
-        fake_of_overload = fake if count == results_of_op else of_overload
-        torch.library.register_fake(op + NO_GRAD, fake_of_overload, lib=library_for(f"Fake {op}{NO_GRAD}", op))
+        for overload in overloads_of(op):
+            name, count = overload._schema.name, len(overload._schema.returns)
+            has_all = count == len(overload_of(op)._schema.returns)
+            torch.library.register_fake(
+                name, fake if has_all else leading(fake, count), lib=library_for(f"Fake {name}", op)
+            )
         return fake
 
     return register
+
+
+def leading(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The function with the first `count` of its results."""
+
+    @functools.wraps(function)
+    def first(*args: Any, **keywords: Any) -> Any:
+        results = function(*args, **keywords)
+        return results[0] if count == 1 else results[:count]
+
+    return first
 
 
 def register_autocast(op: str, device_type: str, cast_inputs: torch.dtype) -> None:
@@ -177,8 +184,8 @@ def register_autograd(
     library = library_for(op, op)
     library.impl(name, _autograd_kernel(overload, backward, setup_context, plain), "Autograd", with_keyset=True)
     _register_batching(op)
-    if op + NO_GRAD in torch._C._dispatch_get_all_op_names():
-        register_not_differentiable(op + NO_GRAD)
+    for each in overloads_of(op):
+        register_not_differentiable(each._schema.name)
 
 
 def register_not_differentiable(op: str) -> None:
@@ -230,35 +237,32 @@ def _check_schema(schema: Any) -> None:
 def _in_order(op: Any, backward: Callable[..., Gradients], names: list[str]) -> Callable[..., Any]:
     """backward with the gradients in the order of the arguments `names`, as an autograd.Function wants them."""
     known = frozenset(names)
-    orders: dict[tuple[bool, ...], list[Any]] = {}  # names, or None where no gradient is needed; by needs_input_grad
+    # Names, or None where no gradient is needed; by needs_input_grad and the names that backward returned.
+    orders: dict[tuple[Any, ...], list[Any]] = {}
 
-    def in_order(ctx: Any, *grads: Any) -> Iterable[Any]:
-        gradients = backward(ctx, *grads)
+    def order_of(gradients: Any, needs: tuple[bool, ...]) -> list[Any]:
         if type(gradients) is not dict or not gradients.keys() <= known:
             raise TypeError(
                 f"{op._schema.name}: expected its backward to return a dictionary of gradients with keys among "
                 f"{names}, but got {gradients if type(gradients) is not dict else list(gradients)}"
             )
-        order = orders.get(ctx.needs_input_grad)
+        return [name if is_needed else None for name, is_needed in zip(names, needs, strict=True)]
+
+    def in_order(ctx: Any, *grads: Any) -> Iterable[Any]:
+        gradients = backward(ctx, *grads)
+        needs = ctx.needs_input_grad
+        order = orders.get((needs, *gradients)) if type(gradients) is dict else None
         if order is None:
-            pairs = zip(names, ctx.needs_input_grad, strict=True)
-            order = orders[ctx.needs_input_grad] = [name if is_needed else None for name, is_needed in pairs]
+            order = order_of(gradients, needs)
+            orders[(needs, *gradients)] = order
         return map(gradients.get, order)
 
     return in_order
 
 
-def _overload_with_all_results(op: Any) -> Any:
-    """The no-grad overload, or None if there is none or it returns less."""
-    if op._schema.name + NO_GRAD not in torch._C._dispatch_get_all_op_names():
-        return None
-    overload = overload_of(op._schema.name + NO_GRAD)
-    return overload if len(overload._schema.returns) == len(op._schema.returns) else None
-
-
 def _is_compiled(args: Iterable[Any]) -> bool:
-    """Whether torch.compile traces this call of plain tensors. Its graph then holds the no-grad overload, which runs
-    without an Autograd kernel; an exported graph holds the operator, because it may be trained."""
+    """Whether torch.compile traces this call of plain tensors. Its graph then holds an overload without an Autograd
+    kernel; an exported graph holds the operator, because it may be trained."""
     if TracingContext.try_get() is None or torch.compiler._is_exporting_flag:
         return False
     return all(not isinstance(x, Tensor) or type(x) in (Tensor, Parameter, FakeTensor, FunctionalTensor) for x in args)
@@ -273,7 +277,7 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
     names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     keyword_only = [argument for argument in op._schema.arguments if argument.kwarg_only]
     keyword_defaults = {argument.name: argument.default_value for argument in keyword_only}
-    no_grad = _overload_with_all_results(op)
+    below_autograd = next(iter(overloads_of(op._schema.name)), None)  # None: the operator has no overload
 
     def forward(ctx: Any, *args: Any) -> Any:
         inputs, (keys, keywords) = args[:-1], args[-1]
@@ -281,8 +285,8 @@ def _function_of(op: Any, backward: Callable[..., Gradients], setup_context: Cal
             # Function switches gradients off, also for the transforms at the levels below, which record their own.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = op.redispatch(keys, *inputs, **keywords)
-        elif no_grad is not None and _is_compiled(inputs):
-            output = no_grad(*inputs, **keywords)
+        elif below_autograd is not None and _is_compiled(inputs):
+            output = below_autograd(*inputs, **keywords)
         else:
             output = op.redispatch(keys, *inputs, **keywords)
         ctx.needs_input_grad = ctx.needs_input_grad[:-1]
@@ -320,18 +324,15 @@ def _direct_function(op: Any, backward: Callable[..., Gradients], setup_context:
     gradients.
     """
     names = [argument.name for argument in op._schema.arguments]
-    count, results = len(overload_of(op._schema.name + NO_GRAD)._schema.returns), len(op._schema.returns)
+    overloads = overloads_of(op._schema.name)
+    below_autograd, count = overloads[0], len(overloads[-1]._schema.returns)
     in_order = _in_order(op, backward, names)
-    beyond = (None,) * (results - count)
+    beyond = (None,) * (len(op._schema.returns) - count)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        guard = torch._C._AutoDispatchBelowAutograd()
-        try:
-            output = op(*args)
-        finally:
-            del guard
+        output = below_autograd(*args)
         if setup_context is not None:
-            setup_context(ctx=ctx, inputs=args, output=output)
+            setup_context(ctx, args, output)
         return output if not beyond else output[0] if count == 1 else output[:count]
 
     def backward_of_function(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -347,7 +348,7 @@ def _autograd_kernel(
     plain: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     node = _function_of(op, backward, setup_context)
-    if op._schema.name + NO_GRAD in torch._C._dispatch_get_all_op_names():
+    if overloads_of(op._schema.name):
         DIRECT[op._schema.name] = _direct_function(op, backward, setup_context)
     defaults = tuple(argument.default_value for argument in op._schema.arguments if not argument.kwarg_only)
 

@@ -3,7 +3,8 @@
 An Autograd kernel in Python runs at every call of an operator, with gradients or without, and again for the backward
 operator. For small tensors that is most of the time. So each operator with an Autograd kernel has a no-grad overload:
 the operator <name>_no_grad, which has the same arguments, kernels and fake, and no Autograd kernel. It may leave out
-the last results, if only backward reads them; it then has a C++ function of its own (def_with_no_grad in
+the last results, if only backward reads them; it then has a C++ function of its own, and the operator
+<name>_all_results is the one with all results and no Autograd kernel (DEF_WITH_FEWER_RESULTS in
 csrc/common/shim/op.h).
 
 The no-grad overload is called instead of the operator under no_grad, and in a backward pass that is not differentiated
@@ -11,6 +12,9 @@ itself. It is not called while a graph records the call, because a graph capture
 
 Where gradients are recorded and nothing else wants to see the call, the function applies the operator's
 autograd.Function itself. The dispatcher would call Python for it, with boxed arguments, and Python the dispatcher.
+
+In a model other code runs between two calls, and most of a call's time is cache misses. So the condition has few Python
+functions, and names PyTorch's functions without the dictionaries of torch and torch._C, which are large.
 """
 
 import threading
@@ -19,9 +23,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import DispatchKey, DispatchKeySet, Tensor
+from torch import DispatchKey, DispatchKeySet, Tensor, is_grad_enabled
+from torch._C import (
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.fx import _symbolic_trace as symbolic_trace
 from torch.nn import Parameter
 
@@ -29,7 +41,8 @@ from .._namespace import NAMESPACE
 from . import checks
 
 own_ops = getattr(torch.ops, NAMESPACE)  # the operators of this package
-NO_GRAD = "_no_grad"  # the suffix of a no-grad overload's name, as in csrc/common/shim/op.cpp
+# The suffixes of the overloads' names, as in csrc/common/shim/registration.cpp.
+NO_GRAD, ALL_RESULTS = "_no_grad", "_all_results"
 
 
 def operators(namespace: str = NAMESPACE) -> SimpleNamespace:
@@ -54,23 +67,30 @@ def overload_of(op: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
 
-def is_recorded(args: tuple[Any, ...] | None = None) -> bool:
+def without_suffix(name: str) -> str:
+    """The name of the operator whose overload has this name."""
+    return name.removesuffix(NO_GRAD).removesuffix(ALL_RESULTS)
+
+
+def overloads_of(op: str) -> list[Any]:
+    """The overloads of "namespace::name" that have no Autograd kernel, those with all results first."""
+    names = torch._C._dispatch_get_all_op_names()
+    return [overload_of(op + suffix) for suffix in (ALL_RESULTS, NO_GRAD) if op + suffix in names]
+
+
+def is_recorded() -> bool:
     """Whether a graph may record this call (torch.export, make_fx or another dispatch mode, torch.fx, torch.jit.trace),
     or forward-mode differentiation is on.
 
-    torch.compile does not count: it guards on the grad mode, and nothing differentiates its backward graphs. Nor does
-    torch.fx, if the call's arguments are given and none of them is its Proxy.
+    torch.compile does not count: it guards on the grad mode, and nothing differentiates its backward graphs.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return torch.compiler._is_exporting_flag  # is_exporting() is always true while torch.compile traces it
     if forward_ad._current_level >= 0:  # no_grad does not switch forward mode off
         return True
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if _len_torch_dispatch_stack() > 0:
         return TracingContext.try_get() is None
-    if torch._C._is_tracing():
-        return True
-    # The types come first, because PyTorch takes half a microsecond to say whether torch.fx traces.
-    return (args is None or not _PLAIN.issuperset(map(type, args))) and symbolic_trace.is_fx_symbolic_tracing()
+    return _is_tracing() or symbolic_trace.is_fx_symbolic_tracing()
 
 
 def call(name: str, *args: Any) -> Any:
@@ -98,8 +118,7 @@ _EXCLUDED = frozenset((_excluded,))
 _AUTOCAST = [DispatchKeySet(key).raw_repr() for key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)]
 # What a thread excludes while autocast is off for both, one or none of the device types.
 _EXCLUDED_WITH_AUTOCAST = frozenset(_excluded & ~cpu & ~cuda for cpu in (0, _AUTOCAST[0]) for cuda in (0, _AUTOCAST[1]))
-_NUMBERS = frozenset((int, float, bool, type(None), list, tuple, torch.Size))
-_PLAIN = _NUMBERS | {Tensor, Parameter}
+_PLAIN = frozenset((int, float, bool, type(None), list, tuple, torch.Size, Tensor, Parameter))
 
 # The autograd.Function of each operator that a call may apply without the dispatcher (autograd.py).
 DIRECT: dict[str, Any] = {}
@@ -108,26 +127,25 @@ CASTING: set[str] = set()  # the operators that have an autocast rule
 
 def _requires_grad(name: str, args: tuple[Any, ...]) -> bool | None:
     """Whether a call has gradients; None if something beside autograd may want to see it."""
-    if not torch.is_grad_enabled():
-        return None if is_recorded(args) else False
-    if torch.compiler.is_compiling():  # first, because torch.compile cannot trace what follows
-        return None
+    if is_compiling():  # first, because torch.compile cannot trace what follows
+        return None if is_grad_enabled() or torch.compiler._is_exporting_flag else False
+    is_plain = forward_ad._current_level < 0 and _PLAIN.issuperset(map(type, args))
+    if not is_grad_enabled():
+        if is_plain and _len_torch_dispatch_stack() == 0 and not _is_tracing():
+            return False
+        return None if is_recorded() else False
     excluded = _EXCLUDED if name in CASTING else _EXCLUDED_WITH_AUTOCAST
     if (
-        torch._C._len_torch_function_stack() > 0
-        or forward_ad._current_level >= 0
-        or torch._C._dispatch_tls_local_include_set().raw_repr() != _INCLUDED  # a dispatch mode, torch.func, jit.trace
-        or torch._C._dispatch_tls_local_exclude_set().raw_repr() not in excluded  # autocast, inference mode
+        not is_plain
+        or _len_torch_function_stack() > 0
+        or _dispatch_tls_local_include_set().raw_repr() != _INCLUDED  # a dispatch mode, torch.func, jit.trace
+        or _dispatch_tls_local_exclude_set().raw_repr() not in excluded  # autocast, inference mode
     ):
         return None
-    requires_grad = False
-    for x in args:
-        kind = type(x)
-        if kind is Tensor or kind is Parameter:
-            requires_grad = requires_grad or x.requires_grad
-        elif kind not in _NUMBERS:
-            return None
-    return requires_grad
+    for x in args:  # noqa: SIM110  # any() would make a generator, which costs more
+        if (type(x) is Tensor or type(x) is Parameter) and x.requires_grad:
+            return True
+    return False
 
 
 def _operator_or_overload(op: Any, no_grad: Any) -> Callable[..., Any]:

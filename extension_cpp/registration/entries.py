@@ -17,7 +17,7 @@ from .autograd import (
     register_fake,
     register_not_differentiable,
 )
-from .calls import NO_GRAD, own_ops
+from .calls import ALL_RESULTS, NO_GRAD, own_ops, without_suffix
 from .mutation import register_mutation
 
 
@@ -90,6 +90,8 @@ def register(
     if kernel is not None:
         _register_kernel(op, kernel)
         _register_kernel(op + NO_GRAD, no_grad_kernel or kernel)
+        if no_grad_kernel is not None:
+            _register_kernel(op + ALL_RESULTS, kernel)
 
 
 def _save_inputs(op: str) -> Callable[..., None]:
@@ -134,4 +136,4 @@ def _check_memory(schema: Any, args: Sequence[Any]) -> None:
     for argument, x in zip(schema.arguments, args, strict=True):
         if isinstance(x, Tensor) and x.numel() > 0 and x.untyped_storage().nbytes() == 0:
             got = f"memory for its {x.numel()} elements, but got a storage of 0 bytes"
-            checks.fail(schema.name.split("::")[1].removesuffix(NO_GRAD), f"expected {argument.name} to have {got}")
+            checks.fail(without_suffix(schema.name.split("::")[1]), f"expected {argument.name} to have {got}")

@@ -14,14 +14,14 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from .._namespace import NAMESPACE
 from . import checks
 from .autograd import library_for
-from .calls import NO_GRAD, overload_of
+from .calls import overload_of, without_suffix
 from .entries import BY_ROWS, NESTED, PADDED, Mark
 
 
 def register_nested(op: Any) -> None:
     """Runs an operator on the values of jagged nested tensors that have the same offsets."""
     overload = op._schema.name.split("::")[1]
-    name = overload.removesuffix(NO_GRAD)
+    name = without_suffix(overload)
     mark = NESTED.get(name.removesuffix("_backward").removesuffix("_double"))
     rule = _by_rows(name) if mark is BY_ROWS else _refuse(name, mark)
     library = library_for(f"Nested {op}", op._schema.name)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
 
+from extension_cpp.registration.calls import overload_of, overloads_of, without_suffix
 from tests.checks import Calls, Strides, as_tuple, leaves, random_grad
 from tests.opspec import DTYPES, OpSpec, Sample, all_specs
 
@@ -55,8 +56,7 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
     return calls
 
 
-def both_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
-    """An operator and, if it is differentiable, its no-grad overload."""
-    name = op._schema.name.split("::")[1].removesuffix("_no_grad")
-    package = getattr(torch.ops, op.namespace)
-    return [getattr(package, each).default for each in (name, f"{name}_no_grad") if hasattr(package, each)]
+def with_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
+    """An operator and, if it is differentiable, its overloads without an Autograd kernel."""
+    name = without_suffix(op._schema.name)
+    return [overload_of(name), *overloads_of(name)]

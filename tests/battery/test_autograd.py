@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from tests.battery import OPCHECKS, both_overloads, calls_of_every_order, every_differentiable_op, every_dtype, profiled
+from extension_cpp.registration.calls import NO_GRAD, overloads_of, without_suffix
+from tests.battery import OPCHECKS, calls_of_every_order, every_differentiable_op, every_dtype, profiled, with_overloads
 from tests.checks import (
     as_tuple,
     leaves,
@@ -296,15 +297,15 @@ def test_inference_mode_and_no_grad(spec: OpSpec, device: str) -> None:
 
 
 @every_differentiable_op
-def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, device: str) -> None:
-    """The no-grad overload runs under no_grad and in a plain backward pass. It gives the operator's bits and passes
-    opcheck."""
+def test_overloads_run_in_place_of_operators(spec: OpSpec, device: str) -> None:
+    """Plain calls run an overload without an Autograd kernel: under no_grad, where gradients are recorded, and in
+    backward passes. It gives the operator's bits and passes opcheck."""
     for sample in spec.sample_inputs(maker(device, torch.float32, layout="transposed"), (5, 33)):
         found: dict[str, tuple[torch.Tensor, ...]] = {}
 
-        def are_no_grad(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[bool]:
-            """For our operators that a call runs: whether they are no-grad overloads. Keeps the call's results in
-            `found`."""
+        def suffixes(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[str]:
+            """Of the names of our operators that a call runs, the suffixes that overloads have. Keeps the call's
+            results in `found`."""
 
             def keep() -> None:
                 found[name] = as_tuple(call())
@@ -313,25 +314,29 @@ def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, dev
             ours = [event for event in events if event.startswith("extension_cpp::")]
             if spec.has_products:  # its kernel calls other ops, without recording a gradient
                 ours = [event for event in ours if spec.name in event]
-            return {event.endswith("_no_grad") for event in ours}
+            return {event.removeprefix(without_suffix(event)) for event in ours}
 
         forward = functools.partial(spec.function, *sample.args, **sample.kwargs)
-        assert are_no_grad("outputs", forward) == {False}
+        with_all_results, *_ = overloads_of(f"extension_cpp::{spec.name}")
+        assert suffixes("outputs", forward) == {
+            with_all_results._schema.name.removeprefix(f"extension_cpp::{spec.name}")
+        }
         outputs = [output for output in found["outputs"] if output.requires_grad]
         grads_out = [torch.ones_like(output, requires_grad=True) for output in outputs]
         backward = functools.partial(torch.autograd.grad, outputs, leaves(sample), grads_out, retain_graph=True)
         kinds = [
-            are_no_grad("gradients", functools.partial(backward, create_graph=True)),
-            are_no_grad("plain", backward),
+            suffixes("gradients", functools.partial(backward, create_graph=True)),
+            suffixes("plain", backward),
         ]
-        assert kinds in ([{False}, {True}], [set(), set()])
+        assert kinds in ([{NO_GRAD}, {NO_GRAD}], [set(), set()])
         with torch.no_grad():
-            assert are_no_grad("results", forward) == {True}
+            assert suffixes("results", forward) == {NO_GRAD}
         for a, b in [("outputs", "results"), ("gradients", "plain")]:
             for x, y in zip(found[a], found[b], strict=True):
                 assert torch.equal(x, y) and x.stride() == y.stride()
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
-            # AOT dispatch, the slowest test, is about autograd, and a no-grad overload has none.
+            # AOT dispatch, the slowest test, is about autograd, and an overload has none.
             tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
-            torch.library.opcheck(both_overloads(called)[1], args, kwargs, test_utils=tests)
+            for overload in with_overloads(called)[1:]:
+                torch.library.opcheck(overload, args, kwargs, test_utils=tests)

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tests.battery import (
     OPCHECKS,
     SPECS,
-    both_overloads,
     calls_of_every_order,
     every_differentiable_op,
     every_op,
     fake_mode,
+    with_overloads,
 )
 from tests.checks import (
     LAYOUTS,
@@ -155,7 +155,7 @@ def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str)
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
-        for op in both_overloads(called):
+        for op in with_overloads(called):
             reals = as_tuple(op(*args, **kwargs))
             with mode:
                 promises = as_tuple(op(*fakes, **kwargs))

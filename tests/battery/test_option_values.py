@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tests.battery import both_overloads, calls_of_every_order, every_dtype, every_op, fake_mode
+from tests.battery import calls_of_every_order, every_dtype, every_op, fake_mode, with_overloads
 from tests.checks import as_tuple, maker
 from tests.opspec import DTYPES, OpSpec
 
@@ -42,7 +42,7 @@ def test_fakes_take_the_values_that_kernels_take(spec: OpSpec, dtype: torch.dtyp
                 if str(argument.type) not in ("float", "Optional[float]") or key in seen:
                     continue
                 seen.add(key)
-                for op in both_overloads(called) if dtype is torch.float16 else (called,):
+                for op in with_overloads(called) if dtype is torch.float16 else (called,):
                     for value in VALUES:
                         real = outcome(op, (*args[:i], value, *args[i + 1 :]))
                         with mode:

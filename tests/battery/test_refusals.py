@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from tests.battery import both_overloads, calls_of_every_order, every_differentiable_op, every_op, fake_mode
+from tests.battery import calls_of_every_order, every_differentiable_op, every_op, fake_mode, with_overloads
 from tests.checks import (
     maker,
 )
@@ -97,7 +97,7 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
             given = {argument.name: x for argument, x in zip(called._schema.arguments, args, strict=False)}
             mode = fake_mode(spec)
             fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
-            for op, (i, name) in itertools.product(both_overloads(called), enumerate(given)):
+            for op, (i, name) in itertools.product(with_overloads(called), enumerate(given)):
                 for wrong in _wrong(name, args[i], {other: x for other, x in given.items() if other != name}):
                     with pytest.raises(RuntimeError) as error:
                         op(*args[:i], wrong, *args[i + 1 :], **kwargs)

@@ -139,19 +139,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, m) {
       &cross_entropy_chunk);
   DEF(m, "cross_entropy_scale(Tensor x, Tensor factor) -> Tensor", &cross_entropy_scale);
   // linear_loss.py implements it, because the matrix products are PyTorch's.
-  def_with_no_grad(m,
-                   "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
-                   "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "
-                   "float label_smoothing, float z_loss, float? softcap, bool float_loss, "
-                   "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
-                   "(Tensor, Tensor, Tensor, Tensor)",
-                   "Tensor");
-  def_with_no_grad(m,
-                   "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
-                   "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
-                   "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, "
-                   "float label_smoothing, float z_loss, float? softcap, bool needs_grad_x, "
-                   "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
+  def_in_python(m,
+                "linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
+                "Tensor? linear_bias, Tensor? weight, int reduction, int ignore_index, "
+                "float label_smoothing, float z_loss, float? softcap, bool float_loss, "
+                "bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> "
+                "(Tensor, Tensor, Tensor, Tensor)",
+                "Tensor");
+  def_in_python(m,
+                "linear_cross_entropy_backward(Tensor grad_out, Tensor x, Tensor linear_weight, "
+                "Tensor target, Tensor? linear_bias, Tensor? weight, Tensor grad_x, "
+                "Tensor grad_weight, Tensor grad_bias, int reduction, int ignore_index, "
+                "float label_smoothing, float z_loss, float? softcap, bool needs_grad_x, "
+                "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)");
 }
 
 REGISTER_KERNELS(m) {

@@ -276,23 +276,27 @@ struct FunctionOf<function> {
 // <name>_no_grad, which has the same arguments and no Autograd kernel, for calls that record no
 // gradient. By default the overload has the operator's results and kernel.
 // DEF_WITH_FEWER_RESULTS(m, schema, &function, "Tensor", &no_grad_function): it returns only the
-// leading results, because only backward reads the others.
+// leading results, because only backward reads the others. Then there is a third operator,
+// <name>_all_results, which has all results and no Autograd kernel: for the forward of an
+// autograd.Function.
 #define DEF_WITH_NO_GRAD(m, schema, ...) \
   ::extension_cpp::def_with_no_grad(m, schema, ::extension_cpp::FunctionOf<__VA_ARGS__>::value)
-#define DEF_WITH_FEWER_RESULTS(m, schema, function, no_grad_results, no_grad_function)       \
-  ::extension_cpp::def_with_no_grad(m, schema, ::extension_cpp::FunctionOf<function>::value, \
-                                    no_grad_results,                                         \
-                                    &::extension_cpp::FunctionOf<no_grad_function>::value)
+#define DEF_WITH_FEWER_RESULTS(m, schema, function, no_grad_results, no_grad_function)             \
+  ::extension_cpp::def_with_fewer_results(m, schema, ::extension_cpp::FunctionOf<function>::value, \
+                                          no_grad_results,                                         \
+                                          ::extension_cpp::FunctionOf<no_grad_function>::value)
 
 void def(StableLibrary &m, const std::string &schema, const Function &function);
-void def_with_no_grad(StableLibrary &m, const char *schema, const Function &function,
-                      const char *no_grad_results = "", const Function *no_grad_function = nullptr);
-// Without a C++ function: Python implements the operator.
-void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results = "");
+void def_with_no_grad(StableLibrary &m, const char *schema, const Function &function);
+void def_with_fewer_results(StableLibrary &m, const char *schema, const Function &function,
+                            const char *no_grad_results, const Function &no_grad_function);
+// Defines an operator that Python implements, and its overloads. `no_grad_results` is nullptr if the
+// no-grad overload returns all results.
+void def_in_python(StableLibrary &m, const char *schema, const char *no_grad_results = nullptr);
 
 // Register `kernel` for the operator `name`. It must belong to the function that DEF was given.
 void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel);
-void impl_with_no_grad(StableLibrary &m, const char *name, BoxedKernel kernel,
+void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel = nullptr);
 
 // Registers a list of kernels for the dispatch keys CPU and, in a build with CUDA, CUDA:

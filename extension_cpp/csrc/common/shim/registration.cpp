@@ -7,7 +7,8 @@
 
 namespace extension_cpp {
 
-constexpr char NO_GRAD[] = "_no_grad";  // as in registration/autograd.py
+// The suffixes of the overloads' names, as in registration/calls.py.
+constexpr char NO_GRAD[] = "_no_grad", ALL_RESULTS[] = "_all_results";
 
 // Why operators that do not fit their functions were left out, a line for each.
 static std::string &schema_errors() {
@@ -103,21 +104,36 @@ void def(StableLibrary &m, const std::string &schema, const Function &function) 
   m.def(schema.c_str());
 }
 
-// The schema of the no-grad overload.
+static std::string with_suffix(std::string schema, const char *suffix) {
+  return schema.insert(schema.find('('), suffix);
+}
+
+// The schema of a no-grad overload that returns `results`.
 static std::string no_grad_schema(std::string schema, const std::string &results) {
-  if (!results.empty()) schema.replace(schema.rfind("-> ") + 3, std::string::npos, results);
-  return schema.insert(schema.find('('), NO_GRAD);
+  schema.replace(schema.rfind("-> ") + 3, std::string::npos, results);
+  return with_suffix(schema, NO_GRAD);
 }
 
-void def_with_no_grad(StableLibrary &m, const char *schema, const Function &function,
-                      const char *no_grad_results, const Function *no_grad_function) {
+void def_with_no_grad(StableLibrary &m, const char *schema, const Function &function) {
   def(m, schema, function);
-  def(m, no_grad_schema(schema, no_grad_results), no_grad_function ? *no_grad_function : function);
+  def(m, with_suffix(schema, NO_GRAD), function);
 }
 
-void def_with_no_grad(StableLibrary &m, const char *schema, const char *no_grad_results) {
+void def_with_fewer_results(StableLibrary &m, const char *schema, const Function &function,
+                            const char *no_grad_results, const Function &no_grad_function) {
+  def(m, schema, function);
+  def(m, with_suffix(schema, ALL_RESULTS), function);
+  def(m, no_grad_schema(schema, no_grad_results), no_grad_function);
+}
+
+void def_in_python(StableLibrary &m, const char *schema, const char *no_grad_results) {
   m.def(schema);
-  m.def(no_grad_schema(schema, no_grad_results).c_str());
+  if (no_grad_results == nullptr) {
+    m.def(with_suffix(schema, NO_GRAD).c_str());
+  } else {
+    m.def(with_suffix(schema, ALL_RESULTS).c_str());
+    m.def(no_grad_schema(schema, no_grad_results).c_str());
+  }
 }
 
 void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel) {
@@ -132,10 +148,11 @@ void impl(StableLibrary &m, const std::string &name, BoxedKernel kernel) {
   m.impl(name.c_str(), kernel);
 }
 
-void impl_with_no_grad(StableLibrary &m, const char *name, BoxedKernel kernel,
+void impl_with_no_grad(StableLibrary &m, const std::string &name, BoxedKernel kernel,
                        BoxedKernel no_grad_kernel) {
   impl(m, name, kernel);
-  impl(m, std::string(name) + NO_GRAD, no_grad_kernel ? no_grad_kernel : kernel);
+  impl(m, name + NO_GRAD, no_grad_kernel ? no_grad_kernel : kernel);
+  if (no_grad_kernel) impl(m, name + ALL_RESULTS, kernel);
 }
 
 }  // namespace extension_cpp
