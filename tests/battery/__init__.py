@@ -23,7 +23,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 
 
 def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[str]]:
-    """The names of the operators that a call runs, and of its kernels on the GPU without memcpy and memset."""
+    """Returns the names of the operators that a call runs, and of its GPU kernels except for memcpy and memset."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for _ in range(2):  # the first run of a profiler may miss kernels
         with profile(activities=activities) as profiler:
@@ -35,12 +35,13 @@ def profiled(call: Callable[[], object], device: str) -> tuple[set[str], list[st
 
 
 def fake_mode(spec: OpSpec) -> FakeTensorMode:
-    """A mode for tensors of known sizes, in which an op may give a result whose size depends on values."""
+    """Returns a FakeTensorMode that lets an op return a tensor whose size depends on the values of its inputs."""
     return FakeTensorMode(shape_env=ShapeEnv() if spec.unknown_sizes else None, static_shapes=True)
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
-    """The calls of operators in the forward, the backward and, if the op has one, the second-order backward."""
+    """Records the operator calls of the forward, the backward and, if the op has one, the double backward of a
+    sample."""
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]
@@ -56,7 +57,7 @@ def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) ->
 
 
 def both_overloads(op: torch._ops.OpOverload) -> list[torch._ops.OpOverload]:
-    """An operator and, if it is differentiable, its no-grad overload."""
+    """Returns an operator and, if the operator is differentiable, its no-grad overload."""
     name = op._schema.name.split("::")[1].removesuffix("_no_grad")
     package = getattr(torch.ops, op.namespace)
     return [getattr(package, each).default for each in (name, f"{name}_no_grad") if hasattr(package, each)]
