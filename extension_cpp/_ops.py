@@ -1,5 +1,5 @@
-"""The operators as Python functions, made by calls.operators(). _ops.pyi has the types of those with a no-grad
-overload."""
+"""Makes the operators available as Python functions, by calls.operators(). _ops.pyi has the types of those with a
+no-grad overload."""
 
 from typing import TYPE_CHECKING, Any
 

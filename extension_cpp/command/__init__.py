@@ -1,1 +1,2 @@
-"""What `python -m extension_cpp` runs: demo, info, new, remove and new-package."""
+"""Implements the commands of `python -m extension_cpp`: demo, info, check, new, remove and
+new-package."""
