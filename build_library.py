@@ -53,8 +53,8 @@ C_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas"]
 GCC_FLAGS = ["-fno-tree-loop-distribute-patterns", "-fno-tree-pre"]
 # Options beyond -O2 for kernels. gcc's -O3 also copies loops and functions, which takes long to compile.
 GCC_OPTIMISE = ["-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops"]
-# For shims, which check arguments and call a kernel, and for kernels at a level with CPU_SMALL. It compiles in two
-# thirds of the time of -O2.
+# For shims, which check arguments, and for kernels at a level with CPU_SMALL. It takes two thirds of -O2's compile
+# time.
 LESS_OPTIMISED = ["-O1"]
 CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 # These macros remove parts of the headers that no .cu uses and that the compilers would parse three times for each .cu.
@@ -65,8 +65,7 @@ CXX_FLAGS = ["-std=c++17", "-Wall", "-Wextra"]
 NVCC_FLAGS = ["-std=c++17", "-D_GLIBCXX_BITS_SPECFUN_H"]
 NVCC_FLAGS += ["-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__"]
 # Several sources are compiled as one file, up to this many bytes. Compiled alone, a .cu takes 2 s more for CUDA's
-# headers, and a shim half a second more for PyTorch's templates. The files of a folder with more code are compiled
-# alone.
+# headers, and a shim half a second more for PyTorch's templates. A larger folder's files are compiled alone.
 TOGETHER = 45_000
 COMMON_FLAGS = ["-fPIC", "-fvisibility=hidden"]
 # Debian's and Fedora's flags for shared libraries: a guard behind the arrays of a function, no symbol that is resolved
@@ -128,8 +127,7 @@ def command_in(variable: str) -> list[str]:
 
 
 def compiler(variable: str, default: str, package: str) -> list[str]:
-    """Returns the command in an environment variable, or the default. Raises BuildError if this machine does not have
-    it."""
+    """Returns the command in an environment variable, or the default. Raises BuildError if it is missing."""
     command = command_in(variable) or [default]
     if shutil.which(command[0]) is None:
         raise BuildError(
@@ -304,8 +302,7 @@ def nvcc_command(nvcc: list[str], cxx: list[str], debug: bool, archs: list[str])
 
 
 def machine() -> str:
-    """Returns the processor for which the C compiler makes code, such as x86_64 or aarch64, by the Linux kernel's
-    name."""
+    """Returns the processor that the C compiler targets, such as x86_64 or aarch64, by the Linux kernel's name."""
     command = [*compiler("CC", "cc", "gcc"), "-dumpmachine"]
     answer = subprocess.run(command, capture_output=True, text=True)
     name, is_named, _ = answer.stdout.partition("-")
@@ -330,8 +327,7 @@ def library_linker(cxx: list[str], torch: Path) -> tuple[list[str], list[str]]:
 
 
 def linker(cxx: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the command that links, and its options for the C++ library: -lstdc++, or gcc's static one if GLIBC is
-    set."""
+    """Returns the link command, and its options for the C++ library: -lstdc++, or gcc's static one if GLIBC is set."""
     glibc = os.environ.get("GLIBC", "")
     if not glibc:
         return cxx, ["-lstdc++"]
@@ -358,8 +354,7 @@ def write_if_new(path: Path, text: str) -> None:
 
 
 def own_folder(namespace: str) -> str:
-    """Returns the subfolder of a build folder with build.ninja, the shims' objects and the library, which depend on the
-    namespace."""
+    """Returns a build folder's subfolder for the files that depend on the namespace: build.ninja, shims and library."""
     return "" if namespace == NAMESPACE else "other_namespace/"
 
 
@@ -379,8 +374,7 @@ def write_objects(
         file.write(f"build {objects[-1]}: {rule} {path}\n  flags = {quote(flags)}\n")
 
     def together(suffix: str) -> list[Path]:
-        """Returns all sources with this suffix. Those of small folders are combined into files of about TOGETHER
-        bytes."""
+        """Returns all sources with this suffix. Small folders are combined to files of about TOGETHER bytes."""
         alone, groups, space = sorted(CSRC.glob(f"*{suffix}")), [], 0
         for part in sorted(path for path in CSRC.iterdir() if path.is_dir()):
             sources, headers = sorted(part.rglob(f"*{suffix}")), part.rglob("*.cuh") if suffix == ".cu" else ()
@@ -528,8 +522,7 @@ def build(destination: Path, namespace: str = NAMESPACE) -> None:
 
 
 def glibc_required(library: Path) -> tuple[int, int]:
-    """Returns N of the oldest manylinux_2_N whose systems have all symbols that the library needs, of glibc and of
-    gcc's C++ library."""
+    """Returns N of the oldest manylinux_2_N with all symbols of glibc and gcc's C++ library that the library needs."""
     table = subprocess.run(["readelf", "-V", str(library)], capture_output=True, text=True, check=True).stdout
     found = [(int(major), int(minor)) for major, minor in re.findall(r"GLIBC_(\d+)\.(\d+)", table)]
     newer = [int(part) for part in platform.libc_ver()[1].split(".")[:2]]  # the default is this machine's glibc

@@ -4,8 +4,7 @@
                                               .venv that is there is this user's and this folder's
     python check_environment.py MODULE...     what this environment lacks of torch >= 2.10 and the modules
 
-`make` runs this script. Old versions of Python must be able to read it to report that they are old, so that it uses no
-newer syntax.
+`make` runs this script. It uses no new syntax, so that old versions of Python can report that they are old.
 """
 
 import glob

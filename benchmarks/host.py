@@ -1,7 +1,7 @@
 """Times what a call costs the host, layer by layer, by layer_norm of a tensor so small that the kernel hardly counts.
 
-Each figure is the time of a batch of calls divided by their number. A GPU is waited for only between batches. The ways
-of calling take turns.
+Each figure is the time of a batch of calls divided by their number. It waits for a GPU only between batches. The ways
+take turns.
 """
 
 import contextlib
@@ -51,8 +51,7 @@ def formulas() -> dict[str, dict[str, Any]]:
 
 
 def by_position(operator: Any, backward: Callable[..., autograd.Gradients]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Converts a backward to the form of PyTorch's register_autograd, with the gradients in the order of the
-    arguments."""
+    """Converts a backward for PyTorch's register_autograd, with the gradients in the order of the arguments."""
     names = [argument.name for argument in operator._schema.arguments]
     return lambda ctx, *grads: tuple(map(backward(ctx, *grads).get, names))
 

@@ -2,8 +2,7 @@
 
 Kernels, formulas and the code before the operator are the same for both. With the plain registration, a backward runs
 an operator without a derivative, as a user's own would. Tensors are so small that the kernels hardly count. The two
-ways take turns. Each figure is the time of a batch of calls divided by their number, and a GPU is waited for only
-between batches.
+ways take turns. Each figure is the time of a batch of calls divided by their number.
 """
 
 import contextlib

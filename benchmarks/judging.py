@@ -7,8 +7,7 @@ into the gradients of its outputs, so that a result kept from an earlier call is
 
 Our results are judged element by element. Another contender may also round each step of its formula to its dtype, as
 PyTorch does. Each of its lines may then be twice as far from the exact one as the farthest line of the reference in
-that dtype (gradients.py), and a sum over lines twice as far as that of eager PyTorch. No error may be a quarter or
-more.
+that dtype (gradients.py), and a sum over lines twice as far as that of eager PyTorch. Errors must stay below a quarter.
 """
 
 import itertools
@@ -61,8 +60,7 @@ class Judge:
         self._mask: Tensor | None = None
 
     def backward(self, name: str, function: Callable[..., Any]) -> Callable[[], Any]:
-        """Returns a function that differentiates one kept forward. All contenders get the same gradients of the
-        outputs."""
+        """Returns a call that differentiates one kept forward. All contenders get the same grad_outs."""
         outputs = as_tuple(function(*self.sample.args, **self.sample.kwargs))
         self.outputs[name] = outputs
         self.grads = self.grads or [(torch.randn_like(x), torch.randn_like(x)) for x in outputs]
@@ -191,8 +189,7 @@ class Judge:
         return self._expected
 
     def sums(self, outputs: tuple[Tensor, ...] | None) -> rule.Truth:
-        """Returns the sums over all lines, for these outputs if backward reads them. Other tensors are those of the
-        last chunk."""
+        """Returns the sums over all lines, for these outputs if backward reads them. The rest is of the last chunk."""
         if self._sums is not None:
             return self._sums
         found, size = None, max(CHUNK * self.count // self.sample.args[0].numel(), 1)

@@ -11,8 +11,7 @@ CSRC = ROOT / "extension_cpp" / "csrc"
 
 
 def folder(op: str, sources: dict[str, str]) -> str:
-    """Returns the folder whose shim registers the op. A variant of a benchmark has the op's name, followed by more
-    words."""
+    """Returns the folder whose shim registers the op. Names of benchmark variants begin with the op's name."""
     words = op.split("_")
     for count in range(len(words), 0, -1):
         schema = f'"{"_".join(words[:count])}('

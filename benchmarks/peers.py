@@ -38,8 +38,7 @@ LIBRARIES = {
 
 @functools.cache
 def _of(path: str) -> Any:
-    """Imports what a path module.attribute names. This happens when a peer is called, because a library may be
-    absent."""
+    """Imports what a path module.attribute names, when a peer is called, because a library may be absent."""
     module, name = path.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)
 

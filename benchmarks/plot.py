@@ -194,8 +194,7 @@ def gigabytes(row: results.Row, name: str) -> float:
 
 
 def operations() -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns arithmetic operations and moved elements per element of x, for each op and pass whose spec counts
-    them."""
+    """Returns operations and moved elements per element of x, for each op and pass whose spec counts them."""
     found = {}
     for spec in timed_specs():
         for i, step in enumerate(("forward", "backward")):
@@ -219,8 +218,7 @@ def name_above(axes: Axes, rows: dict[float, list[results.Row]]) -> None:
 
 
 def roofline(rows: list[results.Row], title: str) -> Figure | None:
-    """Draws operations per second over operations per byte, for large tensors. Each op is at its best width, and the
-    copy is the roof."""
+    """Draws operations per second over operations per byte, for large tensors. Each op is at its best width."""
     counted = operations()
     large = passes_of([row for row in rows if results.sizes(row) == "large"])
     chosen = [max(group, key=lambda row: row["percent_of_copy"].get("ours", 0)) for group in large.values()]
@@ -280,8 +278,7 @@ def pictures(path: Path, ops: Sequence[str] | None = None) -> Iterator[tuple[str
 
 
 def svg(figure: Figure, description: str | None = None) -> str:
-    """Returns the figure as text. The text has no date and no random names, so that the same figure gives the same
-    text."""
+    """Returns the figure as text. It has no date and no random names, so that a figure always gives the same text."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Description": description})

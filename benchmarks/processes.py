@@ -3,8 +3,8 @@
 On GPUs each process has one GPU, and the model has 870 million parameters, enough to keep a GPU busy. A step is that of
 the example: compiled, under bfloat16 autocast, some forwards and backwards, one exchange of gradients, AdamW.
 
-The loss and the gradients of the first step are compared with plain PyTorch in float32 on one process. A wrong one ends
-the program.
+The first step's loss and gradients are compared with plain PyTorch in float32 on one process. A wrong one ends the
+program.
 """
 
 import json
@@ -95,8 +95,7 @@ def process(
 
 
 def check(place: str, figures: dict[str, Any], beside: dict[str, gradients.Error]) -> None:
-    """Ends the program if a loss or a gradient is wrong. `beside` are the errors of the first figures, of one
-    process."""
+    """Ends the program if a loss or a gradient is wrong. `beside` are the errors of one process."""
     for ops, figure in figures.items():
         first = {name: gradients.Error(**error) for name, error in figure.pop("errors").items()}
         if not beside:

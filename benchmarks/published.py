@@ -10,8 +10,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.table import MARK, are_older, markdown, runs, table
 
-# The lines of the summaries in docs/performance.md: the rows of an op at some widths. A goal stands for float32 and
-# bfloat16.
+# The summaries in docs/performance.md: the rows of an op at some widths. A goal stands for float32 and bfloat16.
 LINES = list(csv.DictReader(Path(__file__).with_name("summaries.csv").read_text().splitlines()))
 
 
@@ -140,8 +139,7 @@ def host_ratios() -> str:
 
 
 def curves(stem: str, beside: str) -> str:
-    """Returns a table of loss curves: the distance of each from the curve `beside`, and the milliseconds of a step if
-    known."""
+    """Makes a table of loss curves: each distance from the curve `beside`, and the milliseconds of a step if known."""
     with (results.PUBLISHED / f"{stem}.csv").open() as file:
         columns = {name: [value for value in values if value] for name, *values in csv.reader(file)}
     body = []

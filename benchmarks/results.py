@@ -1,5 +1,4 @@
-"""Reads and writes results files: one machine, its settings, and one row per measurement. An interrupted run continues
-its file.
+"""Reads and writes results files: one machine, its settings, one row per measurement. A later run continues a file.
 
 Each row has the number of the run that measured it, the commit of that run and a digest of the op's kernels."""
 
@@ -88,8 +87,7 @@ def is_older(row: Row, device: str) -> bool:
 
 
 def run(device: str, rows: Iterable[Row] = ()) -> Callable[..., Row]:
-    """Starts the next run of a file that has these rows. Returns a function that makes the columns on a row's
-    origin."""
+    """Starts the next run of a file that has these rows. Returns a function that makes the origin of a row."""
     number, known = 1 + max((row["run"] for row in rows), default=0), commit()
 
     def of(*ops: str) -> Row:
@@ -145,8 +143,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def key(row: Row, about: dict[str, Any]) -> Key:
-    """Returns what was measured. Rows with the same key are the same work on the same number of threads, for one
-    picture."""
+    """Returns what was measured. Rows with the same key are the same work with the same number of threads."""
     work = row["op"], row["pass"], row["dtype"], row["rows"], row["cols"]
     return *work, row.get("threads", about["threads"]), sizes(row)
 

@@ -60,7 +60,7 @@ class Case:
         return "backward" if self.backward else "forward"
 
     def eager(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function as users call it. On a GPU, PyTorch's layer_norm accepts no float32 weights with half
+        """Returns the function as users call it: on a GPU, PyTorch's layer_norm takes no float32 weights with half
         inputs."""
         return peers.in_float32(function) if self.dtype in MIXED and self.threads is None else function
 
@@ -283,8 +283,7 @@ def kernel_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def show(console: Console, found: dict[str, Any], rows: list[results.Row]) -> None:
-    """Prints medians, one table for each op and dtype: percent of copy for large tensors, and otherwise
-    microseconds."""
+    """Prints medians, one table for each op and dtype: percent of copy for large tensors, else microseconds."""
     console.print(results.in_words(found | {"rows": rows}), highlight=False)
     large = [row for row in rows if results.sizes(row) == "large"]
     others = [row for row in rows if results.sizes(row) != "large"]

@@ -18,8 +18,7 @@ Figure = Callable[..., str]  # the function median or spread
 Table = tuple[list[str], list[list[str]]]  # the head and the lines
 OLDER = "older kernels"  # the kernels have changed since, or were timed with uncommitted changes
 MARK = " \u2020"
-# The ways that host.py times, from the outside in. "by hand" is the leanest way with Python's autograd: it serves one
-# op on one device.
+# What host.py times, from the outside in. "by hand" is the leanest way with Python's autograd, for one op.
 WAYS = {
     "native": "torch.nn.functional.layer_norm",
     "native operator": "torch.ops.aten.native_layer_norm.default",
@@ -138,8 +137,8 @@ def processes(rows: list[results.Row], time: Figure = median) -> Table:
 
 
 def scan_steps(rows: list[results.Row], time: Figure = median) -> Table:
-    """Makes a table of milliseconds and percent of copy, with one column per shape, and errors and repeatability of the
-    widest rows."""
+    """Makes a table of milliseconds and percent of copy per shape, and of errors and repeatability of the widest
+    rows."""
     shapes = list(dict.fromkeys((row["rows"], row["n"]) for row in rows))
     body = []
     for step in dict.fromkeys(row["step"] for row in rows):

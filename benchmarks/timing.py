@@ -17,8 +17,7 @@ Time = dict[str, float]  # seconds of one call: the median, and low and high, th
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Replays the call's kernels as a CUDA graph, which leaves out all work of the host, including Python and
-    allocation.
+    """Replays the call's kernels as a CUDA graph, without the host's work in Python and in allocation.
 
     The current stream must not be the default one, and a backward's forward must have run on it.
     """

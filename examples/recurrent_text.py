@@ -64,15 +64,13 @@ def compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[
 def scan(a: Tensor, b: Tensor, reverse: bool) -> Tensor:
     from torch._higher_order_ops import associative_scan  # PyTorch 2.11 has no public name for it
 
-    # With a GPU and torch.compile this is one Triton kernel. Otherwise it is log2(T) rounds of slices, products and
-    # sums.
+    # On a GPU with torch.compile this is one Triton kernel, and else log2(T) rounds of slices, products and sums.
     mode = "pointwise" if b.is_cuda else "generic"
     states: Tensor = associative_scan(compose, (a, b), dim=1, reverse=reverse, combine_mode=mode)[1]
     return states
 
 
-# Without dynamic=False, torch.compile would try one kernel for all shapes at a second shape, which this scan does not
-# allow.
+# Without dynamic=False, torch.compile would try one kernel for all shapes at a second shape, and fail.
 @torch.compile(fullgraph=True, dynamic=False)
 def states_of(a: Tensor, b: Tensor) -> Tensor:
     return scan(a, b, reverse=False)
@@ -109,8 +107,7 @@ RECURRENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_torch(settings: RunSettings) -> None:
-    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training uses the code that this
-    compiles."""
+    """Raises CannotRun if PyTorch's scan, a prototype, cannot run here. The training uses this compiled code."""
     try:
         shape = (settings.batch, settings.context, settings.width)
         a, b = (torch.rand(shape, device=settings.device, requires_grad=True) for _ in range(2))

@@ -2,8 +2,7 @@
 
 The model is a pre-norm transformer under bfloat16 autocast and torch.compile, with gradient accumulation. It is written
 with torch.nn (--ops torch). With --ops ours, nn.convert and the linear loss give it this package's norms, rotary
-embedding, gates and loss. The initial weights and the order of the data are the same, so that the two loss curves
-differ only by rounding.
+embedding, gates and loss. Initial weights and data are the same, so that the two loss curves differ only by rounding.
 
 The batches of a step depend only on the step's number, and the checkpoint is replaced in one move. A run may therefore
 be killed at any moment: started again, it continues from the last checkpoint and ends as if it had not been killed.
@@ -211,8 +210,7 @@ class Training(demo_model.Training):
         self.validation[len(self.losses)] = sum(losses) / len(losses)
 
     def save(self, path: Path) -> None:
-        """Writes the checkpoint to the disk, then replaces the earlier one in one move. Only the first process
-        writes."""
+        """Writes the checkpoint, then replaces the earlier one in one move. Only the first process writes."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
         if self.rank > 0:
             return

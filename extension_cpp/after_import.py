@@ -1,7 +1,6 @@
 """Runs a function when a module is imported, or at once if the module is already imported.
 
-The package registers its rules with torch.distributed.tensor in this way. Users who never import that module do not pay
-for its import.
+The package registers its rules with torch.distributed.tensor in this way, without importing it for all users.
 """
 
 import importlib.abc

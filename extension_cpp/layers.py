@@ -28,9 +28,8 @@ class _Layer(nn.Module):
 class RMSNorm(_Layer):
     """Replaces LlamaRMSNorm, and rounds where it does: the norm to the input's dtype, then its product with the weight.
 
-    The norm is computed by rms_norm, and the product by PyTorch. Only the statistic of a row may differ from the
-    original's. It is rounded to float32 once, while the original rounds its sum, its mean and its root. FusedRMSNorm is
-    faster.
+    rms_norm computes the norm, and PyTorch the product. Only the statistic of a row may differ from the original's. It
+    is rounded to float32 once, while the original rounds its sum, its mean and its root. FusedRMSNorm is faster.
     """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -47,8 +46,7 @@ class FusedRMSNorm(_Layer):
 
 
 class GemmaRMSNorm(_Layer):
-    """Replaces GemmaRMSNorm, Gemma2RMSNorm and Gemma3RMSNorm: the norm times 1 + weight, in float32 and rounded
-    once."""
+    """Replaces GemmaRMSNorm, Gemma2RMSNorm and Gemma3RMSNorm: the norm times 1 + weight, rounded once from float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
@@ -98,8 +96,7 @@ class GeGLUMLP(_Layer):
 
 
 class RotaryPosEmb(_Layer):
-    """Replaces apply_rotary_pos_emb of Llama, Qwen, Gemma and others, for q and k of shape (batch, heads, tokens,
-    columns)."""
+    """Replaces apply_rotary_pos_emb of Llama and others. q and k have shape (batch, heads, tokens, columns)."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim == 1:

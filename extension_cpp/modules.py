@@ -1,5 +1,4 @@
-"""Defines the modules of extension_cpp.nn, which call the ops and follow torch.nn in names and
-behaviour."""
+"""The modules of extension_cpp.nn, which call the ops and behave like those of torch.nn."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

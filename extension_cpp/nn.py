@@ -1,5 +1,4 @@
-"""The public module extension_cpp.nn: the modules, and convert and revert, which put ops into a model
-and remove them."""
+"""Public names: the modules, and convert and revert, which put ops into a model and remove them."""
 
 from . import modules
 from .convert import Converted, convert, revert

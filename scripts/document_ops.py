@@ -148,8 +148,7 @@ def typed(name: str, schema: torch.FunctionSchema) -> str:
 
 
 def stub() -> str:
-    """Returns extension_cpp/_ops.pyi, with an operator's arguments, and the results of its no-grad
-    overload."""
+    """Returns the text of _ops.pyi, with operators' arguments, and the results of their no-grad overloads."""
     known = vars(calls.operators("extension_cpp"))
     schemas = (schema for listed in schemas_of(ops.__all__).values() for schema in listed)
     names = (re.split(r"[.(]", schema.removeprefix("extension_cpp::"))[0] for schema in schemas)

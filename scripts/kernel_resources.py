@@ -70,8 +70,7 @@ def kernels(library: Path, arch: str) -> list[tuple[str, int, int, int]]:
 
 
 def family(name: str) -> str:
-    """Returns the first part of a kernel's name, or its namespace if it has one. All names with norm before "<" become
-    "norm"."""
+    """Returns a kernel's namespace, or the first part of its name. All names with norm before "<" become "norm"."""
     head = name.removeprefix("(anonymous namespace)::").partition("<")[0]
     return "norm" if "norm" in head else head.partition("::")[0].removesuffix("_cuda")
 

@@ -87,8 +87,7 @@ def judge(root: Path, unchanged: Path, tests: list[str], timeout: float) -> tupl
 
 
 def measure(error: Planted, built: Path, unchanged: Path, everything: bool, timeout: float) -> tuple[str, str]:
-    """Plants one error in a copy of the tree `built`. Tests run there and in `unchanged`. Returns the result of
-    `judge`."""
+    """Plants one error in a copy of the tree `built`, and returns judge's verdict. Tests also run in `unchanged`."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name, "tree")
         shutil.copytree(built, root)

@@ -3,9 +3,8 @@
     python -m scripts.release [--python PATH]...
 
 The wheel is installed with every Python from 3.10 up that PATH and pyenv have. The oldest Python gets the oldest
-supported torch, and the others get the newest, as in scripts/matrix.py, which runs all tests there. The source
-distribution is built by pip in isolation, for the CPU, with the newest Python. An environment takes 5 GB while it is
-checked.
+supported torch, and the others get the newest, as in scripts/matrix.py, which runs all tests there. pip builds the
+source distribution in isolation, for the CPU, with the newest Python. An environment takes 5 GB while it is checked.
 """
 
 import argparse

@@ -77,8 +77,8 @@ def with_layout(x: Tensor, layout: str | Strides) -> Tensor:
 
 # Caches random float64 tensors, because drawing one takes longer than most ops on it. Every op and dtype asks for the
 # same tensors. The key is the generator's seed and the shapes that it drew so far; the value also holds the generator's
-# next state. Nobody may write into these tensors. They take at most 256 MiB, and the largest is that of test_runtime.py
-# on the CPU.
+# next state. Nobody may write into these tensors. They take at most 256 MiB; the largest is from test_runtime.py on the
+# CPU.
 _DRAWN: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 MOST_ELEMENTS, MOST_DRAWN = 300 * 1025, 1 << 25
 DRAWN_ON_GPU = 1 << 20  # at least so many elements are drawn on the GPU: the CPU would take most of the test

@@ -20,8 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# Disables Hugging Face's `kernels` in transformers, whose hooks make models impossible to pickle. test_hub.py enables
-# them.
+# Disables Hugging Face's `kernels`, whose hooks make transformers' models impossible to pickle. test_hub.py has them.
 os.environ.setdefault("USE_HUB_KERNELS", "0")
 
 # This run and its subprocesses share a new Inductor cache: an old cache would hide that a fake has changed.
@@ -120,8 +119,7 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Unfreezes the objects: otherwise the last collection misses modules, and Triton's binding prints a page of
-    "leaks"."""
+    """Unfreezes the objects: otherwise the last collection misses modules, and Triton's binding reports "leaks"."""
     gc.unfreeze()
 
 

@@ -71,7 +71,7 @@ def _become(request: dict) -> None:
 
 
 def _end(request: dict) -> NoReturn:
-    """Runs the command and exits as the interpreter does, but does not destroy modules, which takes longer than the
+    """Runs the command and exits like the interpreter, but without destroying modules, which takes longer than a
     fork."""
     returned = 0
     try:

@@ -1,8 +1,7 @@
 """Runs every op on a GPU whose memory has guard bytes around each tensor and each piece of scratch memory.
 
-`python -m tests.guarded` prints a line for each op, shape and dtype whose calls damaged guard bytes. It is a
-program, because PyTorch's allocator can only be replaced before the first tensor. compute-sanitizer finds more errors,
-but takes hours.
+`python -m tests.guarded` prints a line for each op, shape and dtype whose calls damaged guard bytes. This is a program,
+because PyTorch's allocator can only be replaced before the first tensor. compute-sanitizer finds more, in hours.
 """
 
 import ctypes
@@ -42,7 +41,7 @@ def load_allocator(folder: str) -> ctypes.CDLL:
 
 
 def damaged_by(library: ctypes.CDLL, call: Callable[[], object]) -> int:
-    """Returns how many freed blocks had damaged guard bytes during the call. Tensors that outlive the call are not
+    """Returns how many freed blocks had damaged guard bytes during the call. Tensors that outlive it are not
     checked."""
     before = library.guarded_damaged()
     call()
@@ -56,8 +55,7 @@ def write_behind() -> None:
 
 
 def run_samples(spec: OpSpec, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Runs forward and backward of some samples. The samples are made here, so that their tensors are freed on
-    return."""
+    """Runs forward and backward of some samples, which are made here, so that their tensors are freed on return."""
     for sample in itertools.islice(spec.sample_inputs(maker("cuda", dtype), shape), SAMPLES):
         forward_and_backward(spec, sample)
 

@@ -41,8 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", DECODER | {"sliding_window": 8}),
     "gpt2": ("GPT2", GPT2),
 }
-# Maps kernel layer names to our layers. transformers defines the names up to rotary_pos_emb; name_layers sets the
-# others.
+# Maps kernel layer names to our layers. transformers has those up to rotary_pos_emb; name_layers sets the others.
 LAYERS = {"RMSNorm": "RMSNorm", "SiLU": "SiLU", "GeLU": "GeLU", "GeluTanh": "GeluTanh", "NewGELU": "GeluTanh"}
 LAYERS |= {"rotary_pos_emb": "RotaryPosEmb"}
 LAYERS |= {name: name for name in ("LayerNorm", "GemmaRMSNorm", "SwiGLUMLP", "GeGLUMLP")}

@@ -298,8 +298,7 @@ def wrong(got: Tensor, number: int, truth: Truth, limits: bool = False, nan_for_
 
 
 def is_finite(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Returns where the exact value is well inside the dtype's range. None means everywhere, which saves passes over
-    memory."""
+    """Returns where the exact value is well inside the dtype's range. None means everywhere, and saves time."""
     limit = torch.finfo(dtype).max * 0.99
     if exact.numel() == 0:
         return None

@@ -36,8 +36,7 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def with_single_tensors(function: Callable[..., Any], is_list: Sequence[bool]) -> Callable[..., Any]:
-    """Wraps a function that takes lists of tensors, so that each tensor is an argument. All lists have the same
-    length."""
+    """Wraps a function of lists of tensors, so that each tensor is an argument. All lists have the same length."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, list) for x in args):
@@ -119,14 +118,12 @@ class Call:
 
     @property
     def least(self) -> float:
-        """Returns the smallest normal number. Smaller exponentials may become 0, and so may PyTorch's products of half
-        types."""
+        """Returns the smallest normal number. Smaller exponentials and products of half types may become 0."""
         return torch.finfo(self.computed).smallest_normal
 
     @property
     def c_of_exp(self) -> float:
-        """Returns the number of roundings of a sum of exponentials. For half types, exp has an error of 24
-        eps(float32)."""
+        """Returns the roundings of a sum of exponentials. For half types, exp has an error of 24 eps(float32)."""
         return 32.0 if self.dtype.itemsize == 2 else 8.0
 
     def rounding(self, x: Tensor) -> Tensor:
@@ -206,8 +203,7 @@ class OpSpec:
     # terms(call) returns the terms of each output and, by argument index, those of each gradient. If None, random
     # changes of the inputs estimate them (tests/judge.py), which runs the reference eight times.
     terms: Callable[[Call], tuple[list[Terms], dict[int, Terms]]] | None = None
-    # from_saved(call) returns outputs and gradients in float64 if backward reads call.outputs, the op's rounded
-    # results.
+    # from_saved(call): float64 outputs and gradients if backward reads call.outputs, the op's rounded results.
     from_saved: Callable[[Call], tuple[tuple[Tensor, ...], list[Tensor]]] | None = None
     # How many of the wrong results planted by test_judge.py are too small to see. The spec says why.
     unseen: int = 0

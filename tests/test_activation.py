@@ -34,8 +34,7 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, ...]:
 
 
 # Each function, its exact value and derivatives in float64, and the bound of its relative error away from zeros, in
-# eps. The bound comes from a few roundings. gelu_tanh also rounds u three times, and exp magnifies these errors by |u|,
-# at most 103.
+# eps. The bound comes from a few roundings. gelu_tanh also rounds u three times, which exp magnifies by |u| <= 103.
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, ...]], float]] = {
     "silu": (extension_cpp.silu, _silu, 8),
     "gelu": (extension_cpp.gelu, _gelu, 12),
@@ -78,8 +77,7 @@ def test_both_tails(name: str, dtype: torch.dtype, device: str) -> None:
 @every_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_small_results_keep_their_digits(name: str, dtype: torch.dtype, device: str) -> None:
-    """Results near float32's subnormal numbers have a relative error of 1/64 or an absolute error of a few times the
-    smallest subnormal number."""
+    """Near float32's subnormal numbers the error is at most 1/64 of the result or a few smallest subnormals."""
     function, exact, _ = FUNCTIONS[name]
     x = torch.linspace(-100, -85, 301) if name == "silu" else torch.linspace(-13, -9, 301)
     x = x.to(dtype).to(device)

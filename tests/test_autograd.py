@@ -1,5 +1,4 @@
-"""registration/autograd.py behaves like torch.library.register_autograd, and calls no-grad overloads where no gradient
-is recorded.
+"""registration/autograd.py behaves like torch.library.register_autograd, but calls no-grad overloads without gradients.
 
 The battery tests opcheck, torch.compile, second derivatives, no_grad, inference mode and threads for every op;
 test_norm.py tests autocast.
@@ -311,8 +310,7 @@ def test_what_autograd_knows_has_a_no_grad_overload() -> None:
 
 
 def test_integer_results_are_not_differentiable() -> None:
-    """Integer results of an operator do not require grad, even if others do: in eager mode, torch.func and
-    torch.compile."""
+    """Integer results do not require grad, even if other results do, in eager mode, torch.func and torch.compile."""
     with torch.library._scoped_library("autograd_test", "FRAGMENT") as library:
         library.define("largest(Tensor x) -> (Tensor, Tensor)")
         library.impl("largest", lambda x: tuple(x.max(-1)), "CPU")

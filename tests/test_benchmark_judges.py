@@ -87,8 +87,7 @@ def test_steps_on_several_processes(tmp_path: Path, monkeypatch, capsys) -> None
 
 
 def test_a_way_of_the_linear_loss_that_is_wrong_is_refused(monkeypatch) -> None:
-    """A linear loss with one wrong line in either gradient is refused. The judge reads the last timed call's
-    results."""
+    """A linear loss with one wrong line in a gradient is refused, as the last timed call returned it."""
     torch.manual_seed(0)
     x, weight, target = torch.randn(20, 8), torch.randn(30, 8) * 8**-0.5, torch.arange(20)
     x, weight = (each.bfloat16().requires_grad_() for each in (x, weight))

@@ -50,8 +50,7 @@ def test_the_model_of_the_host_has_all_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", models.SHAPES)
 def test_only_biases_of_keys_have_no_gradient(name: str) -> None:
-    """Only the biases of attention keys have no gradient in float64, except for rounding errors. All others are
-    judged."""
+    """Only biases of attention keys have no float64 gradient, except for rounding errors. All others are judged."""
     stock, inputs = models.make(models.SMALL[name], "cpu")
     judged = models.exact_gradients(stock, inputs)
     stock.double().eval()
@@ -98,8 +97,7 @@ def test_contenders_share_their_weights(device: str) -> None:
 
 
 def test_what_liger_replaces_is_there_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replacements by Liger are active only while its contender runs. A stand-in changes a global function and the
-    model, as Liger does."""
+    """Replacements by Liger are active only while its contender runs. Here an imitation of Liger runs."""
     stock, inputs = models.make(models.SMALL["llama-3.2-1b"], "cpu")
     module = sys.modules[type(stock).__module__]
     rotate, seen = module.apply_rotary_pos_emb, []

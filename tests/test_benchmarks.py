@@ -92,8 +92,7 @@ def test_weights_of_a_type_of_their_own(bench, monkeypatch) -> None:
 
 
 def test_eager_takes_them_in_float32_on_a_gpu() -> None:
-    """On a GPU, PyTorch's layer_norm gets all tensors in float32, because it refuses weights of another dtype than
-    x."""
+    """On a GPU, PyTorch's layer_norm gets all tensors in float32, because it refuses weights of another dtype."""
     (spec,) = [spec for spec in run.timed_specs() if spec.name == "layer_norm"]
     case = run.Case(spec, "bfloat16+float32", 2, 3, backward=False, threads=None, sizes="large")
 
@@ -181,8 +180,7 @@ def test_small_sizes_and_threads(bench, monkeypatch, device) -> None:
 
 
 def test_what_is_compiled_has_the_threads_of_its_row(bench, monkeypatch, device) -> None:
-    """Contenders are compiled with the row's number of threads. Inductor writes this number into its code and cache
-    key."""
+    """Contenders are compiled with the row's number of threads, which is a part of Inductor's code and cache key."""
     if device == "cuda":
         pytest.skip("threads are the CPU's")
     prepare, seen = run.prepare, []
@@ -244,8 +242,7 @@ def test_peers_that_are_wrong_or_raise(bench, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_who_draws_masks_is_judged_without_dropout(name, bench, monkeypatch) -> None:
-    """A contender that draws its own mask is judged without dropout: PyTorch's function passes, and results that are 1
-    % too large fail."""
+    """A contender that draws its own mask is judged without dropout, and an error of 1 % is detected."""
     (row,) = bench("--op", name, "--pass", "forward")["rows"]
     assert "eager" in row["seconds"] and "failed" not in row
     contenders = run.contenders
@@ -375,8 +372,7 @@ def test_host_ops(tmp_path, device, monkeypatch, capsys) -> None:
 
 
 def made_up() -> dict:
-    """Returns made-up results: "large" at two widths, one of them also on one thread, and a "sweep" over three
-    heights."""
+    """Makes up results: "large" at two widths, one of them also on one thread, and a "sweep" of three heights."""
     rows = []
     shapes = [("large", 1024, 768, 2), ("large", 1024, 1025, 2), ("large", 1024, 1025, 1)]
     shapes += [("sweep", rows, 1024, 2) for rows in (1, 4, 16)]
@@ -566,8 +562,7 @@ def test_the_commands_of_a_file_give_its_rows(name) -> None:
 
 
 def test_what_is_published_has_a_commit(monkeypatch, tmp_path, capsys) -> None:
-    """Rows measured on uncommitted changes cannot be published. A later change of an op's kernels marks its rows as
-    old."""
+    """Rows measured on uncommitted changes cannot be published. A later change of an op's kernels marks its rows."""
     monkeypatch.setattr(results, "commit", lambda: "123456789abc-dirty")
     assert results.run("cpu")("relu")["kernel"] is None
     with pytest.raises(SystemExit):
@@ -600,6 +595,5 @@ def test_the_loop_in_c_is_a_recurrence(dim: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
         exact = extension_cpp.reference.linear_recurrence(a.double(), b.double(), dim=dim)
         error = (c_loop.recurrence(a, b, dim) - exact).abs().max()
-    # Each step rounds a product and a sum in float, and later factors reduce the error. The result is rounded once
-    # more.
+    # Each step rounds a product and a sum in float, and later factors reduce the error. The result is rounded again.
     assert error <= (torch.finfo(dtype).eps / 2 + 2 * 130 * torch.finfo(torch.float32).eps) * exact.abs().max()

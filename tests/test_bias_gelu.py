@@ -11,8 +11,7 @@ both = pytest.mark.parametrize("approximate", ["none", "tanh"])
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None:
-    """The error is half a unit of the dtype plus float32's errors. PyTorch's is larger: it rounds x + bias before
-    gelu."""
+    """The error is half a unit of the dtype plus float32's errors. PyTorch also rounds x + bias, before gelu."""
     torch.manual_seed(0)
     x, bias = torch.randn(64, 4096, device=device).to(dtype), torch.randn(4096, device=device).to(dtype)
     s = x.double() + bias.double()
@@ -33,8 +32,7 @@ def test_rounded_once(approximate: str, dtype: torch.dtype, device: str) -> None
 
 @both
 def test_gradient_of_the_bias_is_summed_before_it_is_rounded(approximate: str, device: str) -> None:
-    """The bias gradient is summed in float32 and rounded once. Over 4096 rows, rounded terms or a bfloat16 sum would
-    give a much larger error."""
+    """The bias gradient is summed in float32 and rounded once. Rounded terms or bfloat16 sums would be much worse."""
     torch.manual_seed(0)
     x, bias = torch.randn(4096, 65, device=device).bfloat16(), torch.randn(65, device=device).bfloat16()
     leaf = bias.clone().requires_grad_()

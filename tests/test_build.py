@@ -317,7 +317,7 @@ def test_two_builds_give_the_same_bytes(small_tree, tmp_path):
 
 
 def test_library_for_an_older_glibc(small_tree, tmp_path, monkeypatch):
-    """A library built for an older glibc needs neither this machine's glibc nor its C++ library. Its errors still reach
+    """A library for an older glibc needs neither this machine's glibc nor C++ library. Its errors still reach
     Python."""
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip("ziglang, which links for older systems, is not installed")
@@ -483,8 +483,7 @@ def test_header_change_rebuilds_cu_to_the_same_bytes(small_tree, tmp_path, monke
     ],
 )
 def test_version_of_a_wheel_says_what_it_was_built_for(command, use_cuda, tag, tmp_path):
-    """The version of a wheel names its CUDA version, so that wheels for CPU and CUDA differ by name. The source
-    distribution is for both.
+    """The version of a wheel names its CUDA version or the CPU. The source distribution is for both.
 
     A source distribution has a setup.cfg with an empty tag.
     """
@@ -523,8 +522,7 @@ def test_the_tag_of_a_wheel_is_the_oldest_manylinux_that_has_all(symbols, manyli
 
 
 def test_wheel_is_built_with_a_torch_that_pip_fetches_alone(tmp_path, monkeypatch):
-    """The wheel's build downloads torch without its dependencies, which are gigabytes and contain no header that is
-    used."""
+    """The wheel's build downloads torch without its dependencies, gigabytes without a header that is used."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
     monkeypatch.setattr(sys, "path", [*sys.path])

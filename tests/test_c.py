@@ -1,5 +1,4 @@
-"""Tests the C kernels without torch. tests/c is one program, built plainly for every instruction set and with
-sanitizers.
+"""Tests the C kernels without torch, by the program in tests/c: plain for every instruction set, and with sanitizers.
 
 Sanitizers check the kernels for this machine's instruction set. The slow tier also checks the other instruction sets,
 whose compilation takes minutes, and the code of the tests themselves.
@@ -108,8 +107,7 @@ def level_here() -> str:
 
 
 def compile_object(command: list[str], source: Path, name: str, seen: bytes) -> str:
-    """Compiles a source unless an object of the same command, source and `seen` exists. `seen` stands for the
-    headers."""
+    """Compiles a source unless there is an object of this command, source and `seen`. `seen` has the headers."""
     digest = hashlib.sha256(seen + repr(command).encode() + source.read_bytes()).hexdigest()[:16]
     compiled = COMPILED / f"{name}.{digest}.o"
     if not compiled.exists():
@@ -255,8 +253,7 @@ def test_every_float(run, level, test):
 @pytest.mark.skipif("v4" not in LEVELS, reason="this processor has one instruction set")
 @pytest.mark.parametrize("test", [test for test in TESTS if test != "loads" and not test.endswith("_sizes")])
 def test_same_bits_on_all_levels_with_fma(run, test):
-    """v3 and v4 agree in every bit. The baseline has no fma, so that its last bits differ, except in tests without
-    products."""
+    """v3 and v4 agree in every bit. The baseline has no fma: its last bits differ, except in tests without products."""
     v3 = bits(run("plain", "v3", test, STEPS["plain"]))
     assert v3 and v3 == bits(run("plain", "v4", test, STEPS["plain"]))
     if test in ("stores", "reduce_sum_ranges", "philox", "dropout_ranges", "loss_reduce"):
@@ -353,8 +350,7 @@ def test_an_instruction_set_needs_all_its_parts(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """Every row of the table of GPU norm plans is reached, and the forward plan does not depend on the number of
-    rows."""
+    """Every row of the table of GPU norm plans is reached, and a forward plan does not depend on the rows' number."""
     program = tmp_path / "plan"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     include = ["-I", str(build_library.CSRC)]

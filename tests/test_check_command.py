@@ -1,5 +1,4 @@
-"""python -m extension_cpp check accepts right operators, refuses planted cheats, and reports wrong
-commands."""
+"""The command `check` accepts right operators, refuses planted cheats, and reports wrong commands."""
 
 import itertools
 import re
@@ -439,8 +438,7 @@ def right(x):
 
 
 def test_from_a_wheel_beside_other_tests(tmp_path: Path) -> None:
-    """The command works from a wheel, which contains the judge (pyproject.toml), beside the checked package's own
-    `tests`."""
+    """The command works from a wheel, with the wheel's judge (pyproject.toml), beside the checked package's `tests`."""
     installed, root = tmp_path / "extension_cpp", Path(__file__).resolve().parent.parent
     ignored = shutil.ignore_patterns("csrc", "__pycache__", "*.so", "tree")
     shutil.copytree(root / "extension_cpp", installed, ignore=ignored)

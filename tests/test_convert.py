@@ -128,8 +128,8 @@ def test_models(name: str, dtype: str, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compiled(name: str, device: str) -> None:
-    """Inductor compiles converted models. Quick tests of graphs are in test_convert_loss.py and
-    test_convert_models.py."""
+    """Inductor compiles converted models. test_convert_loss.py and test_convert_models.py have quick tests of
+    graphs."""
     stock = make(name, torch.float32, device)
     want = loss_and_gradients(stock, dict(stock.named_parameters()))
     convert(stock)
@@ -181,8 +181,7 @@ def test_models_in_bfloat16(name: str, device: str) -> None:
         for who, each in found.items()
     }
     assert all(each.dtype == torch.bfloat16 for part, each in found["converted"].items() if part != "loss")
-    # Both models round the same steps in different ways. Over random weights, the ratio of their errors was 0.66 to
-    # 1.38.
+    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
@@ -583,8 +582,7 @@ def test_softmaxes(name: str, dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_cross_entropy_losses(weighted: bool, device: str) -> None:
-    """A converted loss gives the op's bits for class indices and torch's for probabilities. The weight stays a
-    buffer."""
+    """A converted loss gives the op's bits for class indices and torch's for probabilities. `weight` is a buffer."""
     weight = torch.rand(8, device=device) if weighted else None
     module = torch.nn.CrossEntropyLoss(weight, ignore_index=3, label_smoothing=0.1)
     stock = copy.deepcopy(module)
@@ -639,8 +637,7 @@ class ChosenModel(torch.nn.Module):
 
 @pytest.mark.parametrize("options, names", CHOICES, ids=[str(options) for options, _ in CHOICES])
 def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
-    """Modules that `only` and `skip` leave out are in neither dict and keep their class. A dry run reports the same and
-    changes nothing."""
+    """`only` and `skip` leave modules unchanged and unreported. A dry run reports the same and changes nothing."""
     model = ChosenModel()
     classes = {name: type(module) for name, module in model.named_modules()}
     planned = convert(model, dry_run=True, **options)
@@ -650,8 +647,8 @@ def test_only_and_skip(options: dict[str, object], names: set[str]) -> None:
 
 
 def test_skip_takes_a_function_for_no_module() -> None:
-    """`skip` takes names of functions and of modules, even if a module has the name of a function. A skipped module is
-    not in `left`."""
+    """`skip` takes names of functions and of modules, even of a module named like a function, and does not report
+    them."""
     model = torch.nn.Sequential()
     model.layer_norm, model.drop = torch.nn.RMSNorm(8), torch.nn.Dropout(0.5, inplace=True)
     assert convert(model, dry_run=True).left.keys() == {"drop"}

@@ -1,5 +1,4 @@
-"""A converted module accepts the same inputs as the original: it computes where the original computes, and raises where
-the original raises."""
+"""A converted module accepts the inputs that the original accepts, with the same results, and refuses the others."""
 
 import copy
 from collections.abc import Callable

@@ -122,8 +122,7 @@ def test_the_name_of_a_function_holds_for_its_tanh_form(kind: type, option: str)
 
 @pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
 def test_dropout_in_place_that_drops_nothing_leaves_a_leaf_alone(p: float, training: bool, device: str) -> None:
-    """An in-place dropout that drops nothing returns a leaf unchanged, as torch.nn.Dropout does. Autograd refuses to
-    write into a leaf."""
+    """An in-place dropout that drops nothing does not write into a leaf, which autograd would refuse."""
     for kind in (nn.Dropout, torch.nn.Dropout):
         x = torch.randn(3, 4, device=device, requires_grad=True)
         y = kind(p, inplace=True).train(training)(x)

@@ -133,8 +133,7 @@ def test_compiled_by_inductor(loss: str, device: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16(name: str, loss: str, device: str) -> None:
-    """A bfloat16 model has a float32 loss, and gradients as near to float64 as the unconverted model's
-    (test_convert)."""
+    """A bfloat16 model has a float32 loss, and gradients as near to float64 as the unconverted model's."""
     models = {"exact": make(name, torch.bfloat16, device).double(), "stock": make(name, torch.bfloat16, device)}
     models["converted"] = copy.deepcopy(models["stock"])
     convert(models["converted"], loss=loss)
@@ -145,8 +144,7 @@ def test_in_bfloat16(name: str, loss: str, device: str) -> None:
         who: sum((each[part].double() - exact).square().sum().item() for part, exact in found["exact"].items()) ** 0.5
         for who, each in found.items()
     }
-    # Both models round the same steps in different ways. Over random weights, the ratio of their errors was 0.66 to
-    # 1.38.
+    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
     assert 0 < errors["converted"] <= 1.5 * errors["stock"], errors
 
 
@@ -208,8 +206,7 @@ def test_ways_to_call(call: str, loss: str, device: str) -> None:
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_tuples_hold_logits(configured: bool) -> None:
-    """With return_dict=False the model computes logits as before, because the positions in the tuple depend on the
-    inputs."""
+    """With return_dict=False the model computes logits as before, because a tuple's positions depend on the inputs."""
     stock = forward_with(lambda logits: logits, lambda logits: None)
     if configured:
         stock.config.return_dict = False
@@ -224,8 +221,7 @@ def test_tuples_hold_logits(configured: bool) -> None:
 
 
 def test_a_forward_that_names_return_dict() -> None:
-    """Mamba2's forward is converted. It names return_dict, reads the dtype of the output layer's weight, and casts
-    logits."""
+    """convert handles Mamba2's forward, which names return_dict, reads the output layer's dtype, and casts logits."""
     options = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8}
     stock = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(vocab_size=61, num_hidden_layers=1, **options))
     model = copy.deepcopy(stock)
@@ -453,8 +449,7 @@ LEFT: dict[str, list[Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_left_with_the_loss_of_its_logits(reason: str) -> None:
-    """A model whose loss cannot be linear gets cross_entropy of its logits, gives the same results, and is in
-    `left`."""
+    """A model whose loss cannot be linear gets cross_entropy of its logits, with the same results, and is in `left`."""
     for make_model in LEFT[reason]:
         stock, model = make_model(), make_model()
         model.load_state_dict(stock.state_dict())

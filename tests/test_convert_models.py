@@ -165,16 +165,14 @@ def test_what_is_changed_and_that_it_trains_as_before(name: str, device: str) ->
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # mixtral's experts take no float64
 def test_in_bfloat16(name: str, device: str) -> None:
-    """A converted bfloat16 model is as near to float64 as the unconverted one, because each op rounds once
-    (test_convert)."""
+    """A converted bfloat16 model is as near to float64 as the unconverted one, because each op rounds once."""
     stock, model = pair(name, torch.bfloat16, device)
     exact = loss_and_gradients(copy.deepcopy(stock).double())
     errors = []
     for each in (stock, model):
         found = loss_and_gradients(each)
         errors.append(sum((found[part].double() - exact[part]).square().sum().item() for part in exact) ** 0.5)
-    # Both models round the same steps in different ways. Over random weights, the ratio of their errors was 0.66 to
-    # 1.38.
+    # Both models round the same steps in different ways. For random weights, the error ratio was 0.66 to 1.38.
     assert 0 < errors[1] <= 1.5 * errors[0], errors
 
 
@@ -200,8 +198,7 @@ def test_gradient_checkpointing(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "t5"])
 def test_generates_the_same_tokens(name: str, device: str) -> None:
-    """A converted model generates the same tokens with a cache, which has a row per token first and then single
-    rows."""
+    """A converted model generates the same tokens with a cache: first a row per token, then single rows."""
     stock, model = (each.eval() for each in pair(name, device=device))
     tokens = make_inputs(stock)["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -210,8 +207,7 @@ def test_generates_the_same_tokens(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_other_outputs(name: str) -> None:
-    """A converted model returns the same hidden states and attentions, which transformers collects by hooks on
-    classes."""
+    """A converted model returns the same hidden states and attentions, which transformers collects by class hooks."""
     stock, model = pair(name, attn_implementation="eager")
     options = {"output_hidden_states": True, "output_attentions": True}
     got, want = model(**make_inputs(model), **options), stock(**make_inputs(stock), **options)

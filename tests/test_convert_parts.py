@@ -395,8 +395,7 @@ def test_where_a_linear_layer_keeps_its_product(
 
 
 def test_where_nothing_is_made_again(made_again: list[str]) -> None:
-    """Products are not recomputed without gradients, under autocast, in a captured graph and in torch.func
-    transforms."""
+    """Products are not recomputed without gradients, under autocast, in captured graphs and in torch.func."""
     stock = convert_modules.MLP()
     module = copy.deepcopy(stock)
     convert(module)
@@ -548,8 +547,7 @@ def test_what_stands_in_for_a_dropout_gets_its_keywords(calls: list[str]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", ["Block", "PostNorm", "MLP"])
 def test_dtypes_under_autocast(name: str, dtype: torch.dtype) -> None:
-    """Under autocast a converted block returns the original's dtype. Linear layers return half types, and a residual
-    stream keeps its dtype."""
+    """Under autocast a converted block returns the original's dtype, with half results of linear layers."""
     stock = getattr(convert_modules, name)().to(dtype)
     module = copy.deepcopy(stock)
     convert(module)
@@ -653,8 +651,7 @@ def test_rotary_functions_that_are_left() -> None:
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_rotary_functions_are_held_to_their_bound(share: float) -> None:
-    """A rotary function is recognised up to an error of four roundings of the largest x times the largest cos or
-    sin."""
+    """A rotary function may have an error of four roundings of the largest x times the largest cos or sin."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         q_max, k_max, cos_max, sin_max = (each.abs().max().item() for each in (q, k, cos, sin))
@@ -688,8 +685,7 @@ def test_only_the_module_itself_calls_the_op(calls: list[str]) -> None:
 
 
 def test_rotary_inputs_that_the_op_does_not_take(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For inputs that the op does not take, the new forward calls the function of its Python module, even one replaced
-    later."""
+    """For inputs that the op refuses, the new forward calls the function of its module, even one replaced later."""
     stock = convert_modules.Attention()
     module = copy.deepcopy(stock)
     convert(module)
@@ -817,8 +813,7 @@ class Gated(torch.nn.Sequential):
 
 
 def test_a_module_imported_for_want_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """convert finds modules imported in `except ImportError`, where Python compiles a call of an attribute
-    differently."""
+    """convert finds imports in `except ImportError`, for which Python compiles an attribute's call differently."""
     (tmp_path / "other_imports.py").write_text(OTHER_IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "other_imports", raising=False)

@@ -99,8 +99,7 @@ def test_operators_are_documented_as_they_are() -> None:
 
 
 def test_every_function_is_documented() -> None:
-    """docs/ops.md has a row and a section for every function. README.md names families and links to a section for
-    each."""
+    """docs/ops.md has a row and a section for every function. README.md links to a section for each family."""
     page = document_ops.PAGE.read_text()
     for name in set(extension_cpp.__all__) - {"nn", "reference"}:
         assert f"| [`{name}(" in page and f"\n## {name}\n" in page
@@ -232,8 +231,7 @@ def test_blocks_say_what_they_are(document: Path) -> None:
 
 
 def in_a_fresh_shell(document: Path, folder: Path) -> str:
-    """Runs the shell lines of a document and its first Python block in a fresh copy of the checkout, and returns their
-    output.
+    """Runs a document's shell lines and first Python block in a fresh copy of the checkout, and returns their output.
 
     pip and the compilation are replaced by stubs, because their results are already there. `make run` and `make test`,
     which take minutes, are dry runs.

@@ -43,8 +43,7 @@ def op(x: Tensor, p: float, seed: int) -> Tensor:
 
 
 def test_philox_known_answers() -> None:
-    """The Philox of this test and of reference.py give a vector that the authors publish. tests/c tests all three
-    vectors."""
+    """The Philox of this test and of reference.py give one of the authors' test vectors. tests/c tests all three."""
     zeros = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     assert philox_bits(0, 0, 8)[::2].tolist() == zeros
     assert philox_bits(0, 0, 8)[1::2].tolist() == [0xB7095F6F, 0x3F640D89, 0x1F814F12, 0x0A484F73]
@@ -79,8 +78,7 @@ def test_statistics_of_the_mask(p: float, device: str) -> None:
         deviation = math.sqrt(p / (1 - p))
         assert abs(y.mean().item() - 1) < 6 * deviation / math.sqrt(n)
         z = (y - 1) / deviation  # mean 0, variance 1
-        # The variance of z^2 is the fourth moment minus 1. At p = 0.5, z is 1 or -1, and the variance of z^2 is 0 up to
-        # rounding.
+        # The variance of z^2 is the fourth moment minus 1. At p = 0.5, z is 1 or -1, and it is 0 up to rounding.
         fourth = (p**3 + (1 - p) ** 3) / (p * (1 - p))
         assert abs(z.square().mean().item() - 1) <= 6 * math.sqrt((fourth - 1) / n) + 1e-12
         for k in (1, 2, 3, 4, 5, 8, 32, 128, 1024, 4096):
@@ -121,8 +119,7 @@ def test_same_mask_for_every_layout_and_number_of_threads(dtype: torch.dtype, de
 
 
 def test_ends(device: str) -> None:
-    """p = 0 and evaluation return x itself. p = 1 gives zeros and zero gradients, even for NaN and infinity. No seed is
-    drawn."""
+    """p = 0 and evaluation return x itself. p = 1 gives zeros and zero gradients, even for NaN. No seed is drawn."""
     x = torch.tensor([1.0, -2.0, float("nan"), float("inf")], device=device, requires_grad=True)
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     assert extension_cpp.dropout(x, 0.0) is x
@@ -261,8 +258,7 @@ def test_more_than_two_to_the_31_elements(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
-    """An element is dropped if its 32 random bits are below p * 2^32: kept for p = bits / 2^32, dropped for p = (bits +
-    1) / 2^32."""
+    """An element is dropped if its 32 random bits are below p * 2^32, and kept if the bits equal p * 2^32."""
     seed = seed_of(device)
     x = torch.ones(4099, dtype=dtype, device=device)
     bits = extension_cpp.reference.philox(seed, x.numel()).tolist()
@@ -275,8 +271,7 @@ def test_thresholds_are_hit_exactly(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"])
 def test_no_tensor_to_draw_a_seed_for(name: str) -> None:
-    """The functions refuse an x that is no tensor. They check it before the operator, because the seed is drawn on x's
-    device."""
+    """The functions refuse an x that is no tensor, before they draw a seed on x's device."""
     function, more = getattr(extension_cpp, name), {} if name == "dropout" else {"normalized_shape": (6,)}
     x = {"residual": torch.ones(4, 6)} if name.startswith("add") else {}
     for other, got in ((None, "None"), ([1.0], "list")):

@@ -46,8 +46,7 @@ def small_recurrent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_recurrent_text(small_recurrent: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The losses of the three recurrences differ only by float32 rounding, at most 1e-5 nats a byte in the first 12
-    steps."""
+    """The losses of the three recurrences differ by float32 rounding only, by 1e-5 nats a byte in 12 steps."""
     assert recurrent(tmp_path, "--recurrence", "ours", "loop", "torch", "--steps", 12) == 0
     assert len(re.findall(r"^(ours|loop|torch) +loss .* [\d.]+ ms a step", capsys.readouterr().out, re.MULTILINE)) == 3
     header, *rows = (tmp_path / "curves.csv").read_text().splitlines()
@@ -107,8 +106,7 @@ compare.main()
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """Runs the comparison and returns its output folder, so that ATen sources are compiled once for all tests. Our
-    files are compiled again only in the slow tier, with DEBUG=1 for a single instruction set. Compile times do not
-    matter."""
+    files are compiled again only in the slow tier, with DEBUG=1 for a single instruction set."""
     folder = tmp_path_factory.mktemp("accessor")
     words = ["--device", "cpu", "--mib", 1, "--seconds", 0.01, "--json", folder / "cpu.json"]
     program = ["-m", "examples.accessor.compare"] if pytestconfig.getoption("--slow") else ["-c", WITHOUT_OURS]

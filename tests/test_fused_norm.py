@@ -103,8 +103,7 @@ def test_equals_its_composition(name: str, p: float, cols: int, device: str) -> 
 @every_add
 @pytest.mark.parametrize("cols, gap", [(1025, 0), (4096, 8), (12288, 0), (16384, 8), (65536, 0)])
 def test_a_row_does_not_depend_on_how_many_there_are(cols: int, gap: int, name: str, device: str) -> None:
-    """A row has the same results alone and in a large tensor. On a GPU, large tensors use an L2 policy, and clusters
-    process wide rows."""
+    """A row has the same results alone and in a large tensor. A GPU has L2 policies and clusters."""
     parts, size = (9, 18 << 20) if device == "cuda" else (3, 1 << 20)  # smaller tensors use other kernels
     step = max(1, size // (cols * 4) // 8) * 8  # parts begin at multiples of 16 bytes
     rows = [torch.randn(parts * step, cols + gap, device=device)[:, :cols] for _ in range(4)]
@@ -235,8 +234,7 @@ def test_strided_rows_are_read_where_they_lie(name: str, device: str) -> None:
 @every_add
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_each_result_alone(name: str, p: float, device: str) -> None:
-    """Gradients through y alone, s alone and both are right. Through s alone no norm is computed, and without dropout
-    no kernel runs."""
+    """Gradients through y alone, s alone and both are right. Through s alone no norm runs."""
     leaves = inputs(130, torch.float64, device)
     for keep in ([0], [1], [0, 1]):
         needed = used(name, leaves) if 0 in keep else leaves[:2]

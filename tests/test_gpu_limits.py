@@ -1,5 +1,4 @@
-"""Tests limits of a GPU: wrong targets that cannot raise, sizes beyond 32 bits, calls with several kernels, and
-clusters."""
+"""Tests a GPU alone: wrong targets that cannot raise, sizes beyond 32 bits, calls with several kernels, clusters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,8 +56,7 @@ def test_a_loss_over_a_target_that_is_no_class(name: str, reduction: str, wrong:
 
 def near(got: Tensor, exact: Tensor, size: Tensor) -> bool:
     """Returns whether bfloat16 results have an error of one rounding plus 2^-14 of the size of the terms. An
-    exponential of half types (2^-18) and a float32 tree of 2^17 terms (17 roundings of 2^-24) have much smaller
-    errors."""
+    exponential of half types (2^-18) and a float32 tree of 2^17 terms (17 roundings of 2^-24) add less."""
     return bool(((got.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * size + 1e-38).all())
 
 

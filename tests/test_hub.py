@@ -1,5 +1,4 @@
-"""Tests the copy of the package for Hugging Face's `kernels`: its files, its use in one process with the package, and
-models with its layers.
+"""Tests the package's copy for Hugging Face's `kernels`: its files, its use beside the package, models with its layers.
 
 Most tests are in the slow tier, because compiling the shims for another namespace takes more than a minute of processor
 time. The quick tier compares the layers with the models' own (test_layers.py)."""
@@ -78,8 +77,7 @@ def test_kernels_takes_the_variant_where_it_fits(variant) -> None:
 
 @pytest.mark.slow
 def test_the_copy_names_the_package_nowhere(variant) -> None:
-    """The copy contains no import or operator of the package, which would use the installed package instead of the
-    copy."""
+    """The copy contains no import or operator of the package, which would use the installed package instead."""
     imports, operators = r"^\s*(from|import) extension_cpp\b", r"torch\.ops\.extension_cpp(?!\.\*)"
     registered = r"\bregister\w*\(\s*f?\"extension_cpp::"
     for path in variant.rglob("*.py"):

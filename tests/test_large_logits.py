@@ -41,9 +41,9 @@ def arranged(x: Tensor, inner: int) -> Tensor:
 
 
 def assert_near(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Checks the relative error of p = exp(z - lse), for p above 2^-22. Rounding the argument adds up to 8 eps, its
-    product with log2(e) as much, and the sum with its logarithm 4 eps. `size` is the largest gradient. Finally a result
-    is rounded to `dtype`."""
+    """Checks the relative error of p = exp(z - lse), for p above 2^-22. Rounding the argument adds 8 eps, its product
+    with log2(e) as much, and the sum with its logarithm 4 eps. `size` is the largest gradient. The result is rounded to
+    `dtype`."""
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     size = exact.abs().max().item()
     torch.testing.assert_close(ours.double(), exact, atol=20 * eps * size, rtol=20 * eps + torch.finfo(dtype).eps / 2)

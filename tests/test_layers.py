@@ -1,5 +1,4 @@
-"""Compares the layers for Hugging Face's `kernels` with the classes whose forward they replace. `kernels` need not be
-installed."""
+"""Compares the layers for Hugging Face's `kernels`, without needing it, with the classes whose forward they replace."""
 
 from types import MethodType
 

@@ -1,5 +1,4 @@
-"""Tests what the library requires of its host. One file must work with every Python and every torch from the minimum
-on."""
+"""Tests what the library requires of its host. One file must work with every Python and every torch >= 2.10."""
 
 import re
 import subprocess
@@ -63,8 +62,7 @@ def test_library_needs_torch_alone_to_load(library):
 
 
 def test_wheel_tag_names_the_newest_glibc_used(library):
-    """The manylinux tag names the newest glibc that the library uses, or a newer one whose systems have its C++
-    library."""
+    """The manylinux tag names the newest glibc that the library uses, or a newer one with its C++ library."""
     used = re.findall(r"@GLIBC_(\d+)\.(\d+)", run("nm", "-D", library).stdout)
     newest = max((int(major), int(minor)) for major, minor in used)
     found = build_library.glibc_required(library)
@@ -83,8 +81,7 @@ def test_versions_agree():
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_is_no_tensor_gets_a_sentence(spec, gradients):
-    """A non-tensor in place of any tensor argument raises our message. PyTorch's own has many lines or shows a build
-    path."""
+    """A non-tensor in place of a tensor raises our message. PyTorch's own has many lines or shows a build path."""
     others = {
         "None": None,
         "numpy.ndarray; torch.from_numpy makes a tensor of it": np.ones((4, 6), np.float32),
@@ -116,8 +113,7 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("spec", all_specs(), ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_tensors_of_layouts_without_kernels_get_a_sentence(spec, gradients):
-    """A tensor of an unsupported layout raises our message for each argument. PyTorch's lists all backends and no
-    argument."""
+    """A tensor of an unsupported layout raises our message for each argument. PyTorch's names no argument."""
     arguments = getattr(torch.ops.extension_cpp, spec.name).default._schema.arguments
     sample = next(spec.sample_inputs(maker("cpu", torch.float32), (4, 6)))
     for place, (x, argument) in enumerate(zip(sample.args, arguments, strict=False)):
@@ -206,8 +202,7 @@ print(sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def test_a_schema_that_does_not_fit_its_function_is_named(tmp_path: Path) -> None:
-    """A wrong schema is reported with the argument, result or count that does not fit. Right schemas are defined
-    nevertheless."""
+    """A wrong schema is reported with the argument, result or count that is wrong. Right schemas are still defined."""
     source, made = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
     source.write_text(WRONG)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", "-w", "-O0", "-fPIC", "-shared"]

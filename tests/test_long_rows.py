@@ -1,5 +1,4 @@
-"""Tests rows and columns of many chunks whose exact values are known: entropies, sums, and gradients that contain
-sums."""
+"""Tests rows and columns of many chunks whose exact values are known: entropies, sums, and gradients with sums."""
 
 import math
 

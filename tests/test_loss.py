@@ -35,8 +35,7 @@ LOSSES = ["cross_entropy", "token_log_probs", "linear_cross_entropy"]
 @pytest.mark.parametrize("wrong", [-1, CLASSES, 2**40, -(2**62), -(2**63)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_target_that_is_no_class(name: str, wrong: int, device: str) -> None:
-    """The CPU raises an error that names the wrong target. A GPU gives NaN in that row, because an error would need a
-    synchronization."""
+    """The CPU raises an error that names the wrong target. A GPU gives NaN in that row, without waiting."""
     good = torch.arange(ROWS, device=device) % CLASSES
     bad = good.clone()
     bad[2] = wrong
@@ -99,8 +98,7 @@ def test_autocast_leaves_the_logits_and_gives_a_float32_loss(device: str) -> Non
         function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
         with torch.autocast(device, torch.bfloat16):
             loss = function(logits, target)
-        # The expected loss is computed in float32. On CUDA eager mode rounds log-probabilities to the logits' dtype,
-        # also under autocast.
+        # The expected loss is computed in float32, because eager mode on CUDA rounds log-probabilities under autocast.
         eager = F.cross_entropy(logits.float(), target)
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, eager)
@@ -142,8 +140,7 @@ def _linear(dtype: torch.dtype, device: str, rows: int = 700) -> tuple[Tensor, T
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Limits chunks to 128 rows of float32 with 50 classes. Returns a list that collects each chunk's number of
-    rows."""
+    """Limits chunks to 128 rows of float32 with 50 classes. Returns a list that gets each chunk's number of rows."""
     monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 128 * 52 * 4)
     seen: list[int] = []
     make = linear_loss.Logits.of
@@ -263,8 +260,7 @@ def test_error_of_the_weight_gradient(chunk_rows: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_float16_has_the_scale_of_the_loss(reduction: str, device: str) -> None:
     """A GradScaler multiplies the loss, so that small float16 gradients do not underflow. A sum that is later divided
-    by the number of tokens must not overflow. Eager mode, which also scales the logits' gradient, has a similar
-    error."""
+    by the number of tokens must not overflow. Eager mode, which scales alike, has a similar error."""
     generator = torch.Generator().manual_seed(6)
     x = (torch.rand(4096, 8, generator=generator) * 20).half().to(device).requires_grad_()
     w = torch.zeros(700, 8, dtype=torch.float16, device=device, requires_grad=True)
@@ -284,8 +280,7 @@ def _eager_linear(x: Tensor, w: Tensor, target: Tensor, reduction: str) -> Tenso
 
 
 def test_probabilities_are_at_most_one(device: str) -> None:
-    """Log-probabilities are at most 0 and entropies at least 0 in spite of rounding, because a trainer may assert
-    this."""
+    """Log-probabilities are at most 0 and entropies at least 0 despite rounding, because trainers may assert it."""
     logits = torch.arange(1.0, 61.0, device=device)[:, None].repeat(1, 2) * torch.tensor([1.0, -1.0], device=device)
     for temperature in (0.7, 1.3):
         for rows in (logits, logits[:, :1], torch.rand(1000, 2, device=device)):
@@ -359,8 +354,7 @@ def test_frozen_tensors_cost_no_product(needed: tuple[int, ...], device: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scale_of_the_gradients(dtype: torch.dtype, device: str) -> None:
-    """A factor that half types cannot represent is multiplied in float32, and the product is rounded once, for any
-    layout."""
+    """A factor that half types cannot represent is multiplied in float32 and rounded once, for any layout."""
     acc = torch.promote_types(dtype, torch.float32)
     factor = torch.tensor(1 / 3, dtype=acc, device=device)
     for shape in [(), (0,), (1,), (1000,), (33, 70)]:
@@ -392,7 +386,7 @@ def test_second_derivatives_get_a_sentence(device: str) -> None:
 @pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-20, 1e-30])
 @pytest.mark.parametrize("shape", [(50, 1000), (50, 7)], ids=str)
 def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tuple[int, int], device: str) -> None:
-    """For small temperatures the result is the largest logit's: logits / temperature exceed 2^24, where floats are
+    """Small temperatures give the largest logit's result: logits / temperature exceed 2^24, where floats are
     integers."""
     logits = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 40).to(device).requires_grad_()
     best = logits.detach().argmax(-1)
@@ -406,8 +400,7 @@ def test_small_temperatures_give_the_largest_logit(temperature: float, shape: tu
 @pytest.mark.parametrize("inner", [(), (3,)], ids=["rows", "columns"])
 def test_gradient_of_a_cap_that_is_small_beside_the_sum(inner: tuple[int, ...], device: str) -> None:
     """The gradient is exact where many classes make lse large beside the softcap. dz/dx must be 1 - t^2 and not come
-    from z - lse. t = z / cap has an error of 3 roundings, and p of 12: its exponent below 8 is rounded, and so is
-    2^x."""
+    from z - lse. t = z / cap has an error of 3 roundings, and p of 12 (an exponent below 8, and 2^x)."""
     logits = torch.randn(4, 1000, *inner, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     target = torch.zeros(4, *inner, dtype=torch.int64, device=device)
     double = logits.detach().double().requires_grad_()

@@ -38,8 +38,8 @@ def test_bias_gradient_of_many_chunks(
 
 def border_targets(dtype: torch.dtype) -> torch.Tensor:
     """Returns, for each row, a target at an end of a part that is streamed separately (row_span in rows/cpu_sum_exp.h):
-    the head up to the next cache line, the block behind it, the streamed blocks, and the last block. The first row
-    begins at a cache line."""
+    the head up to the next cache line, the block behind it, the streamed blocks, and the last block. Row 0 begins at a
+    line."""
     targets, places = [], LINE // dtype.itemsize
     for row in range(8 * places):  # 8 rows begin at each place within a cache line
         head = -row * CLASSES % places

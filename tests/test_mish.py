@@ -1,5 +1,4 @@
-"""Tests both tails of mish and its derivatives. On the left exp underflows, and on the right the formulas could
-overflow."""
+"""Tests both tails of mish and its derivatives: on the left exp underflows, on the right formulas could overflow."""
 
 import math
 
@@ -8,8 +7,7 @@ import torch
 
 import extension_cpp
 
-# On the left exp(x) is subnormal or 0 in float32, while x exp(x) may be normal. On the right e^x and its powers
-# overflow.
+# On the left exp(x) is subnormal or 0 in float32, but x exp(x) may be normal. On the right powers of e^x overflow.
 ENDS = [-3e38, -1e38, -1e4, -150.0, -110.5, -104.0, -95.0, -90.0, -87.5, -30.0, 15.0, 19.9, 20.5, 45.0, 89.0, 1e4, 3e38]
 
 

@@ -73,8 +73,7 @@ def test_out_may_overlap_what_is_read_first(device: str) -> None:
 
 
 def test_out_may_not_be_a_transposed_input(device: str) -> None:
-    """out must not be an input's transpose, which starts at the same address but overwrites elements before they are
-    read."""
+    """out must not be an input's transpose, whose elements would be overwritten before they are read."""
     for rows in (3, 64, 1024):
         a = torch.randn(rows, rows, device=device)
         for first, second in ((a, torch.ones_like(a)), (torch.ones_like(a), a)):
@@ -173,8 +172,8 @@ def test_what_is_written_counts_a_version(device: str) -> None:
 
 
 def test_operators_that_write_refuse_every_argument_that_requires_grad(device: str) -> None:
-    """Operators that write refuse every argument that requires grad. They have no derivative, and the gradient would be
-    lost unnoticed."""
+    """Operators that write refuse every argument that requires grad. They have no derivative, so that it would be
+    lost."""
     for write, x in writes(device).values():
         with Calls() as calls:
             write(x.clone())

@@ -17,8 +17,7 @@ every_op = pytest.mark.parametrize("spec", [x for x in all_specs() if NESTED.get
 
 
 def test_which_ops_run_on_rows() -> None:
-    """The ops run on nested tensors in the way that docs/ops.md says. The other tests here read the entries of
-    ops.py."""
+    """The ops handle nested tensors as docs/ops.md says. The other tests here read the entries of ops.py."""
     by_rows = {"muladd", "scale_bias_relu", "relu", "mish", "silu", "gelu", "bias_gelu", "swiglu", "geglu", "dropout"}
     by_rows |= {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "layer_norm_dropout"}
     scans = {"cumsum", "logcumsumexp", "linear_recurrence"}

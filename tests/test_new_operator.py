@@ -1,5 +1,4 @@
-"""Tests python -m extension_cpp new --schema: which schemas it reads or refuses, and that its files
-compile and pass."""
+"""Tests `new --schema`: which schemas it reads or refuses, and that its files compile and pass."""
 
 import re
 import sys
@@ -210,8 +209,7 @@ WRITE = "write the formula"
 
 
 def battery(tree: Path, names: list[str], *files: str) -> tuple[set[str], set[str]]:
-    """Runs the tests of these ops. Returns the failed tests whose message does not mention a missing formula, and the
-    others."""
+    """Runs the tests of these ops. Returns the failed tests that do not mention a missing formula, and the others."""
     words = " or ".join(names)
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *files, "-k", words, cwd=tree)
     reports = re.split(r"\n_{3,} (\S+) _{3,}\n", done.stdout)

@@ -109,8 +109,7 @@ def test_inplace_activations(kind: type, torch_kind: type) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_onnx_does_not_know_the_operators(dynamo: bool) -> None:
-    """ONNX export fails, as docs/compatibility.md says. The error names the operator, for which a user may add a
-    translation."""
+    """ONNX export fails, as docs/compatibility.md says, and names the operator, which a user may translate."""
     if dynamo and importlib.util.find_spec("onnxscript") is None:
         pytest.skip("onnxscript, which this exporter needs, is not installed")
     model = torch.nn.Sequential(LayerNorm(8))
@@ -320,8 +319,7 @@ def test_linear_cross_entropy_loss(device: str) -> None:
 
 
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
-    """No modules of the package import each other in a circle at module level. Imports inside functions may form
-    one."""
+    """No modules of the package import each other in a circle at module level, but imports inside functions may."""
     imports: dict[str, set[str]] = {}
     package = Path(extension_cpp.__file__).parent
     files = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}

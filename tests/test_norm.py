@@ -46,8 +46,7 @@ def test_weights_of_half_inputs(
     assert (y.double() - exact).abs().max() <= 2 * eps * exact.abs().max()
     for got, want, of in zip(gradients, exact_gradients, inputs, strict=True):
         assert got.dtype == of.dtype
-        # grad_x is rounded to x's dtype. Weight gradients are float32 sums of `rows` products, rounded to the weight's
-        # dtype.
+        # grad_x is rounded to x's dtype. Weight gradients are rounded float32 sums of `rows` products.
         bound = 2 * eps if of is x else rows * torch.finfo(torch.float32).eps + torch.finfo(of.dtype).eps
         assert (got.double() - want).abs().max() <= bound * want.abs().max()
 
@@ -75,8 +74,7 @@ def test_backward_saves_x_itself_and_numbers_a_row(name: str, device: str) -> No
 
 
 def test_rms_norm_default_eps_is_that_of_the_arithmetic(device: str) -> None:
-    """The default eps for half types is float32's. x is of the size of sqrt(eps), so that another eps would give
-    another result."""
+    """The default eps for half types is float32's. x is near sqrt(eps), so that eps matters."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x = torch.full((3, 8), 2.0**-13 if dtype is not torch.float64 else 2.0**-27, device=device, dtype=dtype)
         torch.testing.assert_close(extension_cpp.rms_norm(x, (8,)), reference.rms_norm(x, (8,)))
@@ -98,8 +96,7 @@ def test_rows_of_one_value_are_their_bias(dtype: torch.dtype, cols: int, device:
 @pytest.mark.parametrize("cols", [33, 64, 1000, 5120, 20000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, cols: int, device: str) -> None:
-    """The kernels sum the variance around an estimate of the mean, taken from the first elements. A bad estimate must
-    not cost accuracy."""
+    """A bad estimate of the mean, which kernels take from the first elements for the variance, costs no accuracy."""
     for far, count in itertools.product((1e3, -1e5), (1, 16, 31, 32)):
         x = torch.randn(5, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x[:, :count] += far
@@ -120,8 +117,7 @@ def test_rows_whose_first_elements_are_far_from_the_mean(dtype: torch.dtype, col
 
 @pytest.mark.parametrize("cols", [24, 33, 768, 1025, 1536, 6144, 20484, 20483, 49152])
 def test_float32_rows_of_one_value_have_no_negative_variance(cols: int, device: str) -> None:
-    """rstd is finite for a row of equal elements. Their deviations are rounding errors, from which a difference of
-    squares could be negative."""
+    """rstd is finite for rows of equal elements, where a difference of squares could be negative by rounding."""
     x = (torch.rand(64, 1, device=device) * 10 ** torch.linspace(0, 9, 64, device=device)[:, None]).expand(-1, cols)
     y, mean, rstd = torch.ops.extension_cpp.layer_norm(x.contiguous(), (cols,), None, None, 1e-12)
     assert y.isfinite().all() and rstd.isfinite().all()
@@ -205,8 +201,7 @@ def test_autocast_gives_pytorchs_dtypes(name: str, dtype: torch.dtype, device: s
 
 @pytest.mark.parametrize("module", [LayerNorm(48), RMSNorm(48)], ids=lambda module: type(module).__name__)
 def test_gradients_accumulate_over_micro_batches(module: torch.nn.Module, device: str) -> None:
-    """With float32 weights and bfloat16 activations, the gradients of four micro-batches add up to that of the whole
-    batch."""
+    """With float32 weights and bfloat16 activations, gradients of four micro-batches add up to the whole batch's."""
     module = module.to(device)
     x, grad_out = (torch.randn(64, 48, device=device).bfloat16() for _ in range(2))
     module.zero_grad()

@@ -1,5 +1,4 @@
-"""Tests the kernels of the norms, of which a GPU has many: all widths, few and many rows, all alignments, strided
-rows."""
+"""Tests the norms' kernels, of which a GPU has many: all widths, few and many rows, all alignments, strided rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -154,8 +153,8 @@ def test_gradients_of_large_tensors(
     "dtype, weights", [(torch.float32, torch.float32), *((x, w) for x in HALF for w in (x, torch.float32))], ids=str
 )
 def test_gradients_at_many_widths(dtype: torch.dtype, weights: torch.dtype, name: str, device: str) -> None:
-    """Gradients are right for every width and kind of weights, on which a GPU's kernel depends. Smaller tensors would
-    use other kernels."""
+    """Gradients are right for every width and kind of weights, on which a GPU's kernel depends. Smaller tensors use
+    others."""
     for cols in (*NORM_WIDTHS, *ODD_WIDTHS):
         rows = (17 << 20) // (dtype.itemsize * cols) // (1 if device == "cuda" else 128) + 1
         check_gradients(name, rows, cols, dtype, weights, device)

@@ -90,8 +90,7 @@ def objects_of(mutant: Mutant) -> list[str]:
 
 
 def build(mutant: Mutant, csrc: Path, library: Path) -> None:
-    """Compiles the objects that the change affects, from the sources in csrc, and links them with those of the last
-    build."""
+    """Compiles the objects that the change affects, from csrc, and links them with those of the last build."""
     commands = {entry["output"]: shlex.split(entry["command"]) for entry in json.loads(ninja("compdb"))}
     replaced = {name: str(library.parent / name.replace("/", "_")) for name in objects_of(mutant)}
 

@@ -1,5 +1,4 @@
-"""Tests docs/port.md: names in its table exist, and its steps port examples/port/before to an op with the same
-results."""
+"""Tests docs/port.md: names in its table exist, and its steps port examples/port/before with the same results."""
 
 import re
 import shlex
@@ -46,8 +45,7 @@ def test_the_right_column_names_what_exists() -> None:
 
 
 def typed_in(tree: Path) -> None:
-    """Applies the page's edits. Each diff's lines with - occur once in the file that it names and are replaced by those
-    with +."""
+    """Applies the page's edits: a diff's lines with - occur once in its file, and are replaced by those with +."""
     edits = code("diff")
     assert len(edits) == 4
     for edit in edits:
@@ -85,8 +83,7 @@ def test_nothing_is_left_to_write(ported: Path) -> None:
 
 @pytest.mark.slow
 def test_before_and_after_have_the_same_results(ported: Path, tmp_path: Path, device: str) -> None:
-    """The extension before and the op after the port give the same results. Both are built, and the op passes the
-    battery."""
+    """The extension before and the op after the port give the same results, and the op passes the battery."""
     before = ported / "examples" / "port" / "before"
     run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=before)
     environment = with_objects(ported)

@@ -27,8 +27,7 @@ SHAPES = [(5, 300), (3, 9001)]
 
 
 def make_exact(device: str, dtype: torch.dtype):
-    """Returns a function make(shape) of multiples of 1/16 up to 4, which are the same in every PyTorch and exact in
-    every dtype."""
+    """Returns make(shape), which makes multiples of 1/16 up to 4: the same in every PyTorch, exact in every dtype."""
     generator = torch.Generator().manual_seed(1)
 
     def make(shape: Sequence[int]) -> Tensor:

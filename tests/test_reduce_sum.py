@@ -31,8 +31,7 @@ SHAPES = [
 
 
 def layouts(shape, dtype, device):
-    """Yields tensors of the shape: contiguous, offset by one element, with reversed or rotated dimensions, and
-    channels_last."""
+    """Yields tensors of the shape: contiguous, offset by an element, reversed or rotated dimensions, channels_last."""
 
     def make(*sizes):
         return torch.randn(sizes, dtype=torch.float64, device=device).to(dtype)

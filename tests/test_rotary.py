@@ -1,5 +1,4 @@
-"""Compares rotary_embedding with functions of Hugging Face transformers, in the layouts of models and without
-copies."""
+"""Compares rotary_embedding with functions of Hugging Face transformers, in models' layouts and without copies."""
 
 import itertools
 
@@ -33,8 +32,7 @@ def packed(width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """Checks results that are two products of numbers up to 5 and a sum. transformers rounds each step, and our op
-    rounds once."""
+    """Checks sums of two products of numbers up to 5. transformers rounds each step, and our op rounds once."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * 5 * torch.finfo(ours.dtype).eps)
 
@@ -67,8 +65,7 @@ def test_as_phi_and_gpt_neox(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_cohere_and_gpt_j(dtype: torch.dtype, device: str) -> None:
-    """With interleaved=True the op rotates adjacent elements, as Cohere and GPT-J do. Each factor occurs twice in a
-    row."""
+    """With interleaved=True the op rotates adjacent elements, as Cohere and GPT-J do. Each factor occurs twice."""
     from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
     from transformers.models.gptj import modeling_gptj
 
@@ -97,8 +94,8 @@ def test_float_factors_beside_half(interleaved: bool, device: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_backward_with_unequal_halves(interleaved: bool, device: str) -> None:
-    """The gradient is the product with the transposed matrix, which the op gives for unit vectors. Each pair has four
-    independent factors."""
+    """The gradient is the product with the transposed matrix, which the op gives for unit vectors. Pairs have four
+    factors."""
     width = 6
     cos, sin = factors(maker(device, torch.float64), (TOKENS, width))
     eye = torch.eye(width, device=device, dtype=torch.float64)[:, None].expand(width, TOKENS, width)
@@ -155,8 +152,7 @@ def test_reads_rows_where_they_lie(rows: str, device: str) -> None:
 
 
 def test_results_in_the_order_of_the_inputs(device: str) -> None:
-    """For packed inputs the results are (batch, tokens, heads, width) in memory, which attention reads without a
-    copy."""
+    """For packed inputs results are (batch, tokens, heads, width) in memory, which attention reads without a copy."""
     q, k = packed(64, torch.bfloat16, device)
     cos, sin = (torch.cat([f, f], -1).bfloat16() for f in angles(64, device))
     for y in extension_cpp.rotary_embedding(q, k, cos, sin):
@@ -177,8 +173,7 @@ def test_one_result_used(device: str) -> None:
 
 
 def test_autocast_of_mixed_dtypes(device: str) -> None:
-    """Autocast converts q and k to the wider of their types. It converts the factors to that type too, or to float32
-    beside half types."""
+    """Autocast converts q and k to the wider of their types. The factors get it, too, or float32."""
     q, k = packed(64, torch.float32, device)
     cos, sin = (torch.cat([f, f], -1) for f in angles(64, device))
     half = torch.bfloat16

@@ -1,5 +1,4 @@
-"""Tests python -m extension_cpp new, remove and new-package: what they write, refuse and undo, and that
-it compiles.
+"""Tests the commands new, remove and new-package: what they write, refuse and undo, and that it compiles.
 
 Names such as planted_op differ from the documents' examples, which readers give to their own ops, so that these tests
 also pass in a tree with such an op.
@@ -100,8 +99,8 @@ def untouched(one_tree, monkeypatch) -> None:
 
 
 def lint(folder: Path, mypy: bool, *only: str, new: list[Path] | None = None) -> None:
-    """Runs `make lint` of a tree. mypy, which is slow, runs on request and for the files in `only`. clang-format checks
-    the new files, or all."""
+    """Runs `make lint` of a tree, with mypy, which is slow, only on request. clang-format checks `new`, or all
+    files."""
     for module in ("ruff", "mypy", "clang_format"):  # `make lint` needs them, and `make test` does not
         pytest.importorskip(module)
     run(sys.executable, "-m", "ruff", "check", "--no-cache", ".", cwd=folder)
@@ -349,8 +348,7 @@ def test_by_hand_as_the_document_says_is_what_the_command_writes(tree, tmp_path,
 
 
 def test_removed_leaves_nothing(tree, capsys):
-    """Removing ops leaves no file and no built object, one op at a time, in a tree with ops of all kinds and two of
-    one."""
+    """Removing ops one by one, in a tree with ops of all kinds and two of one, leaves no file and no object."""
     before = contents(tree)
     names = {"other_op": scaffold.OP_KINDS[0]} | {f"planted_{kind}": kind for kind in scaffold.OP_KINDS}
     for name, kind in names.items():
@@ -411,8 +409,7 @@ def check_versions(installed: Path, package: str) -> None:
 
 
 def test_library_that_is_older_than_its_sources(tree):
-    """Between `new` and the build, commands report that the library is older than its sources, and another `new`
-    works."""
+    """Between `new` and the build, commands report that the library is old, and another `new` works."""
     shutil.copy(ROOT / "extension_cpp" / build_library.LIBRARY, tree / "extension_cpp")
     assert command.main(["new", "first_op"]) == 0
     run_python("-m", "extension_cpp", "new", "second_op", cwd=tree)
@@ -490,8 +487,7 @@ def test_the_whole_suite_passes_around_an_op(tree, kind):
 
 @pytest.mark.slow
 def test_a_new_package_with_the_newest_torch(tmp_path, device):
-    """The two commands of a new package's README work. The first command makes an environment, which here all kinds
-    share."""
+    """The two commands of a new package's README work. The first makes an environment, which here all kinds share."""
     python_of_all = []
     for kind in scaffold.OP_KINDS:
         run_python("-m", "extension_cpp", "new-package", tmp_path / kind, "--name", "my_kernels", "--kind", kind)

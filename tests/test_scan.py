@@ -31,8 +31,7 @@ def randn(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("shape, dim", [((5 * PART + 7,), 0), ((PART + 1, 2), 0), ((2 * PART, 33), 0), ((1, PART), 1)])
 def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Sums along long lines are right. They have the same bits for any number of threads, and for a line alone or among
-    others."""
+    """Sums along long lines are right, with the same bits for any number of threads and beside other lines."""
     x = randn(shape, dtype, device)
     before = torch.get_num_threads()
     for exclusive, reverse in itertools.product((False, True), repeat=2):
@@ -46,8 +45,7 @@ def test_long_lines(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device
         for other in results[1:]:
             assert torch.equal(other, results[0])
         exact = extension_cpp.reference.cumsum(x.double(), dim, **options)
-        # Half types round only the result. Other dtypes also round sums of up to 2^14 numbers, and in float64 the
-        # reference rounds as well.
+        # Half types round only the result. Others also round sums of 2^14 numbers, as does the float64 reference.
         roundings = {torch.float64: x.shape[dim] ** 0.5, torch.float32: 32}.get(dtype, 1)
         bound = roundings * torch.finfo(dtype).eps * exact.abs().max().item()
         assert (results[0].double() - exact).abs().max().item() <= bound
@@ -70,8 +68,7 @@ def test_a_line_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lines", [1, 2, 33])
 def test_recurrences_round_a_step_once(lines: int, reverse: bool) -> None:
-    """A step rounds once on a CPU with fused multiply-adds: in every second step all digits but a product's rounding
-    error cancel."""
+    """A step rounds once on a CPU with fused multiply-adds: here a product's rounding error alone is left."""
     if level_here() == "baseline":
         pytest.skip("the baseline rounds the product, too")
     small = 2.0**-12
@@ -125,8 +122,8 @@ def test_results_larger_than_the_cache(line: tuple[int, ...], scan: str) -> None
 def test_logcumsumexp_keeps_small_terms_beside_0(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Small terms are not lost: log(1 + 63 exp(-17)) is smaller than the rounding error of 1 + 63 exp(-17). Each of 64
-    terms is rounded twice."""
+    """Small terms are not lost: log(1 + 63 exp(-17)) is below the rounding error of 1 + 63 exp(-17). 64 terms round
+    twice."""
     x = torch.full(shape, -17.0, dtype=dtype, device=device)
     x.select(dim, 0).zero_()
     exact = x.narrow(dim, 1, 63).double().exp().cumsum(dim).log1p()
@@ -227,8 +224,7 @@ def test_long_logcumsumexp(shape: tuple[int, ...], dim: int, dtype: torch.dtype,
 
 
 def test_min_gru_beside_a_loop(device: str) -> None:
-    """States and all gradients of MinGRU equal a loop's, in both directions. The second half continues from the last
-    state of the first half."""
+    """States and all gradients of MinGRU equal a loop's, in both directions. The second half continues the first."""
     for reverse in (False, True):
         layer = MinGRU(5, 7, reverse=reverse, device=device, dtype=torch.float64)
         x = torch.randn(2, 9, 5, device=device, dtype=torch.float64, requires_grad=True)
@@ -298,8 +294,7 @@ def scans_of_slices(
     ops: Mapping[str, Callable[..., Tensor]], shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
 ) -> list[tuple[Callable[..., Tensor], list[Tensor]]]:
     """Returns scans with their operands and the gradient of their result. No single stride steps through two
-    dimensions, except in dense factors that are shared along some. The last dimension is not sliced if it consists of
-    whole vectors."""
+    dimensions, except in dense factors that are shared along some. A last dimension of whole vectors is not sliced."""
 
     def sliced(sizes: Sequence[int]) -> Tensor:
         steps = [1 if size == shape[-1] and size % 8 == 0 else 2 for size in sizes]
@@ -328,8 +323,7 @@ SHAPES += [((2,) * 8, 3), ((2, 2500, 3, 8), 1), ((2, 3, PART + 32), 2), ((5, 7, 
 @every_dtype
 @pytest.mark.parametrize("shape, dim", SHAPES, ids=str)
 def test_operands_without_a_common_stride(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Operands without a common stride are not copied, forward and backward, and give the bits of contiguous
-    operands."""
+    """Operands without a common stride are not copied, and give the bits of contiguous operands."""
     ops = {name: getattr(extension_cpp, name) for name in ("cumsum", "logcumsumexp", "linear_recurrence")}
     scans, ours = scans_of_slices(ops, shape, dim, dtype, device), []
     names, _ = profiled(lambda: ours.extend(result_and_gradients(*each) for each in scans), device)
@@ -385,8 +379,7 @@ int main() {
 
 
 def test_a_line_is_cut_by_its_length_alone_on_a_gpu(tmp_path: Path) -> None:
-    """The plan for a length depends only on whether lines are rows or columns, so that a line's bits do not depend on
-    other lines."""
+    """A length's plan depends only on whether lines are rows or columns, so that a line's bits ignore other lines."""
     source, program = tmp_path / "plans.cpp", tmp_path / "plans"
     source.write_text(PLANS)
     command = [*build_library.compiler("CXX", "c++", "g++"), "-std=c++17", f"-I{build_library.CSRC}"]

@@ -225,8 +225,7 @@ def with_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
 
 
 every_dtype = with_dtypes(torch.float64, torch.float32, torch.bfloat16)  # float16 has bfloat16's kernels
-# Rows for a part of a warp, for warps and for tiles. Columns in one tile and in many tiles, of whole vectors and
-# others.
+# Rows for a part of a warp, for warps and for tiles; columns in one and in many tiles, of whole vectors and others.
 SHAPES = [(1,), (3, 1), (70, 5), (3, 32), (2, 33), (1, 1000), (5, 3, 7), (2, 40, 8), (1, 900, 3), (1, 300, 8)]
 SHAPES += [(600, 33), (2, 1024)]
 

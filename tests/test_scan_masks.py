@@ -27,8 +27,7 @@ def masked(length: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor
 
 
 def check_gradients(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, mask: Tensor) -> None:
-    """Checks that masked elements have gradient 0. The others have the bits that they have after finite elements whose
-    exponentials are 0."""
+    """Checks that masked elements have gradient 0, and others the bits as after finite elements of exponential 0."""
     lines = (lambda t: t) if dim == 1 else (lambda t: t.t().contiguous())
     grad_y = maker(x.device.type, x.dtype, seed=1)(x.shape).detach()
     y, grad_x = result_and_gradients(lambda z: scan(z, dim), [lines(x.masked_fill(mask, -math.inf)), lines(grad_y)])
@@ -40,8 +39,7 @@ def check_gradients(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, 
 
 
 def check_sums(scan: Callable[[Tensor, int], Tensor], dim: int, x: Tensor, mask: Tensor) -> None:
-    """Checks that the weights of a result of -inf are 0, and that those of others sum to 1, up to the result's
-    rounding."""
+    """Checks that the weights of a result of -inf are 0, and that those of others sum to 1, up to rounding."""
     length = x.shape[1]
     x = x.masked_fill(mask, -math.inf)[:, None].expand(-1, length, length)  # one line for each result
     one_hot = torch.eye(length, dtype=x.dtype, device=x.device).expand(x.shape)

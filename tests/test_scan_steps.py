@@ -1,5 +1,4 @@
-"""Tests the kernels of examples/scan_steps: they compile, and are right on the CPU (tests/c/cuda_on_cpu) and on a
-GPU."""
+"""Tests the kernels of examples/scan_steps: they compile, and are right on a GPU and the CPU (tests/c/cuda_on_cpu)."""
 
 import subprocess
 from pathlib import Path

@@ -146,8 +146,7 @@ def letters(x: Any) -> str:
 
 
 def samples(spec: OpSpec, dtype: torch.dtype) -> Iterator[Sample]:
-    """Yields the samples of the spec, for a fused norm also one with weights and no dropout, and for a recurrence each
-    form of broadcast factors."""
+    """Yields the spec's samples, fused norms with weights and no dropout, and recurrences with broadcast factors."""
     make = maker(DEVICE, dtype)
     yield from spec.sample_inputs(make, SHAPE)
     if spec.name == "linear_recurrence" and spec.options:
@@ -199,8 +198,7 @@ def assert_placements(name: str, sample: Sample, d: int, ours: Placed, given: li
 
 
 def assert_values(name: str, sample: Sample, d: int | None, ours: Placed, exact: Placed, what: str) -> None:
-    """Expects the same bits if rows or elements are computed alone. Matrix products of other sizes round
-    differently."""
+    """Expects the same bits if rows or elements are computed alone. Matrix products of other sizes may differ."""
     stays = d in row_dims(name, sample)
     is_mean = name == "cross_entropy" and sample.kwargs.get("reduction", "mean") == "mean"
     is_over_classes = name == "cross_entropy" and d == 1
@@ -233,8 +231,7 @@ def compare(x: Tensor, exact: Tensor, same: bool, what: str) -> None:
 
 
 def check_every_op_has_a_rule(mesh: Any) -> None:
-    """Every operator has a sharding rule, also backward operators and no-grad overloads. An operator with NONE in its
-    entry refuses DTensors."""
+    """Every operator and no-grad overload has a sharding rule. An operator with NONE in its entry refuses DTensors."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     from extension_cpp.distributed import sharding
@@ -303,8 +300,7 @@ def letters_of_gathered(x: Any, shape: tuple[int, ...]) -> str:
 
 
 def check_rotary_of_batches(mesh: Any) -> None:
-    """Rotary embeddings are right for positions of each sequence or of all, and for uneven shares of sequences, heads,
-    tokens."""
+    """Rotary embeddings are right for positions of each sequence or of all, and for uneven shares of processes."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     make = maker(DEVICE, torch.float32)
@@ -412,7 +408,7 @@ def counts(communication: Any) -> dict[str, int]:
 
 
 def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
-    """A loss over sharded classes costs two all-reduces. Logits are never gathered, and the only large result is the
+    """A loss over sharded classes costs two all-reduces. It gathers no logits, and its only large result is the
     gradient."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.debug import CommDebugMode
@@ -432,8 +428,7 @@ def check_what_classes_in_several_processes_cost(mesh: Any) -> None:
 
 
 def check_hostile_logits_over_classes(mesh: Any) -> None:
-    """Losses are right for logits that are large or masked, and for a process whose classes are all masked. All
-    processes get a NaN."""
+    """Losses are right for large and masked logits, also if all of a process are masked. All get a NaN."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logits = maker(DEVICE, torch.float32)((8, 8)).detach()
@@ -482,8 +477,7 @@ def check_equal_large_logits_over_classes(mesh: Any) -> None:
 
 
 def check_targets_that_no_process_has(mesh: Any) -> None:
-    """Rows of invalid targets are NaN on CUDA and in compiled code, where targets are not checked, as with one
-    process."""
+    """Rows of invalid targets are NaN on CUDA and in compiled code, as with one process: nothing checks them."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from extension_cpp.distributed import sharded_loss
@@ -567,7 +561,7 @@ def check_half(mesh: Any) -> None:
 
 
 def check_dropout_drops_the_same(mesh: Any) -> None:
-    """With one seed, the processes drop the same elements as a single process. With different seeds they agree on a
+    """With one seed, processes drop the same elements as a single process. With different seeds they agree on a
     mask."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -851,8 +845,7 @@ def check_checkpoint(mesh: Any) -> None:
 
 
 def check_training(mesh: Any) -> None:
-    """examples/train_text.py has the loss curve of one process, and its checkpoints work with any number of
-    processes."""
+    """examples/train_text.py has the loss curve of one process, and checkpoints for any number of processes."""
     with torch.device("cpu"):  # the example passes a device to all tensors that are not on the CPU
         compare_trainings(mesh)
 

@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the site into a temporary folder. mkdocs.yml makes a broken link an error, and a document that is not in
-    the navigation."""
+    """Builds the site into a temporary folder. Broken links and unlisted documents are errors."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(module, reason=f"{module}, of requirements.txt, is not installed")
     folder = tmp_path_factory.mktemp("site")

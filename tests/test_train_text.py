@@ -1,5 +1,4 @@
-"""Tests examples/train_text.py: a killed and resumed run ends like an unbroken one, both --ops train alike, and errors
-are one line."""
+"""Tests examples/train_text.py: a killed and resumed run ends like an unbroken one, and both --ops train alike."""
 
 import functools
 import json
@@ -115,8 +114,7 @@ sys.exit(status or (other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
 
 def test_two_processes_in_the_environment_of_torchrun(small: None, tmp_path: Path) -> None:
     """Two processes train in torchrun's environment, one of them prints, and one process resumes from their checkpoint.
-    This is test_two_nodes without torchrun, whose two launchers take longer than the training. tests/test_sharding.py
-    compares the losses."""
+    This is test_two_nodes without the slow torchrun. tests/test_sharding.py compares the losses."""
     variables = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = os.environ | variables | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     done = python("-c", FORKED, *two_processes_options(tmp_path), env=environment)
@@ -189,7 +187,7 @@ def test_both_ops_train_alike(small: None, monkeypatch: pytest.MonkeyPatch, requ
 
 
 def test_which_operators_each_ops_calls(small: None) -> None:
-    """Our model calls a norm after each addition, the rotary embedding, the gates and the linear loss. "torch" calls
+    """Our model calls norms after additions, the rotary embedding, the gates and the linear loss. "torch" calls
     none."""
     text = train_text.Text.of(train_text.read_text(None), SIZES["context"])
     settings = train_text.Settings("cpu", 1, text.digest, **SIZES)

@@ -1,8 +1,7 @@
-"""Provides the kernels of scan_steps.cu as functions of tensors: nvcc makes a library, and ctypes passes pointers to
-it.
+"""Makes the kernels of scan_steps.cu callable on tensors: nvcc makes a library, and ctypes calls it.
 
-This is the shortest way from a kernel to a tensor: no header of PyTorch, and no build system. docs/scan.md explains the
-kernels.
+This is the shortest way from a kernel to a tensor, without PyTorch's headers and a build system. docs/scan.md explains
+the kernels.
 """
 
 import ctypes

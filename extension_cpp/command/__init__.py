@@ -1,2 +1,1 @@
-"""Implements the commands of `python -m extension_cpp`: demo, info, check, new, remove and
-new-package."""
+"""Commands of `python -m extension_cpp`: demo, info, check, new, remove, new-package."""

@@ -1,5 +1,4 @@
-"""python -m extension_cpp check: tests an operator that another package registered. docs/check.md lists
-the checks."""
+"""`check` tests an operator that another package registered. docs/check.md lists the checks."""
 
 import functools
 import importlib

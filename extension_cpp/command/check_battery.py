@@ -1,5 +1,4 @@
-"""The checks of `python -m extension_cpp check`. Each returns a note about the operator, or raises
-Refused or NotRun."""
+"""The checks of the command `check`. Each returns a note about the operator, or raises Refused or NotRun."""
 
 import contextlib
 import ctypes
@@ -59,8 +58,7 @@ def is_deterministic(case: Checked) -> str:
 
 
 def has_right_values(case: Checked) -> str:
-    """Checks that each element has at most the rounding error that the judge allows, compared with the float64
-    reference."""
+    """Checks that each element has the float64 reference's value up to the rounding error that the judge allows."""
     needs_reference(case)
     case.judged(case.draw())
     return f"{case.count} of {case.every} results, as many as the reference gives" if case.count < case.every else ""
@@ -193,8 +191,7 @@ def gradients(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
 
 
 def differentiated(case: Checked) -> tuple[Any, dict[int, Tensor | None], list[bool]]:
-    """Returns a sample whose floating-point tensors require grad, their gradients by argument index, and which results
-    require grad."""
+    """Returns a sample whose tensors require grad, the gradients by argument index, and which results require grad."""
     sample = case.draw()
     places = [i for i in case.places(sample, floating=True) if i not in case.written]
     for i in places:
@@ -246,8 +243,7 @@ def agrees_with_differences(case: Checked, places: list[int]) -> str:
 
 
 def leaves_nothing_behind(case: Checked) -> str:
-    """Checks that no memory is written after the call, by a thread or, on a GPU, on another stream than the current
-    one."""
+    """Checks that no memory is written after the call, by a thread or, on a GPU, on another stream."""
     sample = case.draw()
     if case.device == "cpu":
         results = case.call(*sample.args)
@@ -320,8 +316,7 @@ def writes_every_element(case: Checked) -> str:
 
 
 def has_right_statistics(case: Checked) -> str:
-    """Checks that two seeds give two results, and that the means of each element and of its square are near the
-    reference's."""
+    """Checks that two seeds give two results, and that each element's mean and mean square are near the reference's."""
     sample = case.draw()
     first, other = (case.call(*sample.args, seed=seed) for seed in (1, 2))
     if all(map(torch.equal, first, other)):

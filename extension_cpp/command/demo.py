@@ -1,9 +1,7 @@
-"""python -m extension_cpp demo: compares every operator with eager PyTorch, then trains a small
-converted language model.
+"""`demo` compares every operator with eager PyTorch, then trains a small converted language model.
 
-The model reads bytes of the English text that comes with every Python, and uses torch.nn alone. Two
-copies with the same weights train on the same batches, one unchanged and one after
-extension_cpp.nn.convert.
+The model reads bytes of the English text that comes with every Python, and uses torch.nn alone. Two equal copies train
+on the same batches, one after nn.convert.
 """
 
 import logging
@@ -41,8 +39,8 @@ LEARNING_RATE, WARMUP = 5e-3, 150
 
 
 def read_text() -> tuple[Tensor, Tensor]:
-    """Returns the text of Python's `help()`, without tables and indentation: the bytes that occur, and the text as
-    indices into these bytes."""
+    """Returns the bytes that occur in the text of Python's `help()` without tables, and this text as indices into
+    them."""
     lines = demo_model.help_text().splitlines()
     return demo_model.indices(
         "\n".join(re.sub(r"\s+", " ", line).strip() for line in lines if not line.lstrip().startswith(("|", "+")))
@@ -178,8 +176,7 @@ def choose_device(asked: str | None) -> tuple[str, str]:
 
 
 def check_compiler(what: str = "the demo", instead: str = "") -> None:
-    """Raises CannotRun if torch.compile would fail. It writes C++ on the CPU and a C module for Triton on a GPU, and
-    both include Python.h."""
+    """Raises CannotRun if torch.compile would fail. It compiles C++, or C for Triton, with Python.h."""
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name.split()[0]) is None:
         raise CannotRun(

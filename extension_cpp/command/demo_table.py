@@ -120,8 +120,7 @@ def largest_error(found: list[Tensor], truth: list[Tensor]) -> float:
 
 
 def largest_errors(case: Case, device: str, dtype: torch.dtype) -> list[float]:
-    """Returns the largest error of our results and gradients, and that of eager's. Eager's dropout draws another mask,
-    and is not compared."""
+    """Returns the largest error of our results and gradients, and that of eager's, except for dropout's other mask."""
     tensors = case.make(ROWS_CHECKED, device, dtype)
     exact = {
         name: each.detach().double().requires_grad_(each.requires_grad) if each.is_floating_point() else each

@@ -313,8 +313,7 @@ def _machine_lines(machine: Machine, level: str | None) -> list[str]:
 
 
 def run(load_error: str = "", with_schemas: bool = False) -> int:
-    """Prints whether the build fits, and then the facts. Returns 1 if the package cannot be used; load_error says
-    why."""
+    """Prints whether the build fits, then the facts. Returns 1 if the package cannot be used; load_error says why."""
     from .. import __version__  # this module may be imported before the package has completed its version
 
     build, machine = search_build() if load_error else read_build(), read_machine()

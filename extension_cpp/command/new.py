@@ -122,8 +122,7 @@ def run_remove(options: argparse.Namespace) -> int:
 
 
 def run_elsewhere(options: argparse.Namespace) -> int | None:
-    """Runs the same command of the tree that the user means, and returns its exit status, or None if it is this
-    tree."""
+    """Runs the same command of the user's tree and returns its exit status, or None if it is this tree."""
     place = options.place.resolve()
     found = tree.tree_of(place)
     if found is None:

@@ -97,8 +97,7 @@ CONSTANTS = 1e-9
 
 
 def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
-    """Compares a module with the function in float64, in training and evaluation mode, for tensors of 1 to 4
-    dimensions.
+    """Compares a module with the function in float64, in training and evaluation mode, on 1 to 4 dimensions.
 
     The bound is relative to the input, because many gelus compute x * (1 + tanh(...)), where 1 + tanh cancels. It is 8
     eps. Half of it is for the roundings of half an eps each: four of the polynomial (of which tanh's slope leaves 0.45
@@ -119,8 +118,7 @@ def _agrees(module: torch.nn.Module, function: str, dtype: torch.dtype) -> bool:
 
 
 def _gradients_agree(module: torch.nn.Module, function: str) -> bool:
-    """Compares the gradients with the function's, which shows whether a part is detached. The gradients are of size
-    1."""
+    """Compares the gradients with the function's, which shows whether a part is detached. Gradients are of size 1."""
     for training in (True, False):
         x = torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
         got = gradients_of(run(twin_of(module, [], training=training), x * 1), [x], torch.ones_like(x))

@@ -137,7 +137,7 @@ def convert(
 def _losses(
     modules: dict[str, torch.nn.Module], is_linear: bool, choice: Choice, result: Converted
 ) -> list[tuple[torch.nn.Module, model_loss.Plan | None]]:
-    """Returns the models whose loss is replaced, each with the plan of its linear loss or None. Adds their names to the
+    """Returns the models whose loss is replaced, with the plan of their linear loss or None. Adds them to the
     result."""
     losses = []
     for name, module in modules.items():
@@ -231,8 +231,7 @@ def revert(model: torch.nn.Module) -> Converted:
     return result
 
 
-# Modules of extension_cpp.nn that replace those of torch.nn with the same name, and the functions that
-# they call.
+# Our modules that replace those of torch.nn with the same name, and the functions that they call.
 FUNCTIONS: dict[type, str] = {
     nn.LayerNorm: "layer_norm",
     nn.RMSNorm: "rms_norm",
@@ -357,8 +356,7 @@ def _recognise(module: torch.nn.Module) -> activations.Activation | norms.Norm:
 
 
 def _plain_state(module: torch.nn.Module) -> Any:
-    """Returns everything that decides what a module computes except parameter values, or None if it cannot be
-    compared."""
+    """Returns all that decides a module's computation but parameter values, or None if it cannot be compared."""
     own = {name: value for name, value in vars(module).items() if name not in vars(torch.nn.Module())}
     if any(not isinstance(value, (bool, int, float, str, type(None))) for value in own.values()):
         return None

@@ -29,8 +29,7 @@ RESULTS = {
     "x": lambda x, weight, device: x,
     "promoted": lambda x, weight, device: torch.promote_types(x, weight),
     "half weight": lambda x, weight, device: weight if weight in HALF else torch.promote_types(x, weight),  # T5
-    # These two are for autocast: the first is PyTorch's layer_norm, and the second casts the input to autocast's dtype
-    # (Nemotron).
+    # For autocast: the first is PyTorch's layer_norm, and the second casts the input to autocast's dtype (Nemotron).
     "float32 at least": lambda x, weight, device: torch.promote_types(x, torch.float32),
     "autocast": lambda x, weight, device: x if x is torch.float64 else torch.get_autocast_dtype(device),
 }
@@ -71,23 +70,21 @@ def can_be_joined(a: Tensor, b: Tensor, results: tuple[str, ...], weight: Tensor
 
 class Generated(type):
     """The metaclass of the classes that convert makes. Instances and subclasses of the original class also count as
-    theirs. Tools such as FSDP's policies take the class of one layer and look for other layers of it, which convert may
-    not have changed."""
+    theirs. Tools such as FSDP's policies look for layers by the class of one, and convert may not have changed all."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return cls.__subclasscheck__(type(instance))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         """Looks at the __mro__ alone. torch.compile cannot trace type's check. The check of an abstract class asks its
-        subclasses, so that issubclass here would recurse without end. A subclass of a generated class accepts nothing
+        subclasses, so that issubclass here would recurse without end. Subclasses of a generated class accept no
         more."""
         original = vars(cls).get("original")
         return cls in subclass.__mro__ or (original in cls.__bases__ and original in subclass.__mro__)
 
 
 def generated_class(base: type, original: type, names: dict[str, Any]) -> type:
-    """Makes a subclass of `base` and the original, with the original's name, which models that initialize weights and
-    tools look for."""
+    """Makes a subclass of `base` and the original, with the original's name, which tools and models look for."""
     kind = type(original)
     metaclass = Generated if kind is type else type(kind.__name__, (Generated, kind), {})
     names = {"__doc__": original.__doc__, "original": original, **names}
@@ -178,8 +175,7 @@ def outside_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast(device: str) -> Iterator[None]:
-    """Enables autocast for one device type only, or for none if it is "", with PyTorch's dtypes. It works even if the
-    machine lacks the device."""
+    """Enables autocast for one device type, which may be missing, or for none if it is "", with PyTorch's dtypes."""
     with contextlib.ExitStack() as stack:
         for each, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
             stack.callback(torch.set_autocast_enabled, each, torch.is_autocast_enabled(each))

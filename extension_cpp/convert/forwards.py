@@ -105,8 +105,7 @@ def _activation(act: Any) -> tuple[str, tuple[str, ...]]:
 
 @functools.cache
 def rewritten_class(original: type, sites: frozenset[Site]) -> type:
-    """Makes a subclass of RewrittenModule and the original. It has the original's module and signature, which
-    transformers reads."""
+    """Makes a subclass of RewrittenModule and the original, with its module and signature for transformers."""
     forward = sources.rewritten(original.forward, sites)  # type: ignore[attr-defined]  # a module's
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     rotaries = []
@@ -137,9 +136,8 @@ def _blank(original: type, sites: frozenset[Site]) -> torch.nn.Module:
 def decide(
     module: torch.nn.Module, class_of: Callable[[torch.nn.Module], type], wants: Callable[[str], bool]
 ) -> tuple[type | None, str, list[str]]:
-    """Returns the new class of a module or None, the functions that it calls then, and reasons why something that users
-    would ask about is not changed. `class_of` says which class a child will have, and `wants` which functions may be
-    called."""
+    """Returns the new class of a module or None, the functions that it calls then, and why something users would ask
+    about is not changed. `class_of` says which class a child will have, and `wants` which functions may be called."""
     kind: Any = type(module)
     sites: tuple[Site, ...] = ()
     if kind.__module__.split(".")[0] != "torch" and "forward" not in vars(module):

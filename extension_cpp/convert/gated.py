@@ -17,8 +17,7 @@ _linear, _linear_forward = torch.nn.functional.linear, torch.nn.Linear.forward  
 
 @torch.fx.wrap  # torch.fx records this call as a whole: while it traces, tensors have no dtypes
 def gated(gate: Tensor, up: Tensor, function: str, results: tuple[str, ...]) -> Tensor:
-    """Computes ``activation(gate) * up``, by one kernel if it accepts both tensors and its result has the right
-    dtype."""
+    """Computes ``activation(gate) * up``, by one kernel if it takes both tensors and its result has the right dtype."""
     if can_be_joined(gate, up, results):
         return _product(gate, up, function)
     return activation(gate, function, results) * up

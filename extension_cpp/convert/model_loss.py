@@ -37,8 +37,7 @@ def causal_lm_loss(
 
 
 def _targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, device: torch.device) -> Tensor:
-    """Returns the target of each token, which is the next token. Shifting the labels is cheap; shifting logits copies
-    them."""
+    """Returns each token's target, the next token. Shifting labels is cheap, while shifting logits would copy them."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1).to(device)
@@ -59,8 +58,7 @@ def _scaled(loss: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
 
 
 def is_causal_lm(module: torch.nn.Module) -> bool:
-    """Returns whether a module is a model of transformers whose loss is ForCausalLMLoss, or would be by its
-    loss_type."""
+    """Returns whether a module is a transformers model whose loss is ForCausalLMLoss, or is so by its loss_type."""
     utilities = sys.modules.get("transformers.loss.loss_utils")
     if utilities is None or not isinstance(module, _modeling().PreTrainedModel) or isinstance(module, LinearLossModel):
         return False
@@ -205,8 +203,7 @@ class LinearLossModel:
 
 @functools.cache
 def linear_class(original: type, plan: Plan) -> type:
-    """Makes a subclass of LinearLossModel and the original. It has the original's module and signature, which
-    transformers reads."""
+    """Makes a subclass of LinearLossModel and the original, with its module and signature for transformers."""
 
     @functools.wraps(original.forward)  # type: ignore[attr-defined]  # `type` has no forward, a model's class has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,8 +233,7 @@ def original_class(converted: type) -> type | None:
 
 def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether this call computes the linear loss. It must have labels and return a named result (return_dict).
-    The output layer must have no hooks or forward of its own, and it and the loss function must not have been
-    replaced."""
+    The output layer must have no hooks or forward of its own, and like the loss function not be replaced."""
     plan: Plan = self.plan
     labels = args[plan.labels] if len(args) > plan.labels else kwargs.get("labels")
     if labels is None or getattr(self, "_loss_function", None) is not causal_lm_loss:
@@ -250,8 +246,7 @@ def _makes_linear_loss(self: Any, head: torch.nn.Module, args: tuple[Any, ...], 
 
 
 def must_run(head: torch.nn.Module) -> str | None:
-    """Returns why a module must be called and not replaced by an op (hooks, its own forward), or None if it can be
-    replaced."""
+    """Returns why a module must be called and not replaced by an op (hooks, its own forward), or None."""
     if "forward" in vars(head):
         return "has a forward of its own"
     hooks = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks

@@ -146,8 +146,7 @@ def _not_called_eps(name: str) -> tuple[bool, str]:
 
 
 def _probe(formula: Norm, eps: float, width: int, dtype: torch.dtype, dims: int) -> list[Tensor]:
-    """Makes rows with mean 0 and deviation 1, rows with mean 3, rows so small that eps matters, and a weight and a
-    bias."""
+    """Makes rows with mean 0 and deviation 1, with mean 3, and so small that eps matters, and a weight and a bias."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((6, width), generator=generator, dtype=torch.float64)
     rows[2:4] += 3
@@ -187,8 +186,7 @@ def _agrees(
 def _gradients_agree(module: torch.nn.Module, formula: Norm, width: int, **attributes: Any) -> bool:
     """Compares the gradients with the formula's, row by row. This shows whether statistics or a weight are detached.
 
-    The bound is far above rounding errors, which are about 100 eps of a row, and far below a missing term, which is as
-    large as the others.
+    The bound is far above rounding errors, about 100 eps of a row, and far below a missing term.
     """
     eps = getattr(module, formula.eps)
     x, *parameters = _probe(formula, eps, width, torch.float32, 2)

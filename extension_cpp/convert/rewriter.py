@@ -75,8 +75,7 @@ class Rewriter(ast.NodeTransformer):
         return self.function.__globals__.get(node.id)
 
     def activation(self, node: Any) -> tuple[ast.expr, ast.expr] | None:
-        """Returns act and x of a call act(x) whose product may be replaced. act is self.NAME or the name of a
-        function."""
+        """Returns act and x of a call act(x) whose product may be replaced. act is self.NAME or a function's name."""
         if not _has_one_argument(node):
             return None
         if (child := self.child_call(node)) is not None:
@@ -110,8 +109,7 @@ class Rewriter(ast.NodeTransformer):
         return ast.Call(function, list(arguments), [])
 
     def add_norm(self, norm: ast.expr, total: ast.BinOp, before: list[ast.stmt], target: str | None) -> ast.Call:
-        """Makes the call that replaces norm(total). It includes a dropout just before it, whose result is
-        ``target``."""
+        """Makes the call that replaces norm(total), together with a dropout before it whose result is ``target``."""
         for x, residual in _operands(total, ast.Add):
             if (drawn := self.dropout(x)) is not None:
                 return self.call("add_norm", norm, drawn[1], residual, drawn[0])
@@ -211,8 +209,8 @@ class Rewriter(ast.NodeTransformer):
         return True
 
     def sum_then_if(self, statement: ast.stmt, left: list[ast.stmt], done: list[ast.stmt]) -> bool:
-        """Replaces `s = a + b`, `if x is not None: ...`, and then as in sum_then_norm (GPT-2). The sum and the norm
-        move into both branches."""
+        """Replaces `s = a + b`, `if x is not None: ...`, and self.NORM(s) (GPT-2). The sum and the norm go into both
+        branches."""
         total = _total(statement)
         if total is None or not left or not isinstance(left[0], ast.If) or left[0].orelse:
             return False

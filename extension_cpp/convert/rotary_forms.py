@@ -12,8 +12,7 @@ from .formulas import EPS, HALF, Unfit, gradients_of, outside_modes
 
 
 class Rotary(NamedTuple):
-    """The form of rotary_embedding that function(q, k, cos, sin, **options) computes, and the inputs that it
-    accepts."""
+    """The form of rotary_embedding that function(q, k, cos, sin, **options) computes, and its valid inputs."""
 
     layouts: tuple[str, ...]  # keys of LAYOUTS, which differ in their number of dimensions
     interleaved: bool
@@ -131,8 +130,7 @@ def _probe(layout: str, dtype: torch.dtype, tables: torch.dtype, rotated: int) -
 
 
 def _call(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Calls the function. Returns None if it raises, or returns other than two tensors of q's and k's shapes and
-    dtypes."""
+    """Calls the function. Returns None if it raises, or its results are no tensors of q's and k's shapes and dtypes."""
     try:
         with torch.random.fork_rng(devices=[]):
             results = function(*inputs)
@@ -152,8 +150,7 @@ def _agrees(
     tables: torch.dtype | None = None,
     rotated: int = 8,
 ) -> bool:
-    """Compares a function with the formula in float64, for cos and sin with a batch and, if they have that dimension,
-    of batch 1.
+    """Compares a function with the formula in float64, for cos and sin with a batch and, if possible, of batch 1.
 
     The function rounds two products and a sum. Each rounding is half an eps of at most |x cos| + |x sin|.
     """

@@ -49,8 +49,7 @@ def rewritten(forward: Callable[..., Any], sites: frozenset[Site]) -> Callable[.
 
 
 def _dressed(new: Any, old: Any) -> Any:
-    """Copies everything except the code from old to new. Unlike functools.wraps, it sets no __wrapped__. Returns
-    new."""
+    """Copies everything except the code from old to new. Unlike functools.wraps, sets no __wrapped__. Returns new."""
     for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
         setattr(new, name, getattr(old, name))
     vars(new).update(vars(old))

@@ -2,9 +2,9 @@
 
 With "mean" the sum of all losses is divided by the sum of all weights, because a mean of means is not the mean.
 
-If several processes share the classes (vocabulary-parallel), each process runs cross_entropy on its own classes. Two
-all-reduces, of at most three numbers a row, combine the results. The first computes the maximum of the log-sum-exps.
-The second sums exp(lse - maximum), the target's logit and, for label smoothing, maximum - logit. Backward needs no
+If several processes share the classes (vocabulary-parallel), each runs cross_entropy on its own classes. Two
+all-reduces of up to three numbers a row combine the results. The first computes the maximum of the log-sum-exps. The
+second sums exp(lse - maximum), the target's logit and, for label smoothing, maximum - logit. Backward needs no
 all-reduce: it calls the operator with the log-sum-exp of all classes. The operator requires a target among its classes.
 Where another process has the target, it gets class 0, and backward writes that element of the gradient again, without
 the target's term.

@@ -2,8 +2,8 @@
 
 Importing this module registers the rules; the package imports it once torch.distributed.tensor is imported. A rule
 describes one dimension of the mesh. PyTorch combines rules for several dimensions, chooses the sharding that costs
-least to reach from the arguments' placements, and moves the data. Tensors are gathered if a rule does not allow their
-placement.
+least to reach from the arguments' placements, and moves the data. If no rule allows a placement, the tensor is
+gathered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +37,7 @@ def _as_torch(placement: Placement) -> Any:
 
 
 def _acceptable(op: Any, rule: Rule) -> Callable[..., Any]:
-    """Converts a rule to the form of register_sharding: lists of placements, of the results and of the arguments by
-    position."""
+    """Converts a rule for register_sharding to lists of placements, of the results and of the arguments by position."""
     arguments, count = op._schema.arguments, len(op._schema.returns)
 
     def shardings(*args: Any, **keywords: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -100,7 +99,6 @@ def on_mesh(grads: Sequence[Tensor | None], mesh: Any) -> tuple[Tensor | None, .
 
 
 def agreed(seed: Tensor, x: DTensor) -> Tensor:
-    """Returns one seed for all processes of x's mesh: the largest that they drew. Processes with the same seed keep
-    it."""
+    """Returns one seed for all processes of x's mesh, the largest that they drew. Equal seeds stay as they are."""
     mesh = x.device_mesh
     return whole(DTensor.from_local(seed, mesh, [Partial("max")] * mesh.ndim, run_check=False))

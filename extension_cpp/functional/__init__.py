@@ -7,8 +7,8 @@ _second stands for _backward_backward.
 
 A fake promises the shape, strides and dtype that csrc/<op>/<op>.cpp allocates. A backward returns gradients by the
 names of arguments. In second derivatives grad_grad_x stands for the gradient with respect to the backward operator's
-result grad_x. Where a backward calls differentiable operators or plain tensor operations, autograd differentiates
-further, to any order.
+result grad_x. If a backward calls differentiable operators or plain tensor operations, autograd differentiates it to
+any order.
 
 A plain form is an operator in plain tensor operations, for forward-mode differentiation, which a kernel cannot do. It
 takes the operator's arguments, defaults included, and returns its results. PyTorch can differentiate it in any mode and

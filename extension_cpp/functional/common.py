@@ -29,8 +29,8 @@ def check_dim(op: str, x: Tensor, dim: int) -> None:
 
 def fake_like(op: str, *names: str, along_dim: bool = False, hint: str = "") -> Callable[..., Tensor]:
     """Makes the fake of an operator whose first arguments are the tensors `names`, all with the shape and dtype of the
-    last one, as is the result. With along_dim, the next argument is one of its dimensions. `hint` completes the message
-    for a wrong dtype."""
+    last one, as is the result. With along_dim, the next argument is one of its dimensions. `hint` explains a wrong
+    dtype."""
 
     def fake(*args: Any) -> Tensor:
         *others, like = args[: len(names)]

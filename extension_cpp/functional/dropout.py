@@ -43,8 +43,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 @torch.fx.wrap  # torch.fx records this call as a whole: while it traces, x has no device for torch.randint
 def draw_seed(x: Tensor, p: float) -> Tensor:
-    """Draws the seed of dropout's mask for x: one number on x's device, so that no random number passes through the
-    host.
+    """Draws the seed of dropout's mask for x: one number on x's device, so that it does not pass through the host.
 
     Other modules must call this as an attribute of the module, because torch.fx replaces the name in this module only.
     """

@@ -57,7 +57,7 @@ def check_gate(op: str, gate: Tensor, up: Tensor) -> None:
 
 
 class Gate:
-    """Holds the functions that ops.py registers for activation(gate) * up, an operator (gate, up, *options), and its
+    """The functions that ops.py registers for activation(gate) * up, an operator (gate, up, *options), and its
     backward."""
 
     def __init__(self, op: str, activation: str) -> None:

@@ -4,9 +4,8 @@ For each chunk a matrix product computes the logits, cross_entropy_chunk overwri
 matrix products compute the gradients of the input and of the weight. The products are PyTorch's (cuBLAS, oneDNN).
 Forward computes these gradients as if grad_out were 1, and backward only scales them.
 
-Two cases differ. Without a reduction each row has its own grad_out. In float16 the gradient of the logits must be
-multiplied by the scale of the loss before it is rounded. In both cases forward computes no gradient, and backward
-computes the logits again.
+Two cases differ. Without a reduction each row has its own grad_out. In float16 the logits' gradient must be scaled like
+the loss before it is rounded. In both cases forward computes no gradient, and backward computes the logits again.
 """
 
 import math
@@ -145,8 +144,7 @@ def _linear_cross_entropy(
 def float_linear_cross_entropy(
     x: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str, options: LossOptions
 ) -> Tensor:
-    """Computes linear_cross_entropy with a float32 loss for half inputs, too. nn.convert gives it to language
-    models."""
+    """Computes linear_cross_entropy with a float32 loss even for half inputs, for nn.convert's language models."""
     return _linear_cross_entropy(x, linear_weight, target, bias, None, reduction, options, True)
 
 

@@ -321,14 +321,12 @@ def token_log_probs_backward(
 
 
 def _nan_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns NaN where mask is true, and 1 elsewhere. This factor also makes the tangent NaN; masked_fill would make
-    it 0."""
+    """Returns NaN where mask is true, else 1. This factor also makes the tangent NaN; masked_fill would make it 0."""
     return torch.where(mask, torch.nan, 1).to(dtype)
 
 
 def unevaluated_lse(most: Tensor, log_sum: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns most + log_sum, both float64, in the form that the operators save: two numbers per row
-    (csrc/loss/loss.h)."""
+    """Returns most + log_sum, both float64, as the two numbers per row that operators save (csrc/loss/loss.h)."""
     lse = (most + log_sum).to(dtype)
     return torch.stack([lse, (log_sum - (lse - most)).to(dtype)], -1)
 

@@ -26,8 +26,7 @@ def _normalize(x: Tensor, dims: tuple[int, ...], rstd: Tensor, centered: bool) -
 
 
 def _project(z: Tensor, xhat: Tensor, dims: tuple[int, ...], centered: bool) -> Tensor:
-    """Computes z - mean(z) - xhat * mean(xhat * z). If z is the gradient of xhat, rstd times this is the gradient of
-    x."""
+    """Computes z - mean(z) - xhat * mean(xhat * z). If z is xhat's gradient, rstd times this is x's gradient."""
     return z - (z.mean(dims, keepdim=True) if centered else 0) - xhat * (xhat * z).mean(dims, keepdim=True)
 
 
@@ -81,12 +80,10 @@ def second_derivative(
     grads: Sequence[Tensor | None],
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of grad_out, x and weight through the backward operator of layer_norm, if `centered`, or of
-    rms_norm.
+    """Returns the gradients of grad_out, x and weight through the backward of layer_norm, if `centered`, or rms_norm.
 
     They are the derivatives of <grad_grad_x, grad_x> + <grad_grad_weight, grad_weight> + <grad_grad_bias, grad_bias>.
-    `grads` are grad_grad_x, grad_grad_weight and, for layer_norm, grad_grad_bias. A gradient that was not computed is
-    None.
+    `grads` are grad_grad_x, grad_grad_weight and, for layer_norm, grad_grad_bias. Gradients not computed are None.
 
     With P of _project, grad_x is rstd * P(grad_out * weight), and P is symmetric. All operations are plain tensor
     operations on x, which autograd differentiates further.

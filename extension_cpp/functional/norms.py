@@ -301,8 +301,7 @@ class Norm:
         self.weights = [name for name in ("weight", "bias") if name in self.inputs]
         self.statistics = [name for name in ("mean", "rstd") if name in self.backward_inputs]
         self.differentiable = [name for name in ("x", "residual", "weight", "bias") if name in self.inputs]
-        # setup_context picks the tensors to save from inputs and results, and backward its operator's arguments from
-        # `known`.
+        # setup_context picks what it saves from inputs and results, and backward its operator's arguments from `known`.
         results = ["out", *(["sum"] if self.adds else []), *self.statistics]
         saved = [self.x, *self.statistics, *self.weights, *(["seed"] if self.drops else [])]
         self.saved_of = operator.itemgetter(*map([*self.inputs, *results].index, saved))

@@ -212,16 +212,14 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 
 
 def is_tanh(op: str, approximate: str) -> bool:
-    """Converts `approximate` to the bool that the operators take, because the stable ABI leaks a string at each
-    call."""
+    """Converts `approximate` to a bool for the operators, because the stable ABI leaks a string at each call."""
     if approximate not in ("none", "tanh"):
         checks.fail(op, f"expected approximate to be 'none' or 'tanh', but got {approximate!r}")
     return approximate == "tanh"
 
 
 class Activation:
-    """Holds the functions that ops.py registers for an activation (x, *options), its backward and its double
-    backward."""
+    """The functions that ops.py registers for an activation (x, *options), its backward and double backward."""
 
     def __init__(self, op: str) -> None:
         self.backward_op, self.double_backward_op = (getattr(_ops, f"{op}_{name}backward") for name in ("", "double_"))

@@ -1,5 +1,4 @@
-"""Implements the scans cumsum, logcumsumexp and linear_recurrence. Their plain forms compute in float32 (float64 for
-float64 tensors)."""
+"""Implements cumsum, logcumsumexp and linear_recurrence. Plain forms compute in float32 (float64 for float64)."""
 
 import functools
 from typing import Any

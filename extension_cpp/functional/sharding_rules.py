@@ -1,5 +1,4 @@
-"""Rules for DTensors, which say how an operator's arguments may be sharded over a mesh, and how its results are
-sharded.
+"""Rules for DTensors: how an operator's arguments may be sharded over a mesh, and how its results are then sharded.
 
 A rule describes one dimension of the mesh. For each way of sharding it yields the placements of the results and of the
 arguments that are not replicated. A placement is the dimension along which the tensor is sharded, PARTIAL (the tensor

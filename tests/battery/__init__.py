@@ -40,8 +40,7 @@ def fake_mode(spec: OpSpec) -> FakeTensorMode:
 
 
 def calls_of_every_order(spec: OpSpec, sample: Sample, layout: str | Strides) -> Calls:
-    """Records the operator calls of the forward, the backward and, if the op has one, the double backward of a
-    sample."""
+    """Records the operator calls of a sample's forward, backward and, if there is one, double backward."""
     grad_out = random_grad(layout)
     with Calls() as calls:
         outputs = [y for y in as_tuple(spec.function(*sample.args, **sample.kwargs)) if y.requires_grad]

@@ -68,8 +68,7 @@ def test_forward_mode_gives_the_kernels_values(spec: OpSpec, dtype: torch.dtype,
                         assert "backward" in str(error), "the forward has a plain form"
                         continue
                 for a, b in zip(results, expected, strict=True):
-                    # Each result is a sum over 33 columns or 5 rows, whose terms are near 1 and come from one or two
-                    # products.
+                    # Each result sums 33 columns or 5 rows of terms near 1, which come from one or two products.
                     size = max(1.0, b.abs().max().item()) if b.numel() else 0.0
                     torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * size)
 
@@ -212,8 +211,7 @@ def test_backward_keeps_no_argument_that_it_can_do_without(spec: OpSpec, device:
     must not change in place. Exempt are arguments no larger than an intermediate that the reference saves."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         (ours, _), (needed, intermediate) = _kept(spec.function, sample), _kept(spec.reference, sample)
-        # scale_bias_relu must save x and bias: where its result rounds to 0, the sign of x + bias cannot be told from
-        # it.
+        # scale_bias_relu must save x and bias: a result that rounds to 0 does not show the sign of x + bias.
         extra = ours - needed if spec.name != "scale_bias_relu" else set()
         assert not [i for i in extra if sample.args[i].numel() > intermediate]
 
@@ -303,8 +301,7 @@ def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, dev
         found: dict[str, tuple[torch.Tensor, ...]] = {}
 
         def are_no_grad(name: str, call: Callable[[], Any], found: dict[str, Any] = found) -> set[bool]:
-            """Returns, for each of our operators in a call, whether it is a no-grad overload. Stores the results in
-            `found`."""
+            """Returns whether each of a call's own operators is a no-grad overload. Stores the results in `found`."""
 
             def keep() -> None:
                 found[name] = as_tuple(call())
@@ -332,7 +329,6 @@ def test_no_grad_overloads_serve_where_no_gradient_is_recorded(spec: OpSpec, dev
                 assert torch.equal(x, y) and x.stride() == y.stride()
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:
             args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
-            # test_aot_dispatch_dynamic tests autograd, which a no-grad overload does not have, and it is the slowest
-            # test.
+            # test_aot_dispatch_dynamic, the slowest test, tests autograd, which a no-grad overload does not have.
             tests = [test for test in OPCHECKS if test != "test_aot_dispatch_dynamic"]
             torch.library.opcheck(both_overloads(called)[1], args, kwargs, test_utils=tests)

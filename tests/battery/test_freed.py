@@ -1,5 +1,4 @@
-"""Every op refuses a tensor whose storage was freed, as FSDP frees parameters, with a message that names the
-argument."""
+"""Every op refuses a tensor whose storage was freed, as FSDP frees parameters, and names the argument."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -53,8 +52,7 @@ def sentence_of(op: str, name: str) -> str:
 
 @every_op
 def test_freed_arguments_get_a_sentence(spec: OpSpec, device: str) -> None:
-    """The message is right for every forward, backward and second-order operator, the no-grad overloads and the
-    function."""
+    """The message is right for forward, backward and second-order operators, no-grad overloads and the function."""
     refused = set()
     for sample in spec.sample_inputs(maker(device, torch.float32), (3, 5)):
         for called, args, kwargs in calls_of_every_order(spec, sample, "contiguous").made:

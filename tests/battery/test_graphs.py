@@ -82,8 +82,8 @@ PERMUTED = Strides(order=(0, 2, 1, 3), steps=(1, 3, 1, 1), expanded=frozenset(),
 @pytest.mark.slow
 def test_compile_with_inductor_alone(spec: OpSpec, device: str) -> None:
     """Inductor compiles each op together with PyTorch's ops, for permuted inputs with gaps. The quick tier compiles all
-    ops in one graph instead (test_compile_with_inductor): most of the compile time of a graph does not depend on its
-    number of ops."""
+    ops in one graph instead (test_compile_with_inductor): a graph's compile time hardly depends on its number of
+    ops."""
     torch._dynamo.reset()
     for sample in spec.sample_inputs(maker(device, torch.float32, layout=PERMUTED), (2, 4, 7, 8)):
 
@@ -152,8 +152,7 @@ def test_ahead_of_time_inductor(device: str, tmp_path: Path) -> None:
 
 
 def _check_fakes(spec: OpSpec, sample: Sample, layout: str | Strides, what: str) -> None:
-    """Checks that the fake of every operator that the sample calls has the shape, dtype and strides of the real
-    result."""
+    """Checks that the fake of every operator of the sample has the shape, dtype and strides of the real result."""
     mode = fake_mode(spec)
     for called, args, kwargs in calls_of_every_order(spec, sample, layout).made:
         args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
@@ -209,8 +208,7 @@ ANY_STRIDES = st.builds(
 def test_fake_has_the_real_strides_of_any_layout(
     spec: OpSpec, device: str, shape: tuple[int, ...], first: Strides, second: Strides
 ) -> None:
-    """Fakes have the real strides for random orders of dimensions, gaps, offsets, expanded dimensions and sizes of
-    1."""
+    """Fakes have the real strides for random dimension orders, gaps, offsets, expanded dimensions and sizes of 1."""
     turns = itertools.cycle([maker(device, torch.float32, layout=layout) for layout in (first, second)])
     for sample in spec.sample_inputs(lambda shape: next(turns)(shape), shape):
         _check_fakes(spec, sample, second, f"{shape} {first}, others {second}")

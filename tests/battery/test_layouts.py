@@ -32,8 +32,7 @@ def leaves_of(make: Make, change: Callable[[Tensor], Tensor]) -> Make:
 
 def same(x: Tensor, y: Tensor, has_products: bool) -> bool:
     """Checks that two tensors have the same bits, where all NaN are equal. With matrix products it allows 16 eps:
-    PyTorch picks another product kernel for other strides. A sum of up to 33 products that is rounded at each step
-    differs by that much."""
+    PyTorch picks another product kernel for other strides. Sums of 33 products that round each step differ so much."""
     if x.shape != y.shape or not torch.equal(x.isnan(), y.isnan()):
         return False
     if x.numel() == 0:
@@ -46,8 +45,7 @@ def same(x: Tensor, y: Tensor, has_products: bool) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # all dtypes read strides the same way
 @pytest.mark.parametrize("stride", [0, 7, 1 << 40])
 def test_any_stride_of_a_dimension_of_size_1(spec: OpSpec, dtype: torch.dtype, stride: int, device: str) -> None:
-    """Results and gradients have the same bits if inputs and grad_out have an unusual stride in dimensions of size
-    1."""
+    """Results and gradients have the same bits if inputs and grad_out have any stride in dimensions of size 1."""
     change = with_stride(stride)
     for shape in SHAPES:
         usual = spec.sample_inputs(maker(device, dtype), shape)

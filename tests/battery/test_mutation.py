@@ -20,8 +20,7 @@ def written(spec: OpSpec, sample: Sample) -> dict[str, torch.Tensor]:
 
 @every_writing_op
 def test_every_written_argument_counts_a_version(spec: OpSpec, device: str) -> None:
-    """The version counter of every written argument increases, so that autograd detects the write, and no other
-    changes."""
+    """The version counter of each written argument increases, so that autograd detects the write, and no other."""
     for sample in spec.sample_inputs(maker(device, torch.float32), (5, 33)):
         before = [x._version if isinstance(x, torch.Tensor) else 0 for x in sample.args]
         spec.in_place(*sample.args, **sample.kwargs)
@@ -33,8 +32,7 @@ def test_every_written_argument_counts_a_version(spec: OpSpec, device: str) -> N
 
 @every_writing_op
 def test_other_arguments_and_gaps_are_not_written(spec: OpSpec, device: str) -> None:
-    """A write to a non-contiguous argument gives the values of a contiguous one and leaves the gaps in memory
-    unchanged."""
+    """A write to a non-contiguous argument gives the same values as to a contiguous one and leaves gaps unchanged."""
     for layout in ("sliced", "padded", "offset", "transposed"):
         given = spec.sample_inputs(maker(device, torch.float32, layout=layout), (6, 33))
         for sample, usual in zip(given, spec.sample_inputs(maker(device, torch.float32), (6, 33)), strict=True):

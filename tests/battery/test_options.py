@@ -45,8 +45,7 @@ def test_every_pair_of_options(spec: OpSpec, dtype: torch.dtype, device: str) ->
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_no_option_is_forgotten(spec: OpSpec) -> None:
-    """The spec lists every option: every optional tensor and number of the schema, except for the seed, which p
-    implies."""
+    """The spec lists every optional tensor and number of the schema, except for the seed, which p implies."""
     schema = getattr(torch.ops.extension_cpp, spec.name).default._schema
     arguments = [each.name for each in schema.arguments if str(each.type) != "Tensor"]
     expected = {name for name in arguments if name not in ("seed", *FOR_GRADIENTS, *spec.lists)}

@@ -114,8 +114,7 @@ def test_every_argument_is_checked(spec: OpSpec, device: str) -> None:
 
 @every_differentiable_op
 def test_forward_mode_refuses_what_kernels_refuse(spec: OpSpec, device: str) -> None:
-    """Forward mode raises the kernel's errors. It runs plain tensor operations, which without checks would accept other
-    arguments."""
+    """Forward mode raises the kernel's errors. Its plain tensor operations alone would accept other arguments."""
     for sample in spec.error_inputs(device):
         args = list(sample.args)
         places = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()]

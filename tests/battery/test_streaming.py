@@ -1,6 +1,5 @@
 """Tests results that do not fit into the CPU's cache. Kernels write them with streaming stores, in blocks that begin at
-a cache line, and with the same bits. A second process sets the cache size to 0 bytes, so that small tensors are
-streamed, too."""
+a cache line, and with the same bits. A second process assumes a cache of 0 bytes, so that it streams small tensors."""
 
 import functools
 import hashlib

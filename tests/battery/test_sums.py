@@ -14,9 +14,9 @@ ROWS, COLS = 20_000, 9  # 157 partial sums over rows (csrc/common/column_sums.h)
 
 
 def rows_of_one_sign(dtype: torch.dtype, device: str) -> Make:
-    """Returns a function that makes tensors whose rows differ only by a positive factor. A norm then gives all rows the
-    same result, and all terms of a sum over rows have one sign. No column is near its row's mean, and no sum overflows
-    in float16."""
+    """Returns a maker of tensors whose rows differ only by a positive factor. A norm then gives all rows the same
+    result, and all terms of a sum over rows have one sign. No column is near its row's mean, and float16 sums do not
+    overflow."""
 
     def make(shape: Sequence[int]) -> torch.Tensor:
         golden = (math.sqrt(5) - 1) / 2

@@ -72,8 +72,7 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     # PyTorch's matrix products choose their own kernels. One kernel of cuBLAS 13.0 leaves out the last 8 of 24584
     # float16 features on an H200, even in torch.mm alone.
     for width in (1025, 4096, 50257) if spec.bench.flat or spec.has_products else widths:
-        # More bytes than the other tests have, or several rows per cluster, also for the widest rows, of which fewer
-        # run at once.
+        # More bytes than in other tests, or several rows per cluster, also for the widest, of which fewer run at once.
         size = (17 if width <= 16384 else 10) << 20
         shape = (max(size // dtype.itemsize // width, 400 if width <= 32768 else 100) + 3, width)
         # A spec yields no sample if its reference would take too long.
@@ -88,8 +87,7 @@ def test_many_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
 @every_op
 @every_dtype
 def test_few_rows(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
-    """Results are right for few rows, which other kernels take, and for numbers of rows at which a kernel changes
-    shape."""
+    """Results are right for few rows, which other kernels take, and where a kernel changes its shape."""
     if device != "cuda":
         pytest.skip("how many rows there are decides only on the GPU which kernel takes them")
     for rows, width in itertools.product((3, 132, 133, 513), (64, 256, 512, 1024, 2048, 4096, 8192, 16384)):
@@ -186,9 +184,8 @@ def test_nan_and_inf_at_each_position(
 ) -> None:
     """A NaN or an infinity reaches the same results as in the reference. 67 columns are two blocks and a tail on the
     CPU, and vectors and a tail on the GPU. If an input is infinite and the reference's formula gives inf * 0, the op
-    may return the finite limit. In float32, NaN is put into every position; the quick tier puts the other cases into
-    some positions.
-    """
+    may return the finite limit. In float32, NaN is put into every position; the quick tier tries other cases in
+    some."""
     slow = request.config.getoption("--slow")
     for number, sample in enumerate(spec.sample_inputs(maker(device, dtype), (2, 67))):
         for x in leaves(sample):
@@ -225,8 +222,7 @@ def test_rows_of_minus_infinity(spec: OpSpec, device: str) -> None:
     for width in (64, 65):
         for sample in spec.sample_inputs(maker(device, torch.float32), (3, width)):
             sample.args[0].detach()[1] = -float("inf")
-            # Where one row is all of x, the reference may multiply a finite number by 0. PyTorch's fused rms_norm on
-            # the GPU makes NaN of it.
+            # Where one row is all of x, PyTorch's fused rms_norm on a GPU makes NaN of a finite number times 0.
             check(spec, sample, limits=True)
 
 
@@ -242,8 +238,7 @@ def last_rows(sample: Sample, rows: int, count: int) -> Sample:
 
 
 def results_of_last(spec: OpSpec, sample: Sample, rows: int, count: int) -> dict[str, torch.Tensor]:
-    """Returns the last rows of the results and of the gradients of inputs with `rows` rows. Only these rows stay in
-    memory."""
+    """Returns the last rows of results and of gradients of inputs with `rows` rows. Only these stay in memory."""
 
     def last(x: torch.Tensor) -> torch.Tensor:
         return x.detach()[-count:].clone() if x.shape[:1] == (rows,) else x.detach()

@@ -1,5 +1,4 @@
-"""Specifies the operator, which takes the seed and is deterministic. tests/test_dropout.py tests the function, which
-draws the seed."""
+"""Specifies the operator, which takes the seed. tests/test_dropout.py tests the function, which draws the seed."""
 
 import functools
 

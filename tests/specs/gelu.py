@@ -22,8 +22,8 @@ def error_inputs(device):
 def gelu_terms(x, approximate="none"):
     """Returns the sizes of the terms of gelu(x), of its derivative and of its second derivative.
 
-    Each has a factor that decays like exp(-x^2 / 2), or like exp of the polynomial in tanh. exp multiplies the rounding
-    error of its argument.
+    Each has a factor like exp(-x^2 / 2), or exp of the polynomial in tanh. exp multiplies its argument's rounding
+    error.
     """
     if approximate == "none":
         density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)

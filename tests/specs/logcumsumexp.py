@@ -9,8 +9,7 @@ LONGEST = 1100  # elements per line, because the reference is a slow loop
 
 
 def step_by_step(x, dim):
-    """Computes torch.logcumsumexp in a loop. The gradient of torch's own takes logarithms of gradients and loses
-    digits."""
+    """Computes torch.logcumsumexp in a loop. torch's own gradient takes logarithms of gradients and loses digits."""
     if x.dim() == 0:
         return x * 1
     results = []

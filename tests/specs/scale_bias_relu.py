@@ -28,8 +28,7 @@ def error_inputs(device):
 
 
 def terms(call):
-    """Returns the terms of a product and a sum. Where both cancel to less than their rounding errors, the gradient's
-    mask may be 0 or 1."""
+    """Returns the terms of a product and a sum. Where they cancel up to rounding, the mask may be 0 or 1."""
     x, bias, scale = (*call.sample.args, 1.0)[:3]
     (g,) = call.grads
     size = (x * scale).abs() + bias.abs()
